@@ -1,0 +1,197 @@
+"""vLLM inside the trainer's process."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from trlx_hybrid.errors import EngineError, SyncError
+from trlx_hybrid.protocols import NamedTensors
+from trlx_hybrid.session import Session
+from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
+
+from . import internals
+from .checkpoint import write_without_weights
+from .loading import WeightLoader
+from .options import VLLMOptions
+from .preflight import engine_dtype
+from .sampling import completion_of, prompt_of, sampling_params, with_seed
+
+CPU_KV_CACHE_LIMIT = 4 << 30
+BLOCK = 32  # tokens per KV block; vLLM's CPU attention wants a multiple of 32
+
+
+class VLLMEngine:
+    """An engine over the live policy. Weights come through the weight sync only: it starts with random ones.
+
+    Attributes:
+        llm: vLLM's own LLM, for custom rollouts.
+    """
+
+    def __init__(self, session: Session, options: VLLMOptions) -> None:
+        from vllm import LLM
+        from vllm.platforms import current_platform
+
+        self._options = options
+        self._cpu: bool = current_platform.is_cpu()
+        self.dtype = engine_dtype(options, session.policy, session.args)
+        self.weights_lost = True
+        self._asleep: set[str] = set()
+        self._made_default_group = not torch.distributed.is_initialized()
+        ranks = session.ranks
+        with (
+            tempfile.TemporaryDirectory(prefix="trlx-hybrid-") as folder,
+            internals.launcher_environment(ranks.rank, ranks.local_rank, ranks.world),
+            internals.running(),
+        ):
+            write_without_weights(session.policy, Path(folder))
+            try:
+                self.llm = LLM(**self._arguments(folder, session))
+            except Exception as error:
+                raise EngineError(
+                    f"vLLM could not build an engine for {type(session.policy.base).__name__}: {error} "
+                    "Change HybridConfig.engine_options (or TRL's vllm_* arguments), or generate with "
+                    "engine='transformers'."
+                ) from error
+        self.max_model_len: int = self.llm.llm_engine.model_config.max_model_len
+        self._loader = WeightLoader(internals.model_of(self.llm))
+
+    def _arguments(self, folder: str, session: Session) -> dict[str, Any]:
+        options = self._options
+        arguments: dict[str, Any] = {
+            "model": folder,
+            "load_format": "dummy",
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "tensor_parallel_size": options.tensor_parallel_size,
+            "distributed_executor_backend": "external_launcher",
+            "gpu_memory_utilization": options.gpu_memory_utilization,
+            "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
+            "max_model_len": options.max_model_len,
+            "max_num_seqs": options.max_num_seqs,
+            "max_num_batched_tokens": options.max_num_batched_tokens,
+            "enforce_eager": bool(options.enforce_eager) or self._cpu,
+            "enable_sleep_mode": options.enable_sleep_mode and not self._cpu,
+            "model_impl": options.model_impl,
+            "trust_remote_code": options.trust_remote_code,
+            "quantization": options.quantization,
+            "logprobs_mode": "processed_logprobs",  # importance sampling needs what was sampled from
+            "seed": 0,  # every request brings its own
+        }
+        if options.speculative_config is not None:
+            arguments["speculative_config"] = dict(options.speculative_config)
+        if self._cpu:
+            arguments["worker_cls"] = "trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker"
+            arguments["block_size"] = BLOCK
+            if options.kv_cache_memory_bytes is None:
+                arguments["kv_cache_memory_bytes"] = self._cpu_kv_bytes(session)
+        return arguments | dict(options.engine_args)
+
+    def _cpu_kv_bytes(self, session: Session) -> int:
+        """Enough for every sequence at full length: a share of host memory, vLLM's default, would be zero-filled."""
+        config: Any = session.policy.base.config.get_text_config()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        length = self._options.max_model_len or config.max_position_embeddings
+        blocks = (self._options.max_num_seqs or 256) * -(-length // BLOCK) + 8
+        per_block = 2 * config.num_hidden_layers * heads * head_size * BLOCK * self.dtype.itemsize
+        return int(min(blocks * per_block, CPU_KV_CACHE_LIMIT))
+
+    # --- generation -------------------------------------------------------------------------------------------------
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """Sample; the ranks of a replica pool their requests, and each keeps its own rows."""
+        if self._asleep or self.weights_lost:
+            raise EngineError(
+                "The vLLM engine is asleep or holds no weights: wake it and sync before generating "
+                "(`session.rollout_phase` does both)."
+            )
+        requests, mine = self._pooled(list(requests))
+        shared = sampling_params(sampling)
+        params = [with_seed(shared, request) for request in requests]
+        with internals.running():
+            outputs = self.llm.generate([prompt_of(r) for r in requests], params, use_tqdm=False)
+        return [completion_of(output.outputs[0]) for output in outputs[mine]]
+
+    def _pooled(self, requests: list[Request]) -> tuple[list[Request], slice]:
+        if self._options.tensor_parallel_size == 1:
+            return requests, slice(None)
+        group = internals.tensor_parallel_group()
+        gathered: list[Any] = [None] * group.world_size
+        torch.distributed.all_gather_object(gathered, requests, group=group.cpu_group)
+        start = sum(len(part) for part in gathered[: group.rank_in_group])
+        return [r for part in gathered for r in part], slice(start, start + len(requests))
+
+    # --- weights and memory -----------------------------------------------------------------------------------------
+
+    def load_weights(self, weights: NamedTensors) -> LoadReport:
+        """Write full tensors through vLLM's loader.
+
+        Raises:
+            SyncError: an engine parameter was not written, or the weights are asleep.
+        """
+        if "weights" in self._asleep:
+            raise SyncError("The engine's weights are asleep: `engine.wake('weights')` before a sync.")
+        if self._options.quantization is not None:
+            report = self._reload(weights)
+        else:
+            report = self._loader.load(weights)
+        if report.unwritten:
+            raise SyncError(
+                f"The weight sync left engine parameters unwritten: {', '.join(report.unwritten[:5])}"
+                + (f" and {len(report.unwritten) - 5} more" if len(report.unwritten) > 5 else "")
+                + ". The model and vLLM's definition of it disagree; use engine='transformers' and report it."
+            )
+        self.llm.reset_prefix_cache()  # cached keys and values belong to the old weights
+        self.weights_lost = False
+        return report
+
+    def _reload(self, weights: NamedTensors) -> LoadReport:
+        """A quantised engine derives what it keeps from the weights: vLLM's reload does that again, layer by layer."""
+        given: dict[str, int] = {}
+
+        def counted() -> Any:
+            for name, tensor in weights:
+                given[name] = tensor.numel() * tensor.element_size()
+                yield name, tensor
+
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": counted()})
+        return LoadReport(tensors=len(given), bytes=sum(given.values()))
+
+    def differing(self, weights: NamedTensors) -> list[str]:
+        """Tensors whose bits are not in the engine; a quantised engine keeps none of them, so log-probs must do."""
+        if self._options.quantization is not None:
+            return [] if sum(1 for _ in weights) else []
+        return self._loader.differing(weights)
+
+    def sleep(self) -> None:
+        """Free weights and KV cache, where sleep mode is on. The weights are lost: the next rollout syncs anyway."""
+        if not self._options.enable_sleep_mode or self._asleep:
+            return
+        self.llm.reset_prefix_cache()
+        if self._cpu:
+            self.llm.collective_rpc("sleep", args=(2,))
+        else:
+            self.llm.sleep(level=2)
+        self._asleep = {"weights", "kv_cache"}
+        self.weights_lost = True
+
+    def wake(self, what: str) -> None:
+        """Allocate "weights" or "kv_cache" again."""
+        if what not in self._asleep:
+            return
+        if self._cpu:
+            self.llm.collective_rpc("wake_up", args=([what],))
+        else:
+            if what == "weights":
+                torch.cuda.empty_cache()  # what the trainer's allocator cached would not be there to map
+            self.llm.wake_up(tags=[what])
+        self._asleep.discard(what)
+
+    def close(self) -> None:
+        """Free the engine and what it made."""
+        llm, self.llm = self.llm, None
+        if llm is not None:
+            internals.shut_down(llm, self._made_default_group)

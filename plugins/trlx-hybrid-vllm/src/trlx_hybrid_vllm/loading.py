@@ -1,0 +1,149 @@
+"""Full tensors into vLLM's parameters through its own loader, and the record of what went where.
+
+vLLM fuses (q, k and v into one matrix), pads and slices while it loads, each model in its own way. Instead of a table
+of names, the first load is watched: every copy the loader makes is recorded as a route from a slice of a checkpoint
+tensor to a slice of an engine parameter. The routes then tell which elements were written, and let later syncs be
+compared bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from trlx_hybrid.types import LoadReport
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A strided region: `offset` in elements from the tensor's first one."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The region of `tensor`."""
+        return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One copy of the loader: a slice of a checkpoint tensor into a slice of an engine parameter."""
+
+    parameter: str
+    destination: Slice
+    source: Slice
+
+
+class WeightLoader:
+    """Loads weights into one vLLM model.
+
+    Attributes:
+        routes: per checkpoint tensor, where its slices lie; filled by the first load.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model: Any = model
+        self._parameters = dict(model.named_parameters())
+        self.routes: dict[str, list[Route]] = {}
+
+    def load(self, weights: NamedTensors) -> LoadReport:
+        """Write the tensors; the first call also learns the routes. Consumes lazily, one call of the loader."""
+        given: dict[str, int] = {}
+        counted = _counted(weights, given)
+        if self.routes:
+            self._model.load_weights(counted)
+            missing = set(self.routes) - set(given)
+            unwritten = {route.parameter for name in missing for route in self.routes[name]}
+        else:
+            recorder = _Recorder(self._parameters)
+            with recorder:
+                self._model.load_weights(recorder.following(counted))
+            self.routes = dict(recorder.routes)
+            unwritten = {
+                name for name, p in self._parameters.items() if recorder.written.get(name, 0) < p.numel()
+            }
+        return LoadReport(tensors=len(given), bytes=sum(given.values()), unwritten=sorted(unwritten))
+
+    def differing(self, weights: NamedTensors) -> list[str]:
+        """Names of tensors whose bits, in the engine's dtype, are not those in its memory."""
+        names, flags = [], []
+        for name, tensor in weights:
+            for route in self.routes.get(name, ()):
+                ours = route.destination.of(self._parameters[route.parameter].data)
+                theirs = route.source.of(tensor).to(ours.device, ours.dtype)
+                names.append(f"{name} (engine parameter {route.parameter})")
+                flags.append((_bits(ours) != _bits(theirs)).any())
+        if not flags:
+            return []
+        return [name for name, differs in zip(names, torch.stack(flags).tolist(), strict=True) if differs]
+
+
+class _Recorder(TorchDispatchMode):
+    """Sees every copy into an engine parameter while the loader runs."""
+
+    def __init__(self, parameters: dict[str, torch.nn.Parameter]) -> None:
+        super().__init__()
+        self.routes: defaultdict[str, list[Route]] = defaultdict(list)
+        self.written: dict[str, int] = {}
+        self._parameters = {p.untyped_storage().data_ptr(): (name, p) for name, p in parameters.items()}
+        self._sources: defaultdict[int, list[tuple[str, Tensor]]] = defaultdict(list)
+
+    def following(self, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+        """Pass the tensors on, remembering in which memory each name lies."""
+        for name, tensor in weights:
+            candidates = self._sources[tensor.untyped_storage().data_ptr()]
+            candidates.insert(0, (name, tensor.detach()))  # newest first: freed memory is reused
+            yield name, tensor
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _WRITES and type(args[0]) in (Tensor, torch.nn.Parameter):
+            owner = self._parameters.get(args[0].untyped_storage().data_ptr())
+            if owner is not None:
+                name, parameter = owner
+                self.written[name] = self.written.get(name, 0) + args[0].numel()
+                if func is torch.ops.aten.copy_.default:
+                    self._record(name, parameter, args[0], args[1])
+        return result
+
+    def _record(self, name: str, parameter: Tensor, destination: Tensor, source: Tensor) -> None:
+        for candidate, tensor in self._sources.get(source.untyped_storage().data_ptr(), ()):
+            start = tensor.storage_offset()
+            end = start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+            if start <= source.storage_offset() < end and source.shape == destination.shape:
+                self.routes[candidate].append(
+                    Route(name, _slice(destination, parameter), _slice(source, tensor))
+                )
+                return
+
+
+_WRITES = {
+    torch.ops.aten.copy_.default,
+    torch.ops.aten.fill_.Scalar,
+    torch.ops.aten.fill_.Tensor,
+    torch.ops.aten.zero_.default,
+}
+
+
+def _slice(view: Tensor, whole: Tensor) -> Slice:
+    return Slice(tuple(view.shape), tuple(view.stride()), view.storage_offset() - whole.storage_offset())
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(BITS[tensor.element_size()])
+
+
+def _counted(weights: NamedTensors, given: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights:
+        given[name] = tensor.numel() * tensor.element_size()
+        yield name, tensor

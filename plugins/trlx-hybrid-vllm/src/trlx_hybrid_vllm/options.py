@@ -1,0 +1,45 @@
+"""The engine's options: what people set most, the rest of vLLM's engine arguments by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMOptions:
+    """`HybridConfig.engine_options` for `engine="vllm"`. TRL's `vllm_*` arguments fill the fields of their names.
+
+    Attributes:
+        dtype: "auto" takes the mixed-precision dtype of the training (`bf16`, `fp16`), else the model's own.
+        tensor_parallel_size: ranks per replica; must divide the number of processes.
+        gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache.
+        kv_cache_memory_bytes: size of the KV cache in bytes, instead of the share. On a CPU the default is what
+            `max_num_seqs` sequences of `max_model_len` need, at most 4 GiB.
+        max_model_len: longest prompt plus completion in tokens; the model's own by default.
+        max_num_seqs: sequences decoded at once.
+        max_num_batched_tokens: tokens per engine step while prompts are read.
+        enforce_eager: no CUDA graphs and no compilation: starts faster, decodes slower. Always on on a CPU.
+        enable_sleep_mode: give weights and KV cache back during TRAIN, once per rollout phase.
+        model_impl: "vllm", "transformers" or "auto".
+        trust_remote_code: run code that came with the model.
+        quantization: quantise in the engine, e.g. "fp8"; every weight sync quantises anew.
+        speculative_config: vLLM's speculative decoding.
+        engine_args: any other field of `vllm.EngineArgs`.
+    """
+
+    dtype: str = "auto"
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.3
+    kv_cache_memory_bytes: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int = 4096
+    enforce_eager: bool | None = None
+    enable_sleep_mode: bool = False
+    model_impl: str = "vllm"
+    trust_remote_code: bool = False
+    quantization: str | None = None
+    speculative_config: Mapping[str, Any] | None = None
+    engine_args: Mapping[str, Any] = field(default_factory=dict)

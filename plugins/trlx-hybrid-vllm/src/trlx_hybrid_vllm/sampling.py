@@ -1,0 +1,67 @@
+"""Our sampling terms as vLLM's, and vLLM's outputs as ours."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from trlx_hybrid.types import Completion, Request, Sampling
+from vllm import SamplingParams
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+
+def sampling_params(sampling: Sampling) -> dict[str, Any]:
+    """Arguments of `SamplingParams` that all requests of a run share.
+
+    Text is built only where a stop string needs it: turning every token into text as it arrives costs as much as
+    decoding it. Log-probs of the sampled token alone come in flat lists instead of an object per token.
+    """
+    params: dict[str, Any] = {
+        "n": 1,
+        "max_tokens": sampling.max_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repetition_penalty,
+        "logprobs": sampling.logprobs,
+        "output_kind": RequestOutputKind.FINAL_ONLY,
+    } | dict(sampling.extra)
+    structured = params.get("structured_outputs")
+    if sampling.regex is not None:
+        params["structured_outputs"] = StructuredOutputsParams(regex=sampling.regex)
+    elif isinstance(structured, dict):
+        params["structured_outputs"] = StructuredOutputsParams(**structured)
+    params.setdefault("detokenize", bool(params.get("stop")))
+    params["flat_logprobs"] = params["logprobs"] == 0
+    return params
+
+
+def with_seed(params: dict[str, Any], request: Request) -> SamplingParams:
+    """The parameters of one request."""
+    return SamplingParams(**params, seed=request.seed)
+
+
+def prompt_of(request: Request) -> dict[str, Any]:
+    """A request's prompt in vLLM's form, images as TRL passes them."""
+    prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
+    if request.images is not None:
+        prompt["multi_modal_data"] = {"image": request.images if len(request.images) > 1 else request.images[0]}
+    return prompt
+
+
+def completion_of(output: Any) -> Completion:
+    """One finished output of vLLM."""
+    token_ids = list(output.token_ids)
+    if output.logprobs is None:
+        return Completion(token_ids=token_ids, finish_reason=output.finish_reason)
+    if hasattr(output.logprobs, "start_indices"):  # flat: one number per token, the sampled one's
+        logprobs = [[None if math.isnan(value) else value] for value in output.logprobs.logprobs]
+        ids = [[token] for token in output.logprobs.token_ids]
+    else:
+        ranked = [sorted(position.items(), key=lambda item: item[1].rank) for position in output.logprobs]
+        logprobs = [[None if math.isnan(lp.logprob) else lp.logprob for _, lp in position] for position in ranked]
+        ids = [[token for token, _ in position] for position in ranked]
+    return Completion(
+        token_ids=token_ids, logprobs=logprobs, logprob_token_ids=ids, finish_reason=output.finish_reason
+    )

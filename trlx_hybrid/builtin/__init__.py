@@ -1,0 +1,35 @@
+"""The components that come with the host. The `transformers` engine is TRL's own path and needs none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from ..registry import Registry
+    from ..session import Session
+
+
+def _gather(session: Session, options: Any) -> Any:
+    from .gather import GatherSync
+
+    return GatherSync(session)
+
+
+def _single_turn(session: Session, options: Any) -> Any:
+    from .single_turn import SingleTurn
+
+    return SingleTurn()
+
+
+@hookimpl
+def trlx_register(registry: Registry) -> None:
+    registry.offer(
+        "weights",
+        "gather",
+        _gather,
+        order=100,
+        summary="full tensors through the engine's own loader; works with everything, moves the whole model",
+    )
+    registry.offer("rollout", "single_turn", _single_turn, summary="one completion per prompt")

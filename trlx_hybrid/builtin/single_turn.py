@@ -1,0 +1,20 @@
+"""The rollout of plain GRPO: one completion per prompt, one call of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..types import Completion, Request, Sampling
+
+if TYPE_CHECKING:
+    from ..session import Session
+
+
+class SingleTurn:
+    """Also serves TRL's tool loop, which calls once per turn."""
+
+    name = "single_turn"
+
+    def run(self, session: Session, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        return session.live_engine.generate(requests, sampling)

@@ -1,0 +1,102 @@
+"""What the user chooses: one flat dataclass that TrlParser understands, options checked by their owners."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from .errors import ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(kw_only=True)
+class HybridConfig:
+    """Which component fills each slot, beside TRL's own arguments.
+
+    Everything may be left out: TRL's arguments then decide (`use_vllm=True` with `vllm_mode="colocate"` takes the
+    `vllm` engine), and with nothing given training is stock TRL, bit for bit. Usable in code, as command-line flags
+    and in YAML through `TrlParser((ScriptArguments, GRPOConfig, ModelConfig, HybridConfig))`.
+    """
+
+    engine: str | None = field(
+        default=None,
+        metadata={"help": "What generates: 'transformers' (TRL's own path), 'vllm', 'auto' or a plugin's name."},
+    )
+    engine_options: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Options of the engine, a mapping or its JSON."}
+    )
+    weights: str = field(
+        default="auto",
+        metadata={"help": "How weights reach the engine: 'auto' takes the cheapest exact path, or a path's name."},
+    )
+    weights_options: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Options of the weight sync, a mapping or its JSON."}
+    )
+    rollout: str | None = field(
+        default=None, metadata={"help": "How prompts become trajectories: 'single_turn' or a plugin's name."}
+    )
+    rollout_options: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Options of the rollout, a mapping or its JSON."}
+    )
+    verify_every: int = field(
+        default=100,
+        metadata={
+            "help": "Compare every synced parameter bit for bit at the first and every N-th weight sync, and engine "
+            "with policy log-probs; a sample of parameters is compared at each. 0 compares at the first only."
+        },
+    )
+    disable_plugins: list[str] | None = field(
+        default=None, metadata={"help": "Plugins to leave out, besides those in TRLX_HYBRID_DISABLE."}
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("engine_options", "weights_options", "rollout_options"):
+            value = getattr(self, name)
+            if isinstance(value, str):
+                try:
+                    value = json.loads(value)
+                except json.JSONDecodeError as error:
+                    raise ConfigError(
+                        f"HybridConfig.{name} is not valid JSON: {error}. Write it as --{name} '{{\"key\": value}}'."
+                    ) from error
+                setattr(self, name, value)
+            if value is not None and not isinstance(value, Mapping):
+                raise ConfigError(f"HybridConfig.{name} must be a mapping, got {type(value).__name__}.")
+        if self.verify_every < 0:
+            raise ConfigError(f"HybridConfig.verify_every must be 0 or more, got {self.verify_every}.")
+
+    @classmethod
+    def coerce(cls, value: HybridConfig | Mapping[str, Any] | None) -> HybridConfig:
+        """A config from what a user passes as `hybrid=`: a config, a mapping of its fields, or None."""
+        if value is None:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"hybrid= takes a HybridConfig or a mapping of its fields, got {type(value).__name__}.")
+        return build(cls, value, "HybridConfig")
+
+
+def build(owner: type[T], values: Mapping[str, Any], where: str) -> T:
+    """An instance of the dataclass `owner` from a user's mapping.
+
+    Raises:
+        ConfigError: a key the dataclass does not have, with the nearest one that it has.
+    """
+    known = [f.name for f in dataclasses.fields(owner) if f.init]  # type: ignore[arg-type]
+    for key in values:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{where} has no setting {key!r}.{hint} Settings: {', '.join(known) or 'none'}.")
+    return owner(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class NoOptions:
+    """Of a component that takes none."""

@@ -1,0 +1,45 @@
+"""Every error a user can meet. Each message names the culprit and the way out."""
+
+from __future__ import annotations
+
+
+class HybridError(Exception):
+    """Base of all errors raised by this package."""
+
+
+class ConfigError(HybridError, ValueError):
+    """A setting is unknown, contradicts another one, or cannot be met here."""
+
+
+class PluginError(HybridError):
+    """A plugin failed. Names the plugin, its distribution and version, the hook, and the way out.
+
+    Attributes:
+        plugin: entry-point name of the plugin, as `TRLX_HYBRID_DISABLE` takes it.
+        hook: name of the hook that failed, or None when the plugin did not even load.
+    """
+
+    def __init__(self, message: str, *, plugin: str, hook: str | None = None) -> None:
+        super().__init__(message)
+        self.plugin = plugin
+        self.hook = hook
+
+
+class ComponentError(HybridError):
+    """A slot's component is missing, ambiguous, or cannot work here."""
+
+
+class EngineError(HybridError):
+    """The engine could not be built, was asked for what it cannot do, or failed."""
+
+
+class SyncError(HybridError):
+    """A weight sync left the engine with something else than the policy's weights."""
+
+
+class StaleWeightsError(SyncError):
+    """Generation was asked of an engine whose weights are not the policy's."""
+
+
+class RewardError(HybridError, ValueError):
+    """A reward function returned something no advantage can be computed from."""

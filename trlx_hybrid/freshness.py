@@ -1,0 +1,94 @@
+"""Which weights the engine holds: versions, the sync that brings them up to date, and the proof of it."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from . import proof
+from .randomness import preserved_generators
+from .types import SyncPlan, SyncReport
+
+if TYPE_CHECKING:
+    from .protocols import Engine, WeightSync
+    from .session import Session
+
+
+class Freshness:
+    """Keeps engine and policy at one weight version.
+
+    A counter alone is not enough: adapters and checkpoints can be loaded by hand without an optimizer step, and
+    `Tensor._version` does not see fused optimizers. So a fingerprint of the policy's bits is compared as well.
+
+    Attributes:
+        version: of the policy; grows with every optimizer step, checkpoint load and adapter load.
+        engine_version: of what the engine holds, None when it holds nothing to be sampled from.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self.version = 0
+        self.engine_version: int | None = None
+        self._session = session
+        self._fingerprint: int | None = None
+        self._syncs = 0
+        self._names: list[str] = []
+
+    def changed(self) -> None:
+        """The policy's weights are no longer what they were."""
+        self.version += 1
+
+    def forget(self) -> None:
+        """The engine's weights are gone: it was put to sleep, closed, or a sync failed half-way."""
+        self.engine_version = None
+
+    def sync(self, engine: Engine, weights: WeightSync) -> SyncReport | None:
+        """Bring the policy's weights into the engine and prove it; None when it holds them already. Collective.
+
+        Raises:
+            SyncError: the engine does not hold, or does not compute with, the policy's weights.
+        """
+        session = self._session
+        self._notice_silent_changes()
+        if self.engine_version == self.version:
+            return None
+        every = session.config.verify_every
+        full = self._syncs == 0 or (every > 0 and self._syncs % every == 0)
+        plan = SyncPlan(weights=weights.name, version=self.version, verify="full" if full else "sampled")
+        session.host.call("trlx_sync_start", session=session, plan=plan)
+        self.forget()
+        with preserved_generators():
+            started = time.perf_counter()
+            loaded = weights.sync()
+            seconds = time.perf_counter() - started
+            verified = self._check_bits(engine, full)
+            gap = self._check_log_probs(engine) if full else None
+        self._syncs += 1
+        self.engine_version = self.version
+        self._fingerprint = session.policy.fingerprint()
+        report = SyncReport(
+            weights=weights.name,
+            version=self.version,
+            tensors=loaded.tensors,
+            bytes=loaded.bytes,
+            seconds=seconds,
+            verified=verified,
+            logprob_gap=gap,
+        )
+        session.host.call("trlx_sync_end", session=session, report=report)
+        return report
+
+    def _notice_silent_changes(self) -> None:
+        if self.engine_version == self.version:
+            policy, ranks = self._session.policy, self._session.ranks
+            if ranks.any(self._fingerprint != policy.fingerprint()):
+                self.changed()
+
+    def _check_bits(self, engine: Engine, full: bool) -> int:
+        policy = self._session.policy
+        if not self._names:
+            self._names = policy.checkpoint_names()
+        return proof.check_bits(engine, policy, None if full else proof.sampled_names(self._names, self.version))
+
+    def _check_log_probs(self, engine: Engine) -> float:
+        engine.wake("kv_cache")  # the probe generates
+        return proof.check_log_probs(engine, self._session.policy)

@@ -1,0 +1,202 @@
+"""The model being trained, as the engine needs to see it: whatever wraps, shards or adapts it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .merging import adapted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+FINGERPRINT_TENSORS, FINGERPRINT_ELEMENTS = 16, 256
+
+
+class Policy:
+    """A view of the trainer's model. Everything that touches sharded tensors is collective: call it on all ranks.
+
+    Args:
+        model: returns the trainer's model; a function because `Trainer.train` may replace it by a wrapped one.
+        processing_class: the trainer's tokenizer or processor.
+        device: where full tensors are to be materialised.
+        fsdp_version: 1, 2, or None without FSDP.
+        gather: context manager that materialises ZeRO-3 parameters; does nothing otherwise.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], nn.Module],
+        processing_class: Any,
+        device: torch.device,
+        fsdp_version: int | None = None,
+        gather: Callable[[list[nn.Parameter]], Any] | None = None,
+    ) -> None:
+        self._model = model
+        self._gather = gather
+        self.processing_class = processing_class
+        self.device = device
+        self.fsdp_version = fsdp_version
+
+    @property
+    def module(self) -> nn.Module:
+        """The trainer's model out of DDP and compile wrappers, with its adapters."""
+        module = self._model()
+        while isinstance(module, nn.parallel.DistributedDataParallel) or hasattr(module, "_orig_mod"):
+            module = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module._orig_mod  # type: ignore[assignment]
+        return module
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """The transformers model underneath any adapter."""
+        module: Any = self.module
+        return module.get_base_model() if hasattr(module, "peft_config") and hasattr(module, "get_base_model") else module  # type: ignore[no-any-return]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype most parameters have."""
+        sizes: dict[torch.dtype, int] = {}
+        for p in self.module.parameters():
+            sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
+    def refuses_gather(self) -> str | None:
+        """Why full weights cannot be read from this model, or None."""
+        if self.fsdp_version == 1:
+            return "FSDP1 flattens parameters. Set `fsdp_version: 2` in the accelerate config."
+        for name, p in self.module.named_parameters():
+            if type(p).__name__ in ("Params4bit", "Int8Params"):
+                return f"{name} is quantised by bitsandbytes: its bits are not the weights. Load the base in bf16."
+        return None
+
+    def full_weights(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Every weight in full, adapters merged, under its checkpoint name; one layer's tensors live at a time.
+
+        In-memory names are not checkpoint names in transformers 5 (fused experts, multimodal prefixes), so each
+        layer goes through the model's own conversion (`transformers.core_model_loading.revert_weight_conversion`).
+
+        Args:
+            only: checkpoint names to yield. Without a conversion the others are not even materialised.
+        """
+        base = self.base
+        convert = _conversion(base)
+        for _, layer in itertools.groupby(_weights(base, "", set()), key=lambda weight: _layer_of(weight[0])):
+            tensors = {
+                name: self._materialise(read())
+                for name, read in layer
+                if only is None or convert is not None or name in only
+            }
+            for name, tensor in (convert(tensors) if convert else tensors).items():
+                if only is None or name in only:
+                    yield name, tensor
+
+    def checkpoint_names(self) -> list[str]:
+        """The names `full_weights` yields. Collective, and as costly, where the model needs a conversion."""
+        base = self.base
+        if _conversion(base) is None:
+            return [name for name, _ in _weights(base, "", set())]
+        return [name for name, _ in self.full_weights()]
+
+    def _materialise(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        if self._gather is not None and hasattr(tensor, "ds_id"):
+            with self._gather([tensor]):  # type: ignore[list-item]
+                return tensor.data.clone()
+        if hasattr(tensor, "full_tensor"):
+            if tensor.device.type != self.device.type:  # CPU-offloaded shards: the all-gather wants the device
+                tensor = tensor.to(self.device)
+            return tensor.full_tensor()  # type: ignore[no-any-return,attr-defined]
+        return tensor
+
+    def fingerprint(self) -> int:
+        """A number that changes when this rank's trainable weights do: a hash of a few hundred bits of each of up to
+        16 tensors spread over the model. Cheap enough for every rollout; it catches loads nobody announced."""
+        trainable = [p for p in self.module.parameters() if p.requires_grad] or list(self.module.parameters())
+        stride = max(1, len(trainable) // FINGERPRINT_TENSORS)
+        samples = []
+        for p in trainable[::stride]:
+            local = p.detach().to_local() if hasattr(p, "to_local") else p.detach()
+            flat = local.reshape(-1)
+            samples.append(flat[:: max(1, flat.numel() // FINGERPRINT_ELEMENTS)].float())
+        bits = torch.cat(samples).view(torch.int32).to(torch.int64)
+        positions = torch.arange(1, bits.numel() + 1, device=bits.device)
+        return int((bits * positions).sum())
+
+    @torch.no_grad()
+    def log_probs(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], temperature: float = 1.0) -> Tensor:
+        """Teacher-forced log-probs of a completion, (T,) float32 on the CPU, dropout off."""
+        module = self.module
+        ids = torch.tensor([[*prompt_ids, *completion_ids]], device=self.device)
+        with _evaluating(module):
+            logits = module(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        logits = logits[0, len(prompt_ids) - 1 : -1].float() / temperature
+        targets = ids[0, len(prompt_ids) :, None]
+        return logits.log_softmax(-1).gather(-1, targets)[:, 0].cpu()
+
+
+def _weights(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """(name, reader) of each parameter in registration order, tied ones once. Reading merges adapters, so it waits."""
+    wrapped = adapted(module)
+    if wrapped is not None:
+        merged = functools.cache(wrapped.merged)  # once for weight and bias; freed with the layer's readers
+        for name, p in wrapped.base.named_parameters():
+            if id(p) not in seen:
+                seen.add(id(p))
+                yield _strip(f"{prefix}{name}"), functools.partial(_item, merged, name)
+        return
+    for key, parameter in module._parameters.items():
+        if parameter is not None and id(parameter) not in seen:
+            seen.add(id(parameter))
+            yield _strip(f"{prefix}{key}"), functools.partial(_identity, parameter)
+    for name, child in module.named_children():
+        yield from _weights(child, f"{prefix}{name}.", seen)
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _item(merged: Callable[[], dict[str, Tensor]], name: str) -> Tensor:
+    return merged()[name]
+
+
+def _strip(name: str) -> str:
+    for prefix in WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def _layer_of(name: str) -> str:
+    """Everything up to the first layer number: the unit that is converted and materialised together."""
+    match = re.match(r".*?\.\d+\.", name)
+    return match.group() if match else name.rpartition(".")[0]
+
+
+def _conversion(model: PreTrainedModel) -> Callable[[dict[str, Tensor]], dict[str, Tensor]] | None:
+    """The model's mapping from in-memory to checkpoint tensors, or None where they are the same."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import revert_weight_conversion
+
+    own = getattr(model, "_weight_conversions", None)
+    if not (own if own is not None else get_model_conversion_mapping(model, add_legacy=False)):
+        return None
+    return lambda tensors: revert_weight_conversion(model, tensors)
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    modes = [(m, m.training) for m in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for m, training in modes:
+            m.training = training

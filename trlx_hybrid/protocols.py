@@ -1,0 +1,68 @@
+"""What a component must be able to do. Plugins meet here and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from .types import Completion, LoadReport, Request, Sampling
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from .session import Session
+
+NamedTensors = Iterable[tuple[str, "Tensor"]]
+
+
+class Engine(Protocol):
+    """Generates tokens, gives memory back and takes it again. Lives in the trainer's process."""
+
+    max_model_len: int
+    """Longest prompt plus completion, in tokens."""
+
+    dtype: torch.dtype
+    """What it computes in."""
+
+    weights_lost: bool
+    """Whether sleeping discarded the weights: a sync must follow the next `wake("weights")`."""
+
+    def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """One completion per request, in the order of the requests. With several ranks per replica, each rank
+        passes its own requests and receives its own completions; all ranks of the replica must call."""
+
+    def load_weights(self, weights: NamedTensors) -> LoadReport:
+        """Write full tensors, named as in a checkpoint, through the engine's own loader; consumes them lazily.
+        Drops every cache that depends on the weights."""
+
+    def differing(self, weights: NamedTensors) -> list[str]:
+        """Names of the given tensors whose bits, cast to the engine's dtype, are not those in its memory."""
+
+    def sleep(self) -> None:
+        """Give back what need not be resident during TRAIN. A second call does nothing."""
+
+    def wake(self, what: str) -> None:
+        """Take memory again: "weights" before a sync, "kv_cache" before generating."""
+
+    def close(self) -> None:
+        """Free everything; leaves process groups and settings it did not make untouched."""
+
+
+class WeightSync(Protocol):
+    """Brings the policy's current weights into the engine."""
+
+    name: str
+
+    def refuses(self) -> str | None:
+        """Why this path cannot serve this model and engine, or None."""
+
+    def sync(self) -> LoadReport:
+        """Make the engine's weights the policy's. Called on every rank."""
+
+
+class Rollout(Protocol):
+    """Turns prompts into completions."""
+
+    def run(self, session: Session, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """One completion per request, in order: TRL's batch contract is rigid."""

@@ -1,0 +1,43 @@
+"""The processes of a run, seen through accelerate: the few collectives the host needs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """All methods but the attributes are collective: every process must call them.
+
+    Attributes:
+        rank, local_rank, world: this process's index, the one on its node, and how many there are.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator: Any = accelerator
+        self.rank: int = accelerator.process_index
+        self.local_rank: int = accelerator.local_process_index
+        self.world: int = accelerator.num_processes
+
+    def any(self, flag: bool) -> bool:
+        """Whether any process says so: a decision all of them take alike."""
+        return self.sum(int(flag)) > 0
+
+    def sum(self, value: int) -> int:
+        """Sum over the processes."""
+        if self.world == 1:
+            return value
+        total = torch.tensor(value, device=self._accelerator.device)
+        return int(self._accelerator.reduce(total, reduction="sum"))
+
+    def gather(self, value: T) -> list[T]:
+        """One value per process, in rank order, on every process. Any picklable object."""
+        from accelerate.utils import gather_object
+
+        return list(gather_object([value]))

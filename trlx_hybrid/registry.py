@@ -1,0 +1,123 @@
+"""Named components per slot. Plugins offer; one is chosen per slot, or the reasons against are raised."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from .errors import ComponentError
+
+Slot = Literal["engine", "weights", "rollout"]
+SLOTS: tuple[Slot, ...] = get_args(Slot)
+BUILTIN = "builtin"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """One way to fill a slot.
+
+    Attributes:
+        factory: called with the session and the validated options, returns the live object. Heavy imports go here.
+        options: dataclass that `HybridConfig.<slot>_options` is validated against; None takes no options.
+        order: where `auto` tries it, lowest first (weights only).
+        unavailable: called without arguments; returns why it cannot work on this machine, or None.
+        refuses: called with the session and the options when the trainer is built, before the component is;
+            returns why it cannot serve this model, or None.
+        plugin: who offered it.
+    """
+
+    slot: Slot
+    name: str
+    factory: Callable[..., Any]
+    plugin: str
+    summary: str = ""
+    options: type[Any] | None = None
+    order: int = 0
+    unavailable: Callable[[], str | None] = lambda: None
+    refuses: Callable[[Any, Any], str | None] = lambda session, options: None
+
+
+class Registry:
+    """What every loaded plugin offers."""
+
+    def __init__(self) -> None:
+        self._components: dict[Slot, dict[str, Component]] = {slot: {} for slot in SLOTS}
+        self._offering = BUILTIN
+
+    def offer(
+        self,
+        slot: Slot,
+        name: str,
+        factory: Callable[..., Any],
+        *,
+        summary: str = "",
+        options: type[Any] | None = None,
+        order: int = 0,
+        unavailable: Callable[[], str | None] = lambda: None,
+        refuses: Callable[[Any, Any], str | None] = lambda session, options: None,
+    ) -> None:
+        """Offer a component under `name`; arguments as in `Component`.
+
+        Raises:
+            ComponentError: unknown slot, or the name is taken by another plugin.
+        """
+        if slot not in self._components:
+            raise ComponentError(f"There is no slot {slot!r}. Slots: {', '.join(SLOTS)}.")
+        taken = self._components[slot].get(name)
+        if taken is not None:
+            raise ComponentError(
+                f"Plugins {taken.plugin!r} and {self._offering!r} both offer {slot} {name!r}. "
+                f"Switch one off: TRLX_HYBRID_DISABLE={taken.plugin} or TRLX_HYBRID_DISABLE={self._offering}."
+            )
+        self._components[slot][name] = Component(
+            slot=slot,
+            name=name,
+            factory=factory,
+            plugin=self._offering,
+            summary=summary,
+            options=options,
+            order=order,
+            unavailable=unavailable,
+            refuses=refuses,
+        )
+
+    def components(self, slot: Slot) -> list[Component]:
+        """All components of a slot in the order `auto` tries them."""
+        return sorted(self._components[slot].values(), key=lambda c: (c.order, c.name))
+
+    def choose(self, slot: Slot, name: str) -> Component:
+        """The component called `name`; "auto" takes the only one a plugin offers.
+
+        Raises:
+            ComponentError: no such component, several for "auto", or it cannot work here; says why and what to do.
+        """
+        offered = self._components[slot]
+        if name == "auto":
+            external = [c for c in self.components(slot) if c.plugin != BUILTIN]
+            if len(external) != 1:
+                found = " and ".join(f"{c.name!r} (plugin {c.plugin!r})" for c in external) or "none"
+                raise ComponentError(
+                    f"{slot}='auto' needs exactly one plugin that offers an {slot}; found {found}. "
+                    f"Choose with HybridConfig({slot}=...) or --{slot}."
+                )
+            name = external[0].name
+        if name not in offered:
+            raise ComponentError(self._missing(slot, name, offered))
+        component = offered[name]
+        reason = component.unavailable()
+        if reason is not None:
+            raise ComponentError(f"{slot} {name!r} (plugin {component.plugin!r}) cannot be used here: {reason}")
+        return component
+
+    @staticmethod
+    def _missing(slot: Slot, name: str, offered: Iterable[str]) -> str:
+        names = sorted(offered)
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        return (
+            f"No plugin offers {slot} {name!r}.{hint} Offered: {', '.join(names) or 'none'}. "
+            f"Install the plugin that brings it (for example `pip install trlx-hybrid-{name}`), "
+            f"and see `trlx-hybrid plugins` for what is loaded."
+        )

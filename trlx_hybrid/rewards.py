@@ -1,0 +1,47 @@
+"""Reward functions, with a literal NaN told apart from TRL's None."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from .errors import RewardError
+
+
+def checked_reward(function: Any) -> Any:
+    """`function` as TRL may call it, refusing NaN and infinity. Reward models pass through unchanged.
+
+    TRL turns None ("not applicable to this sample") into NaN and skips it, so a NaN that a function computed by
+    mistake is skipped as well, in silence.
+    """
+    if hasattr(function, "parameters") or not callable(function):  # a reward model
+        return function
+    name = getattr(function, "__name__", type(function).__name__)
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):
+
+        @functools.wraps(function)
+        async def reward_async(*args: Any, **kwargs: Any) -> Any:
+            return _checked(await function(*args, **kwargs), name)
+
+        return reward_async
+
+    @functools.wraps(function)
+    def reward(*args: Any, **kwargs: Any) -> Any:
+        return _checked(function(*args, **kwargs), name)
+
+    return reward
+
+
+def _checked(rewards: Sequence[Any], name: str) -> Sequence[Any]:
+    for index, value in enumerate(rewards):
+        if value is not None and not math.isfinite(value):
+            raise RewardError(
+                f"Reward function {name!r} returned {value} for completion {index} of its batch. Return a finite "
+                "number, or None where the reward does not apply."
+            )
+    return rewards
+
+

@@ -1,0 +1,104 @@
+"""From TRL's prompts to requests that carry their own randomness, and back to completions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from .errors import EngineError
+from .randomness import preserved_generators, request_seed
+from .rows import RowTracker
+from .types import Completion, Request, Sampling
+
+if TYPE_CHECKING:
+    from .protocols import Engine, Rollout
+    from .session import Session
+
+
+class Sampler:
+    """Samples the rollouts of one run.
+
+    Args:
+        sampling: how to sample; a `seed` among its extras replaces the run's seed.
+        run_seed: TRL's `seed`.
+    """
+
+    def __init__(self, session: Session, sampling: Sampling, run_seed: int) -> None:
+        extra = dict(sampling.extra)
+        self._run_seed = int(extra.pop("seed", run_seed))
+        self.sampling = dataclasses.replace(sampling, extra=extra)
+        self._session = session
+        self._tracker: RowTracker | None = None
+        self._drawn: dict[tuple[str, int], int] = {}  # rows already sampled, per stream and weight version
+
+    def begin(self, stream: str) -> None:
+        """A batch begins; `stream` is "train" or "eval", which share no draws."""
+        self._stream, self._tracker = stream, None
+
+    def end(self) -> None:
+        """The batch is over: the next one of this weight version continues the row count. Collective."""
+        rows = self._session.ranks.sum(len(self._tracker) if self._tracker is not None else 0)
+        key = (self._stream, self._session.freshness.version)
+        self._drawn = {key: self._drawn.get(key, 0) + rows} | {
+            k: v for k, v in self._drawn.items() if k[1] == key[1] and k != key
+        }
+        self._tracker = None
+
+    def sample(
+        self,
+        engine: Engine,
+        rollout: Rollout,
+        prompts: Sequence[list[int]],
+        images: Sequence[list[Any] | None] | None,
+        num_generations: int,
+        timer: AbstractContextManager[Any] | None = None,
+    ) -> list[Completion]:
+        """One completion per prompt of this rank, in order.
+
+        Args:
+            prompts: token ids; the copies of one prompt's group follow each other, as TRL lays them out.
+            num_generations: size of a group.
+            timer: entered around the engine's work (TRL's profiler).
+
+        Raises:
+            EngineError: a prompt leaves no room for a completion.
+        """
+        _refuse_long(prompts, engine.max_model_len)
+        version = self._session.freshness.version
+        if self._tracker is None:
+            self._tracker = RowTracker(
+                self._drawn.get((self._stream, version), 0) + self._session.ranks.rank * len(prompts)
+            )
+        places = self._tracker.place(prompts)
+        requests = [
+            Request(
+                prompt_ids=list(prompts[i]),
+                row=place.row,
+                turn=place.turn,
+                images=images[i] if images is not None else None,
+                seed=request_seed(
+                    self._run_seed, self._stream, version, *divmod(place.row, num_generations), turn=place.turn
+                ),
+            )
+            for i, place in enumerate(places)
+        ]
+        with preserved_generators(), timer or nullcontext():
+            completions = rollout.run(self._session, requests, self.sampling)
+        self._tracker.extend(places, prompts, [c.token_ids for c in completions])
+        return completions
+
+
+
+
+
+
+def _refuse_long(prompts: Sequence[list[int]], max_model_len: int) -> None:
+    for index, prompt in enumerate(prompts):
+        if len(prompt) >= max_model_len:
+            raise EngineError(
+                f"Prompt {index} of this batch has {len(prompt)} tokens; the engine's context holds {max_model_len}, "
+                "prompt and completion together. Shorten or filter the prompts, or raise vllm_max_model_length "
+                "(HybridConfig.engine_options max_model_len) up to what the model supports."
+            )

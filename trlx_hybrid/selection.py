@@ -1,0 +1,117 @@
+"""Which component fills each slot, by whose word: a pure function of the settings and the registry."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .config import HybridConfig, NoOptions, build
+from .errors import ConfigError
+from .registry import Component, Registry, Slot
+
+STOCK = "transformers"
+"""The engine name that leaves generation to TRL."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerArguments:
+    """What TRL's own arguments say about generation.
+
+    Attributes:
+        use_vllm, vllm_mode: as the user set them.
+        engine_options: TRL's `vllm_*` arguments under the names the engine's options have; HybridConfig wins.
+    """
+
+    use_vllm: bool = False
+    vllm_mode: str = "colocate"
+    engine_options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A component, its validated options, and why it was taken."""
+
+    component: Component
+    options: Any
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.component.slot}={self.component.name} ({self.why})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The components of one run. `engine` is None where TRL generates; `weights` None means: try all, in order."""
+
+    engine: Choice | None
+    weights: Choice | None
+    rollout: Choice | None
+    stock_reason: str = ""
+
+    @property
+    def stock(self) -> bool:
+        """Whether generation is TRL's own."""
+        return self.engine is None
+
+
+def select(config: HybridConfig, arguments: TrainerArguments, registry: Registry) -> Selection:
+    """Choose components. An explicit setting wins over TRL's arguments; nothing given leaves stock TRL.
+
+    Raises:
+        ConfigError: settings that contradict each other, or an unknown option.
+        ComponentError: a component is missing, ambiguous, or cannot work here.
+    """
+    server = arguments.use_vllm and arguments.vllm_mode == "server"
+    if config.engine is None:
+        name = "vllm" if arguments.use_vllm and not server else STOCK
+        why = "TRL's vllm_mode='server'" if server else "use_vllm=True" if name != STOCK else "default"
+    else:
+        name, why = config.engine, "HybridConfig.engine"
+    if name == STOCK:
+        if arguments.use_vllm and not server:
+            raise ConfigError(
+                "HybridConfig.engine='transformers' contradicts use_vllm=True. Remove one of the two: drop use_vllm "
+                "for TRL's own generation, or drop the engine setting for the vllm engine."
+            )
+        _refuse_leftovers(config)
+        return Selection(engine=None, weights=None, rollout=None, stock_reason=why)
+    if server:
+        raise ConfigError(
+            f"HybridConfig.engine={name!r} lives in the trainer's process and contradicts vllm_mode='server'. "
+            "Set vllm_mode='colocate', or leave HybridConfig.engine out to keep TRL's server path."
+        )
+    engine = _choice(registry, "engine", name, {**arguments.engine_options, **(config.engine_options or {})}, why)
+    weights = (
+        None
+        if config.weights == "auto"
+        else _choice(registry, "weights", config.weights, config.weights_options or {}, "HybridConfig.weights")
+    )
+    rollout = _choice(
+        registry,
+        "rollout",
+        config.rollout or "single_turn",
+        config.rollout_options or {},
+        "HybridConfig.rollout" if config.rollout else "default",
+    )
+    return Selection(engine=engine, weights=weights, rollout=rollout)
+
+
+def _choice(registry: Registry, slot: Slot, name: str, options: Mapping[str, Any], why: str) -> Choice:
+    component = registry.choose(slot, name)
+    owner = component.options or NoOptions
+    return Choice(component, build(owner, options, f"HybridConfig.{slot}_options for {slot} {component.name!r}"), why)
+
+
+def _refuse_leftovers(config: HybridConfig) -> None:
+    """With TRL generating, settings of our slots would be ignored in silence: refuse them instead."""
+    ignored = [
+        name
+        for name in ("engine_options", "weights_options", "rollout", "rollout_options")
+        if getattr(config, name) is not None
+    ] + (["weights"] if config.weights != "auto" else [])
+    if ignored:
+        raise ConfigError(
+            f"HybridConfig.{ignored[0]} is set, but TRL's own generation path is in use, which ignores it. "
+            "Choose an engine (HybridConfig(engine='vllm') or use_vllm=True), or remove the setting."
+        )

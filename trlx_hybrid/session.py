@@ -1,0 +1,229 @@
+"""One trainer's run: its components, and whose memory it is."""
+
+from __future__ import annotations
+
+import json
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .config import HybridConfig, NoOptions
+from .errors import ComponentError, StaleWeightsError
+from .freshness import Freshness
+from .randomness import preserved_generators
+from .report import announce
+from .sampler import Sampler
+from .types import Completion, Phase, Sampling
+
+if TYPE_CHECKING:
+    from .host import Host
+    from .policy import Policy
+    from .protocols import Engine, Rollout, WeightSync
+    from .ranks import Ranks
+    from .selection import Selection
+
+STATE_FILE = "hybrid_state.json"
+
+
+class Session:
+    """The live objects of one run.
+
+    Attributes:
+        host, config, selection: who takes part, and why.
+        args: the trainer's arguments (TRL's config), for components that need more than their options.
+        policy: the model being trained; ranks: the processes it is trained on.
+        engine, weights, rollout: None until `open`, and always where TRL generates.
+        weights_why: why this weight sync, and why not the cheaper ones.
+        phase: who owns the memory now.
+        freshness: weight versions of policy and engine.
+        training: whether the current rollout is for training (or for evaluation).
+        metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs.
+    """
+
+    _holder: weakref.ref[Session] | None = None  # whose engine lives in this process: one colocated engine at a time
+
+    def __init__(
+        self,
+        host: Host,
+        config: HybridConfig,
+        selection: Selection,
+        *,
+        args: Any,
+        sampling: Sampling,
+        policy: Policy,
+        ranks: Ranks,
+        step: Callable[[], int],
+    ) -> None:
+        self.host, self.config, self.selection = host, config, selection
+        self.args, self.policy, self.ranks = args, policy, ranks
+        self.engine: Engine | None = None
+        self.weights: WeightSync | None = None
+        self.rollout: Rollout | None = None
+        self.weights_why = ""
+        self.phase = Phase.TRAIN
+        self.freshness = Freshness(self)
+        self.sampler = Sampler(self, sampling, args.seed)
+        self.training = True
+        self.metrics: dict[str, float] = {}
+        self._step = step
+        self._announced = False
+        self._stack = ExitStack()
+        self._refuse_early()
+        host.call("trlx_configure", session=self)
+        self._stack.callback(host.call, "trlx_unconfigure", session=self)
+
+    # --- the rollout: the main loop of the package ------------------------------------------------------------------
+
+    @contextmanager
+    def rollout_phase(self, training: bool) -> Iterator[None]:
+        """Memory goes to the engine and comes back; everything sampled inside is one batch. Collective.
+
+        Wake the weights, sync, wake the KV cache, sample, sleep: once per phase, however many turns it has.
+        """
+        self.training = training
+        if self.selection.stock:
+            yield
+            return
+        self.open()
+        engine, started = self.live_engine, time.perf_counter()
+        self._cross_to(Phase.ROLLOUT, lambda: self._bring_up(engine))
+        self.sampler.begin("train" if training else "eval")
+        try:
+            yield
+        finally:
+            self._cross_to(Phase.TRAIN, engine.sleep)
+        self.sampler.end()
+        self.metrics["hybrid/rollout_seconds"] = time.perf_counter() - started
+
+    def _cross_to(self, phase: Phase, hand_over: Callable[[], None]) -> None:
+        """A phase edge: all leaves finish before any enter, and the engine changes sides in between."""
+        step = self._step()
+        self.host.call("trlx_leave_phase", session=self, phase=self.phase, step=step)
+        hand_over()
+        self.phase = phase
+        self.host.call("trlx_enter_phase", session=self, phase=phase, step=step)
+
+    def _bring_up(self, engine: Engine) -> None:
+        engine.wake("weights")
+        if engine.weights_lost:
+            self.freshness.forget()
+        assert self.weights is not None
+        report = self.freshness.sync(engine, self.weights)
+        engine.wake("kv_cache")
+        self.metrics = {"hybrid/weight_version": float(self.freshness.version)}
+        if report is not None:
+            self.metrics |= {"hybrid/sync_seconds": report.seconds, "hybrid/sync_bytes": float(report.bytes)}
+
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        images: Sequence[list[Any] | None] | None = None,
+        num_generations: int = 1,
+        timer: AbstractContextManager[Any] | None = None,
+    ) -> list[Completion]:
+        """One completion per prompt of this rank, in order; arguments as in `Sampler.sample`.
+
+        Raises:
+            StaleWeightsError: outside of a rollout phase, or the policy changed within it.
+        """
+        versions = self.freshness
+        if self.phase is not Phase.ROLLOUT or versions.engine_version != versions.version:
+            raise StaleWeightsError(
+                f"The engine holds weight version {versions.engine_version}, the policy is at {versions.version}, and "
+                f"the phase is {self.phase.value}. Generate inside `session.rollout_phase(...)`, which syncs first, "
+                "and change no weights in it."
+            )
+        assert self.rollout is not None
+        return self.sampler.sample(self.live_engine, self.rollout, prompts, images, num_generations, timer)
+
+    # --- components -------------------------------------------------------------------------------------------------
+
+    @property
+    def live_engine(self) -> Engine:
+        """The engine, which must have been built."""
+        if self.engine is None:
+            raise ComponentError("The engine is not built yet: call `session.open()`, or start training.")
+        return self.engine
+
+    def open(self) -> None:
+        """Build the engine and choose the weight sync, once the policy is prepared. Does nothing the second time."""
+        if self.engine is None and self.selection.engine is not None and self.selection.rollout is not None:
+            self._evict_other()
+            engine, rollout = self.selection.engine, self.selection.rollout
+            with preserved_generators():
+                self.engine = engine.component.factory(self, engine.options)
+            Session._holder = weakref.ref(self)
+            self.weights, self.weights_why = self._choose_weights()
+            self.rollout = rollout.component.factory(self, rollout.options)
+        if not self._announced:
+            self._announced = True
+            announce(self)
+
+    def _refuse_early(self) -> None:
+        """What a component knows against this model, said before anything is built."""
+        for choice in filter(None, (self.selection.engine, self.selection.rollout)):
+            reason = choice.component.refuses(self, choice.options)
+            if reason is not None:
+                component = choice.component
+                raise ComponentError(f"{component.slot} {component.name!r} cannot serve this run: {reason}")
+
+    def _evict_other(self) -> None:
+        """One colocated engine per process: another trainer's is released, and built again when it generates."""
+        other = Session._holder() if Session._holder is not None else None
+        if other is not None and other is not self:
+            other.release_engine()
+
+    def _choose_weights(self) -> tuple[WeightSync, str]:
+        """The chosen weight sync, or the first in order that does not refuse."""
+        chosen = self.selection.weights
+        if chosen is not None:
+            sync: WeightSync = chosen.component.factory(self, chosen.options)
+            reason = sync.refuses()
+            if reason is not None:
+                raise ComponentError(
+                    f"weights={sync.name!r} cannot serve this run: {reason} Or let weights='auto' choose."
+                )
+            return sync, chosen.why
+        refusals = []
+        for component in self.host.registry.components("weights"):
+            reason = component.unavailable()
+            if reason is None:
+                sync = component.factory(self, (component.options or NoOptions)())
+                reason = sync.refuses()
+                if reason is None:
+                    return sync, "; ".join(["auto", *refusals])
+            refusals.append(f"not {component.name}: {reason}")
+        raise ComponentError("No weight sync can serve this run. " + " ".join(refusals))
+
+    def weights_changed(self) -> None:
+        """The policy's weights changed: the next rollout syncs first. Call it on every rank."""
+        self.freshness.changed()
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def save_state(self, folder: Path) -> None:
+        """Write what a resume needs to sample on as if it had not been interrupted. Rank 0 only."""
+        (folder / STATE_FILE).write_text(json.dumps({"weight_version": self.freshness.version}))
+
+    def load_state(self, folder: Path, step: int) -> None:
+        """Take up a checkpoint; one that stock TRL wrote counts a version per optimizer step."""
+        file = folder / STATE_FILE
+        self.freshness.version = json.loads(file.read_text())["weight_version"] if file.exists() else step
+        self.freshness.forget()
+
+    def release_engine(self) -> None:
+        """Close the engine and free its memory; the next rollout builds it again."""
+        if self.engine is not None:
+            self.engine.close()
+        self.engine = self.weights = self.rollout = None
+        self.freshness.forget()
+
+    def close(self) -> None:
+        """End the run: tell the plugins, free the engine. Safe to call twice."""
+        try:
+            self._stack.close()
+        finally:
+            self.release_engine()

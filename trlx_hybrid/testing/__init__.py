@@ -1,0 +1,1 @@
+"""For tests of this package and of plugins: tiny real models, a tokenizer, tasks."""

@@ -1,0 +1,264 @@
+"""The seam to TRL 1.16: the only file that imports trl, and all that knows its internals.
+
+TRL's generating trainers reach vLLM through two methods of `self.vllm_generation`, guarded by `self.use_vllm`. The
+subclass makes `use_vllm` a property that is False until our engine is chosen and TRL's `__init__` is over, so TRL
+builds no engine of its own; from then on its own code generates through ours. Nothing is patched.
+
+What is relied on, and checked by tests/test_seam.py: `_generate(prompts)` is one rollout, `_calculate_rewards` returns
+gathered rewards (world * B, functions), `_generate_and_score_completions` returns the batch, `_metrics` the log.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import trl
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl.distributed import DistributedBackend
+
+from .config import HybridConfig
+from .errors import ConfigError
+from .host import Host, check_ranks_agree
+from .policy import Policy
+from .ranks import Ranks
+from .rewards import checked_reward
+from .seam import Generation
+from .selection import TrainerArguments, select
+from .session import Session
+from .trajectories import collect
+from .types import Sampling
+
+GENERATING = (trl.GRPOTrainer, trl.RLOOTrainer, trl.DistillationTrainer)
+OWN_ENGINE = {"SDPOTrainer", "SDFTTrainer", "GOLDTrainer", "IWOPDTrainer"}
+"""Experimental trainers that build a VLLMGeneration of their own, past the seam."""
+
+
+@functools.cache
+def hybrid(trainer_class: type[Any]) -> type[Any]:
+    """`trainer_class` with its generation going through the plugin host: a true subclass, otherwise unchanged.
+
+    The class takes two more keyword arguments: `hybrid`, a HybridConfig (or mapping of its fields), and `plugins`,
+    objects with hook implementations to register beside the installed ones.
+
+    Args:
+        trainer_class: GRPOTrainer, RLOOTrainer or DistillationTrainer of TRL, or a subclass of one.
+
+    Raises:
+        ConfigError: the class does not generate, or builds an engine of its own.
+    """
+    if issubclass(trainer_class, HybridTrainer):
+        return trainer_class
+    if any(base.__name__ in OWN_ENGINE for base in trainer_class.__mro__):
+        raise ConfigError(
+            f"{trainer_class.__name__} builds a vLLM of its own, which cannot be replaced without patching TRL. "
+            "Use it from TRL directly; GRPOTrainer, RLOOTrainer and DistillationTrainer are supported."
+        )
+    if not issubclass(trainer_class, GENERATING):
+        raise ConfigError(
+            f"{trainer_class.__name__} does not generate through TRL's seam, so there is nothing to extend. "
+            "Supported: GRPOTrainer, RLOOTrainer, DistillationTrainer, and their subclasses."
+        )
+    namespace = {"__module__": __name__, "__doc__": trainer_class.__doc__, "__qualname__": trainer_class.__name__}
+    return type(trainer_class.__name__, (HybridTrainer, trainer_class), namespace)
+
+
+class HybridTrainer:
+    """What `hybrid` puts in front of a TRL trainer.
+
+    Attributes:
+        session: the live objects of this run.
+    """
+
+    session: Session
+
+    def __init__(
+        self,
+        *args: Any,
+        hybrid: HybridConfig | Mapping[str, Any] | None = None,
+        plugins: Sequence[object] = (),
+        **kwargs: Any,
+    ) -> None:
+        config = HybridConfig.coerce(hybrid)
+        host = Host.load(config.disable_plugins or ())
+        for index, plugin in enumerate(plugins):
+            host.register(plugin, f"{type(plugin).__name__}-{index}")
+        given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments.get("args")
+        # Before TRL's own __init__, which loads the model: a wrong setting should not cost that.
+        self._selection = select(config, _arguments(given), host.registry)
+        super().__init__(*args, **kwargs)
+        self._attach(host, config)
+
+    def _attach(self, host: Host, config: HybridConfig) -> None:
+        """Open the session on the trainer that TRL built."""
+        trainer: Any = self
+        args, selection = trainer.args, self._selection
+        ranks = Ranks(trainer.accelerator)
+        check_ranks_agree(ranks.gather(host.plugins))
+        this = weakref.ref(trainer)
+        backend = DistributedBackend(trainer.accelerator)
+        policy = Policy(
+            lambda: this().model,
+            trainer.processing_class,
+            trainer.accelerator.device,
+            fsdp_version=backend.fsdp_version,
+            gather=backend.gather_params,
+        )
+        self.session = Session(
+            host,
+            config,
+            selection,
+            args=args,
+            sampling=_sampling(trainer),
+            policy=policy,
+            ranks=ranks,
+            step=lambda: this().state.global_step,
+        )
+        weakref.finalize(trainer, self.session.close)
+        trainer.add_callback(_Follow(self.session))
+        if not selection.stock:
+            _rerun_skipped_checks(args)
+            args.use_vllm, args.vllm_mode = True, "colocate"  # what the checkpoint records is what ran
+            trainer.vllm_mode = "colocate"
+            trainer.vllm_generation = Generation(self.session)
+            trainer._last_loaded_step = -1
+            if hasattr(trainer, "reward_funcs"):
+                trainer.reward_funcs = [checked_reward(f) for f in trainer.reward_funcs]
+
+    @property
+    def use_vllm(self) -> bool:
+        """Whether generation leaves transformers. False while TRL's `__init__` runs if the engine is to be ours."""
+        return self._trl_use_vllm if self._selection.stock else "session" in self.__dict__
+
+    @use_vllm.setter
+    def use_vllm(self, value: bool) -> None:
+        self._trl_use_vllm = value
+
+    # --- one rollout ------------------------------------------------------------------------------------------------
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        trainer: Any = self
+        with self.session.rollout_phase(trainer.model.training):
+            self._generated = super()._generate(prompts)  # type: ignore[misc]
+        return self._generated
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        self._rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+        return self._rewards
+
+    def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
+        trainer, session = self, self.session
+        self._rewards = None
+        batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        session.training = trainer.model.training  # type: ignore[attr-defined]
+        if "advantages" in batch:
+            advantages = session.host.call(
+                "trlx_advantages", session=session, batch={**batch, "rewards_per_func": self._rewards}
+            )
+            if advantages is not None:
+                batch["advantages"] = advantages.to(batch["advantages"])
+        session.host.call("trlx_rollout_end", session=session, trajectories=self._trajectories())
+        metrics = self._metrics["train" if session.training else "eval"]  # type: ignore[attr-defined]
+        for name, value in session.metrics.items():
+            metrics[name].append(value)
+        return batch
+
+    def _trajectories(self) -> Any:
+        trainer: Any = self
+        return collect(
+            trainer._name,
+            self._generated,
+            rewards=self._rewards,
+            reward_weights=getattr(trainer, "reward_weights", None),
+            rank=self.session.ranks.rank,
+            weight_version=self.session.freshness.version,
+        )
+
+    # --- weights that change without an optimizer step --------------------------------------------------------------
+
+    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+        self.session.weights_changed()
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()  # type: ignore[misc]
+        self.session.weights_changed()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        if checkpoint is not None:
+            self.session.load_state(Path(checkpoint), self.state.global_step)  # type: ignore[attr-defined]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        trainer: Any = self
+        if trainer.args.should_save and not self.session.selection.stock:
+            folder = Path(trainer._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+            self.session.save_state(folder)
+
+
+class _Follow(TrainerCallback):  # type: ignore[misc]
+    """Tells the session what the training loop does."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._session.open()  # the model is prepared: sharded, its checkpoint loaded
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        self._session.weights_changed()
+
+
+def _arguments(args: Any) -> TrainerArguments:
+    """TRL's vLLM arguments under the names of the engine's options; TRL's defaults where `args` is None."""
+    if args is None:
+        return TrainerArguments(engine_options={})
+    rows = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
+    options = {
+        "tensor_parallel_size": args.vllm_tensor_parallel_size,
+        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "max_model_len": args.vllm_max_model_length,
+        "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * rows,
+        "enable_sleep_mode": args.vllm_enable_sleep_mode,
+        "model_impl": args.vllm_model_impl,
+        "trust_remote_code": args.trust_remote_code,
+    }
+    return TrainerArguments(use_vllm=args.use_vllm, vllm_mode=args.vllm_mode, engine_options=options)
+
+
+def _sampling(trainer: Any) -> Sampling:
+    """How TRL samples. Only GRPO's importance-sampling correction reads log-probs; the others ask for none."""
+    args = trainer.args
+    return Sampling(
+        max_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=0.0 if args.min_p is None else args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        logprobs=0 if isinstance(trainer, trl.GRPOTrainer) else None,
+        extra=dict(args.generation_kwargs or {}),
+        regex=args.vllm_structured_outputs_regex,
+    )
+
+
+def _rerun_skipped_checks(args: Any) -> None:
+    """TRL's checks that `use_vllm` being False in its `__init__` skipped."""
+    if getattr(args, "loss_type", None) == "vespo" and args.vllm_importance_sampling_correction:
+        allowed = ("token_truncate", "token_mask")
+        if args.vllm_importance_sampling_mode not in allowed:
+            raise ConfigError(
+                f"VESPO loss needs vllm_importance_sampling_mode to be one of {allowed}, "
+                f"got {args.vllm_importance_sampling_mode!r}."
+            )
+
+
+GRPOTrainer = hybrid(trl.GRPOTrainer)
+RLOOTrainer = hybrid(trl.RLOOTrainer)
+DistillationTrainer = hybrid(trl.DistillationTrainer)

@@ -1,0 +1,150 @@
+"""The data that crosses a boundary: plain frozen dataclasses, token ids as lists of int, no tensors."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+class Phase(enum.Enum):
+    """Who owns the memory. It changes hands only at phase edges."""
+
+    ROLLOUT = "rollout"
+    TRAIN = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to sample, in TRL's own terms; one value for every request of a run.
+
+    Attributes:
+        max_tokens: longest completion of one turn, in tokens.
+        temperature, top_p, top_k, min_p, repetition_penalty: as in TRL; `top_k` of 0 or -1 keeps every token.
+        logprobs: None asks for no log-probs; 0 for those of the sampled tokens; N for the N most probable as well.
+        extra: further engine-specific sampling arguments (TRL's `generation_kwargs`); these win over the fields above.
+        regex: completions must match this regular expression.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logprobs: int | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    regex: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One completion to sample.
+
+    Attributes:
+        prompt_ids: context of this turn, token ids.
+        seed: the whole randomness of this request, see `trlx_hybrid.randomness.request_seed`.
+        row: global row of the batch, the same on any number of processes.
+        turn: 0 for the first completion of a trajectory.
+        images: PIL images of the prompt, if any.
+    """
+
+    prompt_ids: list[int]
+    seed: int
+    row: int = 0
+    turn: int = 0
+    images: list[Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Completion:
+    """What the engine sampled for one request.
+
+    Attributes:
+        token_ids: sampled ids, the stop token included when one was sampled.
+        logprobs: per token the log-probs asked for, most probable first, None where the engine had no number;
+            None as a whole when none were asked for. Natural logarithm, after temperature and truncation.
+        logprob_token_ids: the ids that `logprobs` belongs to, same shape.
+        finish_reason: "stop", "length" or "abort".
+    """
+
+    token_ids: list[int]
+    logprobs: list[list[float | None]] | None = None
+    logprob_token_ids: list[list[int]] | None = None
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One episode, as observers receive it.
+
+    Attributes:
+        prompt_ids: token ids of the prompt.
+        completion_ids: every token after the prompt, sampled or observed.
+        loss_mask: 1 for tokens that were sampled, 0 for those a tool or environment inserted.
+        logprobs: log-prob of each token of `completion_ids` under the sampling policy, or None where not asked for.
+        completion: the decoded completion: text, or chat messages for conversational prompts; None where the
+            trainer does not decode.
+        reward: weighted sum of the reward functions; None where nothing scored it.
+        weight_version: version of the weights that sampled it.
+    """
+
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    loss_mask: list[int]
+    weight_version: int
+    logprobs: list[float | None] | None = None
+    completion: Any = None
+    reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncPlan:
+    """What the next weight sync is going to do.
+
+    Attributes:
+        weights: name of the weight sync.
+        version: weight version the engine will hold afterwards.
+        verify: "full" compares every parameter afterwards, "sampled" a few.
+    """
+
+    weights: str
+    version: int
+    verify: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncReport:
+    """What a weight sync did.
+
+    Attributes:
+        tensors: checkpoint tensors written.
+        bytes: bytes handed to the engine on this rank.
+        seconds: wall time of the transfer, proofs excluded.
+        verified: checkpoint tensors compared with the engine's memory afterwards.
+        logprob_gap: largest absolute difference between engine and policy on the probe sequence, in nats;
+            None when the probe was not run.
+    """
+
+    weights: str
+    version: int
+    tensors: int
+    bytes: int
+    seconds: float
+    verified: int = 0
+    logprob_gap: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadReport:
+    """What the engine's loader did with the tensors it was given.
+
+    Attributes:
+        tensors, bytes: how much came in.
+        unwritten: engine parameters no tensor was written to.
+    """
+
+    tensors: int
+    bytes: int
+    unwritten: Sequence[str] = ()

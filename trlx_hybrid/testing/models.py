@@ -41,8 +41,8 @@ def tiny_model(architecture: str = "qwen3", *, tied: bool = False, seed: int = 0
 
     fields: dict[str, Any] = {
         "vocab_size": len(SPECIAL) + len(CHARACTERS),
-        "hidden_size": 64,
-        "intermediate_size": 96,
+        "hidden_size": 128,
+        "intermediate_size": 192,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

@@ -70,6 +70,11 @@ class HybridConfig:
         if self.verify_every < 0:
             raise ConfigError(f"HybridConfig.verify_every must be 0 or more, got {self.verify_every}.")
 
+    def options(self, slot: str) -> dict[str, Any]:
+        """What the user set for the component of a slot."""
+        value = getattr(self, f"{slot}_options")
+        return dict(value) if value is not None else {}
+
     @classmethod
     def coerce(cls, value: HybridConfig | Mapping[str, Any] | None) -> HybridConfig:
         """A config from what a user passes as `hybrid=`: a config, a mapping of its fields, or None."""

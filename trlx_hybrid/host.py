@@ -150,7 +150,7 @@ class Host:
     def _fault(info: PluginInfo, hook: str, error: Exception) -> PluginError:
         return PluginError(
             f"Plugin {info.name!r} ({info.distribution} {info.version}) failed in {hook}: "
-            f"{type(error).__name__}: {error}. Report it to the plugin's author, or start without it: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}. Report it to its author, or start without it: "
             f"{DISABLE_VARIABLE}={info.name}.",
             plugin=info.name,
             hook=hook,

@@ -58,7 +58,9 @@ class Policy:
     def base(self) -> PreTrainedModel:
         """The transformers model underneath any adapter."""
         module: Any = self.module
-        return module.get_base_model() if hasattr(module, "peft_config") and hasattr(module, "get_base_model") else module  # type: ignore[no-any-return]
+        return (
+            module.get_base_model() if hasattr(module, "peft_config") and hasattr(module, "get_base_model") else module
+        )  # type: ignore[no-any-return]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -123,7 +125,7 @@ class Policy:
         stride = max(1, len(trainable) // FINGERPRINT_TENSORS)
         samples = []
         for p in trainable[::stride]:
-            local = p.detach().to_local() if hasattr(p, "to_local") else p.detach()
+            local: Tensor = getattr(p.detach(), "to_local", p.detach)()
             flat = local.reshape(-1)
             samples.append(flat[:: max(1, flat.numel() // FINGERPRINT_ELEMENTS)].float())
         bits = torch.cat(samples).view(torch.int32).to(torch.int64)
@@ -139,7 +141,8 @@ class Policy:
             logits = module(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
         logits = logits[0, len(prompt_ids) - 1 : -1].float() / temperature
         targets = ids[0, len(prompt_ids) :, None]
-        return logits.log_softmax(-1).gather(-1, targets)[:, 0].cpu()
+        scores: Tensor = logits.log_softmax(-1).gather(-1, targets)[:, 0]
+        return scores.cpu()
 
 
 def _weights(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, Callable[[], Tensor]]]:

@@ -20,7 +20,7 @@ def checked_reward(function: Any) -> Any:
     if hasattr(function, "parameters") or not callable(function):  # a reward model
         return function
     name = getattr(function, "__name__", type(function).__name__)
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None)):
+    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
 
         @functools.wraps(function)
         async def reward_async(*args: Any, **kwargs: Any) -> Any:
@@ -43,5 +43,3 @@ def _checked(rewards: Sequence[Any], name: str) -> Sequence[Any]:
                 "number, or None where the reward does not apply."
             )
     return rewards
-
-

@@ -90,10 +90,6 @@ class Sampler:
         return completions
 
 
-
-
-
-
 def _refuse_long(prompts: Sequence[list[int]], max_model_len: int) -> None:
     for index, prompt in enumerate(prompts):
         if len(prompt) >= max_model_len:

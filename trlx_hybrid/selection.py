@@ -81,17 +81,17 @@ def select(config: HybridConfig, arguments: TrainerArguments, registry: Registry
             f"HybridConfig.engine={name!r} lives in the trainer's process and contradicts vllm_mode='server'. "
             "Set vllm_mode='colocate', or leave HybridConfig.engine out to keep TRL's server path."
         )
-    engine = _choice(registry, "engine", name, {**arguments.engine_options, **(config.engine_options or {})}, why)
+    engine = _choice(registry, "engine", name, {**arguments.engine_options, **config.options("engine")}, why)
     weights = (
         None
         if config.weights == "auto"
-        else _choice(registry, "weights", config.weights, config.weights_options or {}, "HybridConfig.weights")
+        else _choice(registry, "weights", config.weights, config.options("weights"), "HybridConfig.weights")
     )
     rollout = _choice(
         registry,
         "rollout",
         config.rollout or "single_turn",
-        config.rollout_options or {},
+        config.options("rollout"),
         "HybridConfig.rollout" if config.rollout else "default",
     )
     return Selection(engine=engine, weights=weights, rollout=rollout)

@@ -187,7 +187,7 @@ class Session:
                     f"weights={sync.name!r} cannot serve this run: {reason} Or let weights='auto' choose."
                 )
             return sync, chosen.why
-        refusals = []
+        refusals: list[str] = []
         for component in self.host.registry.components("weights"):
             reason = component.unavailable()
             if reason is None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -100,7 +100,7 @@ class HybridTrainer:
         args, selection = trainer.args, self._selection
         ranks = Ranks(trainer.accelerator)
         check_ranks_agree(ranks.gather(host.plugins))
-        this = weakref.ref(trainer)
+        this: Callable[[], Any] = weakref.ref(trainer)  # the session must not keep its trainer alive
         backend = DistributedBackend(trainer.accelerator)
         policy = Policy(
             lambda: this().model,

@@ -25,6 +25,7 @@ def _single_turn(session: Session, options: Any) -> Any:
 
 @hookimpl
 def trlx_register(registry: Registry) -> None:
+    """Offer the defaults."""
     registry.offer(
         "weights",
         "gather",

@@ -24,9 +24,11 @@ class GatherSync:
         self._session = session
 
     def refuses(self) -> str | None:
+        """Why the weights cannot be read in full, or None."""
         return self._policy.refuses_gather()
 
     def sync(self) -> LoadReport:
+        """Stream the whole policy into the engine."""
         return self._session.live_engine.load_weights(self._policy.full_weights())
 
     @property

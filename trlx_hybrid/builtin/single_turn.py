@@ -17,4 +17,5 @@ class SingleTurn:
     name = "single_turn"
 
     def run(self, session: Session, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """One completion per request, in order."""
         return session.live_engine.generate(requests, sampling)

@@ -28,7 +28,9 @@ def character_tokenizer() -> Any:
     )
 
 
-def tiny_model(architecture: str = "qwen3", *, tied: bool = False, seed: int = 0, dtype: Any = None, **config: Any) -> Any:
+def tiny_model(
+    architecture: str = "qwen3", *, tied: bool = False, seed: int = 0, dtype: Any = None, **config: Any
+) -> Any:
     """A causal language model of a few ten thousand parameters, weights spread widely enough to tell apart.
 
     Args:

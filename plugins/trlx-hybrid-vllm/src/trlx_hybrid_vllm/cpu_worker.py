@@ -32,7 +32,7 @@ class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
             super().load_model(*args, **kwargs)
 
     def sleep(self, level: int = 2) -> None:
-        """Free the storages of weights and KV cache in place: tensors and views over them survive, their bits do not."""
+        """Free the storages of weights and KV cache in place: tensors and views survive, their bits do not."""
         weights = list(self.model_runner.model.parameters())
         self._freed = {"weights": _free(weights), "kv_cache": _free(self.model_runner.kv_caches)}
 

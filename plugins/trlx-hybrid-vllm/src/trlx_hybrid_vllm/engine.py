@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from trlx_hybrid.errors import EngineError, SyncError
 from trlx_hybrid.protocols import NamedTensors
 from trlx_hybrid.session import Session
@@ -161,10 +162,11 @@ class VLLMEngine:
         return LoadReport(tensors=len(given), bytes=sum(given.values()))
 
     def differing(self, weights: NamedTensors) -> list[str]:
-        """Tensors whose bits are not in the engine; a quantised engine keeps none of them, so log-probs must do."""
-        if self._options.quantization is not None:
-            return [] if sum(1 for _ in weights) else []
-        return self._loader.differing(weights)
+        """Tensors whose bits are not in the engine.
+
+        A quantised engine keeps none of them, so it has nothing to compare: the log-prob probe stands alone there.
+        """
+        return [] if self._options.quantization is not None else self._loader.differing(weights)
 
     def sleep(self) -> None:
         """Free weights and KV cache, where sleep mode is on. The weights are lost: the next rollout syncs anyway."""

@@ -33,7 +33,7 @@ def launcher_environment(rank: int, local_rank: int, world: int) -> Iterator[Non
 
     That executor joins the process group that accelerate made, or makes one of a single process on a free port.
     """
-    wanted = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world}
+    wanted: dict[str, int | str] = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world}
     if "MASTER_PORT" not in os.environ or world == 1:
         wanted |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
     saved = {name: os.environ.get(name) for name in [*wanted, "VLLM_ENABLE_V1_MULTIPROCESSING"]}

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
 from trlx_hybrid.types import LoadReport
 
 NamedTensors = Iterable[tuple[str, Tensor]]
@@ -69,9 +70,7 @@ class WeightLoader:
             with recorder:
                 self._model.load_weights(recorder.following(counted))
             self.routes = dict(recorder.routes)
-            unwritten = {
-                name for name, p in self._parameters.items() if recorder.written.get(name, 0) < p.numel()
-            }
+            unwritten = {name for name, p in self._parameters.items() if recorder.written.get(name, 0) < p.numel()}
         return LoadReport(tensors=len(given), bytes=sum(given.values()), unwritten=sorted(unwritten))
 
     def differing(self, weights: NamedTensors) -> list[str]:
@@ -88,11 +87,11 @@ class WeightLoader:
         return [name for name, differs in zip(names, torch.stack(flags).tolist(), strict=True) if differs]
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every copy into an engine parameter while the loader runs."""
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.routes: defaultdict[str, list[Route]] = defaultdict(list)
         self.written: dict[str, int] = {}
         self._parameters = {p.untyped_storage().data_ptr(): (name, p) for name, p in parameters.items()}
@@ -121,9 +120,7 @@ class _Recorder(TorchDispatchMode):
             start = tensor.storage_offset()
             end = start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
             if start <= source.storage_offset() < end and source.shape == destination.shape:
-                self.routes[candidate].append(
-                    Route(name, _slice(destination, parameter), _slice(source, tensor))
-                )
+                self.routes[candidate].append(Route(name, _slice(destination, parameter), _slice(source, tensor)))
                 return
 
 
@@ -136,7 +133,7 @@ _WRITES = {
 
 
 def _slice(view: Tensor, whole: Tensor) -> Slice:
-    return Slice(tuple(view.shape), tuple(view.stride()), view.storage_offset() - whole.storage_offset())
+    return Slice(tuple(view.shape), tuple(view.stride()), int(view.storage_offset() - whole.storage_offset()))
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -55,6 +55,7 @@ def _refuses(session: Session, options: VLLMOptions) -> str | None:
 
 @hookimpl
 def trlx_register(registry: Registry) -> None:
+    """Offer the engine."""
     registry.offer(
         "engine",
         "vllm",

@@ -6,6 +6,7 @@ import difflib
 from typing import Any
 
 import torch
+
 from trlx_hybrid.policy import Policy
 
 from .options import VLLMOptions
@@ -15,7 +16,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def refuses(policy: Policy, world: int, options: VLLMOptions) -> str | None:
-    """Why vLLM cannot serve this model with these options, and what to change; None where nothing is known against it."""
+    """Why vLLM cannot serve this model with these options, and what to change; None where nothing speaks against it."""
     model = policy.base
     config = model.config.get_text_config()
     size = options.tensor_parallel_size

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from trlx_hybrid.types import Completion, Request, Sampling
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+
+from trlx_hybrid.types import Completion, Request, Sampling
 
 
 def sampling_params(sampling: Sampling) -> dict[str, Any]:
@@ -62,6 +63,4 @@ def completion_of(output: Any) -> Completion:
         ranked = [sorted(position.items(), key=lambda item: item[1].rank) for position in output.logprobs]
         logprobs = [[None if math.isnan(lp.logprob) else lp.logprob for _, lp in position] for position in ranked]
         ids = [[token for token, _ in position] for position in ranked]
-    return Completion(
-        token_ids=token_ids, logprobs=logprobs, logprob_token_ids=ids, finish_reason=output.finish_reason
-    )
+    return Completion(token_ids=token_ids, logprobs=logprobs, logprob_token_ids=ids, finish_reason=output.finish_reason)

@@ -1,0 +1,142 @@
+"""Fixtures of all test suites. Everything real: TRL, accelerate, vLLM; only the models are tiny."""
+
+from __future__ import annotations
+
+import os
+
+# Before torch and vLLM are imported, which read them once.
+os.environ.update(
+    HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", TOKENIZERS_PARALLELISM="false", TRL_EXPERIMENTAL_SILENCE="1"
+)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+STOCK_LLM: dict[str, Any] = {}
+
+
+@dataclass
+class Recorder:
+    """A reward function that remembers what it was given: digits in the completion, plus a share of its length."""
+
+    completions: list[list[int]] = field(default_factory=list)
+    kwargs: list[set[str]] = field(default_factory=list)
+    __name__: str = "digits"
+
+    def __call__(self, completions: list[Any], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+        self.completions += [list(ids) for ids in completion_ids]
+        self.kwargs.append(set(kwargs))
+        texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+        return [sum(ch.isdigit() for ch in text) + len(ids) / 100 for text, ids in zip(texts, completion_ids, strict=True)]
+
+
+@dataclass
+class Run:
+    """A finished run: the trainer, and what its reward function saw."""
+
+    trainer: Any
+    recorder: Recorder
+
+    @property
+    def logs(self) -> list[dict[str, Any]]:
+        timing = ("runtime", "per_second", "step_time", "hybrid/", "num_input_tokens_seen")
+        return [{k: v for k, v in log.items() if not any(t in k for t in timing)} for log in self.trainer.state.log_history]
+
+    def weights(self) -> dict[str, Any]:
+        return {name: p.detach().clone() for name, p in self.trainer.model.named_parameters()}
+
+    def close(self) -> None:
+        """Free the engine, whoever made it, so that the next run of this process starts clean."""
+        if hasattr(self.trainer, "session"):
+            self.trainer.session.close()
+        elif getattr(self.trainer, "vllm_generation", None) is not None:
+            from trlx_hybrid_vllm.internals import shut_down
+
+            shut_down(self.trainer.vllm_generation.llm, made_default_group=True)
+
+
+@pytest.fixture
+def prompts() -> Any:
+    from datasets import Dataset
+
+    return Dataset.from_dict({"prompt": [f"sort {i * 7919 % 1000}=" for i in range(32)], "index": list(range(32))})
+
+
+@pytest.fixture
+def run(tmp_path: Path, prompts: Any) -> Iterator[Callable[..., Run]]:
+    """Build a trainer on a tiny model, train it, return the Run. Runs are closed at the end of the test."""
+    from trl import GRPOConfig
+
+    from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+
+    runs: list[Run] = []
+
+    def start(trainer_class: type[Any], *, train: bool = True, model: Any = None, **given: Any) -> Run:
+        config_class = given.pop("config_class", GRPOConfig)
+        resume = given.pop("resume", None)
+        keys = ("teacher_model", "peft_config", "callbacks", "eval_dataset", "hybrid", "plugins", "tools", "train_dataset", "reward_funcs")
+        trainer_arguments = {key: given.pop(key) for key in keys if key in given}
+        recorder = Recorder()
+        settings: dict[str, Any] = {
+            "output_dir": str(tmp_path / f"run{len(runs)}"),
+            "per_device_train_batch_size": 8,
+            "num_generations": 4,
+            "max_completion_length": 12,
+            "max_steps": 3,
+            "logging_steps": 1,
+            "learning_rate": 3e-3,
+            "report_to": [],
+            "use_cpu": True,
+            "bf16": False,
+            "save_strategy": "no",
+            "vllm_max_model_length": 64,
+            "disable_tqdm": True,
+        } | given
+        settings = {key: value for key, value in settings.items() if key in config_class.__dataclass_fields__}
+        trainer_arguments.setdefault("train_dataset", prompts)
+        if config_class.__name__ != "DistillationConfig":
+            trainer_arguments.setdefault("reward_funcs", recorder)
+        trainer = trainer_class(
+            model=model if model is not None else tiny_model(),
+            args=config_class(**settings),
+            processing_class=character_tokenizer(),
+            **trainer_arguments,
+        )
+        runs.append(Run(trainer, recorder))
+        if train:
+            trainer.train(resume_from_checkpoint=resume)
+        return runs[-1]
+
+    yield start
+    for finished in runs:
+        finished.close()
+
+
+@pytest.fixture
+def stock_colocate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make TRL's own colocate path exact on a CPU: its engine keeps plain weights. TRL's code itself is untouched.
+
+    vLLM's CPU build prepacks linear weights, after which TRL's in-place loading fails.
+    """
+    import torch
+    import vllm
+    from trl.generation import vllm_generation
+
+    def plain_llm(**arguments: Any) -> Any:
+        arguments |= {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": 64 << 20,
+            "block_size": 32,
+            "worker_cls": "trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker",
+        } | STOCK_LLM
+        return vllm.LLM(**arguments)
+
+    monkeypatch.setattr(vllm_generation, "LLM", plain_llm)
+    torch.compiler.set_stance("force_eager")
+    yield
+    torch.compiler.set_stance("default")

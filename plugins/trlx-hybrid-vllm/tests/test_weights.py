@@ -1,0 +1,255 @@
+"""The engine computes what the policy computes, before training and after every optimizer step."""
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import TrainerCallback
+
+import trlx_hybrid
+from trlx_hybrid import hookimpl
+from trlx_hybrid.errors import EngineError, StaleWeightsError, SyncError
+from trlx_hybrid.randomness import request_seed
+from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid.types import Request, Sampling
+
+PROMPTS = [[5, 6, 7, 40], list(range(10, 43)), [90]]  # a single token, and more than one KV block of 32
+
+
+def gaps(session):
+    """Largest log-prob difference between engine and policy, over sampled tokens of several prompts."""
+    sampling = Sampling(max_tokens=8, logprobs=0, extra={"ignore_eos": True})
+    with session.rollout_phase(True):
+        requests = [Request(prompt_ids=p, seed=i) for i, p in enumerate(PROMPTS)]
+        completions = session.live_engine.generate(requests, sampling)
+    worst = 0.0
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        ours = torch.tensor([position[0] for position in completion.logprobs])
+        worst = max(worst, float((ours - session.policy.log_probs(prompt, completion.token_ids)).abs().max()))
+    return worst
+
+
+class Gaps(TrainerCallback):
+    """Measures at the start of training and after every optimizer step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_begin(self, *args, **kwargs):
+        self.measure = True
+
+    def on_step_begin(self, *args, **kwargs):
+        if not self.seen:
+            self.seen.append(gaps(self.session))
+
+    def on_step_end(self, *args, **kwargs):
+        self.seen.append(gaps(self.session))
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+def test_engine_and_policy_agree_before_and_after_every_step(run, architecture, tied, adapter):
+    callback = Gaps()
+    finished = run(
+        trlx_hybrid.GRPOTrainer,
+        model=tiny_model(architecture, tied=tied),
+        peft_config=LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian") if adapter else None,
+        callbacks=[callback],
+        use_vllm=True,
+        max_steps=5,
+        learning_rate=1e-2,
+        train=False,
+    )
+    callback.session = finished.trainer.session
+    start = finished.weights()
+    finished.trainer.train()
+    assert len(callback.seen) == 6
+    assert max(callback.seen) < 1e-5
+    moved = [name for name, w in finished.weights().items() if not torch.equal(w, start[name])]
+    assert moved  # agreeing about weights that never changed would show nothing
+    assert finished.trainer.session.freshness.version == 5
+
+
+def test_a_merge_leaves_base_and_adapter_bitwise_alone_and_matches_peft(run):
+    adapter = LoraConfig(r=4, target_modules="all-linear", use_dora=True, modules_to_save=["norm"])
+    finished = run(trlx_hybrid.GRPOTrainer, peft_config=adapter, use_vllm=True, train=False)
+    for p in finished.trainer.model.parameters():
+        if p.requires_grad:
+            p.data.add_(torch.randn_like(p) * 0.1)
+    before = finished.weights()
+    ours = dict(finished.trainer.session.policy.full_weights())
+    assert all(torch.equal(w, before[name]) for name, w in finished.weights().items())
+    expected = finished.trainer.model.merge_and_unload().state_dict()
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+class Corrupt:
+    """A weight sync that spoils one tensor on its way."""
+
+    name = "corrupt"
+
+    def __init__(self, session):
+        self.session = session
+
+    def refuses(self):
+        return None
+
+    def spoil(self, name, tensor):
+        if name == "model.layers.1.self_attn.k_proj.weight":
+            tensor = tensor.clone()
+            tensor[3, 5] += 1e-3
+        return tensor
+
+    def sync(self):
+        weights = self.session.policy.full_weights()
+        return self.session.live_engine.load_weights((n, self.spoil(n, t)) for n, t in weights)
+
+
+class Drop(Corrupt):
+    """A weight sync that loses one tensor."""
+
+    def sync(self):
+        weights = self.session.policy.full_weights()
+        return self.session.live_engine.load_weights((n, t) for n, t in weights if "layers.0.mlp.up_proj" not in n)
+
+
+def plugin_with(sync):
+    class Plugin:
+        @hookimpl
+        def trlx_register(self, registry):
+            registry.offer("weights", "mine", lambda session, options: sync(session))
+
+    return Plugin()
+
+
+def test_a_corrupted_tensor_is_named(run):
+    with pytest.raises(SyncError, match=r"other bits.*model\.layers\.1\.self_attn\.k_proj\.weight"):
+        run(trlx_hybrid.GRPOTrainer, use_vllm=True, plugins=[plugin_with(Corrupt)], hybrid={"weights": "mine"})
+
+
+def test_a_parameter_that_no_tensor_was_written_to_is_named(run):
+    with pytest.raises(SyncError, match=r"unwritten: model\.layers\.0\.mlp\.gate_up_proj\.weight"):
+        run(trlx_hybrid.GRPOTrainer, use_vllm=True, plugins=[plugin_with(Drop)], hybrid={"weights": "mine"})
+
+
+def test_corruption_in_the_engine_between_syncs_is_found_by_the_sampled_check(run):
+    """Every tensor's turn comes, so damage that persists cannot hide for long."""
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, max_steps=1)
+    session = finished.trainer.session
+    names = session.policy.checkpoint_names()
+    with session.rollout_phase(True):
+        pass
+    engine = session.live_engine
+    route = engine._loader.routes["model.layers.1.mlp.down_proj.weight"][0]
+    route.destination.of(engine._loader._parameters[route.parameter].data)[0, 0] += 1
+    differing = engine.differing(session.policy.full_weights())
+    assert [d.split(" ")[0] for d in differing] == ["model.layers.1.mlp.down_proj.weight"]
+    from trlx_hybrid.proof import sampled_names
+
+    covered = set().union(*(sampled_names(names, version) for version in range(len(names))))
+    assert covered == set(names)
+
+
+def test_weights_changed_by_hand_are_noticed(run):
+    """No optimizer step, no callback, no version: only the bits tell."""
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, max_steps=1)
+    session = finished.trainer.session
+    assert gaps(session) < 1e-5
+    version = session.freshness.version
+    with torch.no_grad():
+        for p in finished.trainer.model.parameters():
+            p.mul_(1.1)
+    assert gaps(session) < 1e-5
+    assert session.freshness.version == version + 1
+
+
+def test_an_adapter_loaded_by_hand_is_noticed(run, tmp_path):
+    adapter = LoraConfig(r=4, target_modules="all-linear", init_lora_weights="gaussian")
+    finished = run(trlx_hybrid.GRPOTrainer, peft_config=adapter, use_vllm=True, max_steps=1, learning_rate=0.1)
+    session, model = finished.trainer.session, finished.trainer.model
+    model.save_pretrained(tmp_path / "trained")
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(0.1)
+    assert gaps(session) < 1e-5
+    version = session.freshness.version
+    model.load_adapter(tmp_path / "trained", "default")
+    assert gaps(session) < 1e-5
+    assert session.freshness.version == version + 1
+
+
+def test_sampling_with_stale_weights_or_outside_a_rollout_is_an_error(run):
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, max_steps=1)
+    session = finished.trainer.session
+    with pytest.raises(StaleWeightsError, match="phase is train"):
+        session.generate([[5, 6]])
+    with session.rollout_phase(True):
+        session.weights_changed()
+        with pytest.raises(StaleWeightsError, match="holds weight version 1, the policy is at 2"):
+            session.generate([[5, 6]])
+    with session.rollout_phase(True):
+        assert len(session.generate([[5, 6]])[0].token_ids) <= 12
+
+
+def test_an_exception_inside_a_phase_leaves_a_usable_engine(run):
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, vllm_enable_sleep_mode=True, max_steps=1)
+    session = finished.trainer.session
+    with pytest.raises(RuntimeError, match="tool broke"), session.rollout_phase(True):
+        raise RuntimeError("tool broke")
+    assert session.phase.value == "train"
+    assert gaps(session) < 1e-5
+
+
+def test_sleep_frees_memory_and_an_asleep_engine_refuses_work(run):
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, vllm_enable_sleep_mode=True, max_steps=2)
+    session = finished.trainer.session
+    engine = session.live_engine
+    storages = [p.untyped_storage().nbytes() for p in engine._loader._parameters.values()]
+    assert sum(storages) == 0
+    with pytest.raises(EngineError, match="asleep"):
+        engine.generate([Request(prompt_ids=[5], seed=0)], Sampling(max_tokens=2))
+    with pytest.raises(SyncError, match="asleep"):
+        engine.load_weights([])
+    engine.sleep()  # twice is once
+    assert gaps(session) < 1e-5
+
+
+def test_sleep_changes_nothing_that_is_sampled(run):
+    awake = run(trlx_hybrid.GRPOTrainer, use_vllm=True)
+    asleep = run(trlx_hybrid.GRPOTrainer, use_vllm=True, vllm_enable_sleep_mode=True)
+    assert asleep.recorder.completions == awake.recorder.completions
+    assert asleep.logs == awake.logs
+
+
+def test_building_and_calling_the_engine_leaves_the_generators_alone(run):
+    import random
+
+    import numpy as np
+
+    def states():
+        return random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, train=False)
+    session = finished.trainer.session
+    before = states()
+    with session.rollout_phase(True):
+        assert states() == before
+        session.generate([[5, 6], [7]])
+        assert states() == before
+    assert states() == before
+
+
+def test_a_request_depends_on_its_seed_and_not_on_its_company(run):
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, train=False)
+    session = finished.trainer.session
+    sampling = Sampling(max_tokens=12, logprobs=0)
+    requests = [Request(prompt_ids=[5, 6, 7], seed=request_seed(0, "train", 0, 0, g, 0)) for g in range(6)]
+    with session.rollout_phase(True):
+        together = session.live_engine.generate(requests, sampling)
+        reversed_ = session.live_engine.generate(requests[::-1], sampling)[::-1]
+        alone = [session.live_engine.generate([r], sampling)[0] for r in requests]
+    ids = [c.token_ids for c in together]
+    assert ids == [c.token_ids for c in reversed_] == [c.token_ids for c in alone]
+    assert len({tuple(i) for i in ids}) == 6  # six draws, not one repeated

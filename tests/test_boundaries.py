@@ -1,0 +1,57 @@
+"""The architecture's walls: who may import whom, and when."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HOST = sorted((ROOT / "trlx_hybrid").rglob("*.py"))
+PLUGINS = sorted((ROOT / "plugins").glob("*/src/*"))
+
+
+def imports(file):
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            found.add((node.module or "").split(".")[0])
+    return found
+
+
+def in_fresh_python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_importing_the_package_leaves_torch_and_trl_out():
+    code = "import sys, trlx_hybrid; print([m for m in ('torch', 'trl', 'vllm', 'ray', 'numpy') if m in sys.modules])"
+    assert in_fresh_python(code) == "[]"
+
+
+def test_loading_every_plugin_leaves_the_backends_out():
+    code = (
+        "import sys; from trlx_hybrid.host import Host; host = Host.load();"
+        "print([p.name for p in host.plugins], [m for m in ('vllm', 'ray', 'trl') if m in sys.modules])"
+    )
+    assert in_fresh_python(code) == "['vllm'] []"
+
+
+@pytest.mark.parametrize("file", HOST, ids=lambda f: str(f.relative_to(ROOT)))
+def test_the_host_knows_no_backend_and_one_file_knows_trl(file):
+    found = imports(file)
+    assert not found & {"ray", "vllm"}
+    assert "trl" not in found or file.name == "trainer.py"
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda p: p.name)
+def test_plugins_never_import_each_other(plugin):
+    others = {p.name for p in PLUGINS} - {plugin.name}
+    assert not any(imports(file) & others for file in plugin.rglob("*.py"))
+
+
+@pytest.mark.parametrize("file", HOST + [f for p in PLUGINS for f in p.rglob("*.py")], ids=lambda f: f.name)
+def test_files_stay_small(file):
+    assert len(file.read_text().splitlines()) <= 270

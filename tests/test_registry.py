@@ -1,0 +1,110 @@
+from types import SimpleNamespace
+
+import pytest
+
+from trlx_hybrid import HybridConfig, hookimpl
+from trlx_hybrid.config import build
+from trlx_hybrid.errors import ComponentError, ConfigError
+from trlx_hybrid.host import Host
+from trlx_hybrid.selection import TrainerArguments, select
+
+
+def offering(*components):
+    def trlx_register(registry):
+        for slot, name, extra in components:
+            registry.offer(slot, name, lambda session, options: None, **extra)
+
+    return SimpleNamespace(trlx_register=hookimpl(trlx_register))
+
+
+def host_with(**plugins):
+    host = Host()
+    for name, components in plugins.items():
+        host.register(offering(*components), name)
+    return host
+
+
+def chosen(host, config=None, **arguments):
+    arguments.setdefault("engine_options", {})
+    return select(config or HybridConfig(), TrainerArguments(**arguments), host.registry)
+
+
+def test_nothing_given_leaves_stock_trl():
+    assert chosen(host_with(a=[("engine", "vllm", {})])).stock
+
+
+def test_use_vllm_takes_the_vllm_engine_and_server_mode_keeps_trl():
+    host = host_with(a=[("engine", "vllm", {})])
+    assert chosen(host, use_vllm=True).engine.component.name == "vllm"
+    assert chosen(host, use_vllm=True, vllm_mode="server").stock
+
+
+def test_two_engines_under_one_name_name_both_plugins():
+    with pytest.raises(ComponentError, match=r"'a' and 'b' both offer engine 'x'.*TRLX_HYBRID_DISABLE=a"):
+        host_with(a=[("engine", "x", {})], b=[("engine", "x", {})])
+
+
+def test_auto_with_two_engines_names_both_and_the_setting():
+    host = host_with(a=[("engine", "x", {})], b=[("engine", "y", {})])
+    with pytest.raises(ComponentError, match=r"'x' \(plugin 'a'\) and 'y' \(plugin 'b'\).*HybridConfig\(engine="):
+        chosen(host, HybridConfig(engine="auto"))
+    assert chosen(host_with(a=[("engine", "x", {})]), HybridConfig(engine="auto")).engine.component.name == "x"
+
+
+def test_an_unknown_engine_suggests_and_says_what_to_install():
+    with pytest.raises(ComponentError, match=r"'vlm'.*Did you mean 'vllm'.*pip install trlx-hybrid-vlm"):
+        chosen(host_with(a=[("engine", "vllm", {})]), HybridConfig(engine="vlm"))
+
+
+def test_an_engine_that_cannot_work_here_says_why():
+    host = host_with(a=[("engine", "vllm", {"unavailable": lambda: "no GPU driver. Install one."})])
+    with pytest.raises(ComponentError, match=r"'vllm' \(plugin 'a'\) cannot be used here: no GPU driver"):
+        chosen(host, use_vllm=True)
+
+
+@pytest.mark.parametrize(
+    ("config", "arguments", "message"),
+    [
+        (HybridConfig(engine="transformers"), {"use_vllm": True}, "contradicts use_vllm=True"),
+        (HybridConfig(engine="vllm"), {"use_vllm": True, "vllm_mode": "server"}, "vllm_mode='server'"),
+        (HybridConfig(rollout="single_turn"), {}, "TRL's own generation path"),
+        (HybridConfig(engine_options={"seed": 1}), {}, "TRL's own generation path"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused(config, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        chosen(host_with(a=[("engine", "vllm", {})]), config, **arguments)
+
+
+def test_unknown_keys_suggest_the_nearest():
+    with pytest.raises(ConfigError, match=r"HybridConfig has no setting 'engin'. Did you mean 'engine'"):
+        HybridConfig.coerce({"engin": "vllm"})
+    from trlx_hybrid_vllm.options import VLLMOptions
+
+    with pytest.raises(ConfigError, match=r"'enforce_eagr'. Did you mean 'enforce_eager'"):
+        build(VLLMOptions, {"enforce_eagr": True}, "options")
+
+
+def test_bad_json_and_wrong_types_are_refused():
+    assert HybridConfig(engine_options='{"dtype": "float32"}').options("engine") == {"dtype": "float32"}
+    with pytest.raises(ConfigError, match="not valid JSON"):
+        HybridConfig(engine_options="{dtype}")
+    with pytest.raises(ConfigError, match="must be a mapping"):
+        HybridConfig(engine_options="[1]")
+    with pytest.raises(ConfigError, match="0 or more"):
+        HybridConfig(verify_every=-1)
+
+
+def test_the_config_is_parsed_from_flags_and_yaml_beside_trls(tmp_path):
+    from trl import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
+
+    parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig, HybridConfig))
+    common = ["--dataset_name", "d", "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False"]
+    flags = ["--engine", "vllm", "--engine_options", '{"enforce_eager": true}', "--disable_plugins", "a", "b"]
+    hybrid = parser.parse_args_and_config([*common, *flags])[3]
+    assert (hybrid.engine, hybrid.options("engine")) == ("vllm", {"enforce_eager": True})
+    assert hybrid.disable_plugins == ["a", "b"]
+    file = tmp_path / "config.yaml"
+    file.write_text("engine: vllm\nengine_options:\n  dtype: float32\nverify_every: 7\n")
+    hybrid = parser.parse_args_and_config([*common, "--config", str(file)])[3]
+    assert (hybrid.engine, hybrid.options("engine"), hybrid.verify_every) == ("vllm", {"dtype": "float32"}, 7)

@@ -17,8 +17,6 @@ from typing import Any
 
 import pytest
 
-STOCK_LLM: dict[str, Any] = {}
-
 
 @dataclass
 class Recorder:
@@ -26,13 +24,17 @@ class Recorder:
 
     completions: list[list[int]] = field(default_factory=list)
     kwargs: list[set[str]] = field(default_factory=list)
+    contrast: float = 0.0  # how much a completion's place in the batch counts: greedy groups differ in nothing else
     __name__: str = "digits"
 
     def __call__(self, completions: list[Any], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
         self.completions += [list(ids) for ids in completion_ids]
         self.kwargs.append(set(kwargs))
         texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
-        return [sum(ch.isdigit() for ch in text) + len(ids) / 100 for text, ids in zip(texts, completion_ids, strict=True)]
+        return [
+            sum(ch.isdigit() for ch in text) + len(ids) / 100 + self.contrast * (i * 7 % 5)
+            for i, (text, ids) in enumerate(zip(texts, completion_ids, strict=True))
+        ]
 
 
 @dataclass
@@ -81,7 +83,7 @@ def run(tmp_path: Path, prompts: Any) -> Iterator[Callable[..., Run]]:
         resume = given.pop("resume", None)
         keys = ("teacher_model", "peft_config", "callbacks", "eval_dataset", "hybrid", "plugins", "tools", "train_dataset", "reward_funcs")
         trainer_arguments = {key: given.pop(key) for key in keys if key in given}
-        recorder = Recorder()
+        recorder = Recorder(contrast=given.pop("contrast", 0.0))
         settings: dict[str, Any] = {
             "output_dir": str(tmp_path / f"run{len(runs)}"),
             "per_device_train_batch_size": 8,
@@ -118,25 +120,41 @@ def run(tmp_path: Path, prompts: Any) -> Iterator[Callable[..., Run]]:
 
 
 @pytest.fixture
-def stock_colocate(monkeypatch: pytest.MonkeyPatch) -> None:
+def stock_colocate(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """Make TRL's own colocate path exact on a CPU: its engine keeps plain weights. TRL's code itself is untouched.
 
-    vLLM's CPU build prepacks linear weights, after which TRL's in-place loading fails.
+    vLLM's CPU build prepacks linear weights, after which TRL's in-place loading fails. Its draws from the trainer's
+    generators are undone, as ours are: they decide how TRL shuffles a batch into optimizer steps. Yields further engine
+    arguments, for a test to change.
     """
     import torch
     import vllm
     from trl.generation import vllm_generation
 
+    from trlx_hybrid.randomness import preserved_generators
+
+    changes: dict[str, Any] = {}
+
     def plain_llm(**arguments: Any) -> Any:
         arguments |= {
             "enforce_eager": True,
+            "dtype": "float32",  # "auto" turns a float32 checkpoint into bfloat16
             "kv_cache_memory_bytes": 64 << 20,
             "block_size": 32,
             "worker_cls": "trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker",
-        } | STOCK_LLM
-        return vllm.LLM(**arguments)
+        } | changes
+        with preserved_generators():
+            llm = vllm.LLM(**arguments)
+        generate = llm.generate
+
+        def neutral(*args: Any, **kwargs: Any) -> Any:
+            with preserved_generators():
+                return generate(*args, **kwargs)
+
+        llm.generate = neutral
+        return llm
 
     monkeypatch.setattr(vllm_generation, "LLM", plain_llm)
     torch.compiler.set_stance("force_eager")
-    yield
+    yield changes
     torch.compiler.set_stance("default")

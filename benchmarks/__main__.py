@@ -1,0 +1,57 @@
+"""`python -m benchmarks` lists the benchmarks, `python -m benchmarks check [NAME ...]` holds results to the goals."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import BENCHMARKS
+from .goals import GOALS, load, misses
+from .result import RESULTS
+
+
+def main(argv: Sequence[str] | None = None, *, goals: Path = GOALS, results: Path = RESULTS) -> int:
+    """The exit status: 0, or 1 when a goal is missed; an unknown name leaves with 2."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = parser.add_subparsers(dest="command")
+    check_parser = commands.add_parser("check", help="exit 1 naming each goal that the committed results miss")
+    check_parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to check (default: all)")
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        list_benchmarks()
+        return 0
+    for name in arguments.names:
+        if name not in BENCHMARKS:
+            check_parser.error(_unknown(name))
+    return check(arguments.names or BENCHMARKS, goals, results)
+
+
+def list_benchmarks() -> None:
+    width = max(map(len, BENCHMARKS))
+    for name in BENCHMARKS:
+        summary = (importlib.import_module(f"benchmarks.{name}").__doc__ or "").partition("\n")[0]
+        print(f"{name:{width}}  {summary}")
+
+
+def check(names: Sequence[str], goals: Path, results: Path) -> int:
+    """Print each missed goal; 1 if there is one, else 0."""
+    wanted = [goal for goal in load(goals) if goal.benchmark in names]
+    missed = [miss for goal in wanted for miss in misses(goal, results)]
+    for miss in missed:
+        print(f"MISSED  {miss}", file=sys.stderr)
+    print(f"{len(wanted)} goals of {', '.join(names)}: {f'{len(missed)} missed' if missed else 'all met'}.")
+    return 1 if missed else 0
+
+
+def _unknown(name: str) -> str:
+    close = difflib.get_close_matches(name, BENCHMARKS, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    return f"there is no benchmark {name!r}.{hint} Benchmarks: {', '.join(BENCHMARKS)}."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,251 @@
+"""The two sides of the rollout benchmark: a trainer's generation over one model, TRL's own and ours."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from .harness import Timed
+
+GROUP = 8  # completions per prompt: GRPO's default
+GREEDY_SEQUENCES, GREEDY_TOKENS = 8, 16
+GPU_SHARE = 0.3  # of each engine: TRL's default
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """What is measured: a model of random weights, and how much it generates.
+
+    Attributes:
+        config: of a Qwen2 model.
+        prompt_tokens: length of each prompt.
+        cases: (sequences, completion tokens).
+        kv_cache_bytes: of each engine; given rather than profiled, because vLLM's profiler would take what the other
+            arm's process allocates meanwhile for its own.
+        repetitions: unless told otherwise.
+    """
+
+    config: Mapping[str, Any]
+    prompt_tokens: int
+    cases: Sequence[tuple[int, int]]
+    kv_cache_bytes: int
+    repetitions: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, prompt and completion."""
+        return self.prompt_tokens + max(tokens for _, tokens in self.cases)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """One engine serves all cases, so that it is built once: CUDA graphs fit the smaller batches as well."""
+        return max(sequences for sequences, _ in self.cases)
+
+
+class Contestant:
+    """A trainer's generation over the model in `folder`. Subclasses build `generation` and change how it samples.
+
+    Attributes:
+        generation: what GRPO calls: `generate(prompts, images, num_generations, profiler)`.
+    """
+
+    generation: Any
+
+    def __init__(self, folder: str, scale: Scale) -> None:
+        _prepare_process(folder, type(self).__name__)
+        self._scale = scale
+        self.build(*_load(folder), scale)
+
+    def build(self, model: Any, tokenizer: Any, scale: Scale) -> None:
+        """Build the engine, with the model's weights in it."""
+        raise NotImplementedError
+
+    def set_sampling(self, max_tokens: int, top_k: int) -> None:
+        """Sample `max_tokens` from the `top_k` most probable tokens, 0 for all."""
+        raise NotImplementedError
+
+    def phase(self) -> AbstractContextManager[None]:
+        """Around one batch: what the trainer does before and after generating, left out of the time."""
+        return nullcontext()
+
+    def repeat(self, sequences: int, tokens: int, turn: int) -> Timed:
+        """One repetition; its result is the length of each completion."""
+        self.set_sampling(tokens, top_k=0)
+        return self._timed(self._generate, sequences, tokens, turn)
+
+    def greedy(self) -> list[list[int]]:
+        """Completions that depend on nothing but the model."""
+        self.set_sampling(GREEDY_TOKENS, top_k=1)
+        with self.phase():
+            return self._generate(self._prompts("greedy", GREEDY_SEQUENCES))
+
+    def _timed(self, generate: Any, sequences: int, tokens: int, turn: int) -> Timed:
+        # The turn makes the prompts new, so that no arm finds an earlier round's in its prefix cache.
+        prompts = self._prompts(f"{sequences}x{tokens}-{turn}", sequences)
+        with self.phase():
+            _synchronise()
+            started = time.perf_counter()
+            completions = generate(prompts)
+            _synchronise()
+            seconds = time.perf_counter() - started
+        lengths = [len(completion) for completion in completions]
+        if lengths != [tokens] * sequences:
+            raise RuntimeError(f"Wanted {sequences} completions of {tokens} tokens, got lengths {lengths}.")
+        return Timed(seconds, lengths)
+
+    def _generate(self, prompts: list[list[int]]) -> list[list[int]]:
+        """As in GRPOTrainer._generate_single_turn; the log-probs come along and are thrown away."""
+        _, completions, logprobs, _ = self.generation.generate(
+            prompts=prompts, images=None, num_generations=GROUP, profiler=None
+        )
+        assert len(logprobs) == len(completions)
+        return list(completions)
+
+    def _prompts(self, seed: str, sequences: int) -> list[list[int]]:
+        draw, vocabulary = random.Random(seed), range(self._scale.config["vocab_size"])
+        unique = [draw.choices(vocabulary, k=self._scale.prompt_tokens) for _ in range(sequences // GROUP)]
+        return [prompt for prompt in unique for _ in range(GROUP)]
+
+
+def _prepare_process(folder: str, name: str) -> None:
+    """Before vLLM is imported. Two processes that compile the same model at once must not share a cache folder."""
+    import torch
+
+    os.environ["VLLM_CACHE_ROOT"] = str(Path(folder) / f"vllm-cache-{name}")
+    with socket.socket() as probe:  # TRL would take 29500, as would any other job on this machine
+        probe.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiles for 14 s at the first call, for nothing
+
+
+def _load(folder: str) -> tuple[Any, Any]:
+    """The trainer's model, as a script loads it, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device)
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def _synchronise() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+class StockTRL(Contestant):
+    """TRL's VLLMGeneration, built with what GRPOTrainer builds it with."""
+
+    def build(self, model: Any, tokenizer: Any, scale: Scale) -> None:
+        """The engine, which loads the folder, and the sync that GRPO does before its first rollout."""
+        import torch
+        import vllm
+        from accelerate import Accelerator
+        from trl.generation import vllm_generation
+
+        # VLLMGeneration passes on few of vLLM's arguments. The cache size is given to both arms; on a CPU stock TRL
+        # further needs fp32 and weights that are not prepacked, which our engine chooses there by itself.
+        arguments: dict[str, Any] = {"kv_cache_memory_bytes": scale.kv_cache_bytes}
+        if not torch.cuda.is_available():
+            arguments |= {
+                "dtype": "float32",
+                "enforce_eager": True,
+                "block_size": 32,
+                "worker_cls": "trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker",
+            }
+        with patch.object(vllm_generation, "LLM", functools.partial(vllm.LLM, **arguments)):
+            self.generation = vllm_generation.VLLMGeneration(
+                model=model,
+                accelerator=Accelerator(cpu=not torch.cuda.is_available()),
+                processing_class=tokenizer,
+                mode="colocate",
+                tensor_parallel_size=1,
+                gpu_memory_utilization=GPU_SHARE,
+                max_model_length=scale.longest,
+                max_num_seqs=scale.max_num_seqs,
+                enable_sleep_mode=False,
+                model_impl="vllm",
+                temperature=1.0,
+                logprobs=0,
+                generation_kwargs={"ignore_eos": True},
+            )
+        self.generation.sync_weights()
+
+    def set_sampling(self, max_tokens: int, top_k: int) -> None:
+        """VLLMGeneration reads both at each call."""
+        self.generation.max_completion_length, self.generation.top_k = max_tokens, top_k
+
+
+class Hybrid(Contestant):
+    """What a hybrid GRPOTrainer puts in the place of VLLMGeneration."""
+
+    def build(self, model: Any, tokenizer: Any, scale: Scale) -> None:
+        """The trainer, and its engine with one empty rollout phase, which also syncs."""
+        import torch
+        from datasets import Dataset
+        from trl import GRPOConfig
+
+        from trlx_hybrid import GRPOTrainer, HybridConfig
+
+        self._trainer = GRPOTrainer(
+            model=model,
+            reward_funcs=lambda completions, **_: [0.0] * len(completions),
+            args=GRPOConfig(
+                output_dir=str(Path(model.name_or_path) / "runs"),
+                per_device_train_batch_size=GROUP,
+                num_generations=GROUP,
+                temperature=1.0,
+                generation_kwargs={"ignore_eos": True},
+                vllm_gpu_memory_utilization=GPU_SHARE,
+                vllm_max_model_length=scale.longest,
+                bf16=torch.cuda.is_available(),
+                use_cpu=not torch.cuda.is_available(),
+                report_to=[],
+            ),
+            train_dataset=Dataset.from_dict({"prompt": ["never used"] * GROUP}),
+            processing_class=tokenizer,
+            hybrid=HybridConfig(
+                engine="vllm",
+                engine_options={"kv_cache_memory_bytes": scale.kv_cache_bytes, "max_num_seqs": scale.max_num_seqs},
+            ),
+        )
+        self.generation = self._trainer.vllm_generation
+        with self.phase():
+            pass
+
+    def phase(self) -> AbstractContextManager[None]:
+        """Wakes, syncs and sleeps as in training; nothing to do for an engine that stays awake with fresh weights."""
+        return self._trainer.session.rollout_phase(True)  # type: ignore[no-any-return]
+
+    def set_sampling(self, max_tokens: int, top_k: int) -> None:
+        """A run samples in one way; a benchmark changes it under the session."""
+        sampler = self._trainer.session.sampler
+        sampler.sampling = replace(sampler.sampling, max_tokens=max_tokens, top_k=top_k)
+
+    def repeat_seedless(self, sequences: int, tokens: int, turn: int) -> Timed:
+        """As `repeat`, with the same engine and parameters but no seed on any request."""
+        self.set_sampling(tokens, top_k=0)
+        other_prompts = -1 - turn  # this engine's prefix cache knows those of `turn` already
+        return self._timed(self._generate_seedless, sequences, tokens, other_prompts)
+
+    def _generate_seedless(self, prompts: list[list[int]]) -> list[list[int]]:
+        from trlx_hybrid_vllm.sampling import completion_of, sampling_params
+        from vllm import SamplingParams
+
+        session = self._trainer.session
+        params = SamplingParams(**sampling_params(session.sampler.sampling))
+        inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = session.live_engine.llm.generate(inputs, params, use_tqdm=False)
+        return [completion_of(output.outputs[0]).token_ids for output in outputs]

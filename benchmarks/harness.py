@@ -1,0 +1,109 @@
+"""How a comparison is run: all arms in one run, taking turns, so that a machine that drifts drifts for all of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+class UnequalResultsError(Exception):
+    """Two arms that are timed against each other do not compute the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One of the things compared.
+
+    Attributes:
+        name: as in the table.
+        run: one repetition. It is given the round's number to draw its random data from, the same for all arms. What
+            it returns must be equal in all arms of a round, None excepted; it may time itself and return a Timed.
+    """
+
+    name: str
+    run: Callable[[int], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What an arm returns that knows better than the harness where its clock starts and stops.
+
+    Attributes:
+        seconds: what the repetition took.
+        result: compared with the other arms', see `Arm.run`.
+    """
+
+    seconds: float
+    result: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Every repetition of one arm, in order, in seconds. `case` tells apart the sizes one benchmark runs at."""
+
+    arm: str
+    seconds: tuple[float, ...]
+    case: str = ""
+
+    @property
+    def median(self) -> float:
+        """In seconds: what ratios and metrics are made of, since one slow round must not decide."""
+        return statistics.median(self.seconds)
+
+
+def alternate(
+    arms: Sequence[Arm],
+    *,
+    warmup: int,
+    repetitions: int,
+    case: str = "",
+    synchronise: Callable[[], None] = lambda: None,
+) -> list[Measurement]:
+    """Run `warmup` and then `repetitions` rounds; in each round every arm once, in order.
+
+    Args:
+        synchronise: waits until the device is idle; called before the clock is read.
+
+    Returns:
+        One measurement per arm, warm-up left out.
+
+    Raises:
+        UnequalResultsError: in some round, warm-up included, two arms returned different results.
+    """
+    seconds: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    for turn in range(warmup + repetitions):
+        results = {}
+        for arm in arms:
+            timed = _run(arm, turn, synchronise)
+            results[arm.name] = timed.result
+            if turn >= warmup:
+                seconds[arm.name].append(timed.seconds)
+        _check_equal(results, turn)
+    return [Measurement(name, tuple(values), case) for name, values in seconds.items()]
+
+
+def _run(arm: Arm, turn: int, synchronise: Callable[[], None]) -> Timed:
+    synchronise()
+    started = time.perf_counter()
+    result = arm.run(turn)
+    synchronise()
+    seconds = time.perf_counter() - started
+    return result if isinstance(result, Timed) else Timed(seconds, result)
+
+
+def _check_equal(results: dict[str, Any], turn: int) -> None:
+    given = [(name, result) for name, result in results.items() if result is not None]
+    for name, result in given[1:]:
+        if result != given[0][1]:
+            raise UnequalResultsError(
+                f"In round {turn}, arm {name!r} and arm {given[0][0]!r} disagree: "
+                f"{_short(result)} and {_short(given[0][1])}. Their times say nothing."
+            )
+
+
+def _short(result: Any, limit: int = 200) -> str:
+    text = repr(result)
+    return text if len(text) <= limit else f"{text[:limit]}…"

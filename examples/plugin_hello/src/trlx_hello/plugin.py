@@ -1,0 +1,18 @@
+"""Says hello when a run starts, and after each rollout what it cost and earned."""
+
+from trlx_hybrid import hookimpl
+
+
+@hookimpl
+def trlx_report_header(session):
+    """One line below the run's header."""
+    return f"hello: watching {session.ranks.world} process(es)"
+
+
+@hookimpl
+def trlx_rollout_end(trajectories):
+    """A hook may take fewer arguments than its spec lists."""
+    tokens = sum(len(t.completion_ids) for t in trajectories)
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    mean = sum(rewards) / len(rewards) if rewards else float("nan")
+    print(f"hello: {len(trajectories)} trajectories, {tokens} tokens, reward {mean:.3f}")

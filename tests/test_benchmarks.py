@@ -1,0 +1,248 @@
+"""The harness: who runs when, what is written, and how goals are held."""
+
+import importlib
+import json
+import os
+import threading
+import time
+from fractions import Fraction
+
+import pytest
+
+from benchmarks import BENCHMARKS, result
+from benchmarks.__main__ import main
+from benchmarks.goals import GOALS, load
+from benchmarks.harness import Arm, Measurement, Timed, UnequalResultsError, alternate
+from benchmarks.result import Result
+from benchmarks.worker import Worker, WorkerError, wait_until_built
+
+GOALS_FILE = """
+[[goal]]
+benchmark = "rollout"
+device = "nvidia-*"
+metric = "speedup"
+at_least = 1.8
+
+[[goal]]
+benchmark = "host"
+metric = "overhead_ms"
+at_most = 1.0
+"""
+
+
+@pytest.fixture
+def example():
+    return Result(
+        benchmark="rollout",
+        device="nvidia-test",
+        peer="slow",
+        measurements=[Measurement("slow", (3.0, 2.0, 4.0), "8x8"), Measurement("fast", (1.0, 1.0, 2.0), "8x8")],
+        metrics={"speedup": 3.0},
+        settings={"model": "tiny"},
+    )
+
+
+@pytest.fixture
+def check(tmp_path, capsys):
+    """Runs `benchmarks check` on GOALS_FILE and the given {file: (device, metrics)}; (exit status, what it printed)."""
+    (tmp_path / "goals.toml").write_text(GOALS_FILE)
+
+    def run(results, *names):
+        for benchmark, device, metrics in results:
+            content = {"benchmark": benchmark, "device": device, "metrics": metrics}
+            (tmp_path / f"{benchmark}-{device}.json").write_text(json.dumps(content))
+        status = main(["check", *names], goals=tmp_path / "goals.toml", results=tmp_path)
+        out, err = capsys.readouterr()
+        return status, out + err
+
+    return run
+
+
+# --- the turns ------------------------------------------------------------------------------------------------------
+
+
+def test_arms_take_turns_and_warm_up_is_not_measured():
+    calls = []
+    arms = [Arm(name, lambda turn, name=name: calls.append((name, turn))) for name in ("a", "b")]
+    measurements = alternate(arms, warmup=1, repetitions=2, case="small")
+    assert calls == [("a", 0), ("b", 0), ("a", 1), ("b", 1), ("a", 2), ("b", 2)]
+    assert [(m.arm, m.case, len(m.seconds)) for m in measurements] == [("a", "small", 2), ("b", "small", 2)]
+
+
+def test_the_clock_is_read_with_an_idle_device():
+    order = []
+    alternate(
+        [Arm("a", lambda turn: order.append("run"))],
+        warmup=0,
+        repetitions=1,
+        synchronise=lambda: order.append("synchronise"),
+    )
+    assert order == ["synchronise", "run", "synchronise"]
+
+
+def test_time_is_wall_time_unless_the_arm_knows_better():
+    arms = [Arm("slept", lambda turn: time.sleep(0.02)), Arm("timed", lambda turn: Timed(7.0))]
+    slept, timed = alternate(arms, warmup=0, repetitions=1)
+    assert 0.02 <= slept.seconds[0] < 2.0
+    assert timed.seconds == (7.0,)
+
+
+def test_unequal_results_fail_and_name_the_arms_and_the_round():
+    arms = [Arm("one", lambda turn: [turn]), Arm("other", lambda turn: [min(turn, 1)])]
+    with pytest.raises(UnequalResultsError, match=r"round 2.*'other'.*'one'.*\[1\].*\[2\]"):
+        alternate(arms, warmup=1, repetitions=3)
+
+
+def test_a_result_of_none_is_not_compared():
+    alternate([Arm("one", lambda turn: 1), Arm("silent", lambda turn: None)], warmup=0, repetitions=1)
+
+
+# --- the result -----------------------------------------------------------------------------------------------------
+
+
+def test_the_file_holds_every_repetition_in_order_and_where_it_was_measured(example, tmp_path, capsys):
+    file = example.publish(tmp_path)
+    written = json.loads(file.read_text())
+    assert file.name == "rollout-nvidia-test.json"
+    assert written["measurements"][1] == {
+        "case": "8x8",
+        "arm": "fast",
+        "seconds": [1.0, 1.0, 2.0],
+        "median": 1.0,
+        "min": 1.0,
+        "max": 2.0,
+        "ratio": 3.0,
+    }
+    assert written["measurements"][0]["ratio"] == 1.0
+    assert (written["benchmark"], written["device"], written["peer"]) == ("rollout", "nvidia-test", "slow")
+    assert (written["metrics"], written["settings"]) == ({"speedup": 3.0}, {"model": "tiny"})
+    assert {"torch", "trl", "transformers", "accelerate", "trlx-hybrid"} <= set(written["versions"])
+    printed = capsys.readouterr().out
+    assert "fast" in printed
+    assert "3.00" in printed
+    assert str(file) in printed
+
+
+def test_ratios_compare_within_a_case():
+    small, large = Measurement("slow", (2.0,), "small"), Measurement("slow", (8.0,), "large")
+    fast = Measurement("fast", (4.0,), "large")
+    measured = Result(benchmark="b", device="d", peer="slow", measurements=[small, large, fast], metrics={})
+    assert measured.ratio(fast) == 2.0
+
+
+def test_a_copy_without_git_is_told_its_commit(monkeypatch, tmp_path):
+    monkeypatch.setattr(result, "RESULTS", tmp_path / "results")
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.delenv("BENCH_COMMIT", raising=False)
+    assert result.commit() is None
+    monkeypatch.setenv("BENCH_COMMIT", "abc")
+    assert result.commit() == "abc"
+
+
+# --- the goals ------------------------------------------------------------------------------------------------------
+
+MET = [("rollout", "nvidia-a", {"speedup": 1.8}), ("host", "cpu-2-cores", {"overhead_ms": 1.0})]
+
+
+def test_check_passes_when_all_goals_are_met(check):
+    status, printed = check(MET)
+    assert status == 0
+    assert "2 goals" in printed
+
+
+def test_check_names_each_missed_goal(check):
+    status, printed = check(
+        [("rollout", "nvidia-a", {"speedup": 1.7}), ("host", "cpu-2-cores", {"overhead_ms": float("nan")})]
+    )
+    assert status == 1
+    assert "rollout on nvidia-a: speedup is 1.7, goal at least 1.8" in printed
+    assert "host on cpu-2-cores: overhead_ms is nan, goal at most 1" in printed
+
+
+def test_every_device_must_meet_the_goal(check):
+    status, printed = check([*MET, ("rollout", "nvidia-b", {"speedup": 1.0})])
+    assert status == 1
+    assert "nvidia-b" in printed
+    assert "nvidia-a" not in printed
+
+
+@pytest.mark.parametrize(
+    "results",
+    [
+        pytest.param([], id="no result"),
+        pytest.param([("rollout", "cpu-2-cores", {"speedup": 9.0})], id="another device"),
+        pytest.param([("rollout_tiny", "nvidia-a", {"speedup": 9.0})], id="another benchmark"),
+        pytest.param([("rollout", "nvidia-a", {"other": 9.0})], id="another metric"),
+    ],
+)
+def test_what_was_not_measured_is_missed(check, results):
+    status, printed = check(results, "rollout")
+    assert status == 1
+    assert "speedup not measured, goal at least 1.8" in printed
+
+
+def test_check_can_be_told_what_to_check(check):
+    status, _ = check([MET[1]], "host")
+    assert status == 0
+
+
+def test_an_unknown_benchmark_is_refused_with_the_nearest_name(check, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        check([], "rolout")
+    assert exit_.value.code == 2
+    assert "no benchmark 'rolout'. Did you mean 'rollout'?" in capsys.readouterr().err
+
+
+def test_goals_are_about_benchmarks_that_exist():
+    assert {goal.benchmark for goal in load(GOALS)} <= set(BENCHMARKS)
+
+
+@pytest.mark.parametrize("bounds", ["", "at_least = 1\nat_most = 2"])
+def test_a_goal_has_one_bound(tmp_path, bounds):
+    file = tmp_path / "goals.toml"
+    file.write_text(f'[[goal]]\nbenchmark = "host"\nmetric = "m"\n{bounds}\n')
+    with pytest.raises(ValueError, match="exactly one"):
+        load(file)
+
+
+def test_every_benchmark_is_listed_and_runnable(capsys):
+    assert main([]) == 0
+    listed = capsys.readouterr().out
+    for name in BENCHMARKS:
+        assert name in listed
+        assert callable(importlib.import_module(f"benchmarks.{name}").main)
+
+
+# --- workers --------------------------------------------------------------------------------------------------------
+
+
+def test_a_worker_answers_from_a_process_of_its_own():
+    with Worker("third", Fraction, 1, 3) as worker:
+        wait_until_built([worker], 60)
+        assert worker.call("limit_denominator", 2, seconds=60) == Fraction(1, 3).limit_denominator(2)
+
+
+@pytest.mark.parametrize(
+    ("factory", "arguments", "message"),
+    [
+        pytest.param(int, ("x",), "ValueError: invalid literal", id="raises"),
+        pytest.param(os._exit, (3,), "died in its building with exit code 3", id="dies"),
+        pytest.param(time.sleep, (60,), "Not built within 2 s: broken", id="hangs"),
+    ],
+)
+def test_a_worker_that_cannot_be_built_says_why(factory, arguments, message):
+    with pytest.raises(WorkerError, match=message), Worker("broken", factory, *arguments) as worker:
+        wait_until_built([worker], 2 if factory is time.sleep else 60)
+
+
+def test_a_call_has_a_deadline_and_the_process_is_gone_afterwards():
+    worker = Worker("waiting", threading.Event)
+
+    def wait_too_long():
+        with worker:
+            wait_until_built([worker], 60)
+            worker.call("wait", 60, seconds=0.5)
+
+    with pytest.raises(WorkerError, match=r"did not answer wait\(60,\) within 0.5 s"):
+        wait_too_long()
+    assert not worker._process.is_alive()

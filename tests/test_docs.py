@@ -1,0 +1,150 @@
+"""The documentation: complete, built without a warning, and never apart from the code."""
+
+import html
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trlx_hybrid import hookspecs
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+HOOKS = {name: value for name, value in vars(hookspecs).items() if name.startswith("trlx_")}
+RUNNABLE = re.compile(r"<!-- runnable -->\n```python\n(.*?)\n```", re.DOTALL)
+TESTS = [
+    path.read_text()
+    for folder in (ROOT / "tests", *ROOT.glob("plugins/*/tests"))
+    for path in folder.rglob("*.py")
+    if path != Path(__file__)
+]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(  # never with --quiet: strict counts only the warnings that are logged
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},  # a notice of the theme's, not about these pages
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def section(page: str, hook: str) -> str:
+    """The text of a hook's part of the built page, from its heading to the next one."""
+    (_, *parts) = re.split(r'<h2 id="trlx_hybrid\.hookspecs\.', page)
+    (part,) = [p for p in parts if p.startswith(f'{hook}"')]
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", "", part.partition(">")[2])).split())
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hook_is_on_the_page_with_its_signature_and_kind(site: Path, hook: str) -> None:
+    text = section((site / "hooks" / "index.html").read_text(), hook)
+    options = HOOKS[hook].trlx_hybrid_spec
+    for kind in ("historic", "firstresult"):
+        assert (f" {kind} " in text[: text.index("(")]) == options[kind]
+    signature = inspect.signature(HOOKS[hook])
+    shown = re.sub(r"\s", "", text)
+    for parameter in signature.parameters.values():
+        assert re.sub(r"\s", "", str(parameter)).replace("'", "") in shown
+    assert f"->{signature.return_annotation}".replace(" ", "") in shown
+
+
+def test_no_hook_on_the_page_that_is_not_in_the_specs(site: Path) -> None:
+    page = (site / "hooks" / "index.html").read_text()
+    assert set(re.findall(r'<h2 id="trlx_hybrid\.hookspecs\.(\w+)"', page)) == set(HOOKS)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hook_says_when_it_is_called_and_what_it_returns(hook: str) -> None:
+    text = inspect.getdoc(HOOKS[hook]) or ""
+    assert "Called" in text
+    assert re.search(r"Returns? ", text)
+    if inspect.signature(HOOKS[hook]).return_annotation != "None":
+        assert "None" in text
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_hook_is_tested(hook: str) -> None:
+    assert any(hook in text for text in TESTS), f"no test mentions {hook}"
+
+
+def test_every_page_is_in_the_navigation(site: Path) -> None:
+    home = (site / "index.html").read_text()
+    for page in PAGES:
+        if page.stem != "index":
+            assert f'href="{page.stem}/"' in home
+
+
+def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        assert not re.findall(r'<(?:script|img|iframe)[^>]+src="(?:https?:)?//', page.read_text()), page
+        assert not re.findall(
+            r'<link[^>]+rel="(?:stylesheet|preconnect)"[^>]+href="(?:https?:)?//', page.read_text()
+        ), page
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_runnable_code_compiles(page: Path) -> None:
+    text = page.read_text()
+    blocks = RUNNABLE.findall(text)
+    assert len(blocks) == text.count("<!-- runnable -->")
+    for block in blocks:
+        compile(block, page.name, "exec")
+
+
+def test_component_of_the_plugin_page_can_be_offered() -> None:
+    from types import ModuleType
+
+    from trlx_hybrid.host import Host
+
+    plugin = ModuleType("sorted_rollout")
+    sys.modules[plugin.__name__] = plugin  # dataclasses look their module up
+    try:
+        exec(RUNNABLE.findall((DOCS / "plugins.md").read_text())[0], vars(plugin))
+        host = Host()
+        host.register(plugin, "sorted")
+    finally:
+        del sys.modules[plugin.__name__]
+    component = host.registry.choose("rollout", "sorted")
+    rollout = component.factory(None, component.options(longest_first=True))
+
+    class Request:
+        def __init__(self, length: int) -> None:
+            self.prompt_ids = [0] * length
+
+    class Session:
+        class live_engine:
+            @staticmethod
+            def generate(requests: list, sampling: None) -> list:
+                assert [len(r.prompt_ids) for r in requests] == [3, 2, 1]
+                return [len(r.prompt_ids) for r in requests]
+
+    assert rollout.run(Session, [Request(2), Request(3), Request(1)], None) == [2, 3, 1]
+
+
+def test_error_on_the_plugin_page_is_the_real_one() -> None:
+    from trlx_hybrid.errors import PluginError
+    from trlx_hybrid.host import Host
+
+    class Hello:
+        @hookspecs.hookimpl
+        def trlx_rollout_end(self, trajectories: list) -> None:
+            len(trajectories) / len(trajectories)
+
+    host = Host()
+    host.register(Hello(), "hello", distribution="trlx-hello", version="0.1.0")
+    with pytest.raises(PluginError) as caught:
+        host.call("trlx_rollout_end", session=None, trajectories=[])
+    assert f"PluginError: {caught.value}" in " ".join((DOCS / "plugins.md").read_text().split())

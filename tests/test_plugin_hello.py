@@ -1,0 +1,77 @@
+"""The example plugin as a third party would ship it: built, installed elsewhere, and seen at work."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples" / "plugin_hello"
+QUICKSTART = ROOT / "docs" / "quickstart.md"
+
+
+def run(*command: object, cwd: Path) -> subprocess.CompletedProcess:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRLX_HYBRID_DISABLE": ""}
+    done = subprocess.run(
+        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment that has the example's wheel on top of everything that is installed here."""
+    folder = tmp_path_factory.mktemp("hello")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--isolated")
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder, EXAMPLE, cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    venv.create(folder / "env", with_pip=False, symlinks=True)
+    python = folder / "env" / "bin" / "python"
+    purelib = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).stdout.strip()
+    here = sysconfig.get_path("purelib")  # addsitedir, not a bare path: editable installs are .pth files themselves
+    Path(purelib, "outer.pth").write_text(f"import site; site.addsitedir({here!r})\n")
+    run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    return python
+
+
+def test_listed(installed: Path, tmp_path: Path) -> None:
+    report = json.loads(run(installed, "-m", "trlx_hybrid.cli", "plugins", "--json", cwd=tmp_path).stdout)
+    (hello,) = [plugin for plugin in report["plugins"] if plugin["name"] == "hello"]
+    assert hello == {
+        "name": "hello",
+        "distribution": "trlx-hello",
+        "version": "0.1.0",
+        "hooks": ["trlx_report_header", "trlx_rollout_end"],
+    }
+
+
+def test_not_installed_here() -> None:
+    from importlib.metadata import entry_points
+
+    assert "hello" not in {entry_point.name for entry_point in entry_points(group="trlx_hybrid")}
+
+
+def test_takes_part_in_the_first_run_of_the_quickstart(installed: Path, tmp_path: Path) -> None:
+    (script, *_) = re.findall(r"<!-- runnable -->\n```python\n(.*?)\n```", QUICKSTART.read_text(), re.DOTALL)
+    done = run(installed, "-c", script, cwd=tmp_path)
+    header, *below = re.findall(r"(?:trlx_hybrid 0|hello:).*", done.stderr)
+    assert "hello 0.1.0" in header
+    assert "engine=transformers (default): generation is TRL's own" in header
+    assert below == ["hello: watching 1 process(es)"]
+    (tokens, reward), *more = re.findall(r"hello: 4 trajectories, (\d+) tokens, reward (\S+)", done.stdout)
+    assert not more
+    assert int(tokens) == 4 * logged("completions/mean_length", done)
+    assert float(reward) == pytest.approx(logged("reward", done), abs=1e-3)
+
+
+def logged(metric: str, done: subprocess.CompletedProcess) -> float:
+    """What TRL reports of the same rollout."""
+    (value,) = re.findall(rf"'{metric}': '?([\d.e-]+)", done.stdout + done.stderr)
+    return float(value)

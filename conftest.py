@@ -47,7 +47,9 @@ class Run:
     @property
     def logs(self) -> list[dict[str, Any]]:
         timing = ("runtime", "per_second", "step_time", "hybrid/", "num_input_tokens_seen")
-        return [{k: v for k, v in log.items() if not any(t in k for t in timing)} for log in self.trainer.state.log_history]
+        return [
+            {k: v for k, v in log.items() if not any(t in k for t in timing)} for log in self.trainer.state.log_history
+        ]
 
     def weights(self) -> dict[str, Any]:
         return {name: p.detach().clone() for name, p in self.trainer.model.named_parameters()}
@@ -73,7 +75,6 @@ def prompts() -> Any:
 def run(tmp_path: Path, prompts: Any) -> Iterator[Callable[..., Run]]:
     """Build a trainer on a tiny model, train it, return the Run. Runs are closed at the end of the test."""
     from trl import GRPOConfig
-
     from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 
     runs: list[Run] = []
@@ -81,7 +82,17 @@ def run(tmp_path: Path, prompts: Any) -> Iterator[Callable[..., Run]]:
     def start(trainer_class: type[Any], *, train: bool = True, model: Any = None, **given: Any) -> Run:
         config_class = given.pop("config_class", GRPOConfig)
         resume = given.pop("resume", None)
-        keys = ("teacher_model", "peft_config", "callbacks", "eval_dataset", "hybrid", "plugins", "tools", "train_dataset", "reward_funcs")
+        keys = (
+            "teacher_model",
+            "peft_config",
+            "callbacks",
+            "eval_dataset",
+            "hybrid",
+            "plugins",
+            "tools",
+            "train_dataset",
+            "reward_funcs",
+        )
         trainer_arguments = {key: given.pop(key) for key in keys if key in given}
         recorder = Recorder(contrast=given.pop("contrast", 0.0))
         settings: dict[str, Any] = {
@@ -130,7 +141,6 @@ def stock_colocate(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     import torch
     import vllm
     from trl.generation import vllm_generation
-
     from trlx_hybrid.randomness import preserved_generators
 
     changes: dict[str, Any] = {}

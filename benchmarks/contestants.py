@@ -196,7 +196,6 @@ class Hybrid(Contestant):
         import torch
         from datasets import Dataset
         from trl import GRPOConfig
-
         from trlx_hybrid import GRPOTrainer, HybridConfig
 
         self._trainer = GRPOTrainer(

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from trlx_hybrid import hookspecs
 
 ROOT = Path(__file__).parents[1]

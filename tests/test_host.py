@@ -3,7 +3,6 @@ from importlib.metadata import EntryPoint
 from types import SimpleNamespace
 
 import pytest
-
 from trlx_hybrid import hookimpl
 from trlx_hybrid.errors import ComponentError, PluginError
 from trlx_hybrid.host import Host, PluginInfo, check_ranks_agree
@@ -82,7 +81,7 @@ def test_a_plugin_that_raises_on_import_is_named_with_the_way_out(entry_points):
 def test_one_name_claimed_twice_names_both(monkeypatch):
     claims = [EntryPoint("same", f"module_{i}", "trlx_hybrid") for i in (1, 2)]
     monkeypatch.setattr("trlx_hybrid.host.entry_points", lambda group: claims)
-    with pytest.raises(PluginError, match="'same' is claimed by module_1 and by module_2"):
+    with pytest.raises(PluginError, match=r"'same' is claimed by module_1 and by module_2"):
         Host.load()
 
 
@@ -103,7 +102,9 @@ def test_an_exception_inside_a_hook_names_plugin_distribution_version_and_hook()
     host = Host()
     host.register(Observer(), "innocent")
     host.register(Broken(), "guilty", distribution="guilty-dist", version="9.9")
-    with pytest.raises(PluginError, match=r"'guilty' \(guilty-dist 9.9\).*trlx_enter_phase.*KeyError: 'boom'") as caught:
+    with pytest.raises(
+        PluginError, match=r"'guilty' \(guilty-dist 9.9\).*trlx_enter_phase.*KeyError: 'boom'"
+    ) as caught:
         enter(host)
     assert (caught.value.plugin, caught.value.hook) == ("guilty", "trlx_enter_phase")
     assert isinstance(caught.value.__cause__, KeyError)

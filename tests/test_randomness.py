@@ -4,7 +4,6 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from trlx_hybrid.randomness import preserved_generators, request_seed
 from trlx_hybrid.rows import Place, RowTracker
 

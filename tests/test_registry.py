@@ -1,7 +1,6 @@
 from types import SimpleNamespace
 
 import pytest
-
 from trlx_hybrid import HybridConfig, hookimpl
 from trlx_hybrid.config import build
 from trlx_hybrid.errors import ComponentError, ConfigError

@@ -3,9 +3,8 @@
 import pytest
 import torch
 import trl
-from peft import LoraConfig
-
 import trlx_hybrid
+from peft import LoraConfig
 from trlx_hybrid import hookimpl
 from trlx_hybrid.errors import ConfigError
 

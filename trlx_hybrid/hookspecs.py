@@ -106,4 +106,8 @@ def trlx_advantages(session: Session, batch: dict[str, Any]) -> Tensor | None:
 
 @hookspec
 def trlx_report_header(session: Session) -> str | list[str] | None:
-    """Lines to print below the header when a run starts, rank 0 only. None adds nothing."""
+    """Add lines below the header of a run.
+
+    Called once, on every rank, when the engine is built or, with TRL's own generation, when training starts; rank 0
+    prints. Return a line, a list of lines, or None to add nothing.
+    """

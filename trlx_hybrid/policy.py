@@ -122,7 +122,7 @@ class Policy:
         """A number that changes when this rank's trainable weights do: a hash of a few hundred bits of each of up to
         16 tensors spread over the model. Cheap enough for every rollout; it catches loads nobody announced."""
         trainable = [p for p in self.module.parameters() if p.requires_grad] or list(self.module.parameters())
-        stride = max(1, len(trainable) // FINGERPRINT_TENSORS)
+        stride = -(-len(trainable) // FINGERPRINT_TENSORS)
         samples = []
         for p in trainable[::stride]:
             local: Tensor = getattr(p.detach(), "to_local", p.detach)()

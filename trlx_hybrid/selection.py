@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,7 @@ def select(config: HybridConfig, arguments: TrainerArguments, registry: Registry
             f"HybridConfig.engine={name!r} lives in the trainer's process and contradicts vllm_mode='server'. "
             "Set vllm_mode='colocate', or leave HybridConfig.engine out to keep TRL's server path."
         )
-    engine = _choice(registry, "engine", name, {**arguments.engine_options, **config.options("engine")}, why)
+    engine = _choice(registry, "engine", name, config.options("engine"), why, defaults=arguments.engine_options)
     weights = (
         None
         if config.weights == "auto"
@@ -97,9 +98,19 @@ def select(config: HybridConfig, arguments: TrainerArguments, registry: Registry
     return Selection(engine=engine, weights=weights, rollout=rollout)
 
 
-def _choice(registry: Registry, slot: Slot, name: str, options: Mapping[str, Any], why: str) -> Choice:
+def _choice(
+    registry: Registry,
+    slot: Slot,
+    name: str,
+    options: Mapping[str, Any],
+    why: str,
+    defaults: Mapping[str, Any] | None = None,
+) -> Choice:
+    """A component with the user's options, which must all be its own; defaults it does not know are left out."""
     component = registry.choose(slot, name)
     owner = component.options or NoOptions
+    known = {f.name for f in dataclasses.fields(owner)}
+    options = {k: v for k, v in (defaults or {}).items() if k in known} | dict(options)
     return Choice(component, build(owner, options, f"HybridConfig.{slot}_options for {slot} {component.name!r}"), why)
 
 

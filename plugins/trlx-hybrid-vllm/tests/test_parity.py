@@ -6,9 +6,8 @@ Stock TRL's engine is made to keep plain weights on a CPU (conftest.py); TRL its
 import pytest
 import torch
 import trl
-from transformers import AutoModelForCausalLM
-
 import trlx_hybrid
+from transformers import AutoModelForCausalLM
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 
 pytestmark = pytest.mark.usefixtures("stock_colocate")
@@ -126,7 +125,10 @@ def test_best_model_at_end_is_what_is_sampled_afterwards(run, saved_model):
     theirs = arm(run, stock, load(), case)
     theirs.close()
     mine = arm(run, ours, load(), case)
-    assert mine.trainer.state.best_model_checkpoint.split("-")[-1] == theirs.trainer.state.best_model_checkpoint.split("-")[-1]
+    assert (
+        mine.trainer.state.best_model_checkpoint.split("-")[-1]
+        == theirs.trainer.state.best_model_checkpoint.split("-")[-1]
+    )
     assert_same(mine, theirs)
     # Stock TRL would sample from the last step's weights here; ours follows the load, which bumped no step.
     before = mine.trainer.session.freshness.engine_version

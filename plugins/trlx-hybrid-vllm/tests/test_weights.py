@@ -2,10 +2,9 @@
 
 import pytest
 import torch
+import trlx_hybrid
 from peft import LoraConfig
 from transformers import TrainerCallback
-
-import trlx_hybrid
 from trlx_hybrid import hookimpl
 from trlx_hybrid.errors import EngineError, StaleWeightsError, SyncError
 from trlx_hybrid.randomness import request_seed

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from trlx_hybrid.errors import EngineError, SyncError
 from trlx_hybrid.protocols import NamedTensors
 from trlx_hybrid.session import Session

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-
 from trlx_hybrid.types import LoadReport
 
 NamedTensors = Iterable[tuple[str, Tensor]]

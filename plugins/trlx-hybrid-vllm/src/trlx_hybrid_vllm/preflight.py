@@ -6,7 +6,6 @@ import difflib
 from typing import Any
 
 import torch
-
 from trlx_hybrid.policy import Policy
 
 from .options import VLLMOptions

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from trlx_hybrid.types import Completion, Request, Sampling
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
-
-from trlx_hybrid.types import Completion, Request, Sampling
 
 
 def sampling_params(sampling: Sampling) -> dict[str, Any]:

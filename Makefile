@@ -1,0 +1,52 @@
+# Everything runs in .venv, made from the lock files. On a GPU machine install the extras instead: see README.md.
+PYTHON ?= python3
+PIP_ARGS ?=
+BIN := .venv/bin
+CPU := HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR TORCH_CPP_LOG_LEVEL=ERROR TOKENIZERS_PARALLELISM=false
+LAUNCH := --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
+
+.PHONY: help quickstart test test-all lint types docs bench check clean
+
+help:
+	@echo "make quickstart   install, then train a small model with GRPO through vLLM; ARGS='--seed 1' passes flags"
+	@echo "make test         install, then run the tests"
+	@echo "make lint types docs bench check"
+
+.venv/run: requirements/cpu.lock pyproject.toml plugins/trlx-hybrid-vllm/pyproject.toml
+	$(PYTHON) -m venv .venv
+	# torch with its dependencies first: where the plain wheel is a CUDA build it brings the libraries it needs.
+	$(BIN)/pip install -q $(PIP_ARGS) "$$(grep '^torch==' requirements/cpu.lock)"
+	$(BIN)/pip install -q $(PIP_ARGS) --no-deps hatchling==1.33.0 editables==0.6 pathspec==1.1.1 trove-classifiers==2026.9.21.13 packaging pluggy
+	$(BIN)/pip install -q $(PIP_ARGS) --no-deps -r requirements/cpu.lock
+	$(BIN)/pip install -q --no-deps --no-build-isolation -e . -e plugins/trlx-hybrid-vllm
+	@touch $@
+
+.venv/dev: .venv/run requirements/dev.lock
+	$(BIN)/pip install -q $(PIP_ARGS) --no-deps -r requirements/dev.lock
+	@touch $@
+
+quickstart: .venv/run
+	@$(CPU) $(BIN)/accelerate launch $(LAUNCH) examples/quickstart.py $(ARGS)
+
+test: .venv/dev
+	$(CPU) $(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/dev
+	$(BIN)/mypy
+
+docs: .venv/dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+bench: .venv/run
+	$(CPU) $(BIN)/python -m benchmarks.host
+	$(CPU) $(BIN)/python -m benchmarks.import_cost
+
+check: .venv/run
+	$(BIN)/python -m benchmarks check
+
+clean:
+	rm -rf .venv build dist site runs

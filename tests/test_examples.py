@@ -1,0 +1,42 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "examples"
+
+
+def test_from_trl_to_hybrid_changes_at_most_three_lines():
+    command = ["git", "diff", "--no-index", "--unified=0", EXAMPLES / "grpo_trl.py", EXAMPLES / "grpo.py"]
+    diff = subprocess.run(command, capture_output=True, text=True).stdout.splitlines()
+    changed = [line for line in diff if line[:1] in "+-" and not line.startswith(("+++", "---"))]
+    assert 1 <= len(changed) <= 3
+    assert "+from trlx_hybrid import GRPOTrainer" in changed
+
+
+def test_the_example_trains_and_saves_from_the_command_line(tmp_path):
+    """What a user types, on a model and data made here: flags of TRL and of HybridConfig's environment, one process."""
+    from datasets import Dataset
+    from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+
+    tiny_model().save_pretrained(tmp_path / "model")
+    character_tokenizer().save_pretrained(tmp_path / "model")
+    rows = [{"prompt": f"{i}+1=", "solution": str(i + 1)} for i in range(8)]
+    (tmp_path / "data").mkdir()
+    Dataset.from_list(rows).to_json(tmp_path / "data" / "train.jsonl")
+    script = (EXAMPLES / "grpo.py").read_text().replace("accuracy_reward", "length_reward")
+    script = script.replace(
+        "from trl.rewards import length_reward", "def length_reward(completion_ids, **_): return [len(c) for c in completion_ids]"
+    )
+    (tmp_path / "grpo.py").write_text(script)
+    flags = "--use_cpu --bf16 False --max_steps 2 --per_device_train_batch_size 4 --num_generations 2 --report_to none"
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "1", "--num_machines", "1"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", str(tmp_path / "grpo.py"), *flags.split()]
+    command += ["--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(tmp_path / "data")]
+    command += ["--output_dir", str(tmp_path / "out"), "--use_vllm", "--vllm_mode", "colocate", "--dtype", "float32"]
+    command += ["--max_completion_length", "8", "--vllm_max_model_length", "32", "--use_peft", "--lora_r", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "engine=vllm (use_vllm=True) · weights=gather (auto) · rollout=single_turn (default)" in done.stderr
+    assert (tmp_path / "out" / "adapter_model.safetensors").exists()

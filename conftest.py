@@ -22,12 +22,16 @@ import pytest
 class Recorder:
     """A reward function that remembers what it was given: digits in the completion, plus a share of its length."""
 
+    prompts: list[Any] = field(default_factory=list)
     completions: list[list[int]] = field(default_factory=list)
     kwargs: list[set[str]] = field(default_factory=list)
     contrast: float = 0.0  # how much a completion's place in the batch counts: greedy groups differ in nothing else
     __name__: str = "digits"
 
-    def __call__(self, completions: list[Any], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    def __call__(
+        self, prompts: list[Any], completions: list[Any], completion_ids: list[list[int]], **kwargs: Any
+    ) -> list[float]:
+        self.prompts += prompts
         self.completions += [list(ids) for ids in completion_ids]
         self.kwargs.append(set(kwargs))
         texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]

@@ -63,6 +63,11 @@ class Policy:
         )  # type: ignore[no-any-return]
 
     @property
+    def architecture(self) -> str:
+        """Class name of the transformers model; FSDP2 puts a class of its own in front of it."""
+        return next(c.__name__ for c in type(self.base).__mro__ if not c.__name__.startswith("FSDP"))
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype most parameters have."""
         sizes: dict[torch.dtype, int] = {}

@@ -39,7 +39,7 @@ CASES = {
     "stop_token_ids": {"generation_kwargs": {"stop_token_ids": [40, 50, 60]}},
     "regex": {"vllm_structured_outputs_regex": "[0-9]{3,6}"},
     "structured_outputs": {"generation_kwargs": {"structured_outputs": {"choice": ["12 ab", "ab 12"]}}},
-    "top_k_minus_one": {"top_k": -1, "temperature": 1e-3},
+    "top_k_minus_one": {"top_k": -1, "generation_kwargs": {"temperature": 0.0}},
     "two_generations": {"num_generations": 2, "per_device_train_batch_size": 2},
     "repetition_penalty": {"repetition_penalty": 1.3, "generation_kwargs": {"min_tokens": 4}},
     "importance_sampling": {"vllm_importance_sampling_correction": True},
@@ -132,11 +132,13 @@ def test_best_model_at_end_is_what_is_sampled_afterwards(run, saved_model):
     assert_same(mine, theirs)
     # Stock TRL would sample from the last step's weights here; ours follows the load, which bumped no step.
     before = mine.trainer.session.freshness.engine_version
-    mine.recorder.completions.clear()
+    sampled = len(mine.recorder.completions)
     mine.trainer.evaluate()
     assert mine.trainer.session.freshness.engine_version > before
     best = AutoModelForCausalLM.from_pretrained(mine.trainer.state.best_model_checkpoint)
-    for ids, prompt in zip(mine.recorder.completions, [f"eval {i // 4}=" for i in range(16)], strict=False):
+    evaluated = list(zip(mine.recorder.prompts, mine.recorder.completions, strict=True))[sampled:]
+    assert len(evaluated) == 32
+    for prompt, ids in evaluated:
         prompt_ids = character_tokenizer()(prompt)["input_ids"]
         with torch.no_grad():
             logits = best(torch.tensor([prompt_ids + ids])).logits[0, len(prompt_ids) - 1 : -1]

@@ -15,7 +15,7 @@ def write_without_weights(policy: Policy, folder: Path) -> None:
     """Write what describes the policy into `folder`; the weights come through the sync."""
     model = policy.base
     config = copy.deepcopy(model.config)
-    config.architectures = [type(model).__name__]
+    config.architectures = [policy.architecture]
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the trainer's base; the engine is told its own
     config.save_pretrained(folder)

@@ -15,6 +15,7 @@ from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
 
 from . import internals
 from .checkpoint import write_without_weights
+from .collecting import collect
 from .loading import WeightLoader
 from .options import VLLMOptions
 from .preflight import engine_dtype
@@ -52,7 +53,7 @@ class VLLMEngine:
                 self.llm = LLM(**self._arguments(folder, session))
             except Exception as error:
                 raise EngineError(
-                    f"vLLM could not build an engine for {type(session.policy.base).__name__}: {error} "
+                    f"vLLM could not build an engine for {session.policy.architecture}: {str(error)[:500]} "
                     "Change HybridConfig.engine_options (or TRL's vllm_* arguments), or generate with "
                     "engine='transformers'."
                 ) from error
@@ -71,7 +72,7 @@ class VLLMEngine:
             "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
             "max_model_len": options.max_model_len,
             "max_num_seqs": options.max_num_seqs,
-            "max_num_batched_tokens": options.max_num_batched_tokens,
+            "max_num_batched_tokens": self._batched_tokens(session),
             "enforce_eager": bool(options.enforce_eager) or self._cpu,
             "enable_sleep_mode": options.enable_sleep_mode and not self._cpu,
             "model_impl": options.model_impl,
@@ -88,6 +89,13 @@ class VLLMEngine:
             if options.kv_cache_memory_bytes is None:
                 arguments["kv_cache_memory_bytes"] = self._cpu_kv_bytes(session)
         return arguments | dict(options.engine_args)
+
+    def _batched_tokens(self, session: Session) -> int:
+        """Never more than can be scheduled: vLLM's GPU profiling run reads beyond its block tables otherwise."""
+        config: Any = session.policy.base.config.get_text_config()
+        length = self._options.max_model_len or config.max_position_embeddings
+        sequences = self._options.max_num_seqs or self._options.max_num_batched_tokens
+        return min(self._options.max_num_batched_tokens, sequences * length)
 
     def _cpu_kv_bytes(self, session: Session) -> int:
         """Enough for every sequence at full length: a share of host memory, vLLM's default, would be zero-filled."""
@@ -111,9 +119,14 @@ class VLLMEngine:
         requests, mine = self._pooled(list(requests))
         shared = sampling_params(sampling)
         params = [with_seed(shared, request) for request in requests]
+        prompts = [prompt_of(request) for request in requests]
         with internals.running():
-            outputs = self.llm.generate([prompt_of(r) for r in requests], params, use_tqdm=False)
-        return [completion_of(output.outputs[0]) for output in outputs[mine]]
+            if shared["detokenize"] or shared["logprobs"]:
+                outputs = self.llm.generate(prompts, params, use_tqdm=False)
+                completions = [completion_of(output.outputs[0]) for output in outputs]
+            else:
+                completions = collect(self.llm, prompts, params)
+        return completions[mine]
 
     def _pooled(self, requests: list[Request]) -> tuple[list[Request], slice]:
         if self._options.tensor_parallel_size == 1:

@@ -14,7 +14,7 @@ def sampling_params(sampling: Sampling) -> dict[str, Any]:
     """Arguments of `SamplingParams` that all requests of a run share.
 
     Text is built only where a stop string needs it: turning every token into text as it arrives costs as much as
-    decoding it. Log-probs of the sampled token alone come in flat lists instead of an object per token.
+    decoding it.
     """
     params: dict[str, Any] = {
         "n": 1,
@@ -33,7 +33,6 @@ def sampling_params(sampling: Sampling) -> dict[str, Any]:
     elif isinstance(structured, dict):
         params["structured_outputs"] = StructuredOutputsParams(**structured)
     params.setdefault("detokenize", bool(params.get("stop")))
-    params["flat_logprobs"] = params["logprobs"] == 0
     return params
 
 
@@ -55,11 +54,7 @@ def completion_of(output: Any) -> Completion:
     token_ids = list(output.token_ids)
     if output.logprobs is None:
         return Completion(token_ids=token_ids, finish_reason=output.finish_reason)
-    if hasattr(output.logprobs, "start_indices"):  # flat: one number per token, the sampled one's
-        logprobs = [[None if math.isnan(value) else value] for value in output.logprobs.logprobs]
-        ids = [[token] for token in output.logprobs.token_ids]
-    else:
-        ranked = [sorted(position.items(), key=lambda item: item[1].rank) for position in output.logprobs]
-        logprobs = [[None if math.isnan(lp.logprob) else lp.logprob for _, lp in position] for position in ranked]
-        ids = [[token for token, _ in position] for position in ranked]
+    ranked = [sorted(position.items(), key=lambda item: item[1].rank) for position in output.logprobs]
+    logprobs = [[None if math.isnan(lp.logprob) else lp.logprob for _, lp in position] for position in ranked]
+    ids = [[token for token, _ in position] for position in ranked]
     return Completion(token_ids=token_ids, logprobs=logprobs, logprob_token_ids=ids, finish_reason=output.finish_reason)

@@ -240,11 +240,13 @@ class Hybrid(Contestant):
         return self._timed(self._generate_seedless, sequences, tokens, other_prompts)
 
     def _generate_seedless(self, prompts: list[list[int]]) -> list[list[int]]:
-        from trlx_hybrid_vllm.sampling import completion_of, sampling_params
+        from trlx_hybrid_vllm.collecting import collect
+        from trlx_hybrid_vllm.internals import running
+        from trlx_hybrid_vllm.sampling import sampling_params
         from vllm import SamplingParams
 
         session = self._trainer.session
-        params = SamplingParams(**sampling_params(session.sampler.sampling))
+        params = [SamplingParams(**sampling_params(session.sampler.sampling)) for _ in prompts]
         inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
-        outputs = session.live_engine.llm.generate(inputs, params, use_tqdm=False)
-        return [completion_of(output.outputs[0]).token_ids for output in outputs]
+        with running():
+            return [c.token_ids for c in collect(session.live_engine.llm, inputs, params)]

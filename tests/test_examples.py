@@ -27,7 +27,8 @@ def test_the_example_trains_and_saves_from_the_command_line(tmp_path):
     Dataset.from_list(rows).to_json(tmp_path / "data" / "train.jsonl")
     script = (EXAMPLES / "grpo.py").read_text().replace("accuracy_reward", "length_reward")
     script = script.replace(
-        "from trl.rewards import length_reward", "def length_reward(completion_ids, **_): return [len(c) for c in completion_ids]"
+        "from trl.rewards import length_reward",
+        "def length_reward(completion_ids, **_): return [len(c) for c in completion_ids]",
     )
     (tmp_path / "grpo.py").write_text(script)
     flags = "--use_cpu --bf16 False --max_steps 2 --per_device_train_batch_size 4 --num_generations 2 --report_to none"

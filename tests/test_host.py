@@ -118,7 +118,7 @@ def test_our_own_errors_pass_through_hooks_unchanged():
 
     host = Host()
     host.register(Refusing(), "refusing")
-    with pytest.raises(ComponentError, match="^set this and that$"):
+    with pytest.raises(ComponentError, match=r"^set this and that$"):
         host.call("trlx_configure", session=None)
 
 

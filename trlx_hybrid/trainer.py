@@ -88,9 +88,11 @@ class HybridTrainer:
         host = Host.load(config.disable_plugins or ())
         for index, plugin in enumerate(plugins):
             host.register(plugin, f"{type(plugin).__name__}-{index}")
-        given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments.get("args")
+        given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
         # Before TRL's own __init__, which loads the model: a wrong setting should not cost that.
-        self._selection = select(config, _arguments(given), host.registry)
+        self._selection = select(config, _arguments(given.get("args")), host.registry)
+        if not self._selection.stock:
+            _refuse_empty(given.get("train_dataset"))
         super().__init__(*args, **kwargs)
         self._attach(host, config)
 
@@ -246,6 +248,12 @@ def _sampling(trainer: Any) -> Sampling:
         extra=dict(args.generation_kwargs or {}),
         regex=args.vllm_structured_outputs_regex,
     )
+
+
+def _refuse_empty(dataset: Any) -> None:
+    """Trainer would find out in its sampler, with a message about num_samples."""
+    if hasattr(dataset, "__len__") and len(dataset) == 0:
+        raise ConfigError("train_dataset is empty. Check the split and any filter applied to it.")
 
 
 def _rerun_skipped_checks(args: Any) -> None:

@@ -1,6 +1,6 @@
 """Launched by tests/test_distributed.py: GRPO through vLLM on tiny models; each rank writes what it saw as JSON.
 
-    accelerate launch --num_processes N tests/scripts/grpo_distributed.py OUT [fsdp] [lora] [tp=2] [trainers=2] [resume]
+accelerate launch --num_processes N tests/scripts/grpo_distributed.py OUT [fsdp] [lora] [tp=2] [trainers=2] [resume]
 """
 
 import functools
@@ -13,7 +13,7 @@ os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", TOKENIZERS_PAR
 
 
 def let_accelerate_use_fsdp_on_cpu() -> None:
-    """accelerate 1.15 turns its FSDP setting into DDP on a CPU in silence; with it honoured, FSDP2 over gloo is real."""
+    """accelerate 1.15 turns its FSDP setting into DDP on a CPU in silence; honoured, FSDP2 over gloo is real."""
     import accelerate.state as state
     from accelerate.utils import DistributedType
 
@@ -100,4 +100,4 @@ def main(out: Path, options: dict[str, str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), dict((o.split("=") + [""])[:2] for o in sys.argv[2:]))
+    main(Path(sys.argv[1]), dict([*o.split("="), ""][:2] for o in sys.argv[2:]))

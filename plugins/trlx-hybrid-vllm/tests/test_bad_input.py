@@ -1,0 +1,130 @@
+"""Each mistake gets one message that names the culprit and the way out."""
+
+import importlib.metadata
+
+import pytest
+import trlx_hybrid
+from datasets import Dataset
+from trlx_hybrid.errors import ComponentError, ConfigError, EngineError, RewardError
+from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid_vllm import plugin
+
+
+def train(run, **given):
+    return run(trlx_hybrid.GRPOTrainer, use_vllm=True, **given)
+
+
+def test_unknown_config_key(run):
+    with pytest.raises(ConfigError, match=r"'enginee'. Did you mean 'engine'"):
+        train(run, hybrid={"enginee": "vllm"})
+
+
+def test_unknown_engine_option(run):
+    with pytest.raises(ConfigError, match=r"'enforce_eagr'. Did you mean 'enforce_eager'"):
+        train(run, hybrid={"engine_options": {"enforce_eagr": True}})
+
+
+def test_unknown_vllm_argument(run):
+    with pytest.raises(ComponentError, match=r"'swap_spac'"):
+        train(run, hybrid={"engine_options": {"engine_args": {"swap_spac": 1}}})
+
+
+@pytest.mark.parametrize(
+    ("versions", "message"),
+    [({}, "vLLM is not installed. Install 0.31: `pip install"), ({"vllm": "0.30.2"}, "vllm 0.30.2 is installed")],
+    ids=["missing", "outside the range"],
+)
+def test_vllm_missing_or_of_another_version(run, monkeypatch, versions, message):
+    def version(name):
+        if name not in versions:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return versions[name]
+
+    monkeypatch.setattr(plugin, "version", version)
+    with pytest.raises(ComponentError, match=message):
+        train(run)
+
+
+def test_the_plugin_switched_off_says_how_to_get_the_engine(run, monkeypatch):
+    monkeypatch.setenv("TRLX_HYBRID_DISABLE", "vllm")
+    with pytest.raises(ComponentError, match=r"No plugin offers engine 'vllm'.*trlx-hybrid plugins"):
+        train(run)
+
+
+def test_a_model_vllm_cannot_serve(run):
+    with pytest.raises(ComponentError, match=r"no model for BioGptForCausalLM. Set vllm_model_impl='transformers'"):
+        train(run, model=tiny_model("biogpt"))
+
+
+def test_a_head_size_without_a_kernel(run):
+    with pytest.raises(ComponentError, match="no kernel for head size 16"):
+        train(run, model=tiny_model(head_dim=16))
+
+
+def test_experts_on_a_cpu(run):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": []}
+    with pytest.raises(ComponentError, match="repacks expert weights"):
+        train(run, model=tiny_model("qwen3_moe", **experts))
+
+
+def test_tensor_parallel_size_that_does_not_divide(run):
+    with pytest.raises(ComponentError, match="tensor_parallel_size=3 does not divide the 1 processes"):
+        train(run, vllm_tensor_parallel_size=3)
+
+
+def test_a_prompt_longer_than_the_context(run):
+    rows = Dataset.from_dict({"prompt": ["x" * 70] * 8})
+    with pytest.raises(EngineError, match=r"has 70 tokens; the engine's context holds 64.*vllm_max_model_length"):
+        train(run, train_dataset=rows)
+
+
+def test_num_generations_that_does_not_divide(run):
+    with pytest.raises(ValueError, match="must be divisible by num_generations"):
+        train(run, num_generations=3)
+
+
+def test_an_empty_dataset(run):
+    with pytest.raises(ConfigError, match="train_dataset is empty"):
+        train(run, train_dataset=Dataset.from_dict({"prompt": []}))
+
+
+def test_a_reward_of_the_wrong_length(run):
+    def short(completions, **kwargs):
+        return [0.0] * 7
+
+    with pytest.raises(ValueError, match=r"'short' returned 7 rewards, but 8 were expected"):
+        train(run, reward_funcs=short)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_reward_that_is_no_number(run, value):
+    def broken(completions, **kwargs):
+        return [0.0, value] + [0.0] * 6
+
+    with pytest.raises(RewardError, match=r"'broken' returned (nan|inf) for completion 1"):
+        train(run, reward_funcs=broken)
+
+
+def test_an_async_reward_that_is_nan(run):
+    async def broken(completions, **kwargs):
+        return [float("nan")] * 8
+
+    with pytest.raises(RewardError, match="'broken' returned nan for completion 0"):
+        train(run, reward_funcs=broken)
+
+
+def test_none_stays_legal(run):
+    def sometimes(completions, **kwargs):
+        return [None, 1.0] * 4
+
+    def always(completions, **kwargs):
+        return [0.5] * 8
+
+    finished = train(run, reward_funcs=[sometimes, always], max_steps=1)
+    assert finished.trainer.state.global_step == 1
+
+
+def test_server_mode_keeps_trls_own_path(run):
+    """TRL itself then looks for the server, and says that there is none."""
+    with pytest.raises(OSError, match="vLLM server can't be reached"):
+        train(run, vllm_mode="server", vllm_server_timeout=0.1, vllm_server_base_url="http://127.0.0.1:9")

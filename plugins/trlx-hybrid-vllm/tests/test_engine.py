@@ -1,0 +1,182 @@
+"""What the engine is asked for, and what it hands back."""
+
+import dataclasses
+
+import torch
+import trlx_hybrid
+from trlx_hybrid import hookimpl
+from trlx_hybrid.types import Phase, Request, Sampling
+from trlx_hybrid_vllm.sampling import sampling_params
+
+
+class Events:
+    """Every edge and sync of a run, in order."""
+
+    def __init__(self):
+        self.seen = []
+
+    @hookimpl
+    def trlx_leave_phase(self, session, phase, step):
+        self.seen.append(("leave", phase, step))
+
+    @hookimpl
+    def trlx_enter_phase(self, session, phase, step):
+        asleep = bool(session.live_engine._asleep)
+        self.seen.append(("enter", phase, step, "asleep" if asleep else "awake"))
+
+    @hookimpl
+    def trlx_sync_start(self, session, plan):
+        self.seen.append(("sync", plan.version, plan.verify))
+
+    @hookimpl
+    def trlx_sync_end(self, session, report):
+        self.seen.append(("synced", report.version, report.tensors, report.verified, report.logprob_gap is not None))
+
+
+def test_phases_and_syncs_come_in_the_designed_order(run):
+    events, also = Events(), Events()
+    run(
+        trlx_hybrid.GRPOTrainer,
+        use_vllm=True,
+        vllm_enable_sleep_mode=True,
+        max_steps=2,
+        plugins=[events, also],
+        hybrid={"verify_every": 0},
+    )
+    edges = lambda step, verify, compared: [  # noqa: E731
+        ("leave", Phase.TRAIN, step),
+        ("sync", step, verify),
+        ("synced", step, 25, compared, verify == "full"),
+        ("enter", Phase.ROLLOUT, step, "awake"),
+        ("leave", Phase.ROLLOUT, step),
+        ("enter", Phase.TRAIN, step, "asleep"),
+    ]
+    assert events.seen == also.seen == edges(0, "full", 25) + edges(1, "sampled", 8)
+
+
+def test_a_leave_of_every_plugin_comes_before_any_enter(run):
+    order = []
+
+    class Plugin:
+        def __init__(self, name):
+            self.name = name
+
+        @hookimpl
+        def trlx_leave_phase(self, phase):
+            order.append(("leave", self.name))
+
+        @hookimpl
+        def trlx_enter_phase(self, phase):
+            order.append(("enter", self.name))
+
+    run(trlx_hybrid.GRPOTrainer, use_vllm=True, max_steps=1, plugins=[Plugin("a"), Plugin("b")])
+    assert [kind for kind, _ in order] == ["leave", "leave", "enter", "enter"] * 2
+
+
+def test_text_is_built_only_for_stop_strings():
+    plain = Sampling(max_tokens=4, logprobs=0)
+    assert sampling_params(plain)["detokenize"] is False
+    assert sampling_params(dataclasses.replace(plain, extra={"stop": ["x"]}))["detokenize"] is True
+    assert sampling_params(dataclasses.replace(plain, extra={"stop_token_ids": [3]}))["detokenize"] is False
+    assert sampling_params(dataclasses.replace(plain, extra={"temperature": 0.5}))["temperature"] == 0.5
+    with_regex = dataclasses.replace(plain, regex="[0-9]+", extra={"structured_outputs": {"choice": ["a"]}})
+    assert sampling_params(with_regex)["structured_outputs"].regex == "[0-9]+"
+
+
+def test_both_ways_of_running_give_the_same(run):
+    """Stop strings go through `LLM.generate`, everything else through the collector."""
+    session = run(trlx_hybrid.GRPOTrainer, use_vllm=True, train=False).trainer.session
+    requests = [Request(prompt_ids=[5 + i, 6], seed=i) for i in range(5)]
+    with session.rollout_phase(True):
+        engine = session.live_engine
+        collected = engine.generate(requests, Sampling(max_tokens=9, logprobs=0))
+        generated = engine.generate(requests, Sampling(max_tokens=9, logprobs=0, extra={"stop": ["never this"]}))
+        silent = engine.generate(requests, Sampling(max_tokens=9))
+        ranked = engine.generate(requests, Sampling(max_tokens=9, logprobs=3))
+    assert collected == generated
+    assert [c.token_ids for c in silent] == [c.token_ids for c in collected]
+    assert all(c.logprobs is None for c in silent)
+    for completion, reference in zip(ranked, collected, strict=True):
+        for values, ids, token in zip(
+            completion.logprobs, completion.logprob_token_ids, reference.token_ids, strict=True
+        ):
+            assert values == sorted(values, reverse=True)
+            assert 3 <= len(values) <= 4
+            assert token in ids
+    assert not engine.llm.llm_engine.has_unfinished_requests()
+
+
+def test_eos_of_the_live_generation_config_stops(run):
+    """The config a checkpoint once had is not what stops: the live one is, here with an end token of its own."""
+    from trlx_hybrid.testing.models import tiny_model
+
+    model = tiny_model()
+    model.generation_config.eos_token_id = list(range(3, 98))
+    session = run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True, train=False).trainer.session
+    with session.rollout_phase(True):
+        completions = session.generate([[5, 6]] * 4)
+    assert all(len(c.token_ids) == 1 or set(c.token_ids[:-1]) <= {0, 2} for c in completions)
+    assert all(c.finish_reason == "stop" for c in completions)
+
+
+def test_trl_arguments_and_engine_options_reach_vllm(run):
+    finished = run(
+        trlx_hybrid.GRPOTrainer,
+        use_vllm=True,
+        train=False,
+        hybrid={"engine_options": {"kv_cache_memory_bytes": 32 << 20, "engine_args": {"enable_prefix_caching": False}}},
+    )
+    finished.trainer.session.open()
+    config = finished.trainer.session.live_engine.llm.llm_engine.vllm_config
+    assert config.model_config.max_model_len == 64
+    assert config.scheduler_config.max_num_seqs == 8
+    assert config.cache_config.kv_cache_memory_bytes == 32 << 20
+    assert config.cache_config.enable_prefix_caching is False
+    assert config.model_config.dtype is torch.float32
+
+
+def test_the_config_alone_chooses_the_engine(run):
+    finished = run(trlx_hybrid.GRPOTrainer, hybrid={"engine": "vllm"}, max_steps=1)
+    assert finished.trainer.use_vllm
+    assert finished.trainer.args.use_vllm
+    assert "sampling/sampling_logp_difference/mean" in finished.logs[0]
+    assert {"hybrid/weight_version", "hybrid/sync_seconds", "hybrid/rollout_seconds"} <= set(
+        finished.trainer.state.log_history[0]
+    )
+
+
+def test_evaluation_without_training_builds_the_engine_at_the_first_rollout(run, prompts):
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, train=False)
+    assert finished.trainer.session.engine is None
+    metrics = finished.trainer.evaluate(prompts.select(range(8)))
+    assert finished.trainer.session.engine is not None
+    assert "eval_reward" in metrics
+
+
+def test_trls_tool_loop_runs_through_the_engine(run):
+    """Turns of one rollout: one sync, seeds by row and turn, limits read where TRL reads them."""
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, train=False)
+    session = finished.trainer.session
+    with session.rollout_phase(True):
+        first = finished.trainer.vllm_generation.generate([[5, 6], [7, 8]], None, 1)
+        prompts = [[5, 6, *first[1][0], 9]]
+        finished.trainer.vllm_generation.generate(prompts, None, 1)
+        assert finished.trainer.vllm_generation.llm.llm_engine.model_config.max_model_len == 64
+        assert session.sampler._tracker._turns == [1, 0]
+    assert session.freshness._syncs == 1
+
+
+def test_vllm_internals_are_where_they_were(run):
+    """Names what broke when vLLM's version changes; internals.py is the only file that knows them."""
+    from vllm.distributed import parallel_state
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    session = run(trlx_hybrid.GRPOTrainer, use_vllm=True, train=False).trainer.session
+    session.open()
+    engine = session.live_engine.llm.llm_engine
+    assert engine.model_executor.driver_worker.model_runner.model is not None
+    assert {"structured_output_manager", "model_executor", "scheduler"} <= set(vars(engine.engine_core.engine_core))
+    assert engine.engine_core._finalizer.alive
+    assert hasattr(engine.output_processor, "process_outputs")
+    assert all(hasattr(parallel_state, name) for name in ("_WORLD", "_NODE_COUNT", "destroy_model_parallel"))
+    assert all(hasattr(CPUWorker, name) for name in ("init_device", "load_model", "sleep", "wake_up"))

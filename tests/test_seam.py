@@ -1,0 +1,80 @@
+"""What trainer.py relies on in TRL 1.16. When an upgrade breaks one of these, this names it."""
+
+import ast
+import inspect
+import textwrap
+
+import pytest
+import trl
+from trl.distributed import DistributedBackend
+from trl.generation.vllm_generation import VLLMGeneration
+from trlx_hybrid.seam import Generation
+from trlx_hybrid.trainer import GENERATING, OWN_ENGINE
+
+METHODS = ("_generate", "_generate_and_score_completions", "_load_optimizer_and_scheduler", "_save_checkpoint")
+
+
+def source(function):
+    return textwrap.dedent(inspect.getsource(function))
+
+
+@pytest.mark.parametrize("trainer", GENERATING, ids=lambda t: t.__name__)
+def test_the_methods_that_are_extended_exist_with_their_arguments(trainer):
+    for name in METHODS:
+        assert callable(getattr(trainer, name))
+    assert list(inspect.signature(trainer._generate).parameters) == ["self", "prompts"]
+    assert list(inspect.signature(trainer._generate_and_score_completions).parameters) == ["self", "inputs"]
+
+
+@pytest.mark.parametrize("trainer", GENERATING, ids=lambda t: t.__name__)
+def test_generation_goes_through_use_vllm_and_two_methods(trainer):
+    """Only `sync_weights`, `generate` and `llm` of the object that ours stands in for may be used."""
+    used = set()
+    for node in ast.walk(ast.parse(source(trainer))):
+        owner = node.value if isinstance(node, ast.Attribute) else None
+        if isinstance(owner, ast.Attribute) and owner.attr == "vllm_generation":
+            used.add(node.attr)
+    used.discard("vllm_client")  # server mode's
+    assert used <= {"sync_weights", "generate", "llm"}
+    assert {"sync_weights", "generate"} <= used
+    for name in used:
+        assert hasattr(Generation, name)
+    body = source(trainer._generate_single_turn)
+    assert "if self.use_vllm:" in body
+    assert "self.state.global_step != self._last_loaded_step" in body
+    assert "self.use_vllm = args.use_vllm" in source(trainer.__init__)
+
+
+def test_generate_takes_and_returns_what_trls_does():
+    theirs = list(inspect.signature(VLLMGeneration.generate).parameters)
+    assert list(inspect.signature(Generation.generate).parameters) == theirs
+    assert "return prompt_ids, completion_ids, logprobs, logprob_token_ids" in source(VLLMGeneration.generate)
+
+
+def test_what_generate_returns_is_unpacked_by_trainer():
+    assert (
+        source(trl.GRPOTrainer._generate)
+        .rstrip()
+        .endswith(
+            "return prompt_ids, completion_ids, tool_mask, completions, logprobs, extra_fields, images, tool_images"
+        )
+    )
+    assert source(trl.RLOOTrainer._generate).rstrip().endswith("return prompt_ids, completion_ids, completions")
+    assert (
+        source(trl.DistillationTrainer._generate)
+        .rstrip()
+        .endswith("return prompt_ids, completion_ids, tool_mask, images, tool_images")
+    )
+
+
+def test_names_and_helpers_are_where_they_were():
+    assert [t._name for t in GENERATING] == ["GRPO", "RLOO", "Distillation"]
+    assert hasattr(DistributedBackend, "gather_params")
+    from trl.experimental import gold, iw_opd, sdft, sdpo
+
+    found = {name for module in (gold, iw_opd, sdft, sdpo) for name in dir(module) if name in OWN_ENGINE}
+    assert found == OWN_ENGINE
+    fields = {"vllm_mode", "vllm_tensor_parallel_size", "vllm_gpu_memory_utilization", "vllm_max_model_length"}
+    fields |= {"vllm_enable_sleep_mode", "vllm_model_impl", "vllm_structured_outputs_regex", "generation_kwargs"}
+    for config in (trl.GRPOConfig, trl.RLOOConfig, trl.DistillationConfig):
+        assert fields <= set(config.__dataclass_fields__)

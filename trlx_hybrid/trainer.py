@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.distributed import DistributedBackend
 
+from .arguments import check_skipped, refuse_empty, sampling_of, trainer_arguments
 from .config import HybridConfig
 from .errors import ConfigError
 from .host import Host, check_ranks_agree
@@ -29,10 +30,9 @@ from .policy import Policy
 from .ranks import Ranks
 from .rewards import checked_reward
 from .seam import Generation
-from .selection import TrainerArguments, select
+from .selection import select
 from .session import Session
 from .trajectories import collect
-from .types import Sampling
 
 GENERATING = (trl.GRPOTrainer, trl.RLOOTrainer, trl.DistillationTrainer)
 OWN_ENGINE = {"SDPOTrainer", "SDFTTrainer", "GOLDTrainer", "IWOPDTrainer"}
@@ -90,9 +90,9 @@ class HybridTrainer:
             host.register(plugin, f"{type(plugin).__name__}-{index}")
         given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
         # Before TRL's own __init__, which loads the model: a wrong setting should not cost that.
-        self._selection = select(config, _arguments(given.get("args")), host.registry)
+        self._selection = select(config, trainer_arguments(given.get("args")), host.registry)
         if not self._selection.stock:
-            _refuse_empty(given.get("train_dataset"))
+            refuse_empty(given.get("train_dataset"))
         super().__init__(*args, **kwargs)
         self._attach(host, config)
 
@@ -116,7 +116,7 @@ class HybridTrainer:
             config,
             selection,
             args=args,
-            sampling=_sampling(trainer),
+            sampling=sampling_of(trainer),
             policy=policy,
             ranks=ranks,
             step=lambda: this().state.global_step,
@@ -124,7 +124,7 @@ class HybridTrainer:
         weakref.finalize(trainer, self.session.close)
         trainer.add_callback(_Follow(self.session))
         if not selection.stock:
-            _rerun_skipped_checks(args)
+            check_skipped(args)
             args.use_vllm, args.vllm_mode = True, "colocate"  # what the checkpoint records is what ran
             trainer.vllm_mode = "colocate"
             trainer.vllm_generation = Generation(self.session)
@@ -215,56 +215,6 @@ class _Follow(TrainerCallback):  # type: ignore[misc]
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         self._session.weights_changed()
-
-
-def _arguments(args: Any) -> TrainerArguments:
-    """TRL's vLLM arguments under the names of the engine's options; TRL's defaults where `args` is None."""
-    if args is None:
-        return TrainerArguments(engine_options={})
-    rows = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
-    options = {
-        "tensor_parallel_size": args.vllm_tensor_parallel_size,
-        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-        "max_model_len": args.vllm_max_model_length,
-        "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * rows,
-        "enable_sleep_mode": args.vllm_enable_sleep_mode,
-        "model_impl": args.vllm_model_impl,
-        "trust_remote_code": args.trust_remote_code,
-    }
-    return TrainerArguments(use_vllm=args.use_vllm, vllm_mode=args.vllm_mode, engine_options=options)
-
-
-def _sampling(trainer: Any) -> Sampling:
-    """How TRL samples. Only GRPO's importance-sampling correction reads log-probs; the others ask for none."""
-    args = trainer.args
-    return Sampling(
-        max_tokens=args.max_completion_length,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        top_k=args.top_k,
-        min_p=0.0 if args.min_p is None else args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        logprobs=0 if isinstance(trainer, trl.GRPOTrainer) else None,
-        extra=dict(args.generation_kwargs or {}),
-        regex=args.vllm_structured_outputs_regex,
-    )
-
-
-def _refuse_empty(dataset: Any) -> None:
-    """Trainer would find out in its sampler, with a message about num_samples."""
-    if hasattr(dataset, "__len__") and len(dataset) == 0:
-        raise ConfigError("train_dataset is empty. Check the split and any filter applied to it.")
-
-
-def _rerun_skipped_checks(args: Any) -> None:
-    """TRL's checks that `use_vllm` being False in its `__init__` skipped."""
-    if getattr(args, "loss_type", None) == "vespo" and args.vllm_importance_sampling_correction:
-        allowed = ("token_truncate", "token_mask")
-        if args.vllm_importance_sampling_mode not in allowed:
-            raise ConfigError(
-                f"VESPO loss needs vllm_importance_sampling_mode to be one of {allowed}, "
-                f"got {args.vllm_importance_sampling_mode!r}."
-            )
 
 
 GRPOTrainer = hybrid(trl.GRPOTrainer)

@@ -128,3 +128,8 @@ def test_server_mode_keeps_trls_own_path(run):
     """TRL itself then looks for the server, and says that there is none."""
     with pytest.raises(OSError, match="vLLM server can't be reached"):
         train(run, vllm_mode="server", vllm_server_timeout=0.1, vllm_server_base_url="http://127.0.0.1:9")
+
+
+def test_the_checks_that_trl_skips_for_us_are_run(run):
+    with pytest.raises(ConfigError, match="VESPO loss needs vllm_importance_sampling_mode"):
+        train(run, loss_type="vespo", vllm_importance_sampling_mode="sequence_mask")

@@ -1,0 +1,58 @@
+"""TRL's arguments in our terms, and the checks on them that TRL skips where the engine is ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .errors import ConfigError
+from .selection import TrainerArguments
+from .types import Sampling
+
+VESPO_MODES = ("token_truncate", "token_mask")
+
+
+def trainer_arguments(args: Any) -> TrainerArguments:
+    """TRL's `vllm_*` arguments under the names of the engine's options; TRL's defaults where `args` is None."""
+    if args is None:
+        return TrainerArguments(engine_options={})
+    rows = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
+    options = {
+        "tensor_parallel_size": args.vllm_tensor_parallel_size,
+        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "max_model_len": args.vllm_max_model_length,
+        "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * rows,
+        "enable_sleep_mode": args.vllm_enable_sleep_mode,
+        "model_impl": args.vllm_model_impl,
+        "trust_remote_code": args.trust_remote_code,
+    }
+    return TrainerArguments(use_vllm=args.use_vllm, vllm_mode=args.vllm_mode, engine_options=options)
+
+
+def sampling_of(trainer: Any) -> Sampling:
+    """How TRL samples. Only GRPO's importance-sampling correction reads log-probs; the others ask for none."""
+    args = trainer.args
+    return Sampling(
+        max_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=0.0 if args.min_p is None else args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        logprobs=0 if trainer._name == "GRPO" else None,
+        extra=dict(args.generation_kwargs or {}),
+        regex=args.vllm_structured_outputs_regex,
+    )
+
+
+def refuse_empty(dataset: Any) -> None:
+    """Refuse an empty dataset; Trainer would find out in its sampler, with a message about num_samples."""
+    if hasattr(dataset, "__len__") and len(dataset) == 0:
+        raise ConfigError("train_dataset is empty. Check the split and any filter applied to it.")
+
+
+def check_skipped(args: Any) -> None:
+    """TRL's own checks that `use_vllm` being False in its `__init__` skipped."""
+    mode = getattr(args, "vllm_importance_sampling_mode", None)
+    corrects = getattr(args, "loss_type", None) == "vespo" and args.vllm_importance_sampling_correction
+    if corrects and mode not in VESPO_MODES:
+        raise ConfigError(f"VESPO loss needs vllm_importance_sampling_mode to be one of {VESPO_MODES}, got {mode!r}.")

@@ -47,6 +47,7 @@ class Run:
 
     trainer: Any
     recorder: Recorder
+    closed: bool = False
 
     @property
     def logs(self) -> list[dict[str, Any]]:
@@ -60,6 +61,9 @@ class Run:
 
     def close(self) -> None:
         """Free the engine, whoever made it, so that the next run of this process starts clean."""
+        if self.closed:
+            return
+        self.closed = True
         if hasattr(self.trainer, "session"):
             self.trainer.session.close()
         elif getattr(self.trainer, "vllm_generation", None) is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -45,6 +45,7 @@ class Policy:
         self.processing_class = processing_class
         self.device = device
         self.fsdp_version = fsdp_version
+        self._names_of: dict[str, frozenset[str]] = {}  # checkpoint names per layer, learned by passing over it
 
     @property
     def module(self) -> nn.Module:
@@ -84,33 +85,31 @@ class Policy:
                 return f"{name} is quantised by bitsandbytes: its bits are not the weights. Load the base in bf16."
         return None
 
-    def full_weights(self, only: Collection[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    def full_weights(self, only: Set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
         """Every weight in full, adapters merged, under its checkpoint name; one layer's tensors live at a time.
 
         In-memory names are not checkpoint names in transformers 5 (fused experts, multimodal prefixes), so each
         layer goes through the model's own conversion (`transformers.core_model_loading.revert_weight_conversion`).
 
         Args:
-            only: checkpoint names to yield. Without a conversion the others are not even materialised.
+            only: checkpoint names to yield; layers known to hold none of them are not materialised.
         """
         base = self.base
         convert = _conversion(base)
-        for _, layer in itertools.groupby(_weights(base, "", set()), key=lambda weight: _layer_of(weight[0])):
-            tensors = {
-                name: self._materialise(read())
-                for name, read in layer
-                if only is None or convert is not None or name in only
-            }
-            for name, tensor in (convert(tensors) if convert else tensors).items():
-                if only is None or name in only:
-                    yield name, tensor
+        for layer, group in itertools.groupby(_weights(base, "", set()), key=lambda weight: _layer_of(weight[0])):
+            if only is not None and self._names_of.get(layer, only).isdisjoint(only):
+                continue
+            tensors = {name: self._materialise(read()) for name, read in group}
+            tensors = convert(tensors) if convert else tensors
+            self._names_of[layer] = self._names_of.get(layer, frozenset()) | frozenset(tensors)
+            yield from ((name, tensor) for name, tensor in tensors.items() if only is None or name in only)
 
     def checkpoint_names(self) -> list[str]:
-        """The names `full_weights` yields. Collective, and as costly, where the model needs a conversion."""
-        base = self.base
-        if _conversion(base) is None:
-            return [name for name, _ in _weights(base, "", set())]
-        return [name for name, _ in self.full_weights()]
+        """The names `full_weights` yields. Costs a full pass, and is collective, unless there was one before."""
+        layers = dict.fromkeys(_layer_of(name) for name, _ in _weights(self.base, "", set()))
+        if not layers.keys() <= self._names_of.keys():
+            return [name for name, _ in self.full_weights()]
+        return [name for layer in layers for name in sorted(self._names_of[layer])]
 
     def _materialise(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()

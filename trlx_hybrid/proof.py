@@ -6,7 +6,7 @@ engine that repacked or derived matrices from them (a tied head left stale was 0
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Set
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,7 +26,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 0.05 in bf16, where kernels differ in rounding. Stale or misplaced weights of a trained model exceed it at once."""
 
 
-def check_bits(engine: Engine, policy: Policy, only: Collection[str] | None = None) -> int:
+def check_bits(engine: Engine, policy: Policy, only: Set[str] | None = None) -> int:
     """Compare the engine's memory with the policy's weights, bit for bit in the engine's dtype.
 
     Args:

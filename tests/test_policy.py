@@ -1,0 +1,72 @@
+"""The policy's weights are what `save_pretrained` would write, whatever wraps or fuses them in memory."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from trlx_hybrid.policy import Policy
+from trlx_hybrid.testing.models import tiny_model
+
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": []}
+
+
+def policy_of(model):
+    return Policy(lambda: model, None, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config"),
+    [("qwen2", {}), ("qwen3", {"tied": True}), ("llama", {}), ("gemma2", {"tied": True}), ("qwen3_moe", EXPERTS)],
+    ids=["qwen2", "qwen3-tied", "llama", "gemma2-tied", "qwen3-moe"],
+)
+def test_full_weights_are_the_checkpoint(tmp_path, architecture, config):
+    model = tiny_model(architecture, **config)
+    model.save_pretrained(tmp_path)
+    expected = load_file(tmp_path / "model.safetensors")
+    policy = policy_of(model)
+    ours = dict(policy.full_weights())
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+    assert sorted(policy.checkpoint_names()) == sorted(expected)
+
+
+def test_only_some_weights_are_materialised_once_their_layers_are_known():
+    policy = policy_of(tiny_model("qwen3_moe", **EXPERTS))
+    everything = dict(policy.full_weights())
+    wanted = {"model.layers.1.mlp.experts.3.up_proj.weight", "lm_head.weight"}
+    seen = []
+    policy._materialise = lambda tensor: seen.append(tensor.shape) or tensor.detach()
+    some = dict(policy.full_weights(wanted))
+    assert some.keys() == wanted
+    assert all(torch.equal(some[name], everything[name]) for name in wanted)
+    assert len(seen) < len(list(policy.module.parameters())) - 4  # layer 0, embedding and norm were left alone
+
+
+def test_names_are_known_without_a_pass_before():
+    assert policy_of(tiny_model()).checkpoint_names()[0] == "model.embed_tokens.weight"
+
+
+def test_the_fingerprint_follows_bits_and_nothing_else():
+    model = tiny_model()
+    policy = policy_of(model)
+    before = policy.fingerprint()
+    assert policy.fingerprint() == before
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.001)
+    assert policy.fingerprint() != before
+
+
+def test_compiled_and_checkpointed_names_are_stripped():
+    model = tiny_model()
+    names = [name for name, _ in policy_of(torch.compile(model)).full_weights()]
+    assert names == [name for name, _ in policy_of(model).full_weights()]
+
+
+def test_scoring_leaves_modes_alone():
+    model = tiny_model()
+    model.train()
+    model.model.layers[0].eval()
+    modes = [m.training for m in model.modules()]
+    scores = policy_of(model).log_probs([5, 6], [7, 8, 9])
+    assert scores.shape == (3,)
+    assert (scores < 0).all()
+    assert [m.training for m in model.modules()] == modes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -31,19 +32,20 @@ class Sampler:
         self.sampling = dataclasses.replace(sampling, extra=extra)
         self._session = session
         self._tracker: RowTracker | None = None
-        self._drawn: dict[tuple[str, int], int] = {}  # rows already sampled, per stream and weight version
+        self._version = -1
+        self._drawn: Counter[str] = Counter()  # rows that this weight version has sampled, per stream
 
     def begin(self, stream: str) -> None:
         """A batch begins; `stream` is "train" or "eval", which share no draws."""
         self._stream, self._tracker = stream, None
+        if self._session.freshness.version != self._version:
+            self._version = self._session.freshness.version
+            self._drawn.clear()
 
     def end(self) -> None:
         """The batch is over: the next one of this weight version continues the row count. Collective."""
-        rows = self._session.ranks.sum(len(self._tracker) if self._tracker is not None else 0)
-        key = (self._stream, self._session.freshness.version)
-        self._drawn = {key: self._drawn.get(key, 0) + rows} | {
-            k: v for k, v in self._drawn.items() if k[1] == key[1] and k != key
-        }
+        rows = len(self._tracker) if self._tracker is not None else 0
+        self._drawn[self._stream] += self._session.ranks.sum(rows)
         self._tracker = None
 
     def sample(
@@ -66,11 +68,8 @@ class Sampler:
             EngineError: a prompt leaves no room for a completion.
         """
         _refuse_long(prompts, engine.max_model_len)
-        version = self._session.freshness.version
         if self._tracker is None:
-            self._tracker = RowTracker(
-                self._drawn.get((self._stream, version), 0) + self._session.ranks.rank * len(prompts)
-            )
+            self._tracker = RowTracker(self._drawn[self._stream] + self._session.ranks.rank * len(prompts))
         places = self._tracker.place(prompts)
         requests = [
             Request(
@@ -79,7 +78,7 @@ class Sampler:
                 turn=place.turn,
                 images=images[i] if images is not None else None,
                 seed=request_seed(
-                    self._run_seed, self._stream, version, *divmod(place.row, num_generations), turn=place.turn
+                    self._run_seed, self._stream, self._version, *divmod(place.row, num_generations), turn=place.turn
                 ),
             )
             for i, place in enumerate(places)

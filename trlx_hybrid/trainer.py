@@ -154,10 +154,9 @@ class HybridTrainer:
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
-        trainer, session = self, self.session
-        self._rewards = None
+        trainer: Any = self
+        session, self._rewards = self.session, None
         batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        session.training = trainer.model.training  # type: ignore[attr-defined]
         if "advantages" in batch:
             advantages = session.host.call(
                 "trlx_advantages", session=session, batch={**batch, "rewards_per_func": self._rewards}
@@ -165,7 +164,7 @@ class HybridTrainer:
             if advantages is not None:
                 batch["advantages"] = advantages.to(batch["advantages"])
         session.host.call("trlx_rollout_end", session=session, trajectories=self._trajectories())
-        metrics = self._metrics["train" if session.training else "eval"]  # type: ignore[attr-defined]
+        metrics = trainer._metrics["train" if session.training else "eval"]
         for name, value in session.metrics.items():
             metrics[name].append(value)
         return batch

@@ -180,3 +180,13 @@ def test_vllm_internals_are_where_they_were(run):
     assert hasattr(engine.output_processor, "process_outputs")
     assert all(hasattr(parallel_state, name) for name in ("_WORLD", "_NODE_COUNT", "destroy_model_parallel"))
     assert all(hasattr(CPUWorker, name) for name in ("init_device", "load_model", "sleep", "wake_up"))
+
+
+def test_batches_of_one_weight_version_share_no_draws(run):
+    """Gradient accumulation samples several batches with the same weights, and so does an evaluation in between."""
+    session = run(trlx_hybrid.GRPOTrainer, use_vllm=True, train=False).trainer.session
+    sampled = []
+    for training in (True, True, False):
+        with session.rollout_phase(training):
+            sampled += [tuple(c.token_ids) for c in session.generate([[5, 6, 7]] * 4, num_generations=4)]
+    assert len(set(sampled)) == 12

@@ -7,6 +7,7 @@ import os
 import random
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -51,7 +52,7 @@ class Scale:
         return max(sequences for sequences, _ in self.cases)
 
 
-class Contestant:
+class Contestant(ABC):
     """A trainer's generation over the model in `folder`. Subclasses build `generation` and change how it samples.
 
     Attributes:
@@ -65,13 +66,13 @@ class Contestant:
         self._scale = scale
         self.build(*_load(folder), scale)
 
+    @abstractmethod
     def build(self, model: Any, tokenizer: Any, scale: Scale) -> None:
         """Build the engine, with the model's weights in it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def set_sampling(self, max_tokens: int, top_k: int) -> None:
         """Sample `max_tokens` from the `top_k` most probable tokens, 0 for all."""
-        raise NotImplementedError
 
     def phase(self) -> AbstractContextManager[None]:
         """Around one batch: what the trainer does before and after generating, left out of the time."""

@@ -94,7 +94,8 @@ def test_unequal_results_fail_and_name_the_arms_and_the_round():
 
 
 def test_a_result_of_none_is_not_compared():
-    alternate([Arm("one", lambda turn: 1), Arm("silent", lambda turn: None)], warmup=0, repetitions=1)
+    arms = [Arm("one", lambda turn: 1), Arm("silent", lambda turn: None)]
+    assert len(alternate(arms, warmup=0, repetitions=1)) == 2
 
 
 # --- the result -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
 from . import internals
 from .checkpoint import write_without_weights
 from .collecting import collect
-from .loading import WeightLoader
+from .loading import WeightLoader, counted
 from .options import VLLMOptions
 from .preflight import engine_dtype
 from .sampling import completion_of, prompt_of, sampling_params, with_seed
@@ -90,10 +90,13 @@ class VLLMEngine:
                 arguments["kv_cache_memory_bytes"] = self._cpu_kv_bytes(session)
         return arguments | dict(options.engine_args)
 
+    def _context_length(self, session: Session) -> int:
+        config: Any = session.policy.base.config.get_text_config()
+        return int(self._options.max_model_len or config.max_position_embeddings)
+
     def _batched_tokens(self, session: Session) -> int:
         """Never more than can be scheduled: vLLM's GPU profiling run reads beyond its block tables otherwise."""
-        config: Any = session.policy.base.config.get_text_config()
-        length = self._options.max_model_len or config.max_position_embeddings
+        length = self._context_length(session)
         sequences = self._options.max_num_seqs or self._options.max_num_batched_tokens
         return min(self._options.max_num_batched_tokens, sequences * length)
 
@@ -102,7 +105,7 @@ class VLLMEngine:
         config: Any = session.policy.base.config.get_text_config()
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        length = self._options.max_model_len or config.max_position_embeddings
+        length = self._context_length(session)
         blocks = (self._options.max_num_seqs or 256) * -(-length // BLOCK) + 8
         per_block = 2 * config.num_hidden_layers * heads * head_size * BLOCK * self.dtype.itemsize
         return int(min(blocks * per_block, CPU_KV_CACHE_LIMIT))
@@ -164,13 +167,7 @@ class VLLMEngine:
     def _reload(self, weights: NamedTensors) -> LoadReport:
         """A quantised engine derives what it keeps from the weights: vLLM's reload does that again, layer by layer."""
         given: dict[str, int] = {}
-
-        def counted() -> Any:
-            for name, tensor in weights:
-                given[name] = tensor.numel() * tensor.element_size()
-                yield name, tensor
-
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": counted()})
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": counted(weights, given)})
         return LoadReport(tensors=len(given), bytes=sum(given.values()))
 
     def differing(self, weights: NamedTensors) -> list[str]:

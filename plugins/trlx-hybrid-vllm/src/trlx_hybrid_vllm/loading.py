@@ -59,15 +59,15 @@ class WeightLoader:
     def load(self, weights: NamedTensors) -> LoadReport:
         """Write the tensors; the first call also learns the routes. Consumes lazily, one call of the loader."""
         given: dict[str, int] = {}
-        counted = _counted(weights, given)
+        stream = counted(weights, given)
         if self.routes:
-            self._model.load_weights(counted)
+            self._model.load_weights(stream)
             missing = set(self.routes) - set(given)
             unwritten = {route.parameter for name in missing for route in self.routes[name]}
         else:
             recorder = _Recorder(self._parameters)
             with recorder:
-                self._model.load_weights(recorder.following(counted))
+                self._model.load_weights(recorder.following(stream))
             self.routes = dict(recorder.routes)
             unwritten = {name for name, p in self._parameters.items() if recorder.written.get(name, 0) < p.numel()}
         return LoadReport(tensors=len(given), bytes=sum(given.values()), unwritten=sorted(unwritten))
@@ -139,7 +139,8 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view(BITS[tensor.element_size()])
 
 
-def _counted(weights: NamedTensors, given: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+def counted(weights: NamedTensors, given: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+    """Pass the tensors on, noting the bytes of each under its name."""
     for name, tensor in weights:
         given[name] = tensor.numel() * tensor.element_size()
         yield name, tensor

@@ -43,6 +43,14 @@ class HybridConfig:
     rollout_options: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of the rollout, a mapping or its JSON."}
     )
+    offload: str = field(
+        default="auto",
+        metadata={
+            "help": "What leaves the device while the engine samples: 'auto' lets optimizer state, gradients and "
+            "weights of the policy's own leave for host memory as far as the KV cache needs their place, 'all' always, "
+            "'none' never. Only with an engine that sleeps."
+        },
+    )
     verify_every: int = field(
         default=100,
         metadata={

@@ -43,3 +43,15 @@ class StaleWeightsError(SyncError):
 
 class RewardError(HybridError, ValueError):
     """A reward function returned something no advantage can be computed from."""
+
+
+class MemoryPlanError(HybridError):
+    """Memory does not suffice, on the device or on the host. Names the largest owner and the setting to change.
+
+    Attributes:
+        owner: the largest owner that stays, as the ledger names it; "host arena" for host memory.
+    """
+
+    def __init__(self, message: str, *, owner: str) -> None:
+        super().__init__(message)
+        self.owner = owner

@@ -60,7 +60,7 @@ class Freshness:
             started = time.perf_counter()
             loaded = weights.sync()
             seconds = time.perf_counter() - started
-            verified = self._check_bits(engine, full)
+            verified = self._check_bits(engine, weights, full)
             gap = self._check_log_probs(engine) if full else None
         self._syncs += 1
         self.engine_version = self.version
@@ -83,12 +83,22 @@ class Freshness:
             if ranks.any(self._fingerprint != policy.fingerprint()):
                 self.changed()
 
-    def _check_bits(self, engine: Engine, full: bool) -> int:
+    def _check_bits(self, engine: Engine, weights: WeightSync, full: bool) -> int:
+        checked = weights.check(full)
+        if checked is not None:
+            return checked
         policy = self._session.policy
         if not self._names:
             self._names = policy.checkpoint_names()
         return proof.check_bits(engine, policy, None if full else proof.sampled_names(self._names, self.version))
 
     def _check_log_probs(self, engine: Engine) -> float:
-        engine.wake("kv_cache")  # the probe generates
-        return proof.check_log_probs(engine, self._session.policy)
+        """Engine and policy in turn where memory does not hold both: the probe samples first and is scored after."""
+        memory, weights = self._session.memory, self._session.weights
+        away = memory.make_room(["policy"])
+        engine.wake("kv_cache")
+        prompt, completion = proof.sample_probe(engine, self._session.policy)
+        if away and weights is not None:
+            engine.sleep(keep_weights=True)
+            memory.come_back(["policy"])
+        return proof.check_log_probs(engine, self._session.policy, prompt, completion)

@@ -64,6 +64,11 @@ class Policy:
         )  # type: ignore[no-any-return]
 
     @property
+    def adapters(self) -> bool:
+        """Whether PEFT adapters sit on the base model."""
+        return hasattr(self.module, "peft_config")
+
+    @property
     def architecture(self) -> str:
         """Class name of the transformers model; FSDP2 puts a class of its own in front of it."""
         return next(c.__name__ for c in type(self.base).__mro__ if not c.__name__.startswith("FSDP"))
@@ -85,18 +90,20 @@ class Policy:
                 return f"{name} is quantised by bitsandbytes: its bits are not the weights. Load the base in bf16."
         return None
 
-    def full_weights(self, only: Set[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-        """Every weight in full, adapters merged, under its checkpoint name; one layer's tensors live at a time.
+    def full_weights(self, only: Set[str] | None = None, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Every weight in full under its checkpoint name; one layer's tensors live at a time.
 
         In-memory names are not checkpoint names in transformers 5 (fused experts, multimodal prefixes), so each
         layer goes through the model's own conversion (`transformers.core_model_loading.revert_weight_conversion`).
 
         Args:
             only: checkpoint names to yield; layers known to hold none of them are not materialised.
+            merge: with the adapters merged, out of place; else the base weights as they are.
         """
         base = self.base
         convert = _conversion(base)
-        for layer, group in itertools.groupby(_weights(base, "", set()), key=lambda weight: _layer_of(weight[0])):
+        weights = _weights(base, "", set(), merge)
+        for layer, group in itertools.groupby(weights, key=lambda weight: _layer_of(weight[0])):
             if only is not None and self._names_of.get(layer, only).isdisjoint(only):
                 continue
             tensors = {name: self._materialise(read()) for name, read in group}
@@ -104,9 +111,23 @@ class Policy:
             self._names_of[layer] = self._names_of.get(layer, frozenset()) | frozenset(tensors)
             yield from ((name, tensor) for name, tensor in tensors.items() if only is None or name in only)
 
+    def base_parameters(self) -> dict[str, nn.Parameter]:
+        """The base model's own parameters by their in-memory name, tied ones once, adapters left out."""
+        return {name: read() for name, read in _weights(self.base, "", set(), merge=False)}  # type: ignore[misc]
+
+    @property
+    def converts(self) -> bool:
+        """Whether in-memory tensors differ from checkpoint tensors in name or shape."""
+        return _conversion(self.base) is not None
+
+    def checkpoint_parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """What the model's conversion makes of one in-memory tensor: checkpoint tensors, most often itself."""
+        convert = _conversion(self.base)
+        return convert({name: tensor}) if convert else {name: tensor}
+
     def checkpoint_names(self) -> list[str]:
         """The names `full_weights` yields. Costs a full pass, and is collective, unless there was one before."""
-        layers = dict.fromkeys(_layer_of(name) for name, _ in _weights(self.base, "", set()))
+        layers = dict.fromkeys(_layer_of(name) for name in self.base_parameters())
         if not layers.keys() <= self._names_of.keys():
             return [name for name, _ in self.full_weights()]
         return [name for layer in layers for name in sorted(self._names_of[layer])]
@@ -149,22 +170,23 @@ class Policy:
         return scores.cpu()
 
 
-def _weights(module: nn.Module, prefix: str, seen: set[int]) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """(name, reader) of each parameter in registration order, tied ones once. Reading merges adapters, so it waits."""
+def _weights(module: nn.Module, prefix: str, seen: set[int], merge: bool) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """(name, reader) of each parameter in registration order, tied ones once. Reading may merge, so it waits."""
     wrapped = adapted(module)
     if wrapped is not None:
         merged = functools.cache(wrapped.merged)  # once for weight and bias; freed with the layer's readers
         for name, p in wrapped.base.named_parameters():
             if id(p) not in seen:
                 seen.add(id(p))
-                yield _strip(f"{prefix}{name}"), functools.partial(_item, merged, name)
+                read = functools.partial(_item, merged, name) if merge else functools.partial(_identity, p)
+                yield _strip(f"{prefix}{name}"), read
         return
     for key, parameter in module._parameters.items():
         if parameter is not None and id(parameter) not in seen:
             seen.add(id(parameter))
             yield _strip(f"{prefix}{key}"), functools.partial(_identity, parameter)
     for name, child in module.named_children():
-        yield from _weights(child, f"{prefix}{name}.", seen)
+        yield from _weights(child, f"{prefix}{name}.", seen, merge)
 
 
 def _identity(tensor: Tensor) -> Tensor:

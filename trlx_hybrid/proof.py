@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import SyncError
-from .types import Request, Sampling
+from .types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
     from .policy import Policy
@@ -57,8 +57,16 @@ def check_bits(engine: Engine, policy: Policy, only: Set[str] | None = None) -> 
     return compared
 
 
-def check_log_probs(engine: Engine, policy: Policy) -> float:
-    """Let the engine sample a short sequence and score the same tokens with the policy. Collective.
+def sample_probe(engine: Engine, policy: Policy) -> tuple[list[int], Completion]:
+    """A short prompt and what the engine samples from it. Collective."""
+    vocabulary = policy.base.config.get_text_config().vocab_size
+    prompt = [(7919 * i + 11) % vocabulary for i in range(1, PROBE_TOKENS + 1)]
+    sampling = Sampling(max_tokens=PROBE_TOKENS, logprobs=0, extra={"ignore_eos": True})
+    return prompt, engine.generate([Request(prompt_ids=prompt, seed=0)], sampling)[0]
+
+
+def check_log_probs(engine: Engine, policy: Policy, prompt: list[int], completion: Completion) -> float:
+    """Score what the engine sampled with the policy. Collective.
 
     The engine's dtype decides how much rounding is allowed.
 
@@ -68,10 +76,6 @@ def check_log_probs(engine: Engine, policy: Policy) -> float:
     Raises:
         SyncError: the difference exceeds what rounding explains.
     """
-    vocabulary = policy.base.config.get_text_config().vocab_size
-    prompt = [(7919 * i + 11) % vocabulary for i in range(1, PROBE_TOKENS + 1)]
-    sampling = Sampling(max_tokens=PROBE_TOKENS, logprobs=0, extra={"ignore_eos": True})
-    completion = engine.generate([Request(prompt_ids=prompt, seed=0)], sampling)[0]
     ours = torch.tensor([float("nan") if p[0] is None else p[0] for p in completion.logprobs or []])
     theirs = policy.log_probs(prompt, completion.token_ids)
     gap = float((ours - theirs).abs().max())

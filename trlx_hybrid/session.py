@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .config import HybridConfig, NoOptions
 from .errors import ComponentError, StaleWeightsError
 from .freshness import Freshness
+from .memory import TrainerMemory
 from .randomness import preserved_generators
 from .report import announce
 from .sampler import Sampler
@@ -38,6 +39,7 @@ class Session:
         engine, weights, rollout: None until `open`, and always where TRL generates.
         weights_why: why this weight sync, and why not the cheaper ones.
         phase: who owns the memory now.
+        memory: what the trainer holds, and the ledger of all owners.
         freshness: weight versions of policy and engine.
         training: whether the current rollout is for training (or for evaluation).
         metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs.
@@ -56,6 +58,7 @@ class Session:
         policy: Policy,
         ranks: Ranks,
         step: Callable[[], int],
+        optimizer: Callable[[], Any] = lambda: None,
     ) -> None:
         self.host, self.config, self.selection = host, config, selection
         self.args, self.policy, self.ranks = args, policy, ranks
@@ -64,6 +67,7 @@ class Session:
         self.rollout: Rollout | None = None
         self.weights_why = ""
         self.phase = Phase.TRAIN
+        self.memory = TrainerMemory(self, optimizer)
         self.freshness = Freshness(self)
         self.sampler = Sampler(self, sampling, args.seed)
         self.training = True
@@ -82,19 +86,29 @@ class Session:
         """Memory goes to the engine and comes back; everything sampled inside is one batch. Collective.
 
         Wake the weights, sync, wake the KV cache, sample, sleep: once per phase, however many turns it has.
+
+        Raises:
+            StaleWeightsError: a rollout phase is running already.
         """
         self.training = training
         if self.selection.stock:
             yield
             return
+        if self.phase is Phase.ROLLOUT:
+            raise StaleWeightsError("A rollout phase within a rollout phase: leave the first before the second.")
         self.open()
         engine, started = self.live_engine, time.perf_counter()
-        self._cross_to(Phase.ROLLOUT, lambda: self._bring_up(engine))
-        self.sampler.begin("train" if training else "eval")
-        try:
-            yield
-        finally:
-            self._cross_to(Phase.TRAIN, engine.sleep)
+        with self.memory.reporting():
+            try:
+                self._cross_to(Phase.ROLLOUT, lambda: self._bring_up(engine))
+            except BaseException:
+                self._put_down(engine)
+                raise
+            self.sampler.begin("train" if training else "eval")
+            try:
+                yield
+            finally:
+                self._cross_to(Phase.TRAIN, lambda: self._put_down(engine))
         self.sampler.end()
         self.metrics["hybrid/rollout_seconds"] = time.perf_counter() - started
 
@@ -107,15 +121,23 @@ class Session:
         self.host.call("trlx_enter_phase", session=self, phase=phase, step=step)
 
     def _bring_up(self, engine: Engine) -> None:
+        assert self.weights is not None
+        self.memory.make_room()
         engine.wake("weights")
         if engine.weights_lost:
             self.freshness.forget()
-        assert self.weights is not None
         report = self.freshness.sync(engine, self.weights)
+        self.memory.make_room(["policy"])
         engine.wake("kv_cache")
-        self.metrics = {"hybrid/weight_version": float(self.freshness.version)}
+        self.metrics = {"hybrid/weight_version": float(self.freshness.version)} | self.memory.metrics(Phase.ROLLOUT)
         if report is not None:
             self.metrics |= {"hybrid/sync_seconds": report.seconds, "hybrid/sync_bytes": float(report.bytes)}
+
+    def _put_down(self, engine: Engine) -> None:
+        assert self.weights is not None
+        engine.sleep(keep_weights=self.weights.keeps_weights)
+        self.memory.come_back()
+        self.metrics |= self.memory.metrics(Phase.TRAIN)
 
     def generate(
         self,
@@ -216,8 +238,11 @@ class Session:
 
     def release_engine(self) -> None:
         """Close the engine and free its memory; the next rollout builds it again."""
+        self.memory.settle()
         if self.engine is not None:
             self.engine.close()
+        if self.weights is not None:
+            self.weights.release()
         self.engine = self.weights = self.rollout = None
         self.freshness.forget()
 
@@ -227,3 +252,4 @@ class Session:
             self._stack.close()
         finally:
             self.release_engine()
+            self.memory.close()

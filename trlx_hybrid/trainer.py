@@ -120,6 +120,7 @@ class HybridTrainer:
             policy=policy,
             ranks=ranks,
             step=lambda: this().state.global_step,
+            optimizer=lambda: this().optimizer,
         )
         weakref.finalize(trainer, self.session.close)
         trainer.add_callback(_Follow(self.session))
@@ -179,6 +180,11 @@ class HybridTrainer:
             rank=self.session.ranks.rank,
             weight_version=self.session.freshness.version,
         )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As in TRL; an out-of-memory error says who held what."""
+        with self.session.memory.reporting():
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
     # --- weights that change without an optimizer step --------------------------------------------------------------
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..policy import Policy
+from ..protocols import WeightSync
 from ..types import LoadReport
 
 if TYPE_CHECKING:
     from ..session import Session
 
 
-class GatherSync:
+class GatherSync(WeightSync):
     """Materialise the policy's weights group by group and hand them to the engine in one streamed load.
 
     Moves the full model each time (all-gathered first where it is sharded); extra memory is one layer. Adapters are

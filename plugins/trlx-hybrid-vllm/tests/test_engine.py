@@ -21,7 +21,7 @@ class Events:
 
     @hookimpl
     def trlx_enter_phase(self, session, phase, step):
-        asleep = bool(session.live_engine._asleep)
+        asleep = bool(session.live_engine.memory.asleep)
         self.seen.append(("enter", phase, step, "asleep" if asleep else "awake"))
 
     @hookimpl
@@ -41,7 +41,7 @@ def test_phases_and_syncs_come_in_the_designed_order(run):
         vllm_enable_sleep_mode=True,
         max_steps=2,
         plugins=[events, also],
-        hybrid={"verify_every": 0},
+        hybrid={"verify_every": 0, "weights": "gather"},
     )
     edges = lambda step, verify, compared: [  # noqa: E731
         ("leave", Phase.TRAIN, step),

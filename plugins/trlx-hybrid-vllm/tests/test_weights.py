@@ -141,7 +141,7 @@ def test_corruption_in_the_engine_between_syncs_is_found_by_the_sampled_check(ru
         pass
     engine = session.live_engine
     route = engine._loader.routes["model.layers.1.mlp.down_proj.weight"][0]
-    route.destination.of(engine._loader._parameters[route.parameter].data)[0, 0] += 1
+    route.destination.of(engine._loader.parameters[route.parameter].data)[0, 0] += 1
     differing = engine.differing(session.policy.full_weights())
     assert [d.split(" ")[0] for d in differing] == ["model.layers.1.mlp.down_proj.weight"]
     from trlx_hybrid.proof import sampled_names
@@ -205,7 +205,7 @@ def test_sleep_frees_memory_and_an_asleep_engine_refuses_work(run):
     finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, vllm_enable_sleep_mode=True, max_steps=2)
     session = finished.trainer.session
     engine = session.live_engine
-    storages = [p.untyped_storage().nbytes() for p in engine._loader._parameters.values()]
+    storages = [p.untyped_storage().nbytes() for p in engine._loader.parameters.values()]
     assert sum(storages) == 0
     with pytest.raises(EngineError, match="asleep"):
         engine.generate([Request(prompt_ids=[5], seed=0)], Sampling(max_tokens=2))

@@ -33,8 +33,12 @@ class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
 
     def sleep(self, level: int = 2) -> None:
         """Free the storages of weights and KV cache in place: tensors and views survive, their bits do not."""
-        weights = list(self.model_runner.model.parameters())
-        self._freed = {"weights": _free(weights), "kv_cache": _free(self.model_runner.kv_caches)}
+        self.discard(("weights", "kv_cache"))
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Free what bears one of the tags."""
+        owners = {"weights": list(self.model_runner.model.parameters()), "kv_cache": self.model_runner.kv_caches}
+        self._freed = {**getattr(self, "_freed", {}), **{tag: _free(owners[tag]) for tag in tags}}
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Allocate again. Weights come back as NaN until a sync writes them; the KV cache comes back as zeros."""

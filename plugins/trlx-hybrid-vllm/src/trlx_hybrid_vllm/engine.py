@@ -9,15 +9,19 @@ from typing import Any
 
 import torch
 from trlx_hybrid.errors import EngineError, SyncError
+from trlx_hybrid.policy import Policy
 from trlx_hybrid.protocols import NamedTensors
 from trlx_hybrid.session import Session
 from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
 
 from . import internals
+from .adapters import lora_arguments
 from .checkpoint import write_without_weights
-from .collecting import collect
+from .collecting import aborting, collect
 from .loading import WeightLoader, counted
+from .memory import EngineMemory
 from .options import VLLMOptions
+from .parameters import Places
 from .preflight import engine_dtype
 from .sampling import completion_of, prompt_of, sampling_params, with_seed
 
@@ -40,7 +44,17 @@ class VLLMEngine:
         self._cpu: bool = current_platform.is_cpu()
         self.dtype = engine_dtype(options, session.policy, session.args)
         self.weights_lost = True
-        self._asleep: set[str] = set()
+        self.adapter: Any = None
+        self.adapters_refused: str | None = None
+        chosen = session.selection.weights
+        if chosen is None or chosen.component.name == "lora":
+            wanted = lora_arguments(session.policy, options.tensor_parallel_size, self.dtype)
+        else:
+            wanted = f"weights={chosen.component.name!r} was chosen"
+        self._lora: dict[str, Any] = {} if isinstance(wanted, str) else wanted
+        self.adapters_refused = wanted if isinstance(wanted, str) else None
+        self.quantized = options.quantization is not None
+        self.tensor_parallel_size = options.tensor_parallel_size
         self._made_default_group = not torch.distributed.is_initialized()
         ranks = session.ranks
         with (
@@ -58,7 +72,9 @@ class VLLMEngine:
                     "engine='transformers'."
                 ) from error
         self.max_model_len: int = self.llm.llm_engine.model_config.max_model_len
+        self.memory = EngineMemory(self.llm, options.enable_sleep_mode)
         self._loader = WeightLoader(internals.model_of(self.llm))
+        self._places: Places | None = None
 
     def _arguments(self, folder: str, session: Session) -> dict[str, Any]:
         options = self._options
@@ -88,7 +104,20 @@ class VLLMEngine:
             arguments["block_size"] = BLOCK
             if options.kv_cache_memory_bytes is None:
                 arguments["kv_cache_memory_bytes"] = self._cpu_kv_bytes(session)
-        return arguments | dict(options.engine_args)
+        arguments |= self._lora | dict(options.engine_args)
+        if self._schedules_ahead(arguments):
+            arguments.setdefault("scheduler_cls", "trlx_hybrid_vllm.scheduling.DecodeScheduler")
+        return arguments
+
+    def _schedules_ahead(self, arguments: dict[str, Any]) -> bool:
+        """Whether vLLM will schedule asynchronously with its usual scheduler: its own rule, as far as we can go."""
+        return (
+            not self._cpu
+            and arguments.get("async_scheduling") is not False
+            and arguments.get("speculative_config") is None
+            and arguments.get("diffusion_config") is None
+            and arguments.get("pipeline_parallel_size", 1) == 1
+        )
 
     def _context_length(self, session: Session) -> int:
         config: Any = session.policy.base.config.get_text_config()
@@ -114,7 +143,7 @@ class VLLMEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Sample; the ranks of a replica pool their requests, and each keeps its own rows."""
-        if self._asleep or self.weights_lost:
+        if self.memory.asleep or self.weights_lost:
             raise EngineError(
                 "The vLLM engine is asleep or holds no weights: wake it and sync before generating "
                 "(`session.rollout_phase` does both)."
@@ -125,10 +154,11 @@ class VLLMEngine:
         prompts = [prompt_of(request) for request in requests]
         with internals.running():
             if shared["detokenize"] or shared["logprobs"]:
-                outputs = self.llm.generate(prompts, params, use_tqdm=False)
+                with aborting(self.llm):
+                    outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self.adapter)
                 completions = [completion_of(output.outputs[0]) for output in outputs]
             else:
-                completions = collect(self.llm, prompts, params)
+                completions = collect(self.llm, prompts, params, self.adapter)
         return completions[mine]
 
     def _pooled(self, requests: list[Request]) -> tuple[list[Request], slice]:
@@ -148,21 +178,22 @@ class VLLMEngine:
         Raises:
             SyncError: an engine parameter was not written, or the weights are asleep.
         """
-        if "weights" in self._asleep:
+        if "weights" in self.memory.asleep:
             raise SyncError("The engine's weights are asleep: `engine.wake('weights')` before a sync.")
-        if self._options.quantization is not None:
-            report = self._reload(weights)
-        else:
-            report = self._loader.load(weights)
+        report = self._reload(weights) if self.quantized else self._loader.load(weights)
         if report.unwritten:
             raise SyncError(
                 f"The weight sync left engine parameters unwritten: {', '.join(report.unwritten[:5])}"
                 + (f" and {len(report.unwritten) - 5} more" if len(report.unwritten) > 5 else "")
                 + ". The model and vLLM's definition of it disagree; use engine='transformers' and report it."
             )
-        self.llm.reset_prefix_cache()  # cached keys and values belong to the old weights
-        self.weights_lost = False
+        self.weights_written()
         return report
+
+    def weights_written(self) -> None:
+        """The weights are the policy's again, whoever wrote them: cached keys and values belong to the old ones."""
+        self.llm.reset_prefix_cache()
+        self.weights_lost = False
 
     def _reload(self, weights: NamedTensors) -> LoadReport:
         """A quantised engine derives what it keeps from the weights: vLLM's reload does that again, layer by layer."""
@@ -175,31 +206,32 @@ class VLLMEngine:
 
         A quantised engine keeps none of them, so it has nothing to compare: the log-prob probe stands alone there.
         """
-        return [] if self._options.quantization is not None else self._loader.differing(weights)
+        return [] if self.quantized else self._loader.differing(weights)
 
-    def sleep(self) -> None:
-        """Free weights and KV cache, where sleep mode is on. The weights are lost: the next rollout syncs anyway."""
-        if not self._options.enable_sleep_mode or self._asleep:
-            return
-        self.llm.reset_prefix_cache()
-        if self._cpu:
-            self.llm.collective_rpc("sleep", args=(2,))
-        else:
-            self.llm.sleep(level=2)
-        self._asleep = {"weights", "kv_cache"}
-        self.weights_lost = True
+    def places(self, policy: Policy) -> Places:
+        """Where each base parameter of the policy lies in this engine; the first call loads them to find out."""
+        if self._places is None:
+            self.load_weights(policy.full_weights(merge=False))
+            self._places = Places(policy, self._loader.routes, self._loader.parameters)
+        return self._places
+
+    def sleep(self, keep_weights: bool = False) -> None:
+        """Give memory back, where sleep mode is on; weights that are not kept are lost until the next sync."""
+        self.memory.sleep(keep_weights)
+        self.weights_lost = self.weights_lost or "weights" in self.memory.asleep
 
     def wake(self, what: str) -> None:
         """Allocate "weights" or "kv_cache" again."""
-        if what not in self._asleep:
-            return
-        if self._cpu:
-            self.llm.collective_rpc("wake_up", args=([what],))
-        else:
-            if what == "weights":
-                torch.cuda.empty_cache()  # what the trainer's allocator cached would not be there to map
-            self.llm.wake_up(tags=[what])
-        self._asleep.discard(what)
+        self.memory.wake(what)
+
+    @property
+    def asleep_bytes(self) -> int:
+        """What waking will take of the device's memory."""
+        return self.memory.asleep_bytes
+
+    def resident(self, what: str) -> list[torch.Tensor]:
+        """Tensors of "weights" or "kv_cache" that hold memory now."""
+        return self.memory.resident(what)
 
     def close(self) -> None:
         """Free the engine and what it made."""

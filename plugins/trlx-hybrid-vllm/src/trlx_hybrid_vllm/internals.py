@@ -13,11 +13,87 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from trlx_hybrid.errors import EngineError
 
 
 def model_of(llm: Any) -> torch.nn.Module:
     """The model inside an in-process engine."""
     return llm.llm_engine.model_executor.driver_worker.model_runner.model  # type: ignore[no-any-return]
+
+
+def kv_caches(llm: Any) -> list[torch.Tensor]:
+    """The KV cache tensors, one per layer; several may share a storage."""
+    return list(llm.llm_engine.model_executor.driver_worker.model_runner.kv_caches)
+
+
+def adapter_slots_of(module: torch.nn.Module) -> list[torch.Tensor]:
+    """The LoRA slots of one layer: plain tensors, neither parameters nor buffers."""
+    stacked = [*getattr(module, "lora_a_stacked", ()), *getattr(module, "lora_b_stacked", ())]
+    return [tensor for tensor in stacked if isinstance(tensor, torch.Tensor)]
+
+
+def drain(llm: Any, steps: int = 16) -> None:
+    """Let the engine core report what has finished: it keeps a step or two in flight after the last request.
+
+    Raises:
+        EngineError: requests are still running, so their KV cache cannot be given back.
+    """
+    client = llm.llm_engine.engine_core
+    core = client.engine_core
+    for _ in range(steps):
+        if not core.scheduler.has_requests() and not core.batch_queue:
+            return
+        client.get_output()
+    running, waiting = core.scheduler.get_request_counts()
+    raise EngineError(
+        f"{running + waiting} requests are still in vLLM's queue at the end of the rollout, so its KV cache cannot be "
+        "given back. A custom rollout must finish or abort what it adds (`llm.llm_engine.abort_request`)."
+    )
+
+
+@contextmanager
+def heap_frozen() -> Iterator[None]:
+    """Around sleep and wake-up, in which vLLM runs full garbage collections: over a trainer's heap each takes longer
+    than the memory operation itself. Frozen objects are not walked."""
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def adapter_manager(llm: Any) -> Any:
+    """What holds the LoRA slots of an in-process engine built with `enable_lora`: vLLM's `LoRAModelManager`.
+
+    The CPU's and the GPU's model runner share the mixin that makes it.
+    """
+    return llm.llm_engine.model_executor.driver_worker.model_runner.lora_manager._adapter_manager
+
+
+@contextmanager
+def unwrapped(model: torch.nn.Module) -> Iterator[None]:
+    """The model with its own layers in place of vLLM's LoRA wrappers, under the names its loader knows.
+
+    Changes nothing without `enable_lora`. A wrapper can sit at several places (tied heads, routers); all are put back.
+    """
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    places = [
+        (parent, key, child)
+        for parent in list(model.modules())
+        for key, child in parent._modules.items()
+        if isinstance(child, BaseLayerWithLoRA)
+    ]
+    try:
+        for parent, key, child in places:
+            layer = child
+            while isinstance(layer, BaseLayerWithLoRA):
+                layer = layer.base_layer
+            parent._modules[key] = layer
+        yield
+    finally:
+        for parent, key, child in places:
+            parent._modules[key] = child
 
 
 def tensor_parallel_group() -> Any:

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trlx_hybrid.types import LoadReport
 
+from .internals import unwrapped
+
 NamedTensors = Iterable[tuple[str, Tensor]]
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -48,12 +50,14 @@ class WeightLoader:
     """Loads weights into one vLLM model.
 
     Attributes:
+        parameters: of the engine, by vLLM's names.
         routes: per checkpoint tensor, where its slices lie; filled by the first load.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model: Any = model
-        self._parameters = dict(model.named_parameters())
+        with unwrapped(model):
+            self.parameters = dict(model.named_parameters())
         self.routes: dict[str, list[Route]] = {}
 
     def load(self, weights: NamedTensors) -> LoadReport:
@@ -61,15 +65,16 @@ class WeightLoader:
         given: dict[str, int] = {}
         stream = counted(weights, given)
         if self.routes:
-            self._model.load_weights(stream)
+            with unwrapped(self._model):
+                self._model.load_weights(stream)
             missing = set(self.routes) - set(given)
             unwritten = {route.parameter for name in missing for route in self.routes[name]}
         else:
-            recorder = _Recorder(self._parameters)
-            with recorder:
+            recorder = _Recorder(self.parameters)
+            with recorder, unwrapped(self._model):
                 self._model.load_weights(recorder.following(stream))
             self.routes = dict(recorder.routes)
-            unwritten = {name for name, p in self._parameters.items() if recorder.written.get(name, 0) < p.numel()}
+            unwritten = {name for name, p in self.parameters.items() if recorder.written.get(name, 0) < p.numel()}
         return LoadReport(tensors=len(given), bytes=sum(given.values()), unwritten=sorted(unwritten))
 
     def differing(self, weights: NamedTensors) -> list[str]:
@@ -77,10 +82,9 @@ class WeightLoader:
         names, flags = [], []
         for name, tensor in weights:
             for route in self.routes.get(name, ()):
-                ours = route.destination.of(self._parameters[route.parameter].data)
-                theirs = route.source.of(tensor).to(ours.device, ours.dtype)
+                ours = route.destination.of(self.parameters[route.parameter].data)
                 names.append(f"{name} (engine parameter {route.parameter})")
-                flags.append((_bits(ours) != _bits(theirs)).any())
+                flags.append(differ(ours, route.source.of(tensor)))
         if not flags:
             return []
         return [name for name, differs in zip(names, torch.stack(flags).tolist(), strict=True) if differs]
@@ -135,7 +139,13 @@ def _slice(view: Tensor, whole: Tensor) -> Slice:
     return Slice(tuple(view.shape), tuple(view.stride()), int(view.storage_offset() - whole.storage_offset()))
 
 
+def differ(view: Tensor, tensor: Tensor) -> Tensor:
+    """Whether the bits differ after a cast to the view's dtype: a boolean tensor on the view's device."""
+    return (_bits(view) != _bits(tensor.to(view.device, view.dtype))).any()
+
+
 def _bits(tensor: Tensor) -> Tensor:
+    """The tensor as integers: NaN equals NaN, and 0.0 differs from -0.0."""
     return tensor.view(BITS[tensor.element_size()])
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trlx_hybrid.hookspecs import hookimpl
 
 from .options import VLLMOptions
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from trlx_hybrid.protocols import WeightSync
     from trlx_hybrid.registry import Registry
     from trlx_hybrid.session import Session
 
@@ -53,9 +56,29 @@ def _refuses(session: Session, options: VLLMOptions) -> str | None:
     return refuses(session.policy, session.ranks.world, options)
 
 
+def _shared(alias: bool) -> Callable[[Session, Any], WeightSync]:
+    def factory(session: Session, options: Any) -> WeightSync:
+        from .sync.shared import SharedSync
+
+        return SharedSync(session, alias)
+
+    return factory
+
+
+def _lora(session: Session, options: Any) -> WeightSync:
+    from .sync.lora import LoraSync
+
+    return LoraSync(session)
+
+
 @hookimpl
 def trlx_register(registry: Registry) -> None:
-    """Offer the engine."""
+    """Offer the engine and the weight paths into its memory, cheapest first."""
+    registry.offer(
+        "weights", "alias", _shared(True), order=10, summary="policy and engine are one memory; moves nothing"
+    )
+    registry.offer("weights", "lora", _lora, order=20, summary="PEFT adapters into the engine's slots, never merged")
+    registry.offer("weights", "copy", _shared(False), order=30, summary="one cast-copy on the device, for fp32 masters")
     registry.offer(
         "engine",
         "vllm",

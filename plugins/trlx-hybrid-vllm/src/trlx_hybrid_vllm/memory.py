@@ -1,0 +1,73 @@
+"""What the engine holds of the device's memory, and how it gives it back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from trlx_hybrid.owners import storages
+
+from . import internals
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+
+
+class EngineMemory:
+    """vLLM's weights and KV cache, each resident or asleep. The weights are to be woken first."""
+
+    def __init__(self, llm: Any, enabled: bool) -> None:
+        self._llm = llm
+        self._enabled = enabled
+        self._sizes: dict[str, int] = {}
+
+    @property
+    def asleep(self) -> set[str]:
+        """ "weights", "kv_cache", both or neither."""
+        return set(self._sizes)
+
+    @property
+    def asleep_bytes(self) -> int:
+        """What waking all of it will allocate."""
+        return sum(self._sizes.values())
+
+    def sleep(self, keep_weights: bool) -> None:
+        """Give the KV cache back, and the weights unless they are the policy's as well. A second call does nothing.
+
+        Only the KV cache: its pages are unmapped, nothing is copied or saved. Both: vLLM's level 2, which also saves
+        the few buffers that no sync would bring back.
+        """
+        if not self._enabled or self.asleep:
+            return
+        internals.drain(self._llm)
+        self._llm.reset_prefix_cache()
+        sizes = {what: self._bytes(what) for what in ((KV_CACHE,) if keep_weights else (WEIGHTS, KV_CACHE))}
+        with internals.heap_frozen():
+            if keep_weights:
+                self._llm.collective_rpc("discard", args=((KV_CACHE,),))
+            else:
+                self._llm.collective_rpc("sleep", args=(2,))
+        self._sizes = sizes
+
+    def wake(self, what: str) -> None:
+        """Allocate "weights" or "kv_cache" again; nothing to do for what is awake."""
+        if what not in self.asleep:
+            return
+        with internals.heap_frozen():
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # what the trainer's allocator cached would not be there to map
+            self._llm.collective_rpc("wake_up", args=([what],))
+        del self._sizes[what]
+
+    def _bytes(self, what: str) -> int:
+        return sum(storage.nbytes() for storage in storages(self.resident(what)))
+
+    def resident(self, what: str) -> list[Tensor]:
+        """The tensors of "weights" (with their buffers and adapter slots) or "kv_cache" that hold memory now."""
+        if what in self.asleep:
+            return []
+        if what == KV_CACHE:
+            return internals.kv_caches(self._llm)
+        model = internals.model_of(self._llm)
+        slots = [t for m in model.modules() for t in internals.adapter_slots_of(m)]
+        return [*model.parameters(), *model.buffers(), *slots]

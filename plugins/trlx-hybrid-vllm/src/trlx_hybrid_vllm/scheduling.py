@@ -1,0 +1,250 @@
+"""A scheduler with a short way through steps in which every running request decodes one token.
+
+vLLM's scheduler decides anew, per request and step, about prefill chunks, drafts, encoder inputs, connectors, blocks.
+At 256 sequences that takes longer than the GPU needs for the step. In a rollout nearly every step is a plain decode:
+then a request needs a new block once per block, its stop conditions are a set and a length, and the rest is counting.
+Whatever is not plain goes to vLLM's own methods, and both leave the same state behind, so steps of both kinds mix.
+
+This file relies on vLLM 0.31's scheduler beyond its documented interface; tests/test_scheduling.py compares the two.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.core.sched.utils import check_stop, remove_all
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+from vllm.v1.request import RequestStatus
+
+from .decoding import Row, Step
+
+
+class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
+    """vLLM's asynchronous scheduler, quick where all decode.
+
+    Attributes:
+        holding: hand over the tokens of decode steps late: all of a request at once when it finishes, or when a step
+            is not plain. Such outputs carry the sampled tokens' log-probs and no ranks. Off where text is built, since
+            a stop string needs every token at once.
+        decode_steps: how many steps took the short way.
+    """
+
+    running: list[Any]
+    finished_req_ids: set[str]
+    reset_preempted_req_ids: set[str]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.holding = False
+        self.decode_steps = 0
+        self._simple = self._is_simple()
+        self._kv: Any = self.kv_cache_manager.coordinator.single_type_managers[0] if self._simple else None
+        self._budget = min(self.max_num_scheduled_tokens, self.scheduler_config.max_num_batched_tokens)
+        self._rows: dict[str, Row] = {}
+        self._running_rows: list[Row] = []
+        self._seen_running: list[Any] = []  # what `_running_rows` was made from
+        self._in_flight: deque[Step] = deque()
+        self._preemptions = 0
+        self._holds = False
+
+    def _is_simple(self) -> bool:
+        """Whether this engine has nothing whose bookkeeping the short way leaves out."""
+        managers = self.kv_cache_manager.coordinator.single_type_managers
+        parts = (self.connector, self.ec_connector, self.aux_output_connector, self.finished_req_ids_dict)
+        return (
+            all(part is None for part in (*parts, self.vllm_config.speculative_config))
+            and (self.num_spec_tokens, self.num_sampled_tokens_per_step) == (0, 1)
+            and not self.use_pp
+            and not self.log_stats
+            and not self.defer_block_free
+            and not self.enable_kv_cache_events
+            and not self.return_sampling_mask
+            and not self.is_encoder_decoder
+            and not self.needs_kv_cache_zeroing
+            and len(managers) == 1
+            and type(managers[0]) is FullAttentionManager
+            and 1 < managers[0].block_size == self.hash_block_size
+        )
+
+    # --- schedule ---------------------------------------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """The next step, as in vLLM."""
+        full = len(self.running) >= self.max_num_active_reqs  # then vLLM looks at no waiting request
+        if (
+            self._simple
+            and not throttle_prefills
+            and self._pause_state == PauseState.UNPAUSED
+            and (full or not (self.waiting or self.kv_holding_waiting))
+            and not self._inflight_prefills
+            and not self.num_waiting_for_streaming_input
+            and not self.reset_preempted_req_ids
+            and 0 < len(self.running) <= self._budget
+            and (step := self._decode_step()) is not None
+        ):
+            return step
+        return super().schedule(throttle_prefills)
+
+    def _decode_step(self) -> SchedulerOutput | None:
+        """One more token for every running request, or None, nothing changed, where that is not the whole step."""
+        if self.running != self._seen_running and not self._look_at_running():
+            return None
+        block, last, tables = self._kv.block_size, self.max_model_len - 1, self._kv.req_to_blocks
+        rows: list[Row] = []
+        ids: list[str] = []
+        computed_tokens: list[int] = []
+        output_tokens: list[int] = []
+        edges: list[int] = []  # where a block fills up or a new one begins
+        wanted = 0  # blocks
+        for row in self._running_rows:
+            request = row.request
+            tokens, ahead, computed = len(row.tokens), request.num_output_placeholders, request.num_computed_tokens
+            if tokens + ahead - computed != 1 or request.is_prefill_chunk:
+                return None
+            if computed >= last or (ahead and tokens + 1 >= row.length):
+                continue  # what is in flight finishes it
+            request_id = request.request_id
+            if not computed % block or not tokens % block:
+                edges.append(len(rows))
+                wanted += computed >= block * len(tables[request_id])
+            rows.append(row)
+            ids.append(request_id)
+            computed_tokens.append(computed)
+            output_tokens.append(computed + 1 - request.num_prompt_tokens)
+        if not rows or wanted > self.kv_cache_manager.block_pool.get_num_free_blocks():
+            return None
+        if not self.use_v2_model_runner and not self.prev_step_scheduled_req_ids.issuperset(ids):
+            return None  # the older runner wants all tokens of those that pause
+
+        new_blocks: list[tuple[list[int], ...] | None] = [None] * len(rows)
+        for index in edges:
+            row = rows[index]
+            end = computed_tokens[index] + 1
+            if blocks := self._kv.allocate_new_blocks(ids[index], end, end):
+                new_blocks[index] = ([block.block_id for block in blocks],)
+            self.kv_cache_manager.cache_blocks(row.request, len(row.tokens))
+        for row in rows:  # `next_decode_eligible_step` holds nobody back without pipeline parallelism
+            request = row.request
+            request.num_computed_tokens += 1
+            request.num_in_flight_tokens += 1
+            request.num_output_placeholders += 1
+        return self._sent(rows, CachedRequestData(ids, set(), [], {}, new_blocks, computed_tokens, output_tokens))
+
+    def _look_at_running(self) -> bool:
+        """Make the rows of what runs now; False where a request is not plain."""
+        known, self._rows = self._rows, {}
+        for request in self.running:
+            row = known.pop(request.request_id, None)
+            self._rows[request.request_id] = row if row is not None and row.request is request else Row(request)
+        self._running_rows = list(self._rows.values())
+        self._rows |= {key: row for key, row in known.items() if row.held and not row.request.is_finished()}
+        plain = all(row.plain for row in self._running_rows)
+        self._seen_running = list(self.running) if plain else []
+        return plain
+
+    def _sent(self, rows: list[Row], cached: CachedRequestData) -> SchedulerOutput:
+        """What the workers are told, and what a step changes besides its requests."""
+        self.current_step += 1
+        self.decode_steps += 1
+        ids: list[str] = cached.req_ids
+        if not self.use_v2_model_runner:
+            self.prev_step_scheduled_req_ids.clear()
+            self.prev_step_scheduled_req_ids.update(ids)
+        self.prefill_capacity_bound = len(self.waiting) + len(self.kv_holding_waiting) > len(self.deferred_waiting)
+        output = SchedulerOutput(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=dict.fromkeys(ids, 1),
+            total_num_scheduled_tokens=len(ids),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            num_common_prefix_blocks=self.kv_cache_manager.get_num_common_prefix_blocks(self.running[0].request_id),
+            preempted_req_ids=self.reset_preempted_req_ids,
+            finished_req_ids=self.finished_req_ids,
+            free_encoder_mm_hashes=self.encoder_cache_manager.get_freed_mm_hashes(),
+            ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
+        )
+        self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
+        self._in_flight.append(Step(output, ids, rows, self._preemptions))
+        return output
+
+    def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
+        self._preemptions += 1
+        super()._preempt_request(*args, **kwargs)
+
+    # --- update -----------------------------------------------------------------------------------------------------
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> dict[int, Any]:
+        """Take in a step's tokens, as in vLLM."""
+        step = next((step for step in self._in_flight if step.output is scheduler_output), None)
+        while step is not None and self._in_flight.popleft() is not step:  # a step that failed never comes back
+            pass
+        if (
+            step is not None
+            and step.preemptions == self._preemptions
+            and not self.grammar_compile_error_reqs
+            and not self.encoder_cache_mismatch_reqs
+            and (sampled := step.sampled(model_runner_output)) is not None
+        ):
+            outputs = self._decoded(step.rows, *sampled)
+            return {0: EngineCoreOutputs(outputs=outputs)} if outputs else {}
+        released = self._released()
+        by_client: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
+        if released:
+            mine = by_client.setdefault(0, EngineCoreOutputs())
+            mine.outputs = released + mine.outputs
+        return by_client
+
+    def _decoded(self, rows: list[Row], tokens: list[int], logprobs: Any) -> list[EngineCoreOutput]:
+        """Append the tokens, finish who stops, and return what is to be handed over now."""
+        outputs = [] if self.holding else self._released()
+        holding = self._holds = self.holding
+        values = logprobs.logprobs[:, 0].tolist() if holding and logprobs is not None else None
+        block, longest, running = self._kv.block_size, self.max_model_len, RequestStatus.RUNNING
+        cached = self._kv.num_cached_block
+        stopped: set[Any] = set()
+        for index, row in enumerate(rows):
+            request = row.request
+            if request.status is not running:
+                continue  # it stopped, or was aborted, while this step was on its way
+            token = tokens[index]
+            row.outputs.append(token)
+            row.tokens.append(token)
+            request.num_in_flight_tokens -= 1
+            request.num_output_placeholders -= 1
+            size = len(row.tokens)
+            if (edge := size % block) == 0:
+                request.update_block_hashes()
+            elif edge == 1 and cached.get(request.request_id, 0) < size // block:  # else it was at the last schedule
+                self.kv_cache_manager.cache_blocks(request, size - 1)
+            if holding:
+                row.held.append(token)
+                if values is not None:
+                    row.held_logprobs.append(values[index])
+            if token in row.stops or size >= row.length or size >= longest:
+                check_stop(request, longest)
+                output = row.release() if holding else row.output(token, index, logprobs)
+                output.finish_reason = request.get_finished_reason()
+                output.stop_reason = request.stop_reason
+                outputs.append(output)
+                stopped.add(request)
+                self._free_request(request)
+            elif not holding:
+                outputs.append(row.output(token, index, logprobs))
+        if stopped:
+            self.running = remove_all(self.running, stopped)
+        if not self.running:
+            self._rows, self._running_rows, self._seen_running = {}, [], []  # keep no request alive
+        return outputs
+
+    def _released(self) -> list[EngineCoreOutput]:
+        """What was held back, for requests that go on."""
+        if not self._holds:
+            return []
+        self._holds = False
+        return [row.release() for row in self._rows.values() if row.held and not row.request.is_finished()]

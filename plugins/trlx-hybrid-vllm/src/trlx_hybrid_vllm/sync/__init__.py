@@ -1,0 +1,1 @@
+"""The weight paths that reach into vLLM's memory."""

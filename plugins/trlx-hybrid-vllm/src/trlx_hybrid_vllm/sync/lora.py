@@ -1,0 +1,90 @@
+"""`lora`: the base stays in the engine, shared where it can be; only the adapter moves, never merged."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trlx_hybrid.errors import SyncError
+from trlx_hybrid.protocols import WeightSync
+from trlx_hybrid.types import LoadReport
+
+from ..adapters import AdapterSlots
+from .base import SharedWeights
+
+if TYPE_CHECKING:
+    from trlx_hybrid.session import Session
+
+
+class LoraSync(WeightSync):
+    """The adapter goes from the trainer's memory into vLLM's LoRA slots.
+
+    The base is frozen: it is shared or copied once. `keeps_weights` holds for both, since nothing would bring a
+    discarded base back.
+    """
+
+    name = "lora"
+    keeps_weights = True
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._base: SharedWeights | None = None
+        self._slots: AdapterSlots | None = None
+
+    def refuses(self) -> str | None:
+        """Why this path cannot serve this model and engine, or None."""
+        from ..engine import VLLMEngine
+
+        engine = self._session.live_engine
+        if not isinstance(engine, VLLMEngine):
+            return "it reaches into vLLM's memory, and another engine is in use"
+        if engine.adapters_refused is not None:
+            return engine.adapters_refused
+        policy = self._session.policy
+        self._base = SharedWeights(engine, policy, alias=True)
+        if self._base.refuses() is not None:
+            self._base = SharedWeights(engine, policy, alias=False)
+            reason = self._base.refuses()
+            if reason is not None:
+                return reason
+        try:
+            self._slots = AdapterSlots(engine.llm, policy)
+        except SyncError as error:
+            return str(error)
+        return None
+
+    def sync(self) -> LoadReport:
+        """Write the adapter into its slots; the first time the base as well."""
+        from ..engine import VLLMEngine
+
+        engine = self._session.live_engine
+        assert isinstance(engine, VLLMEngine)
+        assert self._base is not None
+        assert self._slots is not None
+        tensors, moved = self._base.refresh()
+        moved += self._slots.write()
+        engine.adapter = self._slots.request(self._session.freshness.version)
+        return LoadReport(tensors=tensors + self._slots.tensors, bytes=moved)
+
+    def check(self, full: bool) -> int:
+        """Prove it: the base as in `SharedWeights.check`, the slots bit for bit when `full`.
+
+        Raises:
+            SyncError: names what differs.
+        """
+        assert self._base is not None
+        assert self._slots is not None
+        checked = self._base.check(full)
+        if not full:
+            return checked
+        differing = self._slots.differing()
+        if differing:
+            raise SyncError(
+                f"After the weight sync vLLM's LoRA slots hold other bits than the adapter in "
+                f"{', '.join(differing[:5])}. Report it with `trlx-hybrid env`; weights='gather' may serve meanwhile."
+            )
+        return checked + self._slots.tensors
+
+    def release(self) -> None:
+        """The engine is closed: the policy takes its base weights with it."""
+        if self._base is not None:
+            self._base.release()

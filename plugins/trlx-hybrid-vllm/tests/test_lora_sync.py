@@ -1,0 +1,114 @@
+"""PEFT adapters through a whole training run: unmerged, from memory, exact at every step."""
+
+import pytest
+import torch
+import trlx_hybrid
+from peft import LoraConfig
+from transformers import TrainerCallback
+from trlx_hybrid import hookimpl
+from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid.types import Request, Sampling
+
+ADAPTER = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
+PROMPTS = [[5, 6, 7, 40], list(range(10, 43)), [90]]
+
+
+def gap(session):
+    """Largest difference between engine and unmerged HF log-probs of sampled tokens, in nats."""
+    sampling = Sampling(max_tokens=8, logprobs=0, extra={"ignore_eos": True})
+    with session.rollout_phase(True):
+        requests = [Request(prompt_ids=p, seed=i) for i, p in enumerate(PROMPTS)]
+        completions = session.live_engine.generate(requests, sampling)
+    return max(
+        float((torch.tensor([p[0] for p in c.logprobs]) - session.policy.log_probs(prompt, c.token_ids)).abs().max())
+        for prompt, c in zip(PROMPTS, completions, strict=True)
+    )
+
+
+class Syncs:
+    """The bytes of every sync."""
+
+    def __init__(self):
+        self.bytes = []
+
+    @hookimpl
+    def trlx_sync_end(self, report):
+        self.bytes.append(report.bytes)
+
+
+class EveryStep(TrainerCallback):
+    """Measures after every optimizer step, and whether a sync changes the trainer's adapter."""
+
+    def __init__(self):
+        self.gaps = []
+
+    def on_step_end(self, *args, **kwargs):
+        model = self.session.policy.module
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        self.gaps.append(gap(self.session))
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("sleep", [False, True], ids=["awake", "sleep"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+def test_the_engine_follows_the_unmerged_adapter_at_every_step(run, architecture, sleep):
+    callback = EveryStep()
+    finished = run(
+        trlx_hybrid.GRPOTrainer,
+        model=tiny_model(architecture, tied=True),
+        peft_config=LoraConfig(**ADAPTER),
+        callbacks=[callback],
+        use_vllm=True,
+        vllm_enable_sleep_mode=sleep,
+        max_steps=4,
+        train=False,
+    )
+    session = callback.session = finished.trainer.session
+    start = finished.weights()
+    finished.trainer.train()
+    assert session.weights.name == "lora"
+    assert len(callback.gaps) == 4
+    assert max(callback.gaps) < 1e-5
+    assert any(not torch.equal(p, start[name]) for name, p in finished.weights().items())
+
+
+def test_only_the_adapter_moves_and_the_base_is_one_memory(run):
+    syncs = Syncs()
+    finished = run(trlx_hybrid.GRPOTrainer, peft_config=LoraConfig(**ADAPTER), use_vllm=True, plugins=[syncs])
+    model, session = finished.trainer.model, finished.trainer.session
+    adapter = sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    assert syncs.bytes[1:] == [adapter, adapter]
+    blocks = [range(t.data_ptr(), t.data_ptr() + t.nbytes) for t in session.live_engine.resident("weights")]
+    for p in model.parameters():
+        assert any(p.data_ptr() in block for block in blocks) != p.requires_grad
+
+
+def test_a_base_in_another_dtype_is_copied_once(run):
+    syncs = Syncs()
+    finished = run(
+        trlx_hybrid.GRPOTrainer,
+        peft_config=LoraConfig(**ADAPTER),
+        use_vllm=True,
+        plugins=[syncs],
+        hybrid={"engine_options": {"dtype": "bfloat16"}},
+    )
+    adapter = sum(p.nbytes for p in finished.trainer.model.parameters() if p.requires_grad)
+    assert finished.trainer.session.weights.name == "lora"
+    assert syncs.bytes[0] > 10 * adapter
+    assert syncs.bytes[1:] == [adapter, adapter]
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "all"}, "bias"),
+    ],
+)
+def test_what_the_slots_cannot_hold_is_merged_and_the_header_says_why(run, capfd, config, reason):
+    finished = run(trlx_hybrid.GRPOTrainer, peft_config=LoraConfig(**ADAPTER, **config), use_vllm=True, max_steps=1)
+    header = capfd.readouterr().err
+    assert "weights=gather (auto; not alias: " in header
+    assert reason in header.partition("not lora: ")[2].partition(";")[0]
+    assert gap(finished.trainer.session) < 1e-5

@@ -1,0 +1,256 @@
+"""The quick scheduler against vLLM's own: the same tokens, log-probs to the bit, and the same state left behind."""
+
+from contextlib import contextmanager
+
+import pytest
+from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid_vllm import internals
+from trlx_hybrid_vllm.collecting import collect
+
+OURS = "trlx_hybrid_vllm.scheduling.DecodeScheduler"
+BOTH = (None, OURS)
+BLOCK_BYTES = 2 * 2 * 2 * 32 * 32 * 4  # keys and values, layers, heads, head size, tokens of a block, float32
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    model = tiny_model()
+    model.config.architectures = ["Qwen3ForCausalLM"]
+    model.save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def engine(checkpoint, monkeypatch):
+    """Builds an engine with the scheduler of this name; asynchronous, which vLLM refuses on a CPU but can do."""
+
+    @contextmanager
+    def build(scheduler, *, ahead=True, blocks=64, places=8):
+        from vllm import LLM
+        from vllm.platforms.cpu import CpuPlatform
+
+        stock = CpuPlatform.check_and_update_config.__func__
+
+        def check_and_update_config(cls, config):
+            stock(cls, config)
+            config.scheduler_config.async_scheduling = ahead
+
+        with monkeypatch.context() as patch, internals.launcher_environment(0, 0, 1), internals.running():
+            patch.setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))
+            llm = LLM(
+                model=checkpoint,
+                scheduler_cls=scheduler,
+                dtype="float32",
+                enforce_eager=True,
+                kv_cache_memory_bytes=blocks * BLOCK_BYTES,
+                block_size=32,
+                max_num_seqs=places,
+                max_model_len=128,
+                distributed_executor_backend="external_launcher",
+                worker_cls="trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker",
+                logprobs_mode="processed_logprobs",
+            )
+            try:
+                yield llm
+            finally:
+                internals.shut_down(llm, made_default_group=True)
+
+    return build
+
+
+def core_of(llm):
+    return llm.llm_engine.engine_core.engine_core
+
+
+def left_behind(llm):
+    """What the next run finds: cached blocks by hash, and how many are free."""
+    scheduler = core_of(llm).scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    assert not scheduler.requests
+    assert not scheduler.running
+    assert pool.get_num_free_blocks() == pool.num_gpu_blocks - 1
+    return set(pool.cached_block_hash_to_block._cache)
+
+
+def assert_mostly_quick(llm, share=0.8):
+    scheduler = core_of(llm).scheduler
+    if hasattr(scheduler, "decode_steps"):
+        assert scheduler.decode_steps > share * scheduler.current_step
+
+
+def prompts_of(count, length=6):
+    return [{"prompt_token_ids": [5 + (i * 7 + j) % 80 for j in range(length + i)]} for i in range(count)]
+
+
+def params_of(count, **given):
+    from vllm import SamplingParams
+
+    given = {"logprobs": 0, "detokenize": False} | given
+    return [SamplingParams(seed=i, **{"max_tokens": 9 + 7 * (i % 12), **given}) for i in range(count)]
+
+
+def told(outputs):
+    """All that a caller of `LLM.generate` sees."""
+    return [
+        (
+            list(output.outputs[0].token_ids),
+            output.outputs[0].text,
+            [{t: (lp.logprob, lp.rank) for t, lp in position.items()} for position in output.outputs[0].logprobs or []],
+            output.outputs[0].finish_reason,
+            output.outputs[0].stop_reason,
+            output.num_cached_tokens,
+        )
+        for output in outputs
+    ]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_a_rollout_is_the_same(engine, ahead):
+    """More requests than places, every way to end, and a context that runs out."""
+    prompts = prompts_of(20)
+    params = params_of(20)
+    for i in range(3, 20, 4):
+        params[i].stop_token_ids = list(range(3, 40, i))
+    params[5].ignore_eos, params[6].min_tokens, params[7].max_tokens, params[8].max_tokens = True, 12, 1, 500
+    params[8].ignore_eos = True
+    params[9].logprobs = None
+    seen = []
+    for scheduler in BOTH:
+        with engine(scheduler, ahead=ahead) as llm:
+            assert core_of(llm).batch_queue_size == 1 + ahead
+            collected = collect(llm, prompts, [p.clone() for p in params])
+            assert_mostly_quick(llm)
+            cached = left_behind(llm)
+            seen.append((collected, told(llm.generate(prompts, params, use_tqdm=False)), cached))
+            left_behind(llm)
+    assert seen[0] == seen[1]
+    collected = seen[0][0]
+    assert {c.finish_reason for c in collected} == {"stop", "length"}
+    assert len(prompts[8]["prompt_token_ids"]) + len(collected[8].token_ids) == 128
+    assert collected[9].logprobs is None
+
+
+def test_a_cache_too_small_preempts_the_same(engine):
+    seen = []
+    for scheduler in BOTH:
+        with engine(scheduler, blocks=14) as llm:
+            outputs = collect(llm, prompts_of(12), params_of(12, ignore_eos=True))
+            if scheduler:
+                assert core_of(llm).scheduler._preemptions > 0
+                assert core_of(llm).scheduler.decode_steps > 20
+            seen.append((outputs, left_behind(llm)))
+    assert seen[0] == seen[1]
+
+
+def test_a_second_turn_finds_as_much_in_the_prefix_cache(engine):
+    seen = []
+    for scheduler in BOTH:
+        with engine(scheduler, places=16) as llm:
+            # Lengths so that completions end at, just before and just after a block's end.
+            params = params_of(12, ignore_eos=True)
+            for i, p in enumerate(params):
+                p.max_tokens = 55 - i + i % 5
+            first = collect(llm, prompts_of(12), params)
+            turns = [
+                {"prompt_token_ids": [*prompt["prompt_token_ids"], *completion.token_ids, 9]}
+                for prompt, completion in zip(prompts_of(12), first, strict=True)
+            ]
+            second = told(llm.generate(turns, params_of(12), use_tqdm=False))
+            assert_mostly_quick(llm)
+            seen.append((first, second, left_behind(llm)))
+    assert seen[0] == seen[1]
+    assert {turn[-1] for turn in seen[0][1]} == {32, 64}
+
+
+def test_requests_come_and_go_in_mid_run(engine):
+    """Step by step the same, through slow and quick steps in turn."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    def params(i):
+        return SamplingParams(
+            seed=i, max_tokens=20 + i % 9, logprobs=0, detokenize=False, output_kind=RequestOutputKind.DELTA
+        )
+
+    seen = []
+    for scheduler in BOTH:
+        steps = []
+        with engine(scheduler) as llm:
+            prompts = prompts_of(12)
+            names = {i: llm.llm_engine.add_request(str(i), prompts[i], params(i)) for i in range(5)}
+            while llm.llm_engine.has_unfinished_requests():
+                steps.append([(o.request_id, *told([o])[0]) for o in llm.llm_engine.step()])
+                if len(steps) in (6, 7, 12, 13, 14, 25):
+                    new = len(names)
+                    names[new] = llm.llm_engine.add_request(str(new), prompts[new], params(new))
+                if len(steps) == 10:
+                    llm.llm_engine.abort_request([names[1]], internal=True)
+                if len(steps) == 17:
+                    llm.llm_engine.abort_request(["0", "3"])
+            assert_mostly_quick(llm, share=0.5)
+            seen.append((steps, left_behind(llm)))
+    assert seen[0] == seen[1]
+
+
+def test_stop_strings_ranked_logprobs_and_what_is_not_plain(engine):
+    """Through `LLM.generate`: text stops a request behind the scheduler's back; others ask for more than counting."""
+    from vllm.sampling_params import RepetitionDetectionParams
+
+    seen = []
+    for scheduler in BOTH:
+        with engine(scheduler) as llm:
+            text = params_of(10, detokenize=True, stop=["a", "Q5", "z"])
+            ranked = params_of(10, logprobs=3)
+            odd = params_of(10, prompt_logprobs=2)
+            odd[4].repetition_detection = RepetitionDetectionParams(max_pattern_size=3, min_count=2)
+            seen.append([told(llm.generate(prompts_of(10), p, use_tqdm=False)) for p in (text, ranked, odd)])
+            left_behind(llm)
+    assert seen[0] == seen[1]
+    assert {output[4] for output in seen[0][0]} & {"a", "Q5", "z"}
+
+
+@pytest.mark.parametrize("scheduler", BOTH)
+@pytest.mark.parametrize("broken", [1, 9, 10])
+def test_a_failed_step_leaves_a_usable_engine(engine, monkeypatch, scheduler, broken):
+    with engine(scheduler) as llm:
+        expected = collect(llm, prompts_of(6), params_of(6))
+        executor, calls = core_of(llm).model_executor, []
+        stock = executor.execute_model
+
+        def execute_model(*args, **kwargs):
+            calls.append(1)
+            if len(calls) == broken:
+                raise RuntimeError("a lost device")
+            return stock(*args, **kwargs)
+
+        llm.reset_prefix_cache()
+        monkeypatch.setattr(executor, "execute_model", execute_model)
+        with pytest.raises(RuntimeError, match="a lost device"):
+            collect(llm, prompts_of(6), params_of(6))
+        assert not llm.llm_engine.has_unfinished_requests()
+        llm.reset_prefix_cache()
+        assert collect(llm, prompts_of(6), params_of(6)) == expected
+        left_behind(llm)
+
+
+def test_collecting_holds_and_then_lets_go(engine):
+    """Tokens are handed over late only while the collector asks for it."""
+    with engine(OURS) as llm:
+        scheduler, handed = core_of(llm).scheduler, []
+        stock = scheduler.update_from_output
+
+        def update_from_output(*args):
+            outputs = stock(*args)
+            handed.extend(len(o.new_token_ids) for core in outputs.values() for o in core.outputs)
+            return outputs
+
+        scheduler.update_from_output = update_from_output
+        completions = collect(llm, prompts_of(4), params_of(4, ignore_eos=True, max_tokens=30))
+        assert [len(c.token_ids) for c in completions] == [30] * 4
+        assert sorted(handed) == [1] * 4 + [29] * 4
+        assert not scheduler.holding
+        handed.clear()
+        llm.generate(prompts_of(4), params_of(4, ignore_eos=True, max_tokens=30), use_tqdm=False)
+        assert set(handed) == {1}

@@ -1,0 +1,215 @@
+"""One set of weights, two owners: views of vLLM's memory, and copies into them."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import trlx_hybrid
+from accelerate import Accelerator
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from trlx_hybrid.errors import ComponentError, SyncError
+from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid.types import Request, Sampling
+from trlx_hybrid_vllm.loading import Slice
+from trlx_hybrid_vllm.parameters import Piece, joined
+
+SHAPES = [(a, tied) for a in ("qwen2", "qwen3", "llama") for tied in (False, True)] + [("gemma2", True)]
+"""Gemma ties its embeddings always."""
+
+
+def gap(session):
+    """Largest difference between engine and policy log-probs of sampled tokens, in nats."""
+    sampling = Sampling(max_tokens=8, logprobs=0, extra={"ignore_eos": True})
+    prompts = [[5, 6, 7, 40], list(range(10, 43)), [90]]
+    with session.rollout_phase(True):
+        requests = [Request(prompt_ids=p, seed=i) for i, p in enumerate(prompts)]
+        completions = session.live_engine.generate(requests, sampling)
+    pairs = zip(prompts, completions, strict=True)
+    return max(
+        float((torch.tensor([p[0] for p in c.logprobs]) - session.policy.log_probs(prompt, c.token_ids)).abs().max())
+        for prompt, c in pairs
+    )
+
+
+def perturb(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn_like(p) * 0.05)
+
+
+# --- both oracles, every path ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("architecture", "tied"), SHAPES, ids=[f"{a}-{'tied' if t else 'untied'}" for a, t in SHAPES])
+@pytest.mark.parametrize("path", ["alias", "copy", "gather"])
+def test_a_path_passes_both_oracles_after_a_perturbation(run, path, architecture, tied):
+    model = tiny_model(architecture, tied=tied)
+    model.set_attn_implementation("eager")  # sdpa leaves out Gemma 2's soft-capping of attention, vLLM does not
+    finished = run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True, hybrid={"weights": path}, train=False)
+    session = finished.trainer.session
+    assert gap(session) < 1e-5
+    perturb(finished.trainer.model)
+    session.weights_changed()
+    assert gap(session) < 1e-5
+    assert session.weights.name == path
+    assert session.live_engine.differing(session.policy.full_weights()) == []
+
+
+def test_over_twenty_steps_alias_copy_and_gather_sample_and_score_alike_with_and_without_sleep(run):
+    def sampled(path, sleep):
+        finished = run(
+            trlx_hybrid.GRPOTrainer,
+            use_vllm=True,
+            vllm_enable_sleep_mode=sleep,
+            hybrid={"weights": path},
+            max_steps=20,
+        )
+        finished.close()
+        rewards = [log["reward"] for log in finished.trainer.state.log_history if "reward" in log]
+        assert len(rewards) == 20
+        return finished.recorder.completions, rewards
+
+    first = sampled("alias", False)
+    others = [(p, s) for p in ("alias", "copy", "gather") for s in (False, True)][1:]
+    for path, sleep in others:
+        assert sampled(path, sleep) == first, (path, sleep)
+
+
+# --- alias -------------------------------------------------------------------------------------------------------
+
+
+def test_an_alias_moves_nothing_and_halves_the_weights(run):
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, max_steps=2)
+    session = finished.trainer.session
+    engine = session.live_engine
+    owned = {p.untyped_storage().data_ptr() for p in engine.resident("weights")}
+    memory = [range(t.data_ptr(), t.data_ptr() + t.nbytes) for t in engine.resident("weights")]
+    assert session.weights.name == "alias"
+    for p in finished.trainer.model.parameters():
+        assert any(p.data_ptr() in block for block in memory)
+    logs = [log for log in finished.trainer.state.log_history if "hybrid/sync_bytes" in log]
+    assert [log["hybrid/sync_bytes"] for log in logs][1:] == [0]
+    assert len(owned) > 1
+
+
+def test_a_parameter_that_somebody_rebound_is_taken_back(run):
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, max_steps=1)
+    session, model = finished.trainer.session, finished.trainer.model
+    moved = model.model.layers[0].self_attn.q_proj.weight
+    moved.data = moved.data.clone() * 1.5
+    session.weights_changed()
+    assert gap(session) < 1e-5
+    assert session.metrics["hybrid/sync_bytes"] == moved.nbytes
+    with torch.no_grad():
+        moved.mul_(0.5)
+    session.weights_changed()
+    assert gap(session) < 1e-5
+    assert session.metrics["hybrid/sync_bytes"] == 0
+
+
+def test_a_mixed_dtype_model_takes_both_alias_and_copy(run):
+    model = tiny_model()
+    model.model.norm.weight.data = model.model.norm.weight.data.bfloat16()
+    finished = run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True, train=False)
+    session = finished.trainer.session
+    assert gap(session) < 1e-5
+    assert session.weights.name == "alias"
+    perturb(model)
+    session.weights_changed()
+    assert gap(session) < 1e-5
+    assert session.metrics["hybrid/sync_bytes"] == model.model.norm.weight.nbytes
+
+
+def test_auto_says_why_a_cheaper_path_was_refused(run, capfd):
+    finished = run(
+        trlx_hybrid.GRPOTrainer, use_vllm=True, hybrid={"engine_options": {"dtype": "bfloat16"}}, max_steps=1
+    )
+    header = capfd.readouterr().err
+    assert "weights=copy (auto; not alias: the policy is in float32, the engine computes in bfloat16" in header
+    assert finished.trainer.session.weights.name == "copy"
+
+
+def test_a_chosen_path_that_cannot_serve_is_refused_with_its_reason(run):
+    with pytest.raises(ComponentError, match=r"weights='alias' cannot serve this run: the policy is in float32"):
+        run(
+            trlx_hybrid.GRPOTrainer,
+            use_vllm=True,
+            hybrid={"weights": "alias", "engine_options": {"dtype": "bfloat16"}},
+        )
+
+
+def test_bits_that_differ_are_named(run):
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, hybrid={"weights": "copy"}, max_steps=1)
+    session = finished.trainer.session
+    with session.rollout_phase(True):
+        engine = session.live_engine
+        view = engine.places(session.policy).view("model.layers.1.mlp.down_proj.weight")
+        view[0, 0] += 1
+        with pytest.raises(SyncError, match=r"other bits than the policy in model\.layers\.1\.mlp\.down_proj\.weight"):
+            session.weights.check(full=True)
+
+
+def test_everything_is_saved_under_alias(run, tmp_path):
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, max_steps=1)
+    model = finished.trainer.model
+    names = {name for name, _ in model.named_parameters()}
+    Accelerator(cpu=True).save_model(model, tmp_path / "accelerate")
+    finished.trainer.save_model(tmp_path / "trainer")
+    for folder in ("accelerate", "trainer"):
+        with safe_open(tmp_path / folder / "model.safetensors", "pt") as saved:
+            assert set(saved.keys()) == names
+            assert all(torch.equal(saved.get_tensor(n), p) for n, p in model.named_parameters())
+
+
+def test_after_the_session_the_policy_owns_its_weights(run):
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, max_steps=1)
+    before = finished.weights()
+    finished.close()
+    model = finished.trainer.model
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert all(p.untyped_storage().resizable() for p in model.parameters())
+
+
+# --- regions -----------------------------------------------------------------------------------------------------
+
+
+@st.composite
+def fused(draw):
+    """A parameter of `rows` x `columns` that lies, row by row or in blocks of rows, inside a wider matrix."""
+    rows, columns = draw(st.integers(1, 6)), draw(st.integers(1, 5))
+    offset, width = draw(st.integers(0, 50)), columns + draw(st.integers(0, 3))
+    cuts = sorted(draw(st.sets(st.integers(1, rows - 1), max_size=3)) if rows > 1 else [])
+    bounds = [0, *cuts, rows]
+    pieces = [
+        Piece((b - a, columns), a * columns, (columns, 1), offset + a * width, (width, 1))
+        for a, b in itertools.pairwise(bounds)
+    ]
+    return (rows, columns), draw(st.permutations(pieces)), Slice((rows, columns), (width, 1), offset)
+
+
+@given(fused())
+def test_pieces_of_one_region_are_joined_into_it(case):
+    shape, pieces, region = case
+    found = joined(shape, pieces)
+    whole = torch.arange(1000)
+    assert torch.equal(found.of(whole), region.of(whole))
+
+
+@given(fused(), st.integers(1, 7))
+def test_a_piece_that_lies_elsewhere_or_is_missing_leaves_no_region(case, shift):
+    shape, pieces, _ = case
+    assert joined(shape, pieces[1:]) is None
+    first = pieces[0]
+    moved = Piece(first.shape, first.source_offset, first.source_stride, first.offset + shift, first.stride)
+    found = joined(shape, [moved, *pieces[1:]])
+    whole = torch.arange(1000)
+    if found is not None:  # then it must be right, element for element
+        expected = torch.empty(math.prod(shape), dtype=whole.dtype)
+        for p in [moved, *pieces[1:]]:
+            source = expected.as_strided(p.shape, p.source_stride, p.source_offset)
+            source.copy_(whole.as_strided(p.shape, p.stride, p.offset))
+        assert torch.equal(found.of(whole), expected.view(shape))

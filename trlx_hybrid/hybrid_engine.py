@@ -1,0 +1,200 @@
+"""The engine for loops of your own: no trainer, a model, an optimizer, and memory that changes hands.
+
+    engine = HybridEngine(model, tokenizer, optimizer, max_tokens=128, engine_options={"enable_sleep_mode": True})
+    for prompts in batches:
+        with engine.rollout_context():
+            completions = engine.generate(prompts, num_generations=8)
+        with engine.train_context():
+            loss(model, completions).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+Runs in one process, under `torchrun` and under `accelerate launch`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace, TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .config import HybridConfig
+from .errors import ConfigError, StaleWeightsError
+from .hookspecs import hookimpl
+from .host import Host, check_ranks_agree
+from .policy import Policy
+from .ranks import Ranks
+from .selection import TrainerArguments, select
+from .session import Session
+from .types import Completion, Phase, Sampling, SyncPlan, SyncReport
+
+if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
+    from torch import Tensor, nn
+
+Start = TypeVar("Start", bound=Callable[[SyncPlan], None])
+End = TypeVar("End", bound=Callable[[SyncReport], None])
+
+
+class HybridEngine:
+    """Samples from a live model and gives its memory back for training. A context manager; `close` ends it.
+
+    Args:
+        model: what is trained: a transformers or PEFT model, wrapped by accelerate or DDP or not.
+        tokenizer: its tokenizer or processor.
+        optimizer: its optimizer, whose state then makes room for the KV cache during rollouts; may be left out.
+        config: components and their options; the `vllm` engine where nothing is said.
+        engine_options: options of the engine, for short.
+        sampling: how to sample; `max_tokens` alone is enough for most.
+        accelerator: the one of your loop; made here otherwise.
+        mixed_precision: "bf16" or "fp16" where the loop trains an fp32 model under autocast: the engine then computes
+            in that. Read from the accelerator by default.
+        seed: of all sampling.
+        plugins: objects with hook implementations, beside the installed ones.
+
+    Attributes:
+        session: the live objects, shared with every hook.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        optimizer: torch.optim.Optimizer | None = None,
+        *,
+        config: HybridConfig | None = None,
+        engine_options: dict[str, Any] | None = None,
+        sampling: Sampling | None = None,
+        max_tokens: int | None = None,
+        accelerator: Accelerator | None = None,
+        mixed_precision: str | None = None,
+        seed: int = 0,
+        plugins: Sequence[object] = (),
+    ) -> None:
+        from accelerate import Accelerator
+
+        if (sampling is None) == (max_tokens is None):
+            raise ConfigError("HybridEngine takes either sampling=Sampling(...) or max_tokens=, exactly one of them.")
+        if config is not None and engine_options is not None:
+            raise ConfigError("HybridEngine takes engine_options= only without config=; put them into the config.")
+        config = config or HybridConfig(engine="vllm", engine_options=engine_options)
+        host = Host.load(config.disable_plugins or ())
+        self._listeners = _Listeners()
+        for index, plugin in enumerate([self._listeners, *plugins]):
+            host.register(plugin, f"{type(plugin).__name__}-{index}")
+        selection = select(config, TrainerArguments(engine_options={}), host.registry)
+        if selection.stock:
+            raise ConfigError("HybridEngine needs an engine other than 'transformers': HybridConfig(engine='vllm').")
+        accelerator = accelerator or Accelerator(cpu=next(model.parameters()).device.type == "cpu")
+        if accelerator.distributed_type.value == "DEEPSPEED":
+            raise ConfigError(
+                "HybridEngine does not read DeepSpeed's parameters. Train with GRPOTrainer, or use FSDP2."
+            )
+        ranks = Ranks(accelerator)
+        check_ranks_agree(ranks.gather(host.plugins))
+        precision = mixed_precision or accelerator.mixed_precision
+        fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+        self._steps = 0
+        self.session = Session(
+            host,
+            config,
+            selection,
+            args=SimpleNamespace(seed=seed, bf16=precision == "bf16", fp16=precision == "fp16"),
+            sampling=sampling or Sampling(max_tokens=max_tokens or 0, logprobs=0),
+            policy=Policy(
+                lambda: model, tokenizer, next(model.parameters()).device, fsdp_version=fsdp and fsdp.fsdp_version
+            ),
+            ranks=ranks,
+            step=lambda: self._steps,
+            optimizer=lambda: getattr(optimizer, "optimizer", optimizer),
+        )
+
+    @contextmanager
+    def rollout_context(self, training: bool = True) -> Iterator[None]:
+        """Memory goes to the engine, with the model's current weights in it; collective.
+
+        Args:
+            training: False for evaluation, which shares no random draws with training.
+        """
+        with self.session.rollout_phase(training):
+            yield
+
+    def generate(self, prompts: Sequence[list[int]], num_generations: int = 1) -> list[Completion]:
+        """`num_generations` completions per prompt, those of one prompt next to each other; inside `rollout_context`.
+
+        Args:
+            prompts: token ids.
+
+        Raises:
+            StaleWeightsError: outside of a rollout, or the weights changed within it.
+            EngineError: a prompt is longer than the context.
+        """
+        repeated = [prompt for prompt in prompts for _ in range(num_generations)]
+        return self.session.generate(repeated, num_generations=num_generations)
+
+    @contextmanager
+    def train_context(self) -> Iterator[None]:
+        """The memory is the trainer's; what happened to the weights inside reaches the engine at the next rollout."""
+        if self.session.phase is not Phase.TRAIN:
+            raise StaleWeightsError("train_context() inside rollout_context(): leave the rollout before training.")
+        try:
+            yield
+        finally:
+            self._steps += 1
+            self.session.weights_changed()
+
+    def on_reshard_start(self, function: Start) -> Start:
+        """Decorator: call `function(plan)` before weights are brought into the engine."""
+        self._listeners.start.append(function)
+        return function
+
+    def on_reshard_end(self, function: End) -> End:
+        """Decorator: call `function(report)` when the engine holds the model's weights."""
+        self._listeners.end.append(function)
+        return function
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model's own state dict, every tensor in memory of its own: safe to keep while training goes on."""
+        return {name: t.detach().clone() for name, t in self.session.policy.module.state_dict().items()}
+
+    def save_state(self, folder: str | Path) -> None:
+        """Write, on rank 0, what a resume needs beside model and optimizer, which `accelerator.save_state` writes."""
+        if self.session.ranks.rank == 0:
+            self.session.save_state(Path(folder))
+
+    def load_state(self, folder: str | Path) -> None:
+        """Take up what `save_state` wrote, after the model was loaded. On every rank."""
+        self.session.load_state(Path(folder), self._steps)
+
+    def close(self) -> None:
+        """Free the engine; the model keeps its weights. Safe to call twice."""
+        self.session.close()
+
+    def __enter__(self) -> HybridEngine:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _Listeners:
+    """The functions a loop registered, as a plugin."""
+
+    def __init__(self) -> None:
+        self.start: list[Callable[[SyncPlan], None]] = []
+        self.end: list[Callable[[SyncReport], None]] = []
+
+    @hookimpl
+    def trlx_sync_start(self, plan: SyncPlan) -> None:
+        for function in self.start:
+            function(plan)
+
+    @hookimpl
+    def trlx_sync_end(self, report: SyncReport) -> None:
+        for function in self.end:
+            function(report)

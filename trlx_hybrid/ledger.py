@@ -1,0 +1,156 @@
+"""Who holds how many bytes: measured, and set beside what was predicted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from .owners import plain_tensors, storages
+from .prediction import GIB, OWNERS, REMEDIES, ParameterSize, Prediction
+from .types import Phase
+
+if TYPE_CHECKING:
+    from .arena import Arena
+
+Interval = tuple[int, int]
+
+
+class Ledger:
+    """Bytes per owner on one device.
+
+    Args:
+        owners: by name, in order of precedence, what yields an owner's tensors now. Names are those of `OWNERS`. An
+            owner whose memory is unmapped, as vLLM's while it sleeps, must yield nothing: its addresses still count.
+        device: the run's device; tensors elsewhere are not counted.
+        allocated: bytes in use on it (`torch.cuda.memory_allocated`); None: no "other" is measured.
+        arena: the host arena, reported apart.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[str, Callable[[], Iterable[Tensor]]],
+        device: torch.device | str,
+        allocated: Callable[[], int] | None = None,
+        arena: Arena | None = None,
+    ) -> None:
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
+        self._owners, self._allocated, self._arena = dict(owners), allocated, arena
+
+    @property
+    def arena_bytes(self) -> int:
+        """Host memory of the arena."""
+        return self._arena.bytes if self._arena is not None else 0
+
+    def measure(self) -> dict[str, int]:
+        """Bytes per owner now. Each byte counts once, for the first owner that refers to it, whichever storages and
+        tensors lie over it; "other" is what is allocated besides. Waits for nothing."""
+        held = disjoint_bytes({owner: self._intervals(tensors()) for owner, tensors in self._owners.items()})
+        if self._allocated is not None:
+            held["other"] = max(0, self._allocated() - sum(held.values()))
+        return held
+
+    def metrics(self, phase: Phase) -> dict[str, float]:
+        """The same in GiB, named `hybrid/memory/<phase>/<owner>_gib` for the logs."""
+        held = self.measure() | ({"host arena": self.arena_bytes} if self._arena is not None else {})
+        names = {owner: owner.lower().replace(" ", "_") for owner in held}
+        return {f"hybrid/memory/{phase.value}/{names[owner]}_gib": n / GIB for owner, n in held.items()}
+
+    def report(self, phase: Phase, capacity: int | None = None, prediction: Prediction | None = None) -> str:
+        """Who held what, largest first, and what to change: for the message after an out-of-memory error.
+
+        Args:
+            phase: when it happened.
+            capacity: bytes of the device.
+            prediction: what had been expected, to set beside it.
+        """
+        held = self.measure()
+        expected = prediction.phases[phase.value] if prediction is not None else {}
+        ranked = sorted((owner for owner in held if held[owner]), key=lambda owner: -held[owner])
+        of = f" of {_gib(capacity)}" if capacity is not None else ""
+        lines = [f"Memory held on {self.device} in phase {phase.name}: {_gib(sum(held.values()))}{of} GiB."]
+        for owner in ranked:
+            predicted = f" (predicted {_gib(expected[owner])})" if owner in expected else ""
+            lines.append(f"  {owner:<15}{_gib(held[owner]):>8} GiB{predicted}")
+        if self._arena is not None:
+            lines.append(f"  {'host arena':<15}{_gib(self.arena_bytes):>8} GiB, on the host")
+        if ranked and ranked[0] in REMEDIES:
+            lines.append(f"The largest is {ranked[0]}: {REMEDIES[ranked[0]]}.")
+        return "\n".join(lines)
+
+    def _intervals(self, tensors: Iterable[Tensor]) -> list[Interval]:
+        found = [s for s in storages(tensors) if s.device == self.device and s.nbytes()]
+        return [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in found]
+
+
+def disjoint_bytes(owners: Mapping[str, Iterable[Interval]]) -> dict[str, int]:
+    """Bytes per owner of address intervals (end exclusive) that may overlap: the first owner has what it shares."""
+    held: dict[str, int] = {}
+    covered: list[Interval] = []
+    before = 0
+    for owner, intervals in owners.items():
+        covered = union([*covered, *intervals])
+        total = sum(stop - start for start, stop in covered)
+        held[owner] = total - before
+        before = total
+    return held
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same addresses as sorted intervals that neither overlap nor touch."""
+    joined: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        elif stop > start:
+            joined.append((start, stop))
+    return joined
+
+
+def parameter_sizes(module: nn.Module) -> list[ParameterSize]:
+    """The policy's parameters as this rank holds them, tied ones once."""
+    return [
+        ParameterSize(shape=tuple(local.shape), itemsize=local.element_size(), trainable=p.requires_grad)
+        for p in module.parameters()
+        for local in plain_tensors([p])
+    ]
+
+
+def resident_memory() -> int:
+    """Bytes of this process in the host's memory; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def table(prediction: Prediction) -> list[str]:
+    """Lines for the run's header: GiB per owner and phase, what is away, the peak, and what was assumed."""
+    phases = list(prediction.phases)
+    rows = [["memory, GiB", *phases]]
+    for owner in OWNERS:
+        if any(held.get(owner) for held in prediction.phases.values()):
+            rows.append([owner, *(_cell(prediction, phase, owner) for phase in phases)])
+    rows.append(["total", *(_gib(sum(held.values())) for held in prediction.phases.values())])
+    lines = [f"{row[0]:<15}" + "".join(f"{cell:>9}" for cell in row[1:]) for row in rows]
+    phase, peak = prediction.peak
+    return [*lines, f"peak {_gib(peak)} GiB in {phase}", *(f"note: {note}" for note in prediction.notes)]
+
+
+def _cell(prediction: Prediction, phase: str, owner: str) -> str:
+    if owner in prediction.away[phase]:
+        return "away"
+    held = prediction.phases[phase].get(owner, 0)
+    return _gib(held) if held else "-"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f}"

@@ -50,7 +50,7 @@ class TrainerMemory:
             "engine weights": lambda: self._resident("weights"),
             "KV cache": lambda: self._resident("kv_cache"),
         }
-        allocated = torch.cuda.memory_allocated if self.device.type == "cuda" else None
+        allocated = self._allocated if self.device.type == "cuda" else None
         self.ledger = Ledger(tensors | engine, self.device, allocated, self._arena)
         self.prediction: Prediction | None = None
         self._guarded: Any = None
@@ -59,6 +59,11 @@ class TrainerMemory:
     def _resident(self, what: str) -> list[torch.Tensor]:
         engine = self._session.engine
         return engine.resident(what) if engine is not None else []
+
+    def _allocated(self) -> int:
+        """What torch counts as allocated, less what vLLM's sleep has unmapped under it."""
+        engine = self._session.engine
+        return torch.cuda.memory_allocated(self.device) - (engine.asleep_bytes if engine is not None else 0)
 
     # --- phase edges ------------------------------------------------------------------------------------------------
 

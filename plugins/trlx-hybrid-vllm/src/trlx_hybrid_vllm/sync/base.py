@@ -68,7 +68,8 @@ class SharedWeights:
     def _can_alias(self, name: str, p: nn.Parameter) -> bool:
         assert self._places is not None
         view = self._places.view(name)
-        return self._alias and p.dtype == view.dtype and view.is_contiguous() and self._policy.device == view.device
+        same = p.dtype == view.dtype and self._policy.device.type == view.device.type
+        return self._alias and same and view.is_contiguous()
 
     # --- sharing ----------------------------------------------------------------------------------------------------
 

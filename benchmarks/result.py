@@ -119,9 +119,11 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit that was measured; a copy without git is told by the environment variable BENCH_COMMIT."""
+    """The commit that was measured; a copy of the tree is told by the environment variable BENCH_COMMIT."""
+    if COMMIT_VARIABLE in os.environ:
+        return os.environ[COMMIT_VARIABLE]
     command = ["git", "rev-parse", "HEAD"]
     try:
         return subprocess.run(command, cwd=RESULTS.parent, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get(COMMIT_VARIABLE)
+        return None

@@ -1,6 +1,7 @@
 """Reinforcement-learning post-training on TRL and Accelerate, extended by pip-installable plugins.
 
-Importing this package imports neither torch nor trl: the trainers are loaded on first use.
+Importing this package imports neither torch nor trl: trainers and engine are loaded on first use, and only the
+trainers bring trl.
 """
 
 from __future__ import annotations
@@ -11,12 +12,25 @@ from .config import HybridConfig
 from .hookspecs import hookimpl
 
 if TYPE_CHECKING:
+    from .hybrid_engine import HybridEngine
     from .trainer import DistillationTrainer, GRPOTrainer, RLOOTrainer, hybrid
 
-__all__ = ["DistillationTrainer", "GRPOTrainer", "HybridConfig", "RLOOTrainer", "hookimpl", "hybrid"]
+__all__ = [
+    "DistillationTrainer",
+    "GRPOTrainer",
+    "HybridConfig",
+    "HybridEngine",
+    "RLOOTrainer",
+    "hookimpl",
+    "hybrid",
+]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "HybridEngine":
+        from .hybrid_engine import HybridEngine
+
+        return HybridEngine
     if name in __all__:
         from . import trainer
 

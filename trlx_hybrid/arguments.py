@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from .errors import ConfigError
@@ -15,10 +16,11 @@ def trainer_arguments(args: Any) -> TrainerArguments:
     """TRL's `vllm_*` arguments under the names of the engine's options; TRL's defaults where `args` is None."""
     if args is None:
         return TrainerArguments(engine_options={})
+    share = "vllm_gpu_memory_utilization"
     rows = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
     options = {
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
-        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
+        "gpu_memory_utilization": None if _is_default(args, share) else getattr(args, share),
         "max_model_len": args.vllm_max_model_length,
         "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * rows,
         "enable_sleep_mode": args.vllm_enable_sleep_mode,
@@ -26,6 +28,11 @@ def trainer_arguments(args: Any) -> TrainerArguments:
         "trust_remote_code": args.trust_remote_code,
     }
     return TrainerArguments(use_vllm=args.use_vllm, vllm_mode=args.vllm_mode, engine_options=options)
+
+
+def _is_default(args: Any, name: str) -> bool:
+    """Whether an argument was left at TRL's default: then the engine may know better."""
+    return any(f.name == name and f.default == getattr(args, name) for f in dataclasses.fields(args))
 
 
 def sampling_of(trainer: Any) -> Sampling:

@@ -24,6 +24,7 @@ from .config import HybridConfig
 from .errors import ConfigError, StaleWeightsError
 from .hookspecs import hookimpl
 from .host import Host, check_ranks_agree
+from .owners import unwrapped
 from .policy import Policy
 from .ranks import Ranks
 from .selection import TrainerArguments, select
@@ -82,9 +83,9 @@ class HybridEngine:
             raise ConfigError("HybridEngine takes engine_options= only without config=; put them into the config.")
         config = config or HybridConfig(engine="vllm", engine_options=engine_options)
         host = Host.load(config.disable_plugins or ())
-        self._listeners = _Listeners()
-        for index, plugin in enumerate([self._listeners, *plugins]):
+        for index, plugin in enumerate(plugins):
             host.register(plugin, f"{type(plugin).__name__}-{index}")
+        self._listeners: _Listeners | None = None
         selection = select(config, TrainerArguments(engine_options={}), host.registry)
         if selection.stock:
             raise ConfigError("HybridEngine needs an engine other than 'transformers': HybridConfig(engine='vllm').")
@@ -102,14 +103,16 @@ class HybridEngine:
             host,
             config,
             selection,
-            args=SimpleNamespace(seed=seed, bf16=precision == "bf16", fp16=precision == "fp16"),
+            args=SimpleNamespace(
+                seed=seed, bf16=precision == "bf16", fp16=precision == "fp16", optim=_name_of(optimizer)
+            ),
             sampling=sampling or Sampling(max_tokens=max_tokens or 0, logprobs=0),
             policy=Policy(
                 lambda: model, tokenizer, next(model.parameters()).device, fsdp_version=fsdp and fsdp.fsdp_version
             ),
             ranks=ranks,
             step=lambda: self._steps,
-            optimizer=lambda: getattr(optimizer, "optimizer", optimizer),
+            optimizer=lambda: unwrapped(optimizer),
         )
 
     @contextmanager
@@ -132,6 +135,8 @@ class HybridEngine:
             StaleWeightsError: outside of a rollout, or the weights changed within it.
             EngineError: a prompt is longer than the context.
         """
+        if self.session.phase is not Phase.ROLLOUT:
+            raise StaleWeightsError("generate() outside of rollout_context(), in which the engine is awake and synced.")
         repeated = [prompt for prompt in prompts for _ in range(num_generations)]
         return self.session.generate(repeated, num_generations=num_generations)
 
@@ -148,26 +153,40 @@ class HybridEngine:
 
     def on_reshard_start(self, function: Start) -> Start:
         """Decorator: call `function(plan)` before weights are brought into the engine."""
-        self._listeners.start.append(function)
+        self._listening().start.append(function)
         return function
 
     def on_reshard_end(self, function: End) -> End:
         """Decorator: call `function(report)` when the engine holds the model's weights."""
-        self._listeners.end.append(function)
+        self._listening().end.append(function)
         return function
 
+    def _listening(self) -> _Listeners:
+        if self._listeners is None:
+            self._listeners = _Listeners()
+            self.session.host.register(self._listeners, "reshard-listeners")
+        return self._listeners
+
     def state_dict(self) -> dict[str, Tensor]:
-        """The model's own state dict, every tensor in memory of its own: safe to keep while training goes on."""
+        """The model's own state dict, every tensor in memory of its own: safe to keep while training goes on.
+
+        Raises:
+            StaleWeightsError: inside `rollout_context`, where the model may have left the device.
+        """
+        if self.session.phase is not Phase.TRAIN:
+            raise StaleWeightsError("state_dict() inside rollout_context(): leave the rollout before saving.")
         return {name: t.detach().clone() for name, t in self.session.policy.module.state_dict().items()}
 
     def save_state(self, folder: str | Path) -> None:
         """Write, on rank 0, what a resume needs beside model and optimizer, which `accelerator.save_state` writes."""
         if self.session.ranks.rank == 0:
+            Path(folder).mkdir(parents=True, exist_ok=True)
             self.session.save_state(Path(folder))
 
     def load_state(self, folder: str | Path) -> None:
         """Take up what `save_state` wrote, after the model was loaded. On every rank."""
         self.session.load_state(Path(folder), self._steps)
+        self._steps = self.session.freshness.version
 
     def close(self) -> None:
         """Free the engine; the model keeps its weights. Safe to call twice."""
@@ -180,6 +199,14 @@ class HybridEngine:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _name_of(optimizer: torch.optim.Optimizer | None) -> str:
+    """As in `args.optim`, for the prediction of its memory."""
+    if optimizer is None:
+        return "sgd"  # no state
+    name = type(unwrapped(optimizer)).__name__.lower()
+    return {"adam": "adamw_torch", "adamw": "adamw_torch", "adamw8bit": "adamw_8bit"}.get(name, name)
 
 
 class _Listeners:

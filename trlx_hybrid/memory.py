@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,15 +11,16 @@ import torch
 
 from .arena import Arena
 from .errors import ConfigError, MemoryPlanError
-from .ledger import Ledger, parameter_sizes, table
+from .ledger import Ledger, available_memory, parameter_sizes, table
 from .offload import Offload, guard
-from .owners import gradient_tensors, optimizer_tensors, policy_tensors
+from .owners import gradient_tensors, optimizer_tensors, policy_tensors, storages
 from .prediction import LEAVING, Prediction, Workload, optimizer_bytes, plan_offload, predict
 from .types import Phase
 
 if TYPE_CHECKING:
     from .session import Session
 
+SLACK = 512 << 20  # bytes beyond what is woken: fragments, and what sampling allocates on the way
 OFFLOAD = ("auto", "all", "none")
 
 
@@ -92,7 +94,7 @@ class TrainerMemory:
         trainers = {owner: held[owner] for owner in LEAVING}
         capacity = self._free_bytes() + sum(trainers.values())
         try:
-            leaving = plan_offload(trainers, capacity, engine.asleep_bytes)
+            leaving = plan_offload(trainers, capacity, engine.asleep_bytes + SLACK)
         except MemoryPlanError:
             leaving = list(LEAVING)  # measured a moment too pessimistically, or the wake-up will say what is missing
         return [owner for owner in leaving if owner in owners]
@@ -117,29 +119,82 @@ class TrainerMemory:
         for offload in self._offloads.values():
             offload.return_all()
 
+    def park_policy(self) -> None:
+        """Let the base weights wait in host memory while an engine is built that they are going to live in."""
+        for p in self._session.policy.base_parameters().values():
+            p.data = p.data.cpu()
+        torch.cuda.empty_cache()
+
+    def unpark_policy(self) -> None:
+        """Bring to the device what did not find its place in the engine."""
+        for p in self._session.policy.base_parameters().values():
+            if p.device.type != self.device.type:
+                p.data = p.data.to(self.device)
+
     # --- the books --------------------------------------------------------------------------------------------------
 
     def metrics(self, phase: Phase) -> dict[str, float]:
         """Measured at an edge, after the phase was entered."""
         return self.ledger.metrics(phase)
 
-    def predict(self, kv_cache_bytes: int, engine_weight_bytes: int, shared: bool, sleeps: bool) -> Prediction:
-        """What each phase will hold; kept for reports."""
-        session = self._session
-        offloaded = {"all": LEAVING[:2], "none": ()}.get(session.config.offload, LEAVING[:1] if sleeps else ())
-        self.prediction = predict(
-            Workload(
-                parameters=parameter_sizes(session.policy.module),
-                optimizer=self._optimizer_name(),
-                shared=shared,
-                engine_weight_bytes=engine_weight_bytes,
-                engine_sleeps=sleeps and not shared,
-                kv_cache_bytes=kv_cache_bytes,
-                gradients_held=False,
-                offloaded=offloaded if sleeps else (),
-            )
+    def check_fit(
+        self, *, kv_cache_bytes: int, shared: bool, engine_itemsize: int, ranks_per_replica: int, sleeps: bool
+    ) -> None:
+        """Refuse a run that cannot fit, before its engine is built.
+
+        Args:
+            kv_cache_bytes: the KV cache's size, or the least that would do.
+            shared: whether the engine's weights will be the policy's memory.
+            engine_itemsize: bytes per element of the engine's weights, of which each rank holds one part in
+                `ranks_per_replica`.
+            sleeps: whether the engine gives memory back during TRAIN.
+
+        Raises:
+            MemoryPlanError: names the phase, the largest owner and the setting to change.
+        """
+        sizes = parameter_sizes(self._session.policy.module)
+        sharded = any(hasattr(p, "full_tensor") for p in self._session.policy.module.parameters())
+        elements = sum(p.elements for p in sizes) * (self._session.ranks.world if sharded else 1)
+        weights = elements * engine_itemsize // ranks_per_replica
+        self._predict(kv_cache_bytes, weights, shared=shared, sleeps=sleeps).check(self.capacity())
+
+    def predict_live(self) -> None:
+        """Predict from the engine that was built."""
+        engine, weights = self._session.live_engine, self._session.weights
+        assert weights is not None
+        held = self.ledger.measure()
+        whole = sum(storage.nbytes() for storage in storages(engine.resident("weights")))
+        shared = held["engine weights"] < whole / 2
+        self.prediction = self._predict(
+            held["KV cache"], held["engine weights"], shared=shared, sleeps=engine.sleeps and not weights.keeps_weights
         )
-        return self.prediction
+
+    def _predict(self, kv_cache_bytes: int, engine_weight_bytes: int, *, shared: bool, sleeps: bool) -> Prediction:
+        """With as many owners away during ROLLOUT as it takes to fit."""
+        mode = self._session.config.offload
+        movable = LEAVING[:2] if shared else LEAVING
+        least, most = {"all": (len(movable), len(movable)), "none": (0, 0)}.get(mode, (0, len(movable)))
+        if mode == "auto" and self.device.type != "cuda":
+            most = 0
+        workload = Workload(
+            parameters=parameter_sizes(self._session.policy.module),
+            optimizer=self._optimizer_name(),
+            shared=shared,
+            engine_weight_bytes=engine_weight_bytes,
+            engine_sleeps=sleeps,
+            kv_cache_bytes=kv_cache_bytes,
+            gradients_held=False,
+        )
+        for away in range(least, most + 1):
+            prediction = predict(dataclasses.replace(workload, offloaded=movable[:away]))
+            if sum(prediction.phases["rollout"].values()) <= self.capacity():
+                break
+        return prediction
+
+    def capacity(self) -> int:
+        """Bytes that all owners together may take: what is free, and what they hold."""
+        held = self.ledger.measure()
+        return self._free_bytes() + sum(n for owner, n in held.items() if owner != "other")
 
     def table(self) -> list[str]:
         """For the header of the run."""
@@ -161,6 +216,8 @@ class TrainerMemory:
 
     def _free_bytes(self) -> int:
         """Bytes of the device that nobody uses, those that torch keeps for later included."""
+        if self.device.type != "cuda":
+            return available_memory()
         free, _ = torch.cuda.mem_get_info(self.device)
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 

@@ -28,6 +28,9 @@ class Engine(Protocol):
     weights_lost: bool
     """Whether sleeping discarded the weights: a sync must follow the next `wake("weights")`."""
 
+    sleeps: bool
+    """Whether it gives memory back during TRAIN."""
+
     asleep_bytes: int
     """What waking will take of the device's memory; 0 while all is awake."""
 
@@ -66,6 +69,10 @@ class WeightSync(Protocol):
 
     def refuses(self) -> str | None:
         """Why this path cannot serve this model and engine, or None. Called once, with the engine built and awake."""
+
+    def open(self) -> None:
+        """This path was chosen. Called once, after `refuses`."""
+        return
 
     def sync(self) -> LoadReport:
         """Make the engine's weights the policy's. Called on every rank."""

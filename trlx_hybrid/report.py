@@ -28,6 +28,7 @@ def header(session: Session) -> list[str]:
         weights = session.weights.name if session.weights else "?"
         slots = [str(selection.engine), f"weights={weights} ({session.weights_why})", str(selection.rollout)]
     lines = [" · ".join([f"trlx_hybrid {package_version()}", f"plugins: {plugins}", *slots])]
+    lines += session.memory.table()
     for added in session.host.call("trlx_report_header", session=session):
         lines += [added] if isinstance(added, str) else list(added)
     return lines

@@ -175,10 +175,15 @@ class Session:
         if self.engine is None and self.selection.engine is not None and self.selection.rollout is not None:
             self._evict_other()
             engine, rollout = self.selection.engine, self.selection.rollout
-            with preserved_generators():
-                self.engine = engine.component.factory(self, engine.options)
-            Session._holder = weakref.ref(self)
-            self.weights, self.weights_why = self._choose_weights()
+            try:
+                with preserved_generators():
+                    self.engine = engine.component.factory(self, engine.options)
+                Session._holder = weakref.ref(self)
+                self.weights, self.weights_why = self._choose_weights()
+                self.weights.open()
+            finally:
+                self.memory.unpark_policy()
+            self.memory.predict_live()
             self.rollout = rollout.component.factory(self, rollout.options)
         if not self._announced:
             self._announced = True

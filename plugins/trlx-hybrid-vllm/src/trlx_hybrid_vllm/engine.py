@@ -16,6 +16,7 @@ from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
 
 from . import internals
 from .adapters import lora_arguments
+from .arguments import engine_arguments
 from .checkpoint import write_without_weights
 from .collecting import aborting, collect
 from .loading import WeightLoader, counted
@@ -24,9 +25,6 @@ from .options import VLLMOptions
 from .parameters import Places
 from .preflight import engine_dtype
 from .sampling import completion_of, prompt_of, sampling_params, with_seed
-
-CPU_KV_CACHE_LIMIT = 4 << 30
-BLOCK = 32  # tokens per KV block; vLLM's CPU attention wants a multiple of 32
 
 
 class VLLMEngine:
@@ -38,10 +36,8 @@ class VLLMEngine:
 
     def __init__(self, session: Session, options: VLLMOptions) -> None:
         from vllm import LLM
-        from vllm.platforms import current_platform
 
         self._options = options
-        self._cpu: bool = current_platform.is_cpu()
         self.dtype = engine_dtype(options, session.policy, session.args)
         self.weights_lost = True
         self.adapter: Any = None
@@ -51,9 +47,12 @@ class VLLMEngine:
             wanted = lora_arguments(session.policy, options.tensor_parallel_size, self.dtype)
         else:
             wanted = f"weights={chosen.component.name!r} was chosen"
-        self._lora: dict[str, Any] = {} if isinstance(wanted, str) else wanted
         self.adapters_refused = wanted if isinstance(wanted, str) else None
+        arguments = engine_arguments(session, options, self.dtype)
+        if not isinstance(wanted, str):
+            arguments = wanted | arguments
         self.quantized = options.quantization is not None
+        self.sleeps = options.enable_sleep_mode
         self.tensor_parallel_size = options.tensor_parallel_size
         self._made_default_group = not torch.distributed.is_initialized()
         ranks = session.ranks
@@ -64,7 +63,7 @@ class VLLMEngine:
         ):
             write_without_weights(session.policy, Path(folder))
             try:
-                self.llm = LLM(**self._arguments(folder, session))
+                self.llm = LLM(model=folder, **arguments)
             except Exception as error:
                 raise EngineError(
                     f"vLLM could not build an engine for {session.policy.architecture}: {str(error)[:500]} "
@@ -75,69 +74,6 @@ class VLLMEngine:
         self.memory = EngineMemory(self.llm, options.enable_sleep_mode)
         self._loader = WeightLoader(internals.model_of(self.llm))
         self._places: Places | None = None
-
-    def _arguments(self, folder: str, session: Session) -> dict[str, Any]:
-        options = self._options
-        arguments: dict[str, Any] = {
-            "model": folder,
-            "load_format": "dummy",
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "tensor_parallel_size": options.tensor_parallel_size,
-            "distributed_executor_backend": "external_launcher",
-            "gpu_memory_utilization": options.gpu_memory_utilization,
-            "kv_cache_memory_bytes": options.kv_cache_memory_bytes,
-            "max_model_len": options.max_model_len,
-            "max_num_seqs": options.max_num_seqs,
-            "max_num_batched_tokens": self._batched_tokens(session),
-            "enforce_eager": bool(options.enforce_eager) or self._cpu,
-            "enable_sleep_mode": options.enable_sleep_mode and not self._cpu,
-            "model_impl": options.model_impl,
-            "trust_remote_code": options.trust_remote_code,
-            "quantization": options.quantization,
-            "logprobs_mode": "processed_logprobs",  # importance sampling needs what was sampled from
-            "seed": 0,  # every request brings its own
-        }
-        if options.speculative_config is not None:
-            arguments["speculative_config"] = dict(options.speculative_config)
-        if self._cpu:
-            arguments["worker_cls"] = "trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker"
-            arguments["block_size"] = BLOCK
-            if options.kv_cache_memory_bytes is None:
-                arguments["kv_cache_memory_bytes"] = self._cpu_kv_bytes(session)
-        arguments |= self._lora | dict(options.engine_args)
-        if self._schedules_ahead(arguments):
-            arguments.setdefault("scheduler_cls", "trlx_hybrid_vllm.scheduling.DecodeScheduler")
-        return arguments
-
-    def _schedules_ahead(self, arguments: dict[str, Any]) -> bool:
-        """Whether vLLM will schedule asynchronously with its usual scheduler: its own rule, as far as we can go."""
-        return (
-            not self._cpu
-            and arguments.get("async_scheduling") is not False
-            and arguments.get("speculative_config") is None
-            and arguments.get("diffusion_config") is None
-            and arguments.get("pipeline_parallel_size", 1) == 1
-        )
-
-    def _context_length(self, session: Session) -> int:
-        config: Any = session.policy.base.config.get_text_config()
-        return int(self._options.max_model_len or config.max_position_embeddings)
-
-    def _batched_tokens(self, session: Session) -> int:
-        """Never more than can be scheduled: vLLM's GPU profiling run reads beyond its block tables otherwise."""
-        length = self._context_length(session)
-        sequences = self._options.max_num_seqs or self._options.max_num_batched_tokens
-        return min(self._options.max_num_batched_tokens, sequences * length)
-
-    def _cpu_kv_bytes(self, session: Session) -> int:
-        """Enough for every sequence at full length: a share of host memory, vLLM's default, would be zero-filled."""
-        config: Any = session.policy.base.config.get_text_config()
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        length = self._context_length(session)
-        blocks = (self._options.max_num_seqs or 256) * -(-length // BLOCK) + 8
-        per_block = 2 * config.num_hidden_layers * heads * head_size * BLOCK * self.dtype.itemsize
-        return int(min(blocks * per_block, CPU_KV_CACHE_LIMIT))
 
     # --- generation -------------------------------------------------------------------------------------------------
 

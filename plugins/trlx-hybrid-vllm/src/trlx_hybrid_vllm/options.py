@@ -14,7 +14,9 @@ class VLLMOptions:
     Attributes:
         dtype: "auto" takes the mixed-precision dtype of the training (`bf16`, `fp16`), else the model's own.
         tensor_parallel_size: ranks per replica; must divide the number of processes.
-        gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache.
+        gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache. Left out, a sleeping
+            engine's KV cache gets what the ledger finds free during ROLLOUT, up to what `max_num_seqs` sequences of
+            `max_model_len` fill; an engine that does not sleep gets 0.3, TRL's default.
         kv_cache_memory_bytes: size of the KV cache in bytes, instead of the share. On a CPU the default is what
             `max_num_seqs` sequences of `max_model_len` need, at most 4 GiB.
         max_model_len: longest prompt plus completion in tokens; the model's own by default.
@@ -31,7 +33,7 @@ class VLLMOptions:
 
     dtype: str = "auto"
     tensor_parallel_size: int = 1
-    gpu_memory_utilization: float = 0.3
+    gpu_memory_utilization: float | None = None
     kv_cache_memory_bytes: int | None = None
     max_model_len: int | None = None
     max_num_seqs: int | None = None

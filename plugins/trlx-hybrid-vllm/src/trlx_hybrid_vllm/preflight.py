@@ -24,7 +24,12 @@ def refuses(policy: Policy, world: int, options: VLLMOptions) -> str | None:
         return f"tensor_parallel_size={size} does not divide the {world} processes. Choose one that does."
     if heads is not None and heads % size:
         return f"tensor_parallel_size={size} does not divide the model's {heads} attention heads. Choose one that does."
-    return _architecture(policy.architecture, options) or _cpu(config, heads) or _unknown_arguments(options)
+    return (
+        policy.refuses_gather()
+        or _architecture(policy.architecture, options)
+        or _cpu(config, heads)
+        or _unknown_arguments(options)
+    )
 
 
 def _architecture(name: str, options: VLLMOptions) -> str | None:

@@ -33,6 +33,7 @@ class SharedWeights:
         self._places: Places | None = None
         self._parameters: dict[str, nn.Parameter] = {}
         self._views: dict[str, Tensor] = {}
+        self._copied_once = False
         self.aliased: list[str] = []
         self.copied: list[str] = []
 
@@ -74,15 +75,12 @@ class SharedWeights:
     # --- sharing ----------------------------------------------------------------------------------------------------
 
     def refresh(self) -> tuple[int, int]:
-        """Make the engine's memory the policy's weights; the first call rebinds what can be aliased. Of a frozen base
-        that is copied, later calls copy nothing.
+        """Make the engine's memory the policy's weights. A frozen base that is copied is copied once.
 
         Returns:
             (tensors, bytes) that were copied: both zero where everything is aliased and nobody rebound a parameter.
         """
-        lost = not self._views or self._engine.weights_lost
-        if not self._views:
-            self._bind()
+        lost, self._copied_once = self._engine.weights_lost or not self._copied_once, True
         moved = self._moved()
         names = [*(n for n in self.copied if lost or self._parameters[n].requires_grad), *moved]
         with torch.no_grad():
@@ -94,13 +92,16 @@ class SharedWeights:
         self._engine.weights_written()
         return len(names), sum(s.numel() * s.element_size() for s in sources)
 
-    def _bind(self) -> None:
+    def bind(self) -> None:
+        """Rebind what can be aliased, right after the load that `refuses` made: the bits are the same."""
         assert self._places is not None, "refuses() comes first"
         for name, p in self._used():
             view = self._places.view(name)
             self._parameters[name] = p
             self._views[name] = own_storage(view) if self._can_alias(name, p) else view.detach()
             (self.aliased if self._can_alias(name, p) else self.copied).append(name)
+        for name in self.aliased:
+            self._parameters[name].data = self._views[name]
 
     def _moved(self) -> list[str]:
         """Aliased parameters that are not the engine's memory: not yet, or no longer because somebody rebound them."""

@@ -52,6 +52,11 @@ class LoraSync(WeightSync):
             return str(error)
         return None
 
+    def open(self) -> None:
+        """Make the base one memory."""
+        assert self._base is not None, "refuses() comes first"
+        self._base.bind()
+
     def sync(self) -> LoadReport:
         """Write the adapter into its slots; the first time the base as well."""
         from ..engine import VLLMEngine

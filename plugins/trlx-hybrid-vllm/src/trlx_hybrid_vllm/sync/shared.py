@@ -40,6 +40,11 @@ class SharedSync(WeightSync):
         self._shared = SharedWeights(engine, session.policy, self._alias)
         return self._shared.refuses()
 
+    def open(self) -> None:
+        """Make it one memory."""
+        assert self._shared is not None, "refuses() comes first"
+        self._shared.bind()
+
     def sync(self) -> LoadReport:
         """Copy what is not aliased."""
         assert self._shared is not None, "refuses() comes first"

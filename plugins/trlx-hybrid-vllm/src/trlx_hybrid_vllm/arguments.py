@@ -1,0 +1,134 @@
+"""What vLLM's engine is built with: from our options, the live model, and the memory there is."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from trlx_hybrid.owners import policy_tensors, storages
+
+if TYPE_CHECKING:
+    from trlx_hybrid.session import Session
+
+    from .options import VLLMOptions
+
+BLOCK = 32  # tokens per KV block on a CPU; vLLM's attention there wants a multiple of 32
+CPU_KV_CACHE_LIMIT = 4 << 30
+STATIC_SHARE = 0.3  # of the GPU, for an engine that does not sleep: TRL's default
+MARGIN = 0.03  # of the GPU, left for what torch's allocator cannot use
+WORKSPACE = 6 << 30  # bytes: activations of the profiling run, CUDA graphs and sampling, seen below 4 GiB for 7B
+
+
+def engine_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype) -> dict[str, Any]:
+    """Keyword arguments of `vllm.LLM`, the model's folder left out. The user's `engine_args` win.
+
+    Raises:
+        MemoryPlanError: what was asked for cannot fit, said before anything is built.
+    """
+    from vllm.platforms import current_platform
+
+    cpu: bool = current_platform.is_cpu()
+    arguments: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": str(dtype).removeprefix("torch."),
+        "tensor_parallel_size": options.tensor_parallel_size,
+        "distributed_executor_backend": "external_launcher",
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": _batched_tokens(session, options),
+        "enforce_eager": bool(options.enforce_eager) or cpu,
+        "enable_sleep_mode": options.enable_sleep_mode and not cpu,
+        "model_impl": options.model_impl,
+        "trust_remote_code": options.trust_remote_code,
+        "quantization": options.quantization,
+        "logprobs_mode": "processed_logprobs",  # importance sampling needs what was sampled from
+        "seed": 0,  # every request brings its own
+    }
+    if options.speculative_config is not None:
+        arguments["speculative_config"] = dict(options.speculative_config)
+    if cpu:
+        arguments["worker_cls"] = "trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker"
+        arguments["block_size"] = BLOCK
+    arguments |= _memory(session, options, dtype, cpu) | dict(options.engine_args)
+    if not cpu and _schedules_ahead(arguments):
+        arguments.setdefault("scheduler_cls", "trlx_hybrid_vllm.scheduling.DecodeScheduler")
+    return arguments
+
+
+def _schedules_ahead(arguments: dict[str, Any]) -> bool:
+    """Whether vLLM will schedule asynchronously with its usual scheduler: its own rule, as far as we can go."""
+    return (
+        arguments.get("async_scheduling") is not False
+        and arguments.get("speculative_config") is None
+        and arguments.get("diffusion_config") is None
+        and arguments.get("pipeline_parallel_size", 1) == 1
+    )
+
+
+def _context_length(session: Session, options: VLLMOptions) -> int:
+    config: Any = session.policy.base.config.get_text_config()
+    return int(options.max_model_len or config.max_position_embeddings)
+
+
+def _batched_tokens(session: Session, options: VLLMOptions) -> int:
+    """Never more than can be scheduled: vLLM's GPU profiling run reads beyond its block tables otherwise."""
+    length = _context_length(session, options)
+    sequences = options.max_num_seqs or options.max_num_batched_tokens
+    return min(options.max_num_batched_tokens, sequences * length)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: bool) -> dict[str, Any]:
+    """The KV cache's size: as told, or a share of the GPU as told, or what the ledger finds free during ROLLOUT.
+
+    The latter up to what `max_num_seqs` sequences of full length can fill: more would be mapped at each rollout and
+    never used. Where it is scarce the policy waits in host memory while the engine is built, if it is going to be the
+    engine's memory afterwards: nothing is ever held twice.
+    """
+    memory, share = session.memory, options.gpu_memory_utilization
+    wanted = kv_cache_bytes(session, options, dtype)
+    least = wanted // max(1, options.max_num_seqs or 1)
+    size = options.kv_cache_memory_bytes
+    if size is None and cpu:
+        size = min(wanted, CPU_KV_CACHE_LIMIT)
+    memory.check_fit(
+        kv_cache_bytes=size or least,
+        shared=_becomes_the_engines(session, options, dtype),
+        engine_itemsize=dtype.itemsize,
+        ranks_per_replica=options.tensor_parallel_size,
+        sleeps=options.enable_sleep_mode,
+    )
+    if size is not None or cpu:
+        return {"kv_cache_memory_bytes": size}
+    if share is not None or not options.enable_sleep_mode:
+        return {"gpu_memory_utilization": STATIC_SHARE if share is None else share}
+    weights = sum(s.nbytes() for s in storages(policy_tensors(session.policy.base)))
+    free = memory.free_bytes_in_rollout()
+    if wanted + weights + WORKSPACE <= free:
+        return {"kv_cache_memory_bytes": wanted}
+    if _becomes_the_engines(session, options, dtype):
+        memory.park_policy()
+        free = memory.free_bytes_in_rollout()
+    total = torch.cuda.get_device_properties(session.policy.device).total_memory
+    return {"gpu_memory_utilization": free / total - MARGIN}
+
+
+def kv_cache_bytes(session: Session, options: VLLMOptions, dtype: torch.dtype) -> int:
+    """What `max_num_seqs` sequences (256 if not given) of full length fill on one rank, with attention to all."""
+    config: Any = session.policy.base.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    heads = -(-heads // options.tensor_parallel_size)
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    blocks = (options.max_num_seqs or 256) * -(-_context_length(session, options) // BLOCK) + 8
+    return int(blocks * 2 * config.num_hidden_layers * heads * head_size * BLOCK * dtype.itemsize)
+
+
+def _becomes_the_engines(session: Session, options: VLLMOptions, dtype: torch.dtype) -> bool:
+    """Whether the policy's weights will be aliased: one replica per rank, unsharded, in the engine's dtype."""
+    chosen = session.selection.weights
+    wanted = chosen is None or chosen.component.name in ("alias", "lora")
+    plain = all(type(p) is torch.nn.Parameter for p in session.policy.base_parameters().values())
+    same = session.policy.dtype == dtype
+    return wanted and plain and same and options.tensor_parallel_size == 1 and options.quantization is None

@@ -1,0 +1,75 @@
+"""What cannot work is said before an engine is built; what is assumed is said in the header."""
+
+import pytest
+import torch
+import trlx_hybrid
+from trlx_hybrid.errors import ComponentError, MemoryPlanError
+from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid_vllm import engine as engine_module
+
+
+@pytest.fixture
+def unbuilt(monkeypatch):
+    """Building an engine fails the test."""
+    import vllm
+
+    def build(**arguments):
+        raise AssertionError("an engine was built")
+
+    monkeypatch.setattr(vllm, "LLM", build)
+    assert engine_module.VLLMEngine
+
+
+def test_a_run_that_cannot_fit_names_the_owner_and_the_setting(run, unbuilt):
+    with pytest.raises(MemoryPlanError, match=r"largest owner is KV cache with .* GiB: lower .*kv_cache_memory_bytes"):
+        run(
+            trlx_hybrid.GRPOTrainer,
+            use_vllm=True,
+            vllm_enable_sleep_mode=True,
+            hybrid={"engine_options": {"kv_cache_memory_bytes": 1 << 50}},
+        )
+
+
+def test_a_base_quantised_by_bitsandbytes_is_refused_with_the_reason(run, unbuilt):
+    class Params4bit(torch.nn.Parameter):
+        """Of this name in bitsandbytes, which needs a GPU."""
+
+    model = tiny_model()
+    layer = model.model.layers[0].mlp.down_proj
+    layer.weight = Params4bit(layer.weight.data)
+    with pytest.raises(ComponentError, match=r"down_proj\.weight is quantised by bitsandbytes.*Load the base in bf16"):
+        run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True)
+
+
+def test_the_header_has_the_memory_table_and_warns_of_steps_lost_in_rounding(run, capfd):
+    run(
+        trlx_hybrid.GRPOTrainer,
+        model=tiny_model(dtype=torch.bfloat16),
+        use_vllm=True,
+        vllm_enable_sleep_mode=True,
+        learning_rate=1e-6,
+        bf16=True,
+        max_steps=1,
+    )
+    header = capfd.readouterr().err
+    assert "weights=alias" in header
+    assert "note: the policy is in bfloat16, and steps at learning_rate=1e-06 are mostly lost in its rounding" in header
+    rows = [line.split() for line in header.splitlines() if line.startswith(("memory, GiB", "KV cache", "optimizer"))]
+    assert rows[0] == ["memory,", "GiB", "edge", "rollout", "train"]
+    assert ["KV", "cache", "away", rows[-1][3], "away"] == rows[-1]
+
+
+def test_an_out_of_memory_error_says_who_held_what(run):
+    def exhausting(completions, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        run(
+            trlx_hybrid.GRPOTrainer,
+            use_vllm=True,
+            reward_funcs=exhausting,
+        )
+    note = caught.value.__notes__[0]
+    assert "Memory held on cpu in phase TRAIN" in note
+    assert "policy" in note
+    assert "KV cache" in note

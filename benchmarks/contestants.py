@@ -2,54 +2,20 @@
 
 from __future__ import annotations
 
-import functools
-import os
 import random
-import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
+from .building import GPU_SHARE, engine_options, load, prepare_process, stock_engine, synchronise
 from .harness import Timed
+from .scale import Scale, Variant
 
 GROUP = 8  # completions per prompt: GRPO's default
 GREEDY_SEQUENCES, GREEDY_TOKENS = 8, 16
-GPU_SHARE = 0.3  # of each engine: TRL's default
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scale:
-    """What is measured: a model of random weights, and how much it generates.
-
-    Attributes:
-        config: of a Qwen2 model.
-        prompt_tokens: length of each prompt.
-        cases: (sequences, completion tokens).
-        kv_cache_bytes: of each engine; given rather than profiled, because vLLM's profiler would take what the other
-            arm's process allocates meanwhile for its own.
-        repetitions: unless told otherwise.
-    """
-
-    config: Mapping[str, Any]
-    prompt_tokens: int
-    cases: Sequence[tuple[int, int]]
-    kv_cache_bytes: int
-    repetitions: int
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence, prompt and completion."""
-        return self.prompt_tokens + max(tokens for _, tokens in self.cases)
-
-    @property
-    def max_num_seqs(self) -> int:
-        """One engine serves all cases, so that it is built once: CUDA graphs fit the smaller batches as well."""
-        return max(sequences for sequences, _ in self.cases)
 
 
 class Contestant(ABC):
@@ -61,10 +27,10 @@ class Contestant(ABC):
 
     generation: Any
 
-    def __init__(self, folder: str, scale: Scale) -> None:
-        _prepare_process(folder, type(self).__name__)
-        self._scale = scale
-        self.build(*_load(folder), scale)
+    def __init__(self, folder: str, scale: Scale, variant: Variant | None = None) -> None:
+        prepare_process(folder)
+        self._scale, self._variant = scale, variant or Variant()
+        self.build(*load(folder, self._variant), scale)
 
     @abstractmethod
     def build(self, model: Any, tokenizer: Any, scale: Scale) -> None:
@@ -93,10 +59,10 @@ class Contestant(ABC):
         # The turn makes the prompts new, so that no arm finds an earlier round's in its prefix cache.
         prompts = self._prompts(f"{sequences}x{tokens}-{turn}", sequences)
         with self.phase():
-            _synchronise()
+            synchronise()
             started = time.perf_counter()
             completions = generate(prompts)
-            _synchronise()
+            synchronise()
             seconds = time.perf_counter() - started
         lengths = [len(completion) for completion in completions]
         if lengths != [tokens] * sequences:
@@ -117,56 +83,16 @@ class Contestant(ABC):
         return [prompt for prompt in unique for _ in range(GROUP)]
 
 
-def _prepare_process(folder: str, name: str) -> None:
-    """Before vLLM is imported. Two processes that compile the same model at once must not share a cache folder."""
-    import torch
-
-    os.environ["VLLM_CACHE_ROOT"] = str(Path(folder) / f"vllm-cache-{name}")
-    with socket.socket() as probe:  # TRL would take 29500, as would any other job on this machine
-        probe.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
-    if not torch.cuda.is_available():
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiles for 14 s at the first call, for nothing
-
-
-def _load(folder: str) -> tuple[Any, Any]:
-    """The trainer's model, as a script loads it, and its tokenizer."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device)
-    return model, AutoTokenizer.from_pretrained(folder)
-
-
-def _synchronise() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 class StockTRL(Contestant):
     """TRL's VLLMGeneration, built with what GRPOTrainer builds it with."""
 
     def build(self, model: Any, tokenizer: Any, scale: Scale) -> None:
         """The engine, which loads the folder, and the sync that GRPO does before its first rollout."""
         import torch
-        import vllm
         from accelerate import Accelerator
         from trl.generation import vllm_generation
 
-        # VLLMGeneration passes on few of vLLM's arguments. The cache size is given to both arms; on a CPU stock TRL
-        # further needs fp32 and weights that are not prepacked, which our engine chooses there by itself.
-        arguments: dict[str, Any] = {"kv_cache_memory_bytes": scale.kv_cache_bytes}
-        if not torch.cuda.is_available():
-            arguments |= {
-                "dtype": "float32",
-                "enforce_eager": True,
-                "block_size": 32,
-                "worker_cls": "trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker",
-            }
-        with patch.object(vllm_generation, "LLM", functools.partial(vllm.LLM, **arguments)):
+        with stock_engine(scale, self._variant):
             self.generation = vllm_generation.VLLMGeneration(
                 model=model,
                 accelerator=Accelerator(cpu=not torch.cuda.is_available()),
@@ -176,7 +102,7 @@ class StockTRL(Contestant):
                 gpu_memory_utilization=GPU_SHARE,
                 max_model_length=scale.longest,
                 max_num_seqs=scale.max_num_seqs,
-                enable_sleep_mode=False,
+                enable_sleep_mode=self._variant.sleep,
                 model_impl="vllm",
                 temperature=1.0,
                 logprobs=0,
@@ -210,6 +136,7 @@ class Hybrid(Contestant):
                 generation_kwargs={"ignore_eos": True},
                 vllm_gpu_memory_utilization=GPU_SHARE,
                 vllm_max_model_length=scale.longest,
+                vllm_enable_sleep_mode=self._variant.sleep,
                 bf16=torch.cuda.is_available(),
                 use_cpu=not torch.cuda.is_available(),
                 report_to=[],
@@ -218,7 +145,9 @@ class Hybrid(Contestant):
             processing_class=tokenizer,
             hybrid=HybridConfig(
                 engine="vllm",
-                engine_options={"kv_cache_memory_bytes": scale.kv_cache_bytes, "max_num_seqs": scale.max_num_seqs},
+                engine_options=engine_options(scale, self._variant),
+                weights=self._variant.weights,
+                verify_every=0,  # the first sync is proved in full, so that a timed one never is by chance
             ),
         )
         self.generation = self._trainer.vllm_generation

@@ -17,9 +17,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from .contestants import GROUP, Hybrid, Scale, StockTRL
+from .contestants import GROUP, Hybrid, StockTRL
 from .harness import Arm, Measurement, alternate
 from .result import Result, accelerator
+from .scale import Scale
 from .worker import Worker, wait_until_built
 
 BUILD_SECONDS, REPEAT_SECONDS = 420.0, 120.0

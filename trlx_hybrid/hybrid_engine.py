@@ -96,16 +96,13 @@ class HybridEngine:
             )
         ranks = Ranks(accelerator)
         check_ranks_agree(ranks.gather(host.plugins))
-        precision = mixed_precision or accelerator.mixed_precision
         fsdp = getattr(accelerator.state, "fsdp_plugin", None)
         self._steps = 0
         self.session = Session(
             host,
             config,
             selection,
-            args=SimpleNamespace(
-                seed=seed, bf16=precision == "bf16", fp16=precision == "fp16", optim=_name_of(optimizer)
-            ),
+            args=_arguments(optimizer, mixed_precision or accelerator.mixed_precision, seed),
             sampling=sampling or Sampling(max_tokens=max_tokens or 0, logprobs=0),
             policy=Policy(
                 lambda: model, tokenizer, next(model.parameters()).device, fsdp_version=fsdp and fsdp.fsdp_version
@@ -186,6 +183,7 @@ class HybridEngine:
     def load_state(self, folder: str | Path) -> None:
         """Take up what `save_state` wrote, after the model was loaded. On every rank."""
         self.session.load_state(Path(folder), self._steps)
+        self.session.sampler.forget()
         self._steps = self.session.freshness.version
 
     def close(self) -> None:
@@ -201,12 +199,15 @@ class HybridEngine:
         self.close()
 
 
-def _name_of(optimizer: torch.optim.Optimizer | None) -> str:
-    """As in `args.optim`, for the prediction of its memory."""
-    if optimizer is None:
-        return "sgd"  # no state
-    name = type(unwrapped(optimizer)).__name__.lower()
-    return {"adam": "adamw_torch", "adamw": "adamw_torch", "adamw8bit": "adamw_8bit"}.get(name, name)
+def _arguments(optimizer: torch.optim.Optimizer | None, precision: str, seed: int) -> SimpleNamespace:
+    """What components read of a trainer's arguments."""
+    arguments = SimpleNamespace(seed=seed, bf16=precision == "bf16", fp16=precision == "fp16", optim="sgd")
+    if optimizer is not None:
+        inner = unwrapped(optimizer)
+        name = type(inner).__name__.lower()
+        arguments.optim = {"adam": "adamw_torch", "adamw": "adamw_torch", "adamw8bit": "adamw_8bit"}.get(name, name)
+        arguments.learning_rate = max(group["lr"] for group in inner.param_groups)
+    return arguments
 
 
 class _Listeners:

@@ -42,6 +42,10 @@ class Sampler:
             self._version = self._session.freshness.version
             self._drawn.clear()
 
+    def forget(self) -> None:
+        """A checkpoint was loaded: rows of its weight version count from the first again."""
+        self._version = -1
+
     def end(self) -> None:
         """The batch is over: the next one of this weight version continues the row count. Collective."""
         rows = len(self._tracker) if self._tracker is not None else 0

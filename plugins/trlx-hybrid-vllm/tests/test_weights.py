@@ -7,6 +7,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 from trlx_hybrid import hookimpl
 from trlx_hybrid.errors import EngineError, StaleWeightsError, SyncError
+from trlx_hybrid.protocols import WeightSync
 from trlx_hybrid.randomness import request_seed
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.types import Request, Sampling
@@ -83,7 +84,7 @@ def test_a_merge_leaves_base_and_adapter_bitwise_alone_and_matches_peft(run):
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
-class Corrupt:
+class Corrupt(WeightSync):
     """A weight sync that spoils one tensor on its way."""
 
     name = "corrupt"
@@ -134,7 +135,7 @@ def test_a_parameter_that_no_tensor_was_written_to_is_named(run):
 
 def test_corruption_in_the_engine_between_syncs_is_found_by_the_sampled_check(run):
     """Every tensor's turn comes, so damage that persists cannot hide for long."""
-    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, max_steps=1)
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, max_steps=1, hybrid={"weights": "gather"})
     session = finished.trainer.session
     names = session.policy.checkpoint_names()
     with session.rollout_phase(True):
@@ -202,7 +203,13 @@ def test_an_exception_inside_a_phase_leaves_a_usable_engine(run):
 
 
 def test_sleep_frees_memory_and_an_asleep_engine_refuses_work(run):
-    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, vllm_enable_sleep_mode=True, max_steps=2)
+    finished = run(
+        trlx_hybrid.GRPOTrainer,
+        use_vllm=True,
+        vllm_enable_sleep_mode=True,
+        max_steps=2,
+        hybrid={"weights": "gather"},  # the others keep what the policy lives in
+    )
     session = finished.trainer.session
     engine = session.live_engine
     storages = [p.untyped_storage().nbytes() for p in engine._loader.parameters.values()]

@@ -84,8 +84,8 @@ def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: boo
     """The KV cache's size: as told, or a share of the GPU as told, or what the ledger finds free during ROLLOUT.
 
     The latter up to what `max_num_seqs` sequences of full length can fill: more would be mapped at each rollout and
-    never used. Where it is scarce the policy waits in host memory while the engine is built, if it is going to be the
-    engine's memory afterwards: nothing is ever held twice.
+    never used. Where vLLM is to fill a share of the GPU, the policy waits in host memory while the engine is built, if
+    it is going to be the engine's memory afterwards: nothing is ever held twice.
     """
     memory, share = session.memory, options.gpu_memory_utilization
     wanted = kv_cache_bytes(session, options, dtype)
@@ -102,17 +102,15 @@ def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: boo
     )
     if size is not None or cpu:
         return {"kv_cache_memory_bytes": size}
-    if share is not None or not options.enable_sleep_mode:
-        return {"gpu_memory_utilization": STATIC_SHARE if share is None else share}
+    if share is None and not options.enable_sleep_mode:
+        share = STATIC_SHARE
     weights = sum(s.nbytes() for s in storages(policy_tensors(session.policy.base)))
-    free = memory.free_bytes_in_rollout()
-    if wanted + weights + WORKSPACE <= free:
+    if share is None and wanted + weights + WORKSPACE <= memory.free_bytes_in_rollout():
         return {"kv_cache_memory_bytes": wanted}
     if _becomes_the_engines(session, options, dtype):
         memory.park_policy()
-        free = memory.free_bytes_in_rollout()
     total = torch.cuda.get_device_properties(session.policy.device).total_memory
-    return {"gpu_memory_utilization": free / total - MARGIN}
+    return {"gpu_memory_utilization": share or memory.free_bytes_in_rollout() / total - MARGIN}
 
 
 def kv_cache_bytes(session: Session, options: VLLMOptions, dtype: torch.dtype) -> int:

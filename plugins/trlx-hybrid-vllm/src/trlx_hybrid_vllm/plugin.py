@@ -80,10 +80,11 @@ def trlx_report_header(session: Session) -> str | None:
         return None
     if rate is None or rate >= SMALL_RATE:
         return None
+    dtype = str(session.policy.dtype).removeprefix("torch.")
     return (
-        f"note: the policy is in {str(session.policy.dtype).removeprefix('torch.')}, and steps at learning_rate={rate:g} "
-        "are mostly lost in its rounding (at 1e-6 some 2% of the weights change in 20 steps). Load the model in float32 "
-        "with bf16=True for an fp32 master, which is cast into the engine (`copy`)."
+        f"note: the policy is in {dtype}, and steps at learning_rate={rate:g} are mostly lost in its rounding (at 1e-6 "
+        "some 2% of the weights change in 20 steps). Load the model in float32 with bf16=True for an fp32 master, "
+        "which is cast into the engine (`copy`)."
     )
 
 

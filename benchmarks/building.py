@@ -1,0 +1,87 @@
+"""How a contestant's process, model and engine are set up."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from .scale import Scale, Variant
+
+GPU_SHARE = 0.3  # of each engine: TRL's default
+
+
+def prepare_process(folder: str) -> None:
+    """Before vLLM is imported. Two processes that compile the same model at once must not share a cache folder."""
+    import torch
+
+    os.environ["VLLM_CACHE_ROOT"] = str(Path(folder) / f"vllm-cache-{os.getpid()}")
+    with socket.socket() as probe:  # TRL would take 29500, as would any other job on this machine
+        probe.bind(("127.0.0.1", 0))
+        os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiles for 14 s at the first call, for nothing
+
+
+def load(folder: str, variant: Variant) -> tuple[Any, Any]:
+    """The trainer's model, as a script loads it, and its tokenizer. Adapters are drawn alike in every process."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=variant.model_dtype).to(device)
+    if variant.lora_rank:
+        from peft import get_peft_model
+
+        torch.manual_seed(0)
+        model = get_peft_model(model, adapter(variant))
+    return model, AutoTokenizer.from_pretrained(folder)
+
+
+def adapter(variant: Variant) -> Any:
+    """PEFT's configuration, as in TRL's examples."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=variant.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def synchronise() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def stock_engine(scale: Scale, variant: Variant) -> AbstractContextManager[Any]:
+    """Inside, TRL builds its engine with arguments that VLLMGeneration has no way to pass on.
+
+    The cache size is given to both arms; on a CPU stock TRL further needs fp32, unless told otherwise, weights that
+    are not prepacked and a worker that can sleep, which our engine chooses there by itself.
+    """
+    import torch
+    import vllm
+    from trl.generation import vllm_generation
+
+    arguments: dict[str, Any] = {"kv_cache_memory_bytes": scale.kv_cache_bytes, "enforce_eager": variant.eager}
+    if not torch.cuda.is_available():
+        arguments |= {
+            "dtype": "float32",
+            "enforce_eager": True,
+            "enable_sleep_mode": False,
+            "block_size": 32,
+            "worker_cls": "trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker",
+        }
+    if variant.engine_dtype is not None:
+        arguments["dtype"] = variant.engine_dtype
+    return patch.object(vllm_generation, "LLM", lambda **given: vllm.LLM(**(given | arguments)))
+
+
+def engine_options(scale: Scale, variant: Variant) -> dict[str, Any]:
+    """`HybridConfig.engine_options`: what `stock_engine` gives to TRL's."""
+    options: dict[str, Any] = {"kv_cache_memory_bytes": scale.kv_cache_bytes, "max_num_seqs": scale.max_num_seqs}
+    if variant.engine_dtype is not None:
+        options["dtype"] = variant.engine_dtype
+    return options | {"enforce_eager": variant.eager}

@@ -1,0 +1,58 @@
+"""What is measured: a model of random weights and how much it generates, and what differs between contestants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scale:
+    """The same for all contestants of a benchmark.
+
+    Attributes:
+        config: of a Qwen2 model.
+        prompt_tokens: length of each prompt.
+        cases: (sequences, completion tokens).
+        kv_cache_bytes: of each engine; given rather than profiled, because vLLM's profiler would take what the other
+            arm's process allocates meanwhile for its own.
+        repetitions: unless told otherwise.
+    """
+
+    config: Mapping[str, Any]
+    prompt_tokens: int
+    cases: Sequence[tuple[int, int]]
+    kv_cache_bytes: int
+    repetitions: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, prompt and completion."""
+        return self.prompt_tokens + max(tokens for _, tokens in self.cases)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """One engine serves all cases, so that it is built once: CUDA graphs fit the smaller batches as well."""
+        return max(sequences for sequences, _ in self.cases)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """How one contestant's trainer and engine are set up.
+
+    Attributes:
+        model_dtype: of the trainer's model, as transformers names it; "auto" as in the folder.
+        engine_dtype: what the engine computes in; None leaves it to TRL and to our engine.
+        lora_rank: of an adapter on all linear layers; 0 trains the model itself.
+        weights: our weight path.
+        sleep: vLLM's sleep mode.
+        eager: no CUDA graphs, for what does not depend on them: the engine is built in half the time.
+    """
+
+    model_dtype: str = "auto"
+    engine_dtype: str | None = None
+    lora_rank: int = 0
+    weights: str = "auto"
+    sleep: bool = False
+    eager: bool = False

@@ -1,0 +1,153 @@
+"""The two sides of the weight-sync benchmark: fresh weights into the engine, TRL's way and ours."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .building import synchronise
+from .contestants import Contestant, Hybrid, StockTRL
+from .digest import digest
+from .harness import Timed
+from .scale import Scale
+
+NOISE = 1e-3  # standard deviation of a perturbation
+ANSWER = 8  # tokens of a tool's answer
+
+
+class Syncing(Contestant):
+    """Changes the trainer's weights and times how they get into the engine. Subclasses know how.
+
+    Attributes:
+        model: the trainer's.
+    """
+
+    model: Any
+
+    def build(self, model: Any, tokenizer: Any, scale: Scale) -> None:
+        """Keep hold of the model."""
+        self.model = model
+        super().build(model, tokenizer, scale)  # type: ignore[safe-super]
+
+    def perturb(self, turn: int) -> None:
+        """Add noise to all trainable weights in place, bit for bit the same in every process."""
+        import torch
+
+        draw = torch.Generator(next(self.model.parameters()).device).manual_seed(turn)
+        with torch.no_grad():
+            for p in self.model.parameters():
+                if p.requires_grad:
+                    p.add_(torch.randn(p.shape, generator=draw, device=p.device, dtype=p.dtype), alpha=NOISE)
+
+    def perturbed(self, turn: int, sync: Callable[[], object]) -> Timed:
+        """What `sync` takes with fresh weights; the result is the engine's digest."""
+        self.perturb(turn)
+        synchronise()
+        started = time.perf_counter()
+        sync()
+        synchronise()
+        return Timed(time.perf_counter() - started, self.engine_digest())
+
+    def engine_digest(self) -> int | None:
+        """Of all parameters in the engine, under vLLM's names."""
+        return digest(self.engine_parameters())
+
+    def engine_parameters(self) -> Iterator[tuple[str, Any]]:
+        """By vLLM's names."""
+        from trlx_hybrid_vllm.internals import model_of
+
+        yield from model_of(self.generation.llm).named_parameters()
+
+    def second_turn(self, sequences: int, turn: int) -> Timed:
+        """One more generate call within a batch, of one token: as in a tool loop, with what was sampled before and a
+        tool's answer behind it as the prompts."""
+        self.set_sampling(1, top_k=0)
+        with self.phase():
+            prompts = self._prompts(f"tool-{turn}", sequences)
+            sampled = self._generate(prompts)
+            again = [[*p, *c, *range(1, 1 + ANSWER)] for p, c in zip(prompts, sampled, strict=True)]
+            synchronise()
+            started = time.perf_counter()
+            completions = self._generate(again)
+            synchronise()
+            seconds = time.perf_counter() - started
+        return Timed(seconds, [len(completion) for completion in completions])
+
+
+class SyncingTRL(Syncing, StockTRL):
+    """TRL's `VLLMGeneration.sync_weights`.
+
+    With an adapter TRL merges into the base weights and subtracts afterwards, which leaves rounding behind: they drift
+    away from everybody else's. Before each sync they are put back, so that the engines can be compared bit for bit.
+
+    Attributes:
+        drift: share of the adapted base weights that the last sync but one changed; 0 without an adapter.
+    """
+
+    drift = 0.0
+
+    def build(self, model: Any, tokenizer: Any, scale: Scale) -> None:
+        """Remember the base weights under the adapter before the first sync."""
+        self._base = {name: p.detach().clone() for name, p in model.named_parameters() if ".base_layer." in name}
+        super().build(model, tokenizer, scale)
+
+    def perturb(self, turn: int) -> None:
+        """As in all contestants, and the base weights put back."""
+        parameters = dict(self.model.named_parameters())
+        if self._base:
+            changed = sum(int((parameters[name] != kept).sum()) for name, kept in self._base.items())
+            self.drift = changed / sum(kept.numel() for kept in self._base.values())
+        for name, kept in self._base.items():
+            parameters[name].data.copy_(kept)
+        super().perturb(turn)
+
+    def sync(self, turn: int) -> Timed:
+        """All that GRPOTrainer does with fresh weights."""
+        return self.perturbed(turn, self.generation.sync_weights)
+
+    def phase_sync(self, turn: int) -> Timed:
+        """The same: TRL proves nothing and keeps no versions."""
+        return self.sync(turn)
+
+    def findings(self) -> dict[str, float]:
+        """For the result's settings."""
+        return {"drift": self.drift}
+
+
+class SyncingHybrid(Syncing, Hybrid):
+    """A weight path of ours, as a rollout phase uses it."""
+
+    _bytes = 0
+
+    def perturb(self, turn: int) -> None:
+        """As in all contestants, and announced, as the trainer's callback does."""
+        super().perturb(turn)
+        self._trainer.session.weights_changed()
+
+    def sync(self, turn: int) -> Timed:
+        """The path's own sync and its cheap proof; `gather` has none of its own."""
+        weights = self._trainer.session.weights
+
+        def sync() -> None:
+            self._bytes = weights.sync().bytes
+            weights.check(False)
+
+        return self.perturbed(turn, sync)
+
+    def phase_sync(self, turn: int) -> Timed:
+        """All of it: version, fingerprint, hooks, and for `gather` the comparison of a sample of tensors."""
+        session = self._trainer.session
+        return self.perturbed(turn, lambda: session.freshness.sync(session.live_engine, session.weights))
+
+    def engine_digest(self) -> int | None:
+        """None for `lora`, whose engine holds base and adapter apart; the path's full proof compares all their bits."""
+        weights = self._trainer.session.weights
+        if weights.name != "lora":
+            return super().engine_digest()
+        weights.check(True)
+        return None
+
+    def findings(self) -> dict[str, float]:
+        """Bytes that the last sync moved."""
+        return {"bytes": float(self._bytes)}

@@ -1,11 +1,12 @@
 # Everything runs in .venv, made from the lock files. On a GPU machine install the extras instead: see README.md.
 PYTHON ?= python3
 PIP_ARGS ?=
+WORKERS ?= 2
 BIN := .venv/bin
 CPU := HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR TORCH_CPP_LOG_LEVEL=ERROR TOKENIZERS_PARALLELISM=false
 LAUNCH := --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
-.PHONY: help quickstart test test-all lint types docs bench check clean
+.PHONY: help quickstart test lint types docs bench check clean
 
 help:
 	@echo "make quickstart   install, then train a small model with GRPO through vLLM; ARGS='--seed 1' passes flags"
@@ -29,7 +30,7 @@ quickstart: .venv/run
 	@$(CPU) $(BIN)/accelerate launch $(LAUNCH) examples/quickstart.py $(ARGS)
 
 test: .venv/dev
-	$(CPU) $(BIN)/python -m pytest $(ARGS)
+	$(CPU) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: .venv/dev
 	$(BIN)/ruff check .

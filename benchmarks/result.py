@@ -38,17 +38,19 @@ class Result:
     metrics: Mapping[str, float]
     settings: Mapping[str, Any] = field(default_factory=dict)
 
-    def ratio(self, measurement: Measurement) -> float:
-        """How many times faster than the peer arm of the same case, by medians."""
-        peer = next(m for m in self.measurements if m.arm == self.peer and m.case == measurement.case)
-        return peer.median / measurement.median
+    def ratio(self, measurement: Measurement) -> float | None:
+        """How many times faster than the peer arm of the same case, by medians; None where the case has no such arm."""
+        peers = [m for m in self.measurements if m.arm == self.peer and m.case == measurement.case]
+        return peers[0].median / measurement.median if peers else None
 
     def table(self) -> str:
         """The measurements, then the metrics; times in milliseconds."""
         rows = [("case", "arm", "median ms", "min", "max", "n", f"× {self.peer}")]
         for m in self.measurements:
             times = [f"{value * 1e3:.3f}" for value in (m.median, min(m.seconds), max(m.seconds))]
-            rows.append((m.case, m.arm, times[0], times[1], times[2], str(len(m.seconds)), f"{self.ratio(m):.2f}"))
+            ratio = self.ratio(m)
+            faster = "" if ratio is None else f"{ratio:.2f}"
+            rows.append((m.case, m.arm, times[0], times[1], times[2], str(len(m.seconds)), faster))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = [_row(row, widths) for row in rows]
         return "\n".join([*lines, "", *(f"{name} = {value:.6g}" for name, value in self.metrics.items())])

@@ -1,65 +1,79 @@
-"""A training loop of your own: plain PyTorch, and a vLLM that shares the model's memory.
+"""A training loop of your own: plain PyTorch, and a vLLM in the same process that shares the model's memory.
 
     python examples/custom_loop.py --model_name_or_path Qwen/Qwen3-0.6B
     torchrun --nproc_per_node 4 examples/custom_loop.py --model_name_or_path Qwen/Qwen3-0.6B
-    accelerate launch examples/custom_loop.py --model_name_or_path Qwen/Qwen3-0.6B
+    accelerate launch --mixed_precision bf16 examples/custom_loop.py --model_name_or_path Qwen/Qwen3-0.6B
 
-REINFORCE with the mean of each group as baseline, for answers that count from one. Every process samples for its own
-prompts; nothing below but `prepare` and the choice of prompts knows how many there are.
+REINFORCE on answers that count upward from one, with the mean of each prompt's answers as baseline. Every process
+samples for four prompts of its own; gradients are averaged, so all hold the same weights.
 """
 
-import argparse
 import re
+from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from torch.nn.utils.rnn import pad_sequence
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from trlx_hybrid import HybridEngine
 
 
-def count(text: str) -> float:
-    """How far the numbers of a text count upward from one."""
-    numbers = [int(digits) for digits in re.findall(r"\d+", text)]
-    return float(sum(number == place for place, number in enumerate(numbers, start=1)))
+@dataclass
+class Arguments:
+    """What this script takes."""
+
+    model_name_or_path: str = "Qwen/Qwen3-0.6B"
+    output_dir: str = "runs/custom_loop"
+    steps: int = 20
+    num_generations: int = 8
+    max_tokens: int = 64
+    learning_rate: float = 1e-5
 
 
-def log_prob(model: torch.nn.Module, prompt: list[int], completion: list[int]) -> torch.Tensor:
-    """Log-probability of a completion."""
-    ids = torch.tensor([prompt + completion], device=next(model.parameters()).device)
-    logits = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float()
-    return logits.log_softmax(-1).gather(-1, ids[0, len(prompt) :, None]).sum()
+def reward(text: str) -> float:
+    """How many numbers of a text stand where they would if it counted from one."""
+    return float(sum(int(n) == place for place, n in enumerate(re.findall(r"\d{1,9}", text), start=1)))
+
+
+def log_probs(model: torch.nn.Module, prompt: list[int], answers: list[list[int]]) -> torch.Tensor:
+    """Log-probability of each answer to a prompt, (answers,)."""
+    ids = pad_sequence([torch.tensor(prompt + answer) for answer in answers], batch_first=True)
+    ids = ids.to(next(model.parameters()).device)
+    scores = model(input_ids=ids).logits[:, len(prompt) - 1 : -1].float().log_softmax(-1)
+    scores = scores.gather(-1, ids[:, len(prompt) :, None])[..., 0]
+    return torch.stack([row[: len(answer)].sum() for row, answer in zip(scores, answers, strict=True)])
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model_name_or_path", default="Qwen/Qwen3-0.6B")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--max_tokens", type=int, default=64)
-    parser.add_argument("--learning_rate", type=float, default=1e-5)
-    args = parser.parse_args()
-
+    (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
     accelerator = Accelerator()
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path)
     model = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=torch.float32)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=args.learning_rate))
-    tasks = [f"Count to {n}:" for n in range(5, 13)][accelerator.process_index :: accelerator.num_processes]
-    prompts = [tokenizer(task)["input_ids"] for task in tasks]
+    first = 5 + 4 * accelerator.process_index
+    prompts = [tokenizer(f"Count to {n}:")["input_ids"] for n in range(first, first + 4)]
 
-    options = {"enable_sleep_mode": True, "max_model_len": 256, "max_num_seqs": len(prompts) * args.group}
-    with HybridEngine(
+    options = {"enable_sleep_mode": True, "max_model_len": 128, "max_num_seqs": len(prompts) * args.num_generations}
+    engine = HybridEngine(
         model, tokenizer, optimizer, max_tokens=args.max_tokens, engine_options=options, accelerator=accelerator
-    ) as engine:
+    )
+    with engine:
         for step in range(args.steps):
             with engine.rollout_context():
-                completions = engine.generate(prompts, num_generations=args.group)
+                answers = [c.token_ids for c in engine.generate(prompts, args.num_generations)]
+            groups = [answers[i : i + args.num_generations] for i in range(0, len(answers), args.num_generations)]
+            rewards = torch.tensor([[reward(tokenizer.decode(ids)) for ids in group] for group in groups])
+            advantages = (rewards - rewards.mean(1, keepdim=True)).to(accelerator.device)
             with engine.train_context():
-                rewards = torch.tensor([count(tokenizer.decode(c.token_ids)) for c in completions])
-                advantages = rewards - rewards.view(-1, args.group).mean(1).repeat_interleave(args.group)
-                for i, (completion, advantage) in enumerate(zip(completions, advantages.tolist(), strict=True)):
-                    score = log_prob(model, prompts[i // args.group], completion.token_ids)
-                    accelerator.backward(-advantage * score / len(completions))
+                for prompt, group, advantage in zip(prompts, groups, advantages, strict=True):
+                    accelerator.backward(-(advantage * log_probs(model, prompt, group)).mean() / len(prompts))
                 optimizer.step()
                 optimizer.zero_grad()
-            accelerator.print(f"step {step}: reward {accelerator.gather(rewards.mean()).mean():.3f}")
-    accelerator.unwrap_model(model).save_pretrained("runs/custom_loop") if accelerator.is_main_process else None
+            everyone = accelerator.gather(rewards.mean().to(accelerator.device))
+            accelerator.print(f"step {step}: reward {everyone.mean():.3f}")
+
+    weights = accelerator.get_state_dict(model)
+    accelerator.unwrap_model(model).save_pretrained(
+        args.output_dir, state_dict=weights, is_main_process=accelerator.is_main_process
+    )
+    accelerator.end_training()

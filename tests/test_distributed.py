@@ -39,7 +39,8 @@ def launch(folder, processes, *options):
     if processes > 1:
         command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
         command += ["--master_port", str(config["main_process_port"])]
-    environment = dict(os.environ, OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true")
+    port = str(config["main_process_port"])  # a single process would listen on 29500, as any other job may
+    environment = dict(os.environ, OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true", MASTER_PORT=port)
     if "fsdp" in options:
         environment |= {"ACCELERATE_USE_FSDP": "true"} | {key.upper(): str(value) for key, value in FSDP2.items()}
     done = subprocess.run(

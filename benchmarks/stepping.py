@@ -1,0 +1,180 @@
+"""The two sides of the step benchmark: whole GRPO trainers that stand still until they are asked for a step."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from transformers import TrainerCallback
+
+from .building import GPU_SHARE, adapter, engine_options, load, prepare_process, stock_engine, synchronise
+from .contestants import GROUP
+from .harness import Timed
+from .scale import Scale, Variant
+
+PROFILED = ("_prepare_inputs", "sync_weights", "vLLM.generate", "compute_loss")
+"""Of TRL's profiled spans: rollout with scoring, sync, generation, and the loss's forward pass."""
+
+
+class Stepper:
+    """A trainer whose `train()` runs in a thread and waits before each step. A step is all from its begin to the next.
+
+    Args:
+        kind: "trl" or "hybrid".
+        batch: rows of one forward pass.
+        steps: how many there are to be.
+    """
+
+    def __init__(self, kind: str, folder: str, scale: Scale, variant: Variant, batch: int, steps: int) -> None:
+        prepare_process(folder)
+        self.spans: defaultdict[str, float] = defaultdict(float)
+        self._go: queue.Queue[None] = queue.Queue()
+        self._done: queue.Queue[Timed | BaseException] = queue.Queue()
+        self._tokens = 0
+        self._note_spans()
+        model, tokenizer = load(folder, Variant(model_dtype=variant.model_dtype))  # TRL puts the adapter on
+        arguments = {
+            "model": model,
+            "reward_funcs": self._reward,
+            "args": _arguments(Path(folder) / f"runs-{kind}", scale, variant, batch, steps),
+            "train_dataset": _prompts(scale, steps),
+            "processing_class": tokenizer,
+            "peft_config": adapter(variant) if variant.lora_rank else None,
+            "callbacks": [_Pausing(self)],
+        }
+        self._trainer = _stock(scale, variant, arguments) if kind == "trl" else _hybrid(scale, variant, arguments)
+        self._thread = threading.Thread(target=self._train, daemon=True)
+        self._thread.start()
+        self._answer()  # the engine is built, and the first step waits
+
+    def _train(self) -> None:
+        try:
+            self._trainer.train()
+        except BaseException as error:
+            self._done.put(error)
+            raise
+
+    def _answer(self) -> Timed:
+        answer = self._done.get()
+        if isinstance(answer, BaseException):
+            raise RuntimeError(f"Training failed: {answer!r}") from answer
+        return answer
+
+    def step(self, turn: int) -> Timed:
+        """One optimizer step; its result is the number of tokens sampled, the same for all."""
+        self.spans.clear()
+        self._tokens = 0
+        self._go.put(None)
+        return self._answer()
+
+    def split(self) -> dict[str, float]:
+        """Seconds of the last step by TRL's profiled spans, and bytes of the device in use after it, by everybody."""
+        import torch
+
+        found = dict(self.spans)
+        session = getattr(self._trainer, "session", None)
+        if session is not None:
+            found["sync_weights"] = session.metrics.get("hybrid/sync_seconds", 0.0)
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            found["device_bytes_in_use"] = total - free
+        return found
+
+    def engine_weights(self) -> str:
+        """The weight path taken."""
+        session = getattr(self._trainer, "session", None)
+        return session.weights.name if session is not None else "trl"
+
+    def at_begin(self, started: float | None) -> float:
+        """The step that began at `started` is over: report it, wait for the next one's turn, return its begin."""
+        synchronise()
+        self._done.put(Timed(time.perf_counter() - started if started is not None else 0.0, self._tokens))
+        self._go.get()
+        synchronise()
+        return time.perf_counter()
+
+    def _reward(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
+        """Something that differs within a group and costs nothing."""
+        self._tokens += sum(len(ids) for ids in completion_ids)
+        return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+    def _note_spans(self) -> None:
+        """TRL times itself and reports to trackers only: listen in, in both contestants."""
+        from trl.extras.profiling import ProfilingContext
+
+        def note(context: Any, seconds: float) -> None:
+            name = context.name.partition(".")[2]
+            if name in PROFILED:
+                self.spans[name] += seconds
+
+        patch.object(ProfilingContext, "_log_metrics", note).start()
+
+
+class _Pausing(TrainerCallback):  # type: ignore[misc]
+    def __init__(self, stepper: Stepper) -> None:
+        self._stepper = stepper
+        self._started: float | None = None
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._started = self._stepper.at_begin(self._started)
+
+
+def _stock(scale: Scale, variant: Variant, arguments: dict[str, Any]) -> Any:
+    import trl
+
+    with stock_engine(scale, variant):
+        return trl.GRPOTrainer(**arguments)
+
+
+def _hybrid(scale: Scale, variant: Variant, arguments: dict[str, Any]) -> Any:
+    from trlx_hybrid import GRPOTrainer, HybridConfig
+
+    return GRPOTrainer(**arguments, hybrid=HybridConfig(engine="vllm", engine_options=engine_options(scale, variant)))
+
+
+def _arguments(output: Path, scale: Scale, variant: Variant, batch: int, steps: int) -> Any:
+    """The same for both; what is not named is TRL's default."""
+    import torch
+    from trl import GRPOConfig
+
+    cuda = torch.cuda.is_available()
+    ((rows, tokens),) = scale.cases
+    return GRPOConfig(
+        output_dir=str(output),
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=rows // batch,
+        num_generations=GROUP,
+        max_completion_length=tokens,
+        generation_kwargs={"ignore_eos": True},
+        max_steps=steps,
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        bf16=cuda,
+        use_cpu=not cuda,
+        use_vllm=True,
+        vllm_mode="colocate",
+        vllm_enable_sleep_mode=variant.sleep,
+        vllm_gpu_memory_utilization=GPU_SHARE,
+        vllm_max_model_length=scale.longest,
+    )
+
+
+def _prompts(scale: Scale, steps: int) -> Any:
+    """Enough of them, different ones, of `prompt_tokens` words that are a token each."""
+    import random
+
+    from datasets import Dataset
+
+    draw, ((rows, _),) = random.Random(0), scale.cases
+    words = range(1, scale.config["vocab_size"])
+    count = rows // GROUP * (steps + 1)
+    return Dataset.from_dict(
+        {"prompt": [" ".join(f"{w:x}" for w in draw.choices(words, k=scale.prompt_tokens)) for _ in range(count)]}
+    )

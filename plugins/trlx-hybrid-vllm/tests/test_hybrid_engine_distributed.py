@@ -1,0 +1,61 @@
+"""HybridEngine under torchrun and accelerate launch: real processes, DDP over gloo."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "loop_distributed.py"
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+def launch(folder, launcher, *options):
+    """The reports of two ranks, in rank order; of one under "python"."""
+    folder.mkdir()
+    # `accelerate launch --cpu` starts one process whatever `--num_processes` says; with the GPU's launcher it is two.
+    command = {
+        "python": [],
+        "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()],
+        "accelerate": "-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no "
+        f"--dynamo_backend no --main_process_port {free_port()}".split(),
+    }[launcher]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    command = [sys.executable, *command, str(SCRIPT), str(folder), *options]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stderr.count("trlx_hybrid 0.1.0 · plugins:") == 1  # rank 0 alone
+    return [json.loads((folder / f"rank{r}.json").read_text()) for r in range(1 if launcher == "python" else 2)]
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    (report,) = launch(tmp_path_factory.mktemp("single") / "out", "python")
+    assert len(set(report["digests"])) == 4
+    return report
+
+
+@pytest.mark.parametrize(
+    ("launcher", "options"),
+    [("torchrun", []), ("torchrun", ["raw"]), ("torchrun", ["tp=2"]), ("accelerate", [])],
+    ids=["torchrun", "torchrun-without-accelerate", "torchrun-tensor-parallel", "accelerate"],
+)
+def test_two_ranks_sample_train_and_stay_equal(tmp_path, single, launcher, options):
+    first, second = launch(tmp_path / "out", launcher, *options)
+    assert first["digests"] == second["digests"]
+    assert len(set(first["digests"])) == 4
+    assert all(report["closed"] == report["digests"][-1] for report in (first, second))
+    assert max(first["gaps"] + second["gaps"]) < 1e-5
+    # Rank by rank, the rows are those that one process draws.
+    assert [a + b for a, b in zip(first["drawn"], second["drawn"], strict=True)] == single["drawn"]
+    path = "gather" if "tp=2" in options else "alias"
+    assert {name for name, _ in first["syncs"] + second["syncs"]} == {path}
+    assert path == "gather" or {moved for _, moved in first["syncs"]} == {0}

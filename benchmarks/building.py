@@ -29,7 +29,7 @@ def prepare_process(folder: str) -> None:
 def load(folder: str, variant: Variant) -> tuple[Any, Any]:
     """The trainer's model, as a script loads it, and its tokenizer. Adapters are drawn alike in every process."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=variant.model_dtype).to(device)
@@ -38,7 +38,8 @@ def load(folder: str, variant: Variant) -> tuple[Any, Any]:
 
         torch.manual_seed(0)
         model = get_peft_model(model, adapter(variant))
-    return model, AutoTokenizer.from_pretrained(folder)
+    # AutoTokenizer would take Qwen2's own class, which encodes any text as nothing with this vocabulary.
+    return model, PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def adapter(variant: Variant) -> Any:

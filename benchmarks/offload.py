@@ -2,8 +2,9 @@
 
 The state is AdamW's in fp32, for a model of the given shape; it leaves and returns through `trlx_hybrid.offload`. The
 raw arm copies one long device buffer to and from pinned memory. Times are the wall's, until the device is idle: ours
-include finding the tensors and, on the way back, asking the driver for their memory; giving it to the driver is the case
-`free`. Every return is compared bit for bit. Case `compute` is a second of matrix products: alone, with the return under it, and after it.
+include finding the tensors and, on the way back, asking the driver for their memory; giving it to the driver is case
+`free`. Every return is compared bit for bit. Case `compute` is a second of matrix products: alone, with the return
+under it, and after it.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class RawCopies:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
-        self._device = torch.ones(nbytes, dtype=torch.uint8, device=device).split(RAW_CHUNK)
+        self._device = torch.split(torch.ones(nbytes, dtype=torch.uint8, device=device), RAW_CHUNK)
         self._host = [torch.zeros(part.numel(), dtype=torch.uint8, pin_memory=pinned) for part in self._device]
 
     def leave(self) -> None:

@@ -82,7 +82,9 @@ def tokenizer(size: int) -> Any:
 
     words = ["<eos>", *(f"Ġ{index:x}" for index in range(1, size))]
     inner = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<eos>"))
-    inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
+    word = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    inner.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), word])
+    inner.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>", padding_side="left")
 
 

@@ -25,7 +25,7 @@ class KVMemory(Hybrid):
         engine.wake("weights")
         engine.wake("kv_cache")
         self._reload()
-        self.bytes = sum(storage.nbytes() for storage in self._storages())
+        self.bytes: int = sum(storage.nbytes() for storage in self._storages())
         self._expected = self.greedy_awake()
 
     @property
@@ -70,7 +70,7 @@ class KVMemory(Hybrid):
         found = self.greedy_awake()
         if found != self._expected:
             raise RuntimeError(f"After the cycles the engine samples {found}, before {self._expected}.")
-        return int(self.bytes)
+        return self.bytes
 
     def greedy_awake(self) -> list[list[int]]:
         """Completions that depend on nothing but the model, from the engine as it is."""
@@ -99,7 +99,8 @@ class KVMemory(Hybrid):
         if torch.cuda.is_available():
             synchronise()
             return int(torch.cuda.mem_get_info()[0])
-        return -sum(storage.nbytes() for storage in self._storages())
+        held: int = sum(storage.nbytes() for storage in self._storages())
+        return -held
 
 
 def _seconds(work: Callable[[], object]) -> float:

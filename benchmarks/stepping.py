@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 
 from .building import GPU_SHARE, adapter, engine_options, load, prepare_process, stock_engine, synchronise
 from .contestants import GROUP
@@ -48,6 +48,7 @@ class Stepper:
             "callbacks": [_Pausing(self)],
         }
         self._trainer = _stock(scale, variant, arguments) if kind == "trl" else _hybrid(scale, variant, arguments)
+        self._trainer.remove_callback(PrinterCallback)  # 26 lines of numbers that the result does not need
         self._thread = threading.Thread(target=self._train, daemon=True)
         self._thread.start()
         self._answer()  # the engine is built, and the first step waits

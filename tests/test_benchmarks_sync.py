@@ -1,0 +1,170 @@
+"""The pure parts of the benchmarks of weight sync, offload and whole steps; what they time is not timed here."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from benchmarks import digest as digests
+from benchmarks import offload, step, weight_sync
+from benchmarks.digest import digest
+from benchmarks.goals import GOALS, load
+from benchmarks.harness import Measurement
+from benchmarks.result import Result
+from benchmarks.rollout import SCALES
+
+# --- the digest -----------------------------------------------------------------------------------------------------
+
+
+def weights(dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    return {"first": torch.randn(40, 30).to(dtype), "second": torch.randn(7).to(dtype)}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_equal_bits_have_equal_digests_in_any_order(dtype):
+    named = weights(dtype)
+    copied = {name: named[name].clone() for name in reversed(named)}
+    assert digest(named.items()) == digest(copied.items())
+
+
+def exchanged(named):
+    named["first"][0, :2] = named["first"][0, :2].flip(0)
+
+
+def moved_by_one(named):
+    named["first"] = named["first"].flatten().roll(1).reshape(40, 30)
+
+
+def last_bit(named):
+    bits = named["second"].view(torch.int16)
+    bits[6] ^= 1
+
+
+def minus_zero(named):
+    named["first"][3, 3] = -0.0
+
+
+def renamed(named):
+    named["third"] = named.pop("second")
+
+
+@pytest.mark.parametrize("change", [exchanged, moved_by_one, last_bit, minus_zero, renamed])
+def test_a_change_changes_the_digest(change):
+    named, same = weights(), weights()
+    named["first"][3, 3] = same["first"][3, 3] = 0.0
+    change(named)
+    assert digest(named.items()) != digest(same.items())
+
+
+def test_swapped_tensors_change_the_digest():
+    a, b = torch.zeros(8), torch.ones(8)
+    assert digest([("a", a), ("b", b)]) != digest([("a", b), ("b", a)])
+
+
+def test_large_tensors_are_taken_in_parts(monkeypatch):
+    whole = digest(weights().items())
+    monkeypatch.setattr(digests, "CHUNK", 64)
+    assert digest(weights().items()) == whole
+
+
+# --- the metrics ----------------------------------------------------------------------------------------------------
+
+
+def measured(case, **seconds):
+    return [Measurement(arm.replace("_", "-"), (value,), case) for arm, value in seconds.items()]
+
+
+def test_weight_sync_metrics_bear_the_names_that_the_goals_use():
+    measurements = [
+        *measured("bf16", trl=0.1, gather=0.05, alias=0.0005),
+        *measured("bf16-phase", trl=0.1, gather=0.06, alias=0.001),
+        *measured("fp32-master", trl=0.1, gather=0.05, copy=0.004),
+        *measured("lora-r16", trl=0.1, gather=0.05, lora=0.003),
+        *measured("tool-turn", trl=0.4, trl_awake=0.03, hybrid=0.035, hybrid_awake=0.03),
+        *(
+            m
+            for case in ("kv-at-once", "kv-idle")
+            for m in measured(f"{case}-release", trl=0.3, level_1=2, hybrid=0.03)
+        ),
+        *(
+            m
+            for case in ("kv-at-once", "kv-idle")
+            for m in measured(f"{case}-restore", trl=0.3, level_1=2, hybrid=0.09)
+        ),
+    ]
+    findings = {"trl-bf16": {"drift": 0.1}, "alias-bf16": {"bytes": 0.0}, "gather-lora-r16": {"bytes": 7.0}}
+    metrics = weight_sync.metrics_of(measurements, findings)
+    assert metrics["sync_ms_alias"] == pytest.approx(0.5)
+    assert metrics["phase_sync_ms_alias"] == pytest.approx(1.0)
+    assert metrics["sync_ms_trl_fp32_master"] == pytest.approx(100)
+    assert (metrics["sync_bytes_alias"], metrics["sync_bytes_gather_lora_r16"]) == (0.0, 7.0)
+    assert metrics["tool_turn_extra_ms_hybrid"] == pytest.approx(5)
+    assert metrics["tool_turn_extra_ms_trl"] == pytest.approx(370)
+    assert (metrics["kv_restore_ms"], metrics["kv_restore_ms_level_1"]) == (pytest.approx(90), pytest.approx(2000))
+    assert wanted("weight_sync") <= set(metrics)
+
+
+def test_offload_takes_the_worse_direction_and_the_share_of_the_return_that_shows():
+    measurements = [
+        *measured("out", raw=1.0, offload=1.25),
+        *measured("free", offload=0.01),
+        *measured("back", raw=1.0, offload=1.1),
+        *measured("compute", alone=1.0, return_under=1.1, return_first=1.5),
+    ]
+    metrics = offload.metrics_of(measurements, 50 * 10**9)
+    assert metrics["offload_gb_per_second_out"] == pytest.approx(40)
+    assert metrics["offload_bandwidth_share"] == pytest.approx(0.8)
+    assert metrics["offload_stall_share"] == pytest.approx(0.2)
+    assert wanted("offload") <= set(metrics)
+
+
+def test_step_metrics_and_splits():
+    measurements = [*measured("full", trl=3.0, hybrid=2.0), *measured("lora", trl=3.0, hybrid=1.0)]
+    metrics = step.metrics_of(measurements)
+    assert (metrics["step_speedup_full"], metrics["step_speedup_lora"]) == (1.5, 3.0)
+    assert wanted("step") <= set(metrics)
+    splits = [{"sync_weights": 1.0, "device_bytes_in_use": 5}, {"device_bytes_in_use": 7}, {"sync_weights": 3.0}]
+    assert step.summary(splits) == {"sync_weights": 1.0, "device_bytes_in_use": 7}
+
+
+def wanted(benchmark):
+    return {goal.metric for goal in load(GOALS) if goal.benchmark == benchmark}
+
+
+# --- the rest -------------------------------------------------------------------------------------------------------
+
+
+def test_a_case_without_the_peer_has_no_ratio():
+    alone = Measurement("other", (1.0,), "case")
+    assert Result(benchmark="b", device="d", peer="peer", measurements=[alone], metrics={}).ratio(alone) is None
+
+
+def test_the_offloaded_shapes_are_the_models():
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    for scale in SCALES.values():
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **scale.config))
+        expected = sorted(tuple(p.shape) for p in model.parameters())
+        assert sorted(offload.shapes(scale.config)) == expected
+
+
+def test_every_arm_of_a_model_differs_in_its_weights_alone():
+    for variant, paths in weight_sync.MODELS.values():
+        assert paths[:2] == ("trl", "gather")
+        assert dataclasses.replace(variant, model_dtype="bfloat16", lora_rank=0) == weight_sync.BASE
+
+
+def test_raw_copies_and_state_return_on_a_cpu():
+    state = offload.OptimizerState([(8, 4), (4,)], torch.device("cpu"))
+    state.leave()
+    state.free()
+    with pytest.raises(RuntimeError, match="other bits"):
+        state.check()
+    state.offload.return_all()
+    state.check()
+    raw = offload.RawCopies(100, torch.device("cpu"))
+    raw.leave()
+    raw.come_back()
+    state.arena.close()

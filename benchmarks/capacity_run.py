@@ -1,4 +1,4 @@
-"""One trainer that holds a model and an engine, and says in one line of JSON what it held: `benchmarks.capacity`'s child.
+"""One trainer with a model and an engine, which says in one line of JSON what it held: `benchmarks.capacity`'s child.
 
     python -m benchmarks.capacity_run trl|hybrid SIZE SHARE STEPS FOLDER
 

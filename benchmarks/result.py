@@ -79,12 +79,38 @@ class Result:
             "metrics": dict(self.metrics),
         }
 
-    def publish(self, folder: Path = RESULTS) -> Path:
-        """Print the table and write the file, whose path is returned."""
+    def publish(self, folder: Path = RESULTS, *, add: bool = False) -> Path:
+        """Print the table and write the file, whose path is returned.
+
+        Args:
+            add: keep what the file has of other cases, see `joined`; for what one command cannot measure in its time.
+        """
         file = folder / f"{self.benchmark}-{self.device}.json"
-        file.write_text(json.dumps(self.as_dict(), indent=2) + "\n")
+        content = self.as_dict()
+        if add and file.exists():
+            content = joined(json.loads(file.read_text()), content)
+        file.write_text(json.dumps(content, indent=2) + "\n")
         print(f"{self.benchmark} on {self.device}\n\n{self.table()}\n\nwritten to {file}")
         return file
+
+
+def joined(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
+    """One result of two runs that measured different cases; where both say something, the later one is right.
+
+    Raises:
+        ValueError: they differ in what was measured: device, versions, commit.
+    """
+    for key in ("benchmark", "device", "versions", "commit", "peer"):
+        if earlier[key] != later[key]:
+            raise ValueError(f"Cannot add to a result with another {key}: {earlier[key]!r}, now {later[key]!r}.")
+    cases = {m["case"] for m in later["measurements"]}
+    kept = [m for m in earlier["measurements"] if m["case"] not in cases]
+    settings = dict(earlier["settings"])
+    for key, value in later["settings"].items():
+        old = settings.get(key)
+        settings[key] = {**old, **value} if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    metrics = {**earlier["metrics"], **later["metrics"]}
+    return {**later, "settings": settings, "measurements": [*kept, *later["measurements"]], "metrics": metrics}
 
 
 def _row(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -75,10 +75,13 @@ class KVMemory(Hybrid):
     def greedy_awake(self) -> list[list[int]]:
         """Completions that depend on nothing but the model, from the engine as it is."""
         from trlx_hybrid.types import Request, Sampling
+        from trlx_hybrid_vllm.internals import drain
 
         requests = [Request(prompt_ids=prompt, seed=0) for prompt in self._prompts("greedy", 8)]
         sampling = Sampling(max_tokens=8, top_k=1, extra={"ignore_eos": True})
-        return [completion.token_ids for completion in self._engine.generate(requests, sampling)]
+        completions = self._engine.generate(requests, sampling)
+        drain(self._engine.llm)  # vLLM's own sleep does not expect the step that may still be in flight
+        return [completion.token_ids for completion in completions]
 
     def _reload(self) -> None:
         engine, policy = self._engine, self._trainer.session.policy

@@ -108,8 +108,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", choices=sorted(SCALES), default="1.5b", help="tiny is for trying it on a CPU")
     parser.add_argument("--kind", choices=sorted(KINDS), action="append", help="may be repeated; default: both")
     parser.add_argument("--repetitions", type=int, default=10)
+    parser.add_argument("--add", action="store_true", help="keep the other cases of this commit's result file")
     arguments = parser.parse_args(argv)
-    run(arguments.model, arguments.kind or sorted(KINDS), arguments.repetitions).publish()
+    run(arguments.model, arguments.kind or sorted(KINDS), arguments.repetitions).publish(add=arguments.add)
 
 
 if __name__ == "__main__":

@@ -179,8 +179,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", choices=sorted(SCALES), default="1.5b", help="tiny is for trying it on a CPU")
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--cases", nargs="+", choices=[*MODELS, "kv"], default=[*MODELS, "kv"], help="default: all")
+    parser.add_argument("--add", action="store_true", help="keep the other cases of this commit's result file")
     arguments = parser.parse_args(argv)
-    run(arguments.model, arguments.repetitions, arguments.cases).publish()
+    run(arguments.model, arguments.repetitions, arguments.cases).publish(add=arguments.add)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """The pure parts of the benchmarks of weight sync, offload and whole steps; what they time is not timed here."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
@@ -138,6 +139,30 @@ def wanted(benchmark):
 def test_a_case_without_the_peer_has_no_ratio():
     alone = Measurement("other", (1.0,), "case")
     assert Result(benchmark="b", device="d", peer="peer", measurements=[alone], metrics={}).ratio(alone) is None
+
+
+def test_a_run_adds_its_cases_to_those_of_the_same_commit(tmp_path, monkeypatch):
+    def publish(case, seconds, add):
+        kinds = {"split": {case: 1}, "model": "tiny"}
+        measurements = [Measurement("peer", (seconds,), case)]
+        metrics = {f"seconds_{case}": seconds}
+        return json.loads(
+            Result(benchmark="b", device="d", peer="peer", measurements=measurements, metrics=metrics, settings=kinds)
+            .publish(tmp_path, add=add)
+            .read_text()
+        )
+
+    monkeypatch.setenv("BENCH_COMMIT", "one")
+    publish("full", 1.0, add=True)
+    publish("lora", 2.0, add=True)
+    both = publish("full", 3.0, add=True)
+    assert [(m["case"], m["median"]) for m in both["measurements"]] == [("lora", 2.0), ("full", 3.0)]
+    assert both["metrics"] == {"seconds_full": 3.0, "seconds_lora": 2.0}
+    assert both["settings"] == {"split": {"full": 1, "lora": 1}, "model": "tiny"}
+    monkeypatch.setenv("BENCH_COMMIT", "two")
+    with pytest.raises(ValueError, match="another commit"):
+        publish("lora", 2.0, add=True)
+    assert len(publish("lora", 2.0, add=False)["measurements"]) == 1
 
 
 def test_the_offloaded_shapes_are_the_models():

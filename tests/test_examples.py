@@ -39,5 +39,6 @@ def test_the_example_trains_and_saves_from_the_command_line(tmp_path):
     command += ["--max_completion_length", "8", "--vllm_max_model_length", "32", "--use_peft", "--lora_r", "4"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ, timeout=180)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "engine=vllm (use_vllm=True) · weights=gather (auto) · rollout=single_turn (default)" in done.stderr
+    assert "engine=vllm (use_vllm=True) · weights=lora (auto; not alias: the policy has adapters" in done.stderr
+    assert "· rollout=single_turn (default)" in done.stderr
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()

@@ -75,23 +75,21 @@ def test_full(material, tmp_path, flags, path):
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
-# `accelerate launch --cpu` starts one process whatever `--num_processes` says; with the GPU's launcher it starts two.
 LAUNCHERS = {
-    "python": [],
-    "torchrun": ["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "PORT"],
+    "python": "",
+    "torchrun": "-m torch.distributed.run --nproc_per_node 2 --master_port PORT",
+    # With `--cpu` it would start one process whatever `--num_processes` says; with the GPU's launcher it starts two.
     "accelerate": "-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no "
-    "--dynamo_backend no --main_process_port PORT".split(),
+    "--dynamo_backend no --main_process_port PORT",
 }
+LOOP = "--steps 3 --num_generations 4 --max_tokens 12 --learning_rate 3e-3"
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_custom_loop(material, tmp_path, launcher):
-    prefix = [str(free_port()) if word == "PORT" else word for word in LAUNCHERS[launcher]]
-    flags = "--steps 3 --num_generations 4 --max_tokens 12 --learning_rate 3e-3".split()
-    done = start(
-        *prefix, EXAMPLES / "custom_loop.py", "--model_name_or_path", material / "model",
-        "--output_dir", tmp_path / "out", *flags,
-    )  # fmt: skip
+    prefix = LAUNCHERS[launcher].replace("PORT", str(free_port())).split()
+    folders = ["--model_name_or_path", material / "model", "--output_dir", tmp_path / "out"]
+    done = start(*prefix, EXAMPLES / "custom_loop.py", *folders, *LOOP.split())
     assert done.stderr.count("trlx_hybrid 0.1.0 · plugins:") == 1
     assert len(re.findall(r"^step \d: reward \d+\.\d{3}$", done.stdout, re.MULTILINE)) == 3  # once, not once per rank
     assert (tmp_path / "out" / "model.safetensors").exists()

@@ -21,7 +21,7 @@ from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from .config import HybridConfig
-from .errors import ConfigError, StaleWeightsError
+from .errors import ConfigError, EngineError, HybridError, StaleWeightsError
 from .hookspecs import hookimpl
 from .host import Host, check_ranks_agree
 from .owners import unwrapped
@@ -97,7 +97,7 @@ class HybridEngine:
         ranks = Ranks(accelerator)
         check_ranks_agree(ranks.gather(host.plugins))
         fsdp = getattr(accelerator.state, "fsdp_plugin", None)
-        self._steps = 0
+        self._steps, self._closed = 0, False
         self.session = Session(
             host,
             config,
@@ -118,7 +118,13 @@ class HybridEngine:
 
         Args:
             training: False for evaluation, which shares no random draws with training.
+
+        Raises:
+            StaleWeightsError: inside another rollout.
+            EngineError: after `close`.
         """
+        if self._closed:
+            raise EngineError("This HybridEngine was closed, and its memory is free: make a new one.")
         with self.session.rollout_phase(training):
             yield
 
@@ -183,11 +189,17 @@ class HybridEngine:
     def load_state(self, folder: str | Path) -> None:
         """Take up what `save_state` wrote, after the model was loaded. On every rank."""
         self.session.load_state(Path(folder), self._steps)
-        self.session.sampler.forget()
         self._steps = self.session.freshness.version
 
     def close(self) -> None:
-        """Free the engine; the model keeps its weights. Safe to call twice."""
+        """Free the engine; the model keeps its weights. Safe to call twice.
+
+        Raises:
+            StaleWeightsError: inside `rollout_context`.
+        """
+        if self.session.phase is not Phase.TRAIN:
+            raise StaleWeightsError("close() inside rollout_context(): leave the rollout before closing.")
+        self._closed = True
         self.session.close()
 
     def __enter__(self) -> HybridEngine:
@@ -219,10 +231,18 @@ class _Listeners:
 
     @hookimpl
     def trlx_sync_start(self, plan: SyncPlan) -> None:
-        for function in self.start:
-            function(plan)
+        self._call(self.start, plan)
 
     @hookimpl
     def trlx_sync_end(self, report: SyncReport) -> None:
-        for function in self.end:
-            function(report)
+        self._call(self.end, report)
+
+    @staticmethod
+    def _call(functions: list[Any], what: SyncPlan | SyncReport) -> None:
+        for function in functions:
+            try:
+                function(what)
+            except Exception as error:  # the loop's own, not a plugin's to be reported to its author
+                moment = f"{getattr(function, '__qualname__', function)}, called on_reshard_"
+                moment += "start" if isinstance(what, SyncPlan) else "end"
+                raise HybridError(f"{moment}, raised {type(error).__name__}: {error}") from error

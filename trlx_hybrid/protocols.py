@@ -25,6 +25,9 @@ class Engine(Protocol):
     dtype: torch.dtype
     """What it computes in."""
 
+    quantized: bool
+    """Whether it rounds the weights further than its dtype does."""
+
     weights_lost: bool
     """Whether sleeping discarded the weights: a sync must follow the next `wake("weights")`."""
 

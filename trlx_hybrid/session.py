@@ -240,6 +240,7 @@ class Session:
         file = folder / STATE_FILE
         self.freshness.version = json.loads(file.read_text())["weight_version"] if file.exists() else step
         self.freshness.forget()
+        self.sampler.forget()
 
     def release_engine(self) -> None:
         """Close the engine and free its memory; the next rollout builds it again."""

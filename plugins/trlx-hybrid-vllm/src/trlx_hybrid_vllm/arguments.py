@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 BLOCK = 32  # tokens per KV block on a CPU; vLLM's attention there wants a multiple of 32
 CPU_KV_CACHE_LIMIT = 4 << 30
 STATIC_SHARE = 0.3  # of the GPU, for an engine that does not sleep: TRL's default
+UNCHECKED = 0.01  # where the cache's size is given, vLLM still wants this share to be free, and uses it for nothing
 MARGIN = 0.03  # of the GPU, left for what torch's allocator cannot use
 WORKSPACE = 6 << 30  # bytes: activations of the profiling run, CUDA graphs and sampling, seen below 4 GiB for 7B
 
@@ -101,12 +102,12 @@ def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: boo
         sleeps=options.enable_sleep_mode,
     )
     if size is not None or cpu:
-        return {"kv_cache_memory_bytes": size}
+        return {"kv_cache_memory_bytes": size, "gpu_memory_utilization": UNCHECKED}
     if share is None and not options.enable_sleep_mode:
         share = STATIC_SHARE
     weights = sum(s.nbytes() for s in storages(policy_tensors(session.policy.base)))
     if share is None and wanted + weights + WORKSPACE <= memory.free_bytes_in_rollout():
-        return {"kv_cache_memory_bytes": wanted}
+        return {"kv_cache_memory_bytes": wanted, "gpu_memory_utilization": UNCHECKED}
     if _becomes_the_engines(session, options, dtype):
         memory.park_policy()
     total = torch.cuda.get_device_properties(session.policy.device).total_memory

@@ -128,7 +128,7 @@ class VLLMEngine:
 
     def weights_written(self) -> None:
         """The weights are the policy's again, whoever wrote them: cached keys and values belong to the old ones."""
-        self.llm.reset_prefix_cache()
+        self.memory.forget_prefixes()
         self.weights_lost = False
 
     def _reload(self, weights: NamedTensors) -> LoadReport:

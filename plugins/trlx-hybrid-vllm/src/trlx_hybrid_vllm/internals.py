@@ -1,6 +1,6 @@
 """Everything this plugin uses of vLLM 0.31 beyond its documented interface, in one place.
 
-tests/test_internals.py names what broke when a version changes it.
+The plugin's tests run all of it, on the pinned version.
 """
 
 from __future__ import annotations
@@ -24,6 +24,12 @@ def model_of(llm: Any) -> torch.nn.Module:
 def kv_caches(llm: Any) -> list[torch.Tensor]:
     """The KV cache tensors, one per layer; several may share a storage."""
     return list(llm.llm_engine.model_executor.driver_worker.model_runner.kv_caches)
+
+
+def prefixes(llm: Any) -> int:
+    """How many blocks the prefix cache holds."""
+    pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+    return len(pool.cached_block_hash_to_block)
 
 
 def adapter_slots_of(module: torch.nn.Module) -> list[torch.Tensor]:

@@ -52,8 +52,7 @@ def walk(model, optimizer, engine):
         "engine weights": list(runner.model.parameters()),
         "KV cache": runner.kv_caches,
     }
-    if "weights" not in engine.memory.asleep:  # a GPU's worker gives these few KiB back as well, the CPU's keeps them
-        owners["engine weights"] += runner.model.buffers()
+    owners["engine weights"] += runner.model.buffers()  # the CPU's worker keeps these few KiB while weights sleep
     held, taken = {}, []
     for owner, tensors in owners.items():
         blocks = {(s.data_ptr(), s.nbytes()) for s in (t.untyped_storage() for t in tensors) if s.nbytes()}

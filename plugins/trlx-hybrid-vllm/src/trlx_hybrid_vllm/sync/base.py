@@ -34,6 +34,7 @@ class SharedWeights:
         self._parameters: dict[str, nn.Parameter] = {}
         self._views: dict[str, Tensor] = {}
         self._copied_once = False
+        self._addresses: dict[str, int] = {}
         self.aliased: list[str] = []
         self.copied: list[str] = []
 
@@ -102,15 +103,12 @@ class SharedWeights:
             (self.aliased if self._can_alias(name, p) else self.copied).append(name)
         for name in self.aliased:
             self._parameters[name].data = self._views[name]
+        self._addresses = {name: self._views[name].data_ptr() for name in self.aliased}
 
     def _moved(self) -> list[str]:
-        """Aliased parameters that are not the engine's memory: not yet, or no longer because somebody rebound them."""
-        views, parameters = self._views, self._parameters
-        return [
-            name
-            for name in self.aliased
-            if (p := parameters[name]).data_ptr() != (v := views[name]).data_ptr() or p.stride() != v.stride()
-        ]
+        """Aliased parameters that are no longer the engine's memory, because somebody rebound them."""
+        parameters = self._parameters
+        return [name for name, address in self._addresses.items() if parameters[name].data_ptr() != address]
 
     def check(self, full: bool) -> int:
         """Prove it: pointers, shapes and strides of the aliased, bits of the copied (of all when `full`).
@@ -121,7 +119,11 @@ class SharedWeights:
         Raises:
             SyncError: names each parameter that is not the engine's.
         """
-        wrong = [*self._moved(), *(n for n in self.aliased if self._parameters[n].shape != self._views[n].shape)]
+        wrong = self._moved()
+        for name in self.aliased:
+            p, view = self._parameters[name], self._views[name]
+            if p.shape != view.shape or p.stride() != view.stride():
+                wrong.append(name)
         compared = self.copied if full else []
         flags = [differ(self._views[name], self._parameters[name].detach()) for name in compared]
         if flags:
@@ -137,7 +139,7 @@ class SharedWeights:
         """Give each aliased parameter memory of its own again. After the engine is closed: what it held is freed one
         fused tensor after the other as the last view of it goes."""
         views, self._views = self._views, {}
-        aliased, self.aliased, self.copied = self.aliased, [], []
+        aliased, self.aliased, self.copied, self._addresses = self.aliased, [], [], {}
         for name in aliased:
             p, view = self._parameters.pop(name), views.pop(name)
             if p.data_ptr() == view.data_ptr():

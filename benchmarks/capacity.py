@@ -3,7 +3,7 @@
 `--kv`: TRL's colocate and a hybrid trainer, each with sleep mode on, hold a 7B policy and the engine they sample from;
 how many tokens does the KV cache hold when the GPU's memory peaks at the same number of bytes?
 
-`--train SIZE`: two GRPO steps of rank-16 LoRA on all linear layers at a context of 4096 tokens. Each trainer has a
+`--train SIZE`: a GRPO step of rank-16 LoRA on all linear layers at a context of 4096 tokens. Each trainer has a
 process of its own, for a run that ends out of memory is an answer too.
 """
 
@@ -14,7 +14,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .result import Result, accelerator
@@ -29,6 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {  # Qwen2.5's
     "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
     | {"num_key_value_heads": 8, "vocab_size": 152064},
 }
+TRL_SHARE = {"tiny": 0.3, "7b": 0.35, "14b": 0.45}  # what its engine needs to hold the weights, and a few sequences
 CONTEXT = 4096
 SEQUENCES = 4
 MINUTES = 60
@@ -72,20 +73,28 @@ def kv_tokens(size: str, shares: Sequence[float], folder: str) -> Result:
     )
 
 
-def training(sizes: Sequence[str], folder: str) -> Result:
-    """Which of the sizes each trainer trains."""
-    found = [
-        attempt(kind, size, None, 2, folder, 9 * MINUTES)
-        for size in sizes
-        for kind in (("trl", "hybrid") if size != "32b" else ("hybrid",))
-    ]
+def training(sizes: Sequence[str], folder: str) -> Iterator[Result]:
+    """Which of the sizes each trainer trains; what is known so far after each. Two copies of 32B need no trying."""
+    found: list[dict[str, Any]] = []
+    for size in sizes:
+        for kind in ("hybrid", "trl") if size != "32b" else ("hybrid",):
+            found.append(attempt(kind, size, TRL_SHARE[size] if kind == "trl" else None, 1, folder, 8 * MINUTES))
+            yield _trained(sizes, found)
+
+
+def _trained(sizes: Sequence[str], found: Sequence[dict[str, Any]]) -> Result:
     return Result(
         benchmark="capacity_training",
         device=accelerator(),
         peer="trl",
         measurements=[],
         metrics={f"trains_{run['kind']}_{run['size']}": float("ended" not in run) for run in found},
-        settings={"context": CONTEXT, "sequences": SEQUENCES, "shapes": {s: SHAPES[s] for s in sizes}, "runs": found},
+        settings={
+            "context": CONTEXT,
+            "sequences": SEQUENCES,
+            "shapes": {s: SHAPES[s] for s in sizes},
+            "runs": list(found),
+        },
     )
 
 
@@ -99,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         if arguments.kv:
             kv_tokens(arguments.kv, arguments.shares, folder).publish()
         if arguments.train:
-            training(arguments.train, folder).publish()
+            for result in training(arguments.train, folder):
+                result.publish()
 
 
 if __name__ == "__main__":

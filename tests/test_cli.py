@@ -13,7 +13,7 @@ def test_plugins_lists_plugins_and_components(capsys):
     assert main(["plugins", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert {"name": "vllm", "distribution": "trlx-hybrid-vllm"}.items() <= report["plugins"][0].items()
-    assert {c["name"] for c in report["components"]} == {"vllm", "gather", "single_turn"}
+    assert {c["name"] for c in report["components"]} == {"vllm", "alias", "lora", "copy", "gather", "single_turn"}
 
 
 def test_plugins_by_hook(capsys):

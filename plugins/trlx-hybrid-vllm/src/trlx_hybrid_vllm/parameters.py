@@ -75,6 +75,8 @@ def joined(shape: Sequence[int], pieces: Sequence[Piece]) -> Slice | None:
     if offset is None or any(step is None for step in steps):
         return None
     stride = tuple(step - offset if n > 1 else u for step, n, u in zip(steps, shape, unit, strict=True))  # type: ignore[operator]
+    if any(s <= 0 for s in stride):  # backward or twice the same memory: torch has no such view to write to
+        return None
     region = Slice(tuple(shape), stride, offset)
 
     def expected(flat: int) -> int:

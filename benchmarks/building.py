@@ -49,13 +49,6 @@ def adapter(variant: Variant) -> Any:
     return LoraConfig(r=variant.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def synchronise() -> None:
-    import torch
-
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def stock_engine(scale: Scale, variant: Variant) -> AbstractContextManager[Any]:
     """Inside, TRL builds its engine with arguments that VLLMGeneration has no way to pass on.
 

@@ -3,21 +3,28 @@
 `--kv`: TRL's colocate and a hybrid trainer, each with sleep mode on, hold a 7B policy and the engine they sample from;
 how many tokens does the KV cache hold when the GPU's memory peaks at the same number of bytes?
 
-`--train SIZE`: a GRPO step of rank-16 LoRA on all linear layers at a context of 4096 tokens. Each trainer has a
-process of its own, for a run that ends out of memory is an answer too.
+`--train SIZE`: GRPO steps of rank-16 LoRA on all linear layers at a context of 4096 tokens, half of them prompt. The
+second step is the first that has an optimizer state beside its activations. Each trainer has a process of its own, for
+a run that ends out of memory is an answer too. What is known is written after each.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from functools import cache
 from typing import Any
 
-from .result import Result, accelerator
+from .result import Result
 
 SHAPES: dict[str, dict[str, Any]] = {  # Qwen2.5's
     "tiny": {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -29,71 +36,114 @@ SHAPES: dict[str, dict[str, Any]] = {  # Qwen2.5's
     "32b": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
     | {"num_key_value_heads": 8, "vocab_size": 152064},
 }
-TRL_SHARE = {"tiny": 0.3, "7b": 0.35, "14b": 0.45}  # what its engine needs to hold the weights, and a few sequences
-CONTEXT = 4096
+TRL_SHARE = {"tiny": 0.3, "7b": 0.35, "14b": 0.45, "32b": 0.85}  # what its engine needs: the weights, a few sequences
+KINDS = ("trl", "hybrid")
+CONTEXT = {"tiny": 64} | dict.fromkeys(("7b", "14b", "32b"), 4096)  # tokens; the prompt has half of them
 SEQUENCES = 4
-MINUTES = 60
-GIB = 1 << 30
+LORA_RANK = 16
+PROGRESS, ANSWER = "capacity: ", "capacity answers: "  # how the child's lines begin
+LAST_LINES = 12  # of a child that failed
 
 
-def attempt(kind: str, size: str, share: float | None, steps: int, folder: str, seconds: float) -> dict[str, Any]:
-    """One trainer in a process of its own; its answer, or how it ended."""
-    command = [sys.executable, "-m", "benchmarks.capacity_run", kind, size, str(share), str(steps), folder]
+def attempt(
+    kind: str, size: str, share: float | None, steps: int, folder: str, seconds: float, eager: bool = False
+) -> dict[str, Any]:
+    """One trainer in a process of its own; its answer, or how it ended. Its progress is passed on as it comes."""
+    arguments = {"kind": kind, "size": size, "share": share, "steps": steps, "folder": folder, "eager": eager}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.capacity_run", json.dumps(arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,  # so that no helper of it outlives it and keeps the pipe open
+    )
+    expired = threading.Event()
+
+    def end_all() -> None:
+        with suppress(ProcessLookupError):  # nobody of its session is left
+            os.killpg(process.pid, signal.SIGKILL)
+
+    def expire() -> None:
+        expired.set()
+        end_all()
+
+    timer = threading.Timer(seconds, expire)
+    timer.start()
+    stage, tail = "nothing yet", deque[str](maxlen=LAST_LINES)
+    assert process.stdout is not None
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return {"kind": kind, "size": size, "ended": f"no answer within {seconds:g} s"}
-    answers = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if answers:
-        return dict(json.loads(answers[-1]))
-    return {"kind": kind, "size": size, "ended": f"exit code {done.returncode}: {done.stderr[-600:]}"}
+        for line in process.stdout:
+            if line.startswith(ANSWER):
+                return dict(json.loads(line.removeprefix(ANSWER)))
+            if line.startswith(PROGRESS):
+                stage = line.removeprefix(PROGRESS).strip()
+                print(f"{kind} {size}: {stage}", file=sys.stderr, flush=True)
+            elif line.strip() and line.strip()[-300:] not in tail:
+                tail.append(line.strip()[-300:])
+        code = process.wait()
+    finally:
+        timer.cancel()
+        end_all()
+        process.wait()
+        process.stdout.close()
+    ended = f"no answer within {seconds:g} s" if expired.is_set() else f"exit code {code}"
+    print(f"{kind} {size}: {ended} after {stage}; {' | '.join([*tail][-3:])}", file=sys.stderr, flush=True)
+    timed_out = expired.is_set()
+    return {"kind": kind, "size": size, "ended": ended, "timed_out": timed_out, "after": stage, "last_lines": [*tail]}
 
 
-def kv_tokens(size: str, shares: Sequence[float], folder: str) -> Result:
+def kv_tokens(size: str, shares: Sequence[float], folder: str, seconds: float, eager: bool) -> Iterator[Result]:
     """TRL at each share of the GPU, and ours at the same peak."""
-    found: list[dict[str, Any]] = []
+    runs: dict[str, dict[str, Any]] = {}
     metrics: dict[str, float] = {}
     for share in shares:
-        trl = attempt("trl", size, share, 0, folder, 5 * MINUTES)
-        found.append(trl)
+        trl = runs[f"trl {size} at {share:g}"] = attempt("trl", size, share, 0, folder, seconds)
+        yield _result("capacity_kv", [size], runs, metrics)
         if "ended" in trl:
             continue
-        ours = attempt("hybrid", size, trl["peak_bytes"], 0, folder, 5 * MINUTES)
-        found.append(ours)
+        ours = runs[f"hybrid {size} at {share:g}"] = attempt(
+            "hybrid", size, trl["peak_bytes"], 0, folder, seconds, eager
+        )
         if "ended" not in ours:
-            metrics[f"kv_ratio_at_{share:g}"] = ours["kv_tokens"] / trl["kv_tokens"]
-            metrics[f"peak_ratio_at_{share:g}"] = ours["peak_bytes"] / trl["peak_bytes"]
-    return Result(
-        benchmark="capacity_kv",
-        device=accelerator(),
-        peer="trl",
-        measurements=[],
-        metrics=metrics,
-        settings={"size": size, "config": SHAPES[size], "context": CONTEXT, "runs": found},
-    )
+            metrics[f"kv_ratio_{size}_at_{share:g}"] = ours["kv_tokens"] / trl["kv_tokens"]
+            metrics[f"peak_ratio_{size}_at_{share:g}"] = ours["peak_bytes"] / max(1, trl["peak_bytes"])
+        yield _result("capacity_kv", [size], runs, metrics)
 
 
-def training(sizes: Sequence[str], folder: str) -> Iterator[Result]:
-    """Which of the sizes each trainer trains; what is known so far after each. Two copies of 32B need no trying."""
-    found: list[dict[str, Any]] = []
+def training(
+    sizes: Sequence[str], kinds: Sequence[str], steps: int, folder: str, seconds: float, eager: bool
+) -> Iterator[Result]:
+    """Which of the sizes each trainer trains."""
+    runs: dict[str, dict[str, Any]] = {}
     for size in sizes:
-        for kind in ("hybrid", "trl") if size != "32b" else ("hybrid",):
-            found.append(attempt(kind, size, TRL_SHARE[size] if kind == "trl" else None, 1, folder, 8 * MINUTES))
-            yield _trained(sizes, found)
+        for kind in kinds:
+            share = TRL_SHARE[size] if kind == "trl" else None
+            runs[f"{kind} {size}"] = attempt(kind, size, share, steps, folder, seconds, eager and kind == "hybrid")
+            known = {name.replace(" ", "_"): run for name, run in runs.items() if not run.get("timed_out")}
+            metrics = {f"trains_{name}": float("ended" not in run) for name, run in known.items()}
+            yield _result("capacity_training", sizes, runs, metrics)
 
 
-def _trained(sizes: Sequence[str], found: Sequence[dict[str, Any]]) -> Result:
+@cache
+def device() -> str:
+    """As in `result`, asked in another process: this one is to hold nothing of the GPU while others are measured."""
+    program = "from benchmarks.result import accelerator; print(accelerator())"
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _result(name: str, sizes: Sequence[str], runs: dict[str, dict[str, Any]], metrics: dict[str, float]) -> Result:
     return Result(
-        benchmark="capacity_training",
-        device=accelerator(),
+        benchmark=name,
+        device=device(),
         peer="trl",
         measurements=[],
-        metrics={f"trains_{run['kind']}_{run['size']}": float("ended" not in run) for run in found},
+        metrics=dict(metrics),
         settings={
-            "context": CONTEXT,
             "sequences": SEQUENCES,
-            "shapes": {s: SHAPES[s] for s in sizes},
-            "runs": list(found),
+            "lora_rank": LORA_RANK,
+            "context": {size: CONTEXT[size] for size in sizes},
+            "shapes": {size: SHAPES[size] for size in sizes},
+            "runs": dict(runs),
         },
     )
 
@@ -102,14 +152,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.capacity", description=__doc__)
     parser.add_argument("--kv", choices=sorted(SHAPES), help="compare KV-cache tokens for a model of this size")
     parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.6], help="TRL's vllm_gpu_memory_utilization")
-    parser.add_argument("--train", choices=sorted(SHAPES), nargs="+", help="sizes to try to train")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--train", choices=sorted(SHAPES), nargs="+", default=[], help="sizes to try to train")
+    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=KINDS, help="which trainers are to train")
+    parser.add_argument("--steps", type=int, default=2, help="of training")
+    parser.add_argument("--seconds", type=float, default=480, help="limit of one trainer's process")
+    parser.add_argument("--eager", action="store_true", help="our engine without CUDA graphs, which TRL's always has")
+    parser.add_argument("--add", action="store_true", help="keep the other runs of this commit's result file")
+    given = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="benchmark-capacity-") as folder:
-        if arguments.kv:
-            kv_tokens(arguments.kv, arguments.shares, folder).publish()
-        if arguments.train:
-            for result in training(arguments.train, folder):
-                result.publish()
+        if given.kv:
+            for result in kv_tokens(given.kv, given.shares, folder, given.seconds, given.eager):
+                result.publish(add=given.add)
+        for result in training(given.train, given.kinds, given.steps, folder, given.seconds, given.eager):
+            result.publish(add=given.add)
 
 
 if __name__ == "__main__":

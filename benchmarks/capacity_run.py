@@ -1,79 +1,161 @@
 """One trainer with a model and an engine, which says in one line of JSON what it held: `benchmarks.capacity`'s child.
 
-    python -m benchmarks.capacity_run trl|hybrid SIZE SHARE STEPS FOLDER
+    python -m benchmarks.capacity_run '{"kind": "trl", "size": "7b", "share": 0.35, "steps": 0, "folder": "/tmp/x"}'
 
-SHARE is TRL's share of the GPU, or for `hybrid` the peak in bytes that must not be exceeded; "None" leaves the choice
-to the trainer.
+`kind` is "trl" or "hybrid"; `share` is TRL's share of the GPU, or for "hybrid" the peak in bytes that is not to be
+exceeded, and null leaves the choice to the trainer; `steps` are optimizer steps, 0 rolls out once; `folder` is for
+what TRL's engine reads; `eager` builds our engine without CUDA graphs. Where it stands goes to standard error.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import struct
 import sys
 import threading
 import time
+import traceback
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from .capacity import CONTEXT, SEQUENCES, SHAPES
+from .building import prepare_process, stock_engine
+from .capacity import ANSWER, CONTEXT, LORA_RANK, PROGRESS, SEQUENCES, SHAPES
+from .scale import Scale, Variant
+
+GIB = 1 << 30
+SAMPLED_TOKENS = 16  # of a rollout that only fills the caches
+INTERVAL = 0.005  # seconds between two looks at the GPU's memory
 
 
-class Peak:
-    """The most of the GPU's memory that was in use, by anyone, sampled every 5 ms."""
+class Watch:
+    """The clock, and the most of the GPU's memory that was in use by anyone.
+
+    Attributes:
+        peak: bytes; looked at when a stage is reached, and all the time once the engine is built.
+        stages: what was reached, after how many seconds, and the peak since the stage before.
+    """
 
     def __init__(self) -> None:
-        self.bytes = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self.peak = 0
+        self.stages: list[str] = []
+        self._started = time.perf_counter()
+        self._recent = 0
 
-    def __enter__(self) -> Peak:
-        self._thread.start()
-        return self
+    def keep_looking(self) -> None:
+        """From now on. Not before the engine is built: a call from another thread may spoil the capture of a graph."""
+        threading.Thread(target=self._keep_looking, daemon=True).start()
 
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
+    def _keep_looking(self) -> None:
+        while True:
+            self._look()
+            time.sleep(INTERVAL)
 
-    def _watch(self) -> None:
+    def _look(self) -> None:
         import torch
 
-        while not self._stop.wait(0.005):
-            if torch.cuda.is_available():
-                free, total = torch.cuda.mem_get_info()
-                self.bytes = max(self.bytes, total - free)
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            self._recent = max(self._recent, total - free)
+            self.peak = max(self.peak, self._recent)
+
+    def reached(self, stage: str) -> None:
+        """Say it where the parent reads it."""
+        self._look()
+        recent, self._recent = self._recent, 0
+        self.stages.append(f"{time.perf_counter() - self._started:.1f} s: {stage}, at most {recent / GIB:.2f} GiB")
+        print(f"\n{PROGRESS}{self.stages[-1]}", file=sys.stderr, flush=True)
 
 
-def build(kind: str, size: str, share: float | None, steps: int, folder: str) -> Any:
-    """The trainer, on a bf16 model of random weights."""
+def random_model(size: str) -> Any:
+    """Random weights, drawn on the device: in bf16 on a GPU, in fp32 on a CPU."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
+    config = AutoConfig.for_model("qwen2", **SHAPES[size], eos_token_id=0, pad_token_id=0, max_position_embeddings=8192)
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def write_zeros(file: Path, tensors: Mapping[str, Any]) -> None:
+    """A safetensors file of zeros that takes no room on the disk, whatever its length.
+
+    TRL's engine insists on loading a checkpoint. TRL discards what was loaded (`sleep(level=2)`) and syncs before it
+    samples, so neither what is in it nor the minutes that writing it would take belong to what is measured.
+    """
+    import torch
+
+    names = {torch.bfloat16: "BF16", torch.float32: "F32"}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with file.open("wb") as opened:
+        opened.write(struct.pack("<Q", len(text)) + text)
+        opened.truncate(8 + len(text) + end)
+
+
+def write_folder(folder: Path, model: Any, words: Any) -> None:
+    """What TRL's engine is to load, named in the model."""
+    folder.mkdir(exist_ok=True)
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(folder)
+    words.save_pretrained(folder)
+    write_zeros(folder / "model.safetensors", model.state_dict())
+    model.config._name_or_path = model.name_or_path = str(folder)
+
+
+def engine_share(model: Any, peak: float) -> float:
+    """Of the GPU, for an engine whose weights are the policy's: all of the peak but what the trainer holds beside."""
+    import torch
+
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    layers = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not model.get_output_embeddings()]
+    adapter = sum(4 * LORA_RANK * (layer.in_features + layer.out_features) for layer in layers)
+    return float((peak - (total - free - weights) - adapter) / total)
+
+
+def trl_engine(size: str) -> AbstractContextManager[Any]:
+    """On a GPU TRL builds its engine as it does for anyone. On a CPU it could not, see `stock_engine`."""
+    import torch
+
+    if torch.cuda.is_available():
+        return nullcontext()
+    scale = Scale(config=SHAPES[size], prompt_tokens=1, cases=((1, 1),), kv_cache_bytes=64 << 20, repetitions=1)
+    return stock_engine(scale, Variant())
+
+
+def build(kind: str, size: str, share: float | None, steps: int, folder: str, eager: bool, watch: Watch) -> Any:
+    """The trainer; TRL's has its engine already."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
-    from transformers import AutoConfig, AutoModelForCausalLM
     from trl import GRPOConfig, GRPOTrainer
+    from trlx_hybrid import GRPOTrainer as HybridTrainer
+    from trlx_hybrid import HybridConfig
 
     from .rollout import tokenizer
 
     cuda = torch.cuda.is_available()
-    config = AutoConfig.for_model("qwen2", **SHAPES[size], eos_token_id=0, pad_token_id=0, max_position_embeddings=8192)
+    watch.reached("imported")
     words = tokenizer(SHAPES[size]["vocab_size"])
-    torch.manual_seed(0)
-    with torch.device("cuda" if cuda else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if cuda else torch.float32)
-    if kind == "trl":  # its engine loads a folder
-        path = Path(folder) / size
-        if not path.exists():
-            model.save_pretrained(path)
-            words.save_pretrained(path)
-        model.config._name_or_path = model.name_or_path = str(path)
-    length = 64 if size == "tiny" else CONTEXT
-    options: dict[str, Any] = {"enforce_eager": True}
+    model = random_model(size)
+    watch.reached("model built")
     arguments: dict[str, Any] = {
-        "output_dir": folder,
+        "output_dir": str(Path(folder) / "runs"),
         "per_device_train_batch_size": 1,
         "gradient_accumulation_steps": SEQUENCES,
         "num_generations": SEQUENCES,
-        "max_completion_length": length - 16,
+        "max_completion_length": CONTEXT[size] // 2 if steps else SAMPLED_TOKENS,
         "generation_kwargs": {"ignore_eos": True},
         "max_steps": max(1, steps),
         "logging_steps": 1,
@@ -81,72 +163,109 @@ def build(kind: str, size: str, share: float | None, steps: int, folder: str) ->
         "bf16": cuda,
         "use_cpu": not cuda,
         "gradient_checkpointing": True,
-        "use_liger_kernel": False,
         "report_to": [],
         "save_strategy": "no",
         "use_vllm": True,
         "vllm_mode": "colocate",
         "vllm_enable_sleep_mode": True,
-        "vllm_max_model_length": length,
+        "vllm_max_model_length": CONTEXT[size],
     }
     extra: dict[str, Any] = {}
     if kind == "hybrid":
-        from trlx_hybrid import GRPOTrainer as Hybrid
-        from trlx_hybrid import HybridConfig
-
-        if share is not None and cuda:  # bytes of the peak: the policy is parked, so the engine may have all of it
-            total = torch.cuda.get_device_properties(0).total_memory
-            options["gpu_memory_utilization"] = share / total
+        options: dict[str, Any] = {"enforce_eager": eager}
+        if share is not None and cuda:
+            options["gpu_memory_utilization"] = engine_share(model, share)
         extra["hybrid"] = HybridConfig(engine="vllm", engine_options=options)
-    elif share is not None:
+    else:
+        write_folder(Path(folder) / size, model, words)
+        watch.reached("folder written")
         arguments["vllm_gpu_memory_utilization"] = share
-    trainer_class = Hybrid if kind == "hybrid" else GRPOTrainer
-    return trainer_class(
-        model=model,
-        reward_funcs=lambda completions, **_: [float(len(c) % 7) for c in completions],
-        args=GRPOConfig(**arguments),
-        train_dataset=Dataset.from_dict({"prompt": ["1 2 3 4"] * 64}),
-        processing_class=words,
-        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"),
-        **extra,
-    )
+
+    def reward(completions: list[Any], **_: Any) -> list[float]:
+        watch.reached("sampled")
+        return [float(index) for index, _ in enumerate(completions)]
+
+    prompt = " ".join(f"{index + 1:x}" for index in range(CONTEXT[size] // 2))
+    trainer_class = HybridTrainer if kind == "hybrid" else GRPOTrainer
+    with trl_engine(size) if kind == "trl" else nullcontext():
+        trainer = trainer_class(
+            model=model,
+            reward_funcs=reward,
+            args=GRPOConfig(**arguments),
+            train_dataset=Dataset.from_dict({"prompt": [prompt] * 64}),
+            processing_class=words,
+            peft_config=LoraConfig(r=LORA_RANK, lora_alpha=2 * LORA_RANK, target_modules="all-linear"),
+            **extra,
+        )
+    watch.reached("trainer built")
+    return trainer
 
 
-def engine_of(trainer: Any) -> Any:
-    """vLLM's LLM, whoever built it."""
-    return trainer.session.live_engine.llm if hasattr(trainer, "session") else trainer.vllm_generation.llm
+def train(trainer: Any, watch: Watch) -> None:
+    """All steps. What this adds is called after the hybrid trainer's own callback, which builds the engine."""
+    from transformers import TrainerCallback
+
+    class Saying(TrainerCallback):  # type: ignore[misc]
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            watch.reached("training begins")
+            watch.keep_looking()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            watch.reached(f"step {state.global_step} done")
+
+    trainer.add_callback(Saying())
+    trainer.train()
 
 
-def main(kind: str, size: str, share: float | None, steps: int, folder: str) -> dict[str, Any]:
+def roll_out(trainer: Any, kind: str, watch: Watch) -> None:
+    """Once, with fresh weights."""
+    prompts = [[5, 6, 7]] * SEQUENCES
+    if kind == "hybrid":
+        trainer.session.open()
+        watch.reached("engine built")
+    watch.keep_looking()
+    if kind == "hybrid":
+        with trainer.session.rollout_phase(True):
+            trainer.session.generate(prompts, num_generations=SEQUENCES)
+    else:
+        trainer.vllm_generation.sync_weights()
+        trainer.vllm_generation.generate(prompts, None, SEQUENCES)
+    watch.reached("rolled out")
+
+
+def run(kind: str, size: str, share: float | None, steps: int, folder: str, eager: bool = False) -> dict[str, Any]:
     """Build, then roll out once or train; what was held."""
-    started = time.perf_counter()
-    trainer = build(kind, size, share, steps, folder)
-    with Peak() as peak:
-        if steps:
-            trainer.train()
-        elif kind == "hybrid":
-            with trainer.session.rollout_phase(True):
-                trainer.session.generate([[5, 6, 7]] * SEQUENCES, num_generations=SEQUENCES)
-        else:
-            trainer.vllm_generation.max_completion_length = 16
-            trainer.vllm_generation.sync_weights()
-            trainer.vllm_generation.generate([[5, 6, 7]] * SEQUENCES, None, SEQUENCES)
-    cache = engine_of(trainer).llm_engine.vllm_config.cache_config
-    steps_seconds = [log["step_time"] for log in trainer.state.log_history if "step_time" in log]
+    watch = Watch()
+    prepare_process(folder)
+    trainer = build(kind, size, share, steps, folder, eager, watch)
+    if steps:
+        train(trainer, watch)
+    else:
+        roll_out(trainer, kind, watch)
+    llm = trainer.session.live_engine.llm if kind == "hybrid" else trainer.vllm_generation.llm
+    cache = llm.llm_engine.vllm_config.cache_config
     return {
         "kind": kind,
         "size": size,
         "share": share,
+        "eager": eager,
         "kv_tokens": cache.num_gpu_blocks * cache.block_size,
-        "peak_bytes": peak.bytes,
-        "seconds": round(time.perf_counter() - started, 1),
-        "step_seconds": steps_seconds,
+        "peak_bytes": watch.peak,
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
+        "stages": watch.stages,
+        "step_seconds": [log["step_time"] for log in trainer.state.log_history if "step_time" in log],
     }
 
 
+def main(arguments: str) -> int:
+    """Answer; the exit code."""
+    try:
+        print(f"\n{ANSWER}{json.dumps(run(**json.loads(arguments)))}", flush=True)
+    except Exception:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
 if __name__ == "__main__":
-    name, shape, given, count, where = sys.argv[1:]
-    answer = main(name, shape, None if given == "None" else float(given), int(count), where)
-    print(json.dumps(answer), flush=True)
-    os._exit(0)  # two engines' worth of destructors are not what was asked about
+    os._exit(main(sys.argv[1]))  # at once: an engine's destructors are not what was asked about, and may hang

@@ -10,8 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from .building import GPU_SHARE, engine_options, load, prepare_process, stock_engine, synchronise
-from .harness import Timed
+from .building import GPU_SHARE, engine_options, load, prepare_process, stock_engine
+from .harness import Timed, synchronise
 from .scale import Scale, Variant
 
 GROUP = 8  # completions per prompt: GRPO's default
@@ -170,13 +170,13 @@ class Hybrid(Contestant):
         return self._timed(self._generate_seedless, sequences, tokens, other_prompts)
 
     def _generate_seedless(self, prompts: list[list[int]]) -> list[list[int]]:
-        from trlx_hybrid_vllm.collecting import collect
         from trlx_hybrid_vllm.internals import running
         from trlx_hybrid_vllm.sampling import sampling_params
+        from trlx_hybrid_vllm.streaming import EngineStream, collect
         from vllm import SamplingParams
 
         session = self._trainer.session
-        params = [SamplingParams(**sampling_params(session.sampler.sampling)) for _ in prompts]
-        inputs: list[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        params = sampling_params(session.sampler.sampling)
+        inputs = [({"prompt_token_ids": prompt}, SamplingParams(**params)) for prompt in prompts]
         with running():
-            return [c.token_ids for c in collect(session.live_engine.llm, inputs, params)]
+            return [c.token_ids for c in collect(EngineStream(session.live_engine.llm, params), inputs)]

@@ -54,6 +54,23 @@ class Measurement:
         return statistics.median(self.seconds)
 
 
+def synchronise() -> None:
+    """Wait until the device is idle."""
+    import torch  # some benchmarks run without it, and importing it takes a second
+
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """What `work` takes, from an idle device to an idle device."""
+    synchronise()
+    started = time.perf_counter()
+    work()
+    synchronise()
+    return time.perf_counter() - started
+
+
 def alternate(
     arms: Sequence[Arm],
     *,

@@ -10,7 +10,6 @@ under it, and after it.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +20,7 @@ from trlx_hybrid.offload import Offload
 from trlx_hybrid.owners import optimizer_tensors, storages
 
 from .digest import digest
-from .harness import Arm, Measurement, Timed, alternate
+from .harness import Arm, Measurement, Timed, alternate, seconds_of
 from .result import Result, accelerator
 from .rollout import SCALES
 
@@ -111,8 +110,8 @@ class Compute:
         self._a = torch.randn(side, side, device=device, dtype=torch.bfloat16)
         self._out = torch.empty_like(self._a)
         self._count = 10
-        _seconds(self.run)
-        self._count = max(1, int(self._count * COMPUTE_SECONDS / _seconds(self.run)))
+        seconds_of(self.run)
+        self._count = max(1, int(self._count * COMPUTE_SECONDS / seconds_of(self.run)))
 
     def run(self) -> None:
         """Queue them."""
@@ -120,29 +119,16 @@ class Compute:
             torch.mm(self._a, self._a, out=self._out)
 
 
-def synchronise() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    synchronise()
-    started = time.perf_counter()
-    work()
-    synchronise()
-    return time.perf_counter() - started
-
-
 def copies(state: OptimizerState, raw: RawCopies, repetitions: int) -> list[Measurement]:
     """Both ways in each round; the raw arm stands before ours in each direction."""
     names = [("out", "raw"), ("out", "offload"), ("free", "offload"), ("back", "raw"), ("back", "offload")]
     taken: dict[tuple[str, str], list[float]] = {name: [] for name in names}
     for _ in range(WARMUP + repetitions):
-        taken["out", "raw"].append(_seconds(raw.leave))
-        taken["out", "offload"].append(_seconds(state.leave))
-        taken["free", "offload"].append(_seconds(state.free))
-        taken["back", "raw"].append(_seconds(raw.come_back))
-        taken["back", "offload"].append(_seconds(state.offload.return_all))
+        taken["out", "raw"].append(seconds_of(raw.leave))
+        taken["out", "offload"].append(seconds_of(state.leave))
+        taken["free", "offload"].append(seconds_of(state.free))
+        taken["back", "raw"].append(seconds_of(raw.come_back))
+        taken["back", "offload"].append(seconds_of(state.offload.return_all))
         state.check()
     return [Measurement(arm, tuple(seconds[WARMUP:]), case) for (case, arm), seconds in taken.items()]
 
@@ -164,7 +150,7 @@ def stalls(state: OptimizerState, compute: Compute, repetitions: int) -> list[Me
             if away:
                 state.leave()
                 state.free()
-            seconds = _seconds(work)
+            seconds = seconds_of(work)
             state.check()
             return Timed(seconds)
 

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .building import synchronise
 from .contestants import Hybrid
+from .harness import seconds_of, synchronise
 from .scale import Scale
 
 WAYS = ("trl", "level-1", "hybrid")
@@ -40,12 +40,12 @@ class KVMemory(Hybrid):
         """
         release, restore = self._ways()[way]
         before = self._free_bytes()
-        given = _seconds(release)
+        given = seconds_of(release)
         freed = self._free_bytes() - before
         if freed < 0.99 * self.bytes:
             raise RuntimeError(f"{way} freed {freed} bytes, the KV cache holds {self.bytes}.")
         time.sleep(idle_seconds)
-        return given, _seconds(restore)
+        return given, seconds_of(restore)
 
     def _ways(self) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
         engine, llm = self._engine, self._engine.llm
@@ -104,11 +104,3 @@ class KVMemory(Hybrid):
             return int(torch.cuda.mem_get_info()[0])
         held: int = sum(storage.nbytes() for storage in self._storages())
         return -held
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    synchronise()
-    started = time.perf_counter()
-    work()
-    synchronise()
-    return time.perf_counter() - started

@@ -12,9 +12,9 @@ from unittest.mock import patch
 
 from transformers import PrinterCallback, TrainerCallback
 
-from .building import GPU_SHARE, adapter, engine_options, load, prepare_process, stock_engine, synchronise
+from .building import GPU_SHARE, adapter, engine_options, load, prepare_process, stock_engine
 from .contestants import GROUP
-from .harness import Timed
+from .harness import Timed, synchronise
 from .scale import Scale, Variant
 
 PROFILED = ("_prepare_inputs", "sync_weights", "vLLM.generate", "compute_loss")

@@ -6,10 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from .building import synchronise
 from .contestants import Contestant, Hybrid, StockTRL
 from .digest import digest
-from .harness import Timed
+from .harness import Timed, synchronise
 from .scale import Scale
 
 NOISE = 1e-3  # standard deviation of a perturbation

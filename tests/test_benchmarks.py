@@ -3,13 +3,14 @@
 import importlib
 import json
 import os
+import sys
 import threading
 import time
 from fractions import Fraction
 
 import pytest
 
-from benchmarks import BENCHMARKS, result
+from benchmarks import BENCHMARKS, capacity, capacity_run, result
 from benchmarks.__main__ import main
 from benchmarks.goals import GOALS, load
 from benchmarks.harness import Arm, Measurement, Timed, UnequalResultsError, alternate
@@ -247,3 +248,54 @@ def test_a_call_has_a_deadline_and_the_process_is_gone_afterwards():
     with pytest.raises(WorkerError, match=r"did not answer wait\(60,\) within 0.5 s"):
         wait_too_long()
     assert not worker._process.is_alive()
+
+
+# --- capacity -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def child(tmp_path, monkeypatch):
+    """Makes `capacity.attempt` run a shell script in the place of a trainer."""
+
+    def write(script):
+        file = tmp_path / "child"
+        file.write_text(f"#!/bin/sh\n{script}\n")
+        file.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(file))
+        return lambda seconds: capacity.attempt("hybrid", "tiny", None, 0, str(tmp_path), seconds)
+
+    return write
+
+
+def test_a_trainer_answers_although_a_helper_outlives_it(child):
+    attempt = child(f"echo noise >&2; sleep 60 & echo '{capacity.ANSWER}{{\"kv_tokens\": 3}}'")
+    started = time.monotonic()
+    assert attempt(50) == {"kv_tokens": 3}
+    assert time.monotonic() - started < 30
+
+
+def test_a_trainer_that_takes_too_long_tells_where_it_stood(child, capfd):
+    found = child(f"echo '{capacity.PROGRESS}2 s: model built' >&2; sleep 60")(1)
+    assert found["timed_out"]
+    assert found["ended"] == "no answer within 1 s"
+    assert found["after"] == "2 s: model built"
+    assert "hybrid tiny: 2 s: model built" in capfd.readouterr().err
+
+
+def test_a_trainer_that_fails_leaves_its_last_words(child):
+    found = child("echo out of memory >&2; exit 3")(50)
+    assert (found["ended"], found["timed_out"], found["last_lines"]) == ("exit code 3", False, ["out of memory"])
+
+
+def test_a_checkpoint_of_zeros_reads_as_one_and_takes_no_room(tmp_path):
+    torch = pytest.importorskip("torch")
+    from safetensors.torch import load_file
+
+    tensors = {"a": torch.ones(1024, 1024, dtype=torch.bfloat16), "b": torch.ones(3)}
+    capacity_run.write_zeros(tmp_path / "model.safetensors", tensors)
+    read = load_file(tmp_path / "model.safetensors")
+    assert {name: (t.shape, t.dtype, int(t.count_nonzero())) for name, t in read.items()} == {
+        name: (t.shape, t.dtype, 0) for name, t in tensors.items()
+    }
+    status = (tmp_path / "model.safetensors").stat()
+    assert status.st_blocks * 512 < status.st_size / 10

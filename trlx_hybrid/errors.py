@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class HybridError(Exception):
     """Base of all errors raised by this package."""
@@ -55,3 +57,8 @@ class MemoryPlanError(HybridError):
     def __init__(self, message: str, *, owner: str) -> None:
         super().__init__(message)
         self.owner = owner
+
+
+def listed(names: Sequence[str], limit: int = 5) -> str:
+    """Names for a message: the first `limit`, and how many more there are."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -94,11 +94,11 @@ class Freshness:
 
     def _check_log_probs(self, engine: Engine) -> float:
         """Engine and policy in turn where memory does not hold both: the probe samples first and is scored after."""
-        memory, weights = self._session.memory, self._session.weights
+        memory = self._session.memory
         away = memory.make_room(["policy"])
         engine.wake("kv_cache")
         prompt, completion = proof.sample_probe(engine, self._session.policy)
-        if away and weights is not None:
+        if away:
             engine.sleep(keep_weights=True)
             memory.come_back(["policy"])
         return proof.check_log_probs(engine, self._session.policy, prompt, completion)

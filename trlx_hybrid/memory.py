@@ -14,6 +14,7 @@ from .errors import ConfigError, MemoryPlanError
 from .ledger import Ledger, available_memory, parameter_sizes, table
 from .offload import Offload, guard
 from .owners import gradient_tensors, optimizer_tensors, policy_tensors, storages
+from .policy import is_sharded
 from .prediction import LEAVING, Prediction, Workload, optimizer_bytes, plan_offload, predict
 from .types import Phase
 
@@ -153,7 +154,7 @@ class TrainerMemory:
             MemoryPlanError: names the phase, the largest owner and the setting to change.
         """
         sizes = parameter_sizes(self._session.policy.module)
-        sharded = any(hasattr(p, "full_tensor") for p in self._session.policy.module.parameters())
+        sharded = any(is_sharded(p) for p in self._session.policy.module.parameters())
         elements = sum(p.elements for p in sizes) * (self._session.ranks.world if sharded else 1)
         weights = elements * engine_itemsize // ranks_per_replica
         self._predict(kv_cache_bytes, weights, shared=shared, sleeps=sleeps).check(self.capacity())

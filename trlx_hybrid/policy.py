@@ -179,12 +179,12 @@ def _weights(module: nn.Module, prefix: str, seen: set[int], merge: bool) -> Ite
             if id(p) not in seen:
                 seen.add(id(p))
                 read = functools.partial(_item, merged, name) if merge else functools.partial(_identity, p)
-                yield _strip(f"{prefix}{name}"), read
+                yield unwrapped_name(f"{prefix}{name}"), read
         return
     for key, parameter in module._parameters.items():
         if parameter is not None and id(parameter) not in seen:
             seen.add(id(parameter))
-            yield _strip(f"{prefix}{key}"), functools.partial(_identity, parameter)
+            yield unwrapped_name(f"{prefix}{key}"), functools.partial(_identity, parameter)
     for name, child in module.named_children():
         yield from _weights(child, f"{prefix}{name}.", seen, merge)
 
@@ -197,7 +197,13 @@ def _item(merged: Callable[[], dict[str, Tensor]], name: str) -> Tensor:
     return merged()[name]
 
 
-def _strip(name: str) -> str:
+def is_sharded(p: Tensor) -> bool:
+    """Whether this rank holds only a part of it: a DTensor (FSDP2), or a parameter of ZeRO-3."""
+    return hasattr(p, "full_tensor") or hasattr(p, "ds_id")
+
+
+def unwrapped_name(name: str) -> str:
+    """A parameter's or module's name without what checkpointing, compile and FSDP wrappers add to it."""
     for prefix in WRAPPER_PREFIXES:
         name = name.replace(prefix, "")
     return name

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .errors import SyncError
+from .errors import SyncError, listed
 from .types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
@@ -51,10 +51,9 @@ def check_bits(engine: Engine, policy: Policy, only: Set[str] | None = None) -> 
 
     differing = engine.differing(counted())
     if differing:
-        shown = ", ".join(differing[:5]) + (f" and {len(differing) - 5} more" if len(differing) > 5 else "")
         raise SyncError(
-            f"After the weight sync the engine holds other bits than the policy in {shown}. Sampling would be off "
-            "policy without a trace, so the run stops. Report it with `trlx-hybrid env`; another path may serve "
+            f"After the weight sync the engine holds other bits than the policy in {listed(differing)}. Sampling would "
+            "be off policy without a trace, so the run stops. Report it with `trlx-hybrid env`; another path may serve "
             "meanwhile (HybridConfig.weights)."
         )
     return compared

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trlx_hybrid.errors import SyncError
+from trlx_hybrid.errors import SyncError, listed
 from trlx_hybrid.policy import Policy
 
 from . import internals
@@ -100,7 +100,7 @@ class AdapterSlots:
         stray = self._stray()
         if stray:
             raise SyncError(
-                f"vLLM's LoRA slots are not zero where they must be: {_listed(stray)}. Use weights='gather'."
+                f"vLLM's LoRA slots are not zero where they must be: {listed(stray)}. Use weights='gather'."
             )
 
     @property
@@ -187,7 +187,7 @@ class AdapterSlots:
             self._outside += [(part, a[rank:]), (part, b[:, rank:])]
         if wanted:
             raise SyncError(
-                f"vLLM has no LoRA slot for {_listed(list(wanted.values()))}: it cannot serve this adapter. Use "
+                f"vLLM has no LoRA slot for {listed(list(wanted.values()))}: it cannot serve this adapter. Use "
                 "weights='gather', which merges it, or leave these modules out of the adapter's target_modules."
             )
 
@@ -253,7 +253,3 @@ def _fits(slot_a: Tensor, slot_b: Tensor, a: Tensor, b: Tensor) -> bool:
 def _flagged(names: list[str], flags: list[Tensor]) -> list[str]:
     values = torch.stack(flags).tolist() if flags else []
     return [name for name, flag in zip(names, values, strict=True) if flag]
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import torch
-from trlx_hybrid.policy import WRAPPER_PREFIXES, Policy
+from trlx_hybrid.policy import Policy, is_sharded, unwrapped_name
 
 UNSERVED = {
     "use_dora": "DoRA scales the merged weight, which no LoRA slot holds",
@@ -30,9 +30,7 @@ def lora_layers(policy: Policy) -> dict[str, Any]:
     found = {}
     for name, module in policy.base.named_modules():
         if isinstance(module, LoraLayer):
-            for prefix in WRAPPER_PREFIXES:
-                name = name.replace(prefix, "")
-            found[name] = module
+            found[unwrapped_name(name)] = module
     return found
 
 
@@ -49,7 +47,7 @@ def unserved(policy: Policy, tensor_parallel: int, dtype: torch.dtype | None) ->
         tensor_parallel: size of a replica.
         dtype: what the engine will compute in; None where that is not known yet.
     """
-    if "peft" not in sys.modules or not hasattr(policy.module, "peft_config"):
+    if not policy.adapters:
         return "the policy is not a PEFT model: there is no adapter to serve"
     return _config(policy) or _layers(policy) or _sharding(policy) or _engine(policy, tensor_parallel, dtype)
 
@@ -97,7 +95,7 @@ def _layers(policy: Policy) -> str | None:
 
 def _sharding(policy: Policy) -> str | None:
     for name, p in policy.module.named_parameters():
-        if policy.fsdp_version is not None or hasattr(p, "full_tensor") or hasattr(p, "ds_id"):
+        if policy.fsdp_version is not None or is_sharded(p):
             return f"{name} is sharded, so no rank holds a whole adapter: gather merges it instead"
     return None
 

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.utils import dlpack
-from trlx_hybrid.errors import SyncError
+from trlx_hybrid.errors import SyncError, listed
+from trlx_hybrid.policy import is_sharded
 
 from ..loading import differ
 from ..parameters import Places
@@ -57,7 +58,7 @@ class SharedWeights:
         if self._engine.tensor_parallel_size > 1:
             return f"the engine holds slices (tensor_parallel_size={self._engine.tensor_parallel_size})"
         for name, p in self._policy.base_parameters().items():
-            if hasattr(p, "ds_id") or hasattr(p, "full_tensor"):
+            if is_sharded(p):
                 return f"the policy is sharded ({name} lies on several ranks)"
             if type(p) is not nn.Parameter:
                 return f"{name} is a {type(p).__name__}, whose bits are not the weights"
@@ -97,10 +98,10 @@ class SharedWeights:
         """Rebind what can be aliased, right after the load that `refuses` made: the bits are the same."""
         assert self._places is not None, "refuses() comes first"
         for name, p in self._used():
-            view = self._places.view(name)
+            view, alias = self._places.view(name), self._can_alias(name, p)
             self._parameters[name] = p
-            self._views[name] = own_storage(view) if self._can_alias(name, p) else view.detach()
-            (self.aliased if self._can_alias(name, p) else self.copied).append(name)
+            self._views[name] = own_storage(view) if alias else view.detach()
+            (self.aliased if alias else self.copied).append(name)
         for name in self.aliased:
             self._parameters[name].data = self._views[name]
         self._addresses = {name: self._views[name].data_ptr() for name in self.aliased}
@@ -130,7 +131,7 @@ class SharedWeights:
             wrong += [n for n, differs in zip(compared, torch.stack(flags).tolist(), strict=True) if differs]
         if wrong:
             raise SyncError(
-                f"After the weight sync the engine holds other bits than the policy in {', '.join(wrong[:5])}. "
+                f"After the weight sync the engine holds other bits than the policy in {listed(wrong)}. "
                 "Report it with `trlx-hybrid env`; weights='gather' may serve meanwhile."
             )
         return len(self.aliased) + len(compared)

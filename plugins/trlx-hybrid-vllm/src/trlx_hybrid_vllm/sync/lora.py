@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trlx_hybrid.errors import SyncError
+from trlx_hybrid.errors import SyncError, listed
 from trlx_hybrid.protocols import WeightSync
 from trlx_hybrid.types import LoadReport
 
@@ -84,8 +84,8 @@ class LoraSync(WeightSync):
         differing = self._slots.differing()
         if differing:
             raise SyncError(
-                f"After the weight sync vLLM's LoRA slots hold other bits than the adapter in "
-                f"{', '.join(differing[:5])}. Report it with `trlx-hybrid env`; weights='gather' may serve meanwhile."
+                f"After the weight sync vLLM's LoRA slots hold other bits than the adapter in {listed(differing)}. "
+                "Report it with `trlx-hybrid env`; weights='gather' may serve meanwhile."
             )
         return checked + self._slots.tensors
 

@@ -13,13 +13,15 @@ help:
 	@echo "make test         install, then run the tests"
 	@echo "make lint types docs bench check"
 
-.venv/run: requirements/cpu.lock pyproject.toml plugins/trlx-hybrid-vllm/pyproject.toml
+PLUGINS := vllm multiturn reshard
+
+.venv/run: requirements/cpu.lock pyproject.toml $(PLUGINS:%=plugins/trlx-hybrid-%/pyproject.toml)
 	$(PYTHON) -m venv .venv
 	# torch with its dependencies first: where the plain wheel is a CUDA build it brings the libraries it needs.
 	$(BIN)/pip install -q $(PIP_ARGS) "$$(grep '^torch==' requirements/cpu.lock)"
 	$(BIN)/pip install -q $(PIP_ARGS) --no-deps hatchling==1.33.0 editables==0.6 pathspec==1.1.1 trove-classifiers==2026.9.21.13 packaging pluggy
 	$(BIN)/pip install -q $(PIP_ARGS) --no-deps -r requirements/cpu.lock
-	$(BIN)/pip install -q --no-deps --no-build-isolation -e . -e plugins/trlx-hybrid-vllm
+	$(BIN)/pip install -q --no-deps --no-build-isolation -e . $(PLUGINS:%=-e plugins/trlx-hybrid-%)
 	@touch $@
 
 .venv/dev: .venv/run requirements/dev.lock

@@ -100,6 +100,9 @@ def run(tmp_path: Path, prompts: Any) -> Iterator[Callable[..., Run]]:
             "tools",
             "train_dataset",
             "reward_funcs",
+            "environment_factory",
+            "rollout_func",
+            "processing_class",
         )
         trainer_arguments = {key: given.pop(key) for key in keys if key in given}
         recorder = Recorder(contrast=given.pop("contrast", 0.0))
@@ -120,12 +123,12 @@ def run(tmp_path: Path, prompts: Any) -> Iterator[Callable[..., Run]]:
         } | given
         settings = {key: value for key, value in settings.items() if key in config_class.__dataclass_fields__}
         trainer_arguments.setdefault("train_dataset", prompts)
+        trainer_arguments.setdefault("processing_class", character_tokenizer())
         if config_class.__name__ != "DistillationConfig":
             trainer_arguments.setdefault("reward_funcs", recorder)
         trainer = trainer_class(
             model=model if model is not None else tiny_model(),
             args=config_class(**settings),
-            processing_class=character_tokenizer(),
             **trainer_arguments,
         )
         runs.append(Run(trainer, recorder))

@@ -3,6 +3,8 @@ import json
 import pytest
 from trlx_hybrid import environment
 from trlx_hybrid.cli import main
+from trlx_hybrid.errors import PluginError
+from trlx_hybrid.host import Host
 
 
 def test_plugins_lists_plugins_and_components(capsys):
@@ -12,13 +14,15 @@ def test_plugins_lists_plugins_and_components(capsys):
     assert "gather" in out
     assert main(["plugins", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert {"name": "vllm", "distribution": "trlx-hybrid-vllm"}.items() <= report["plugins"][0].items()
-    assert {c["name"] for c in report["components"]} == {"vllm", "alias", "lora", "copy", "gather", "single_turn"}
+    assert [p["name"] for p in report["plugins"]] == ["multiturn", "reshard", "vllm"]
+    assert {"name": "vllm", "distribution": "trlx-hybrid-vllm"}.items() <= report["plugins"][2].items()
+    weights = {"alias", "lora", "copy", "reshard", "gather"}
+    assert {c["name"] for c in report["components"]} == weights | {"vllm", "single_turn", "multi_turn"}
 
 
 def test_plugins_by_hook(capsys):
-    assert main(["plugins", "--hook", "trlx_register", "--json"]) == 0
-    assert [p["name"] for p in json.loads(capsys.readouterr().out)["plugins"]] == ["vllm"]
+    assert main(["plugins", "--hook", "trlx_rollout_end", "--json"]) == 0
+    assert [p["name"] for p in json.loads(capsys.readouterr().out)["plugins"]] == ["multiturn"]
     assert main(["plugins", "--hook", "trlx_advantages"]) == 0
     assert "no plugin implements trlx_advantages" in capsys.readouterr().out
 
@@ -52,8 +56,21 @@ def test_env_is_ready_for_a_bug_report(capsys):
     assert all(f"- {name}: " in out for name in ("python", "platform", "torch", "trl", "devices", "plugins"))
 
 
+def test_plugins_add_commands_with_trlx_command_and_a_broken_one_spares_the_others(capsys, monkeypatch):
+    monkeypatch.setattr(Host, "call", lambda self, hook, **given: given["commands"].add_parser("more"))
+    with pytest.raises(SystemExit, match="0"):
+        main(["more", "--help"])
+
+    def fails(*args, **kwargs):
+        raise PluginError("plugin 'odd' fails", plugin="odd")
+
+    monkeypatch.setattr(Host, "call", fails)
+    assert main(["plugins"]) == 0
+    assert "plugins add no commands: plugin 'odd' fails" in capsys.readouterr().err
+
+
 def test_help_of_every_command(capsys):
-    for command in ([], ["plugins"], ["doctor"], ["env"]):
+    for command in ([], ["plugins"], ["doctor"], ["env"], ["trajectories"], ["reshard-plan"]):
         with pytest.raises(SystemExit, match="0"):
             main([*command, "--help"])
     assert "bug report" in capsys.readouterr().out

@@ -12,10 +12,10 @@ from .types import Sampling
 VESPO_MODES = ("token_truncate", "token_mask")
 
 
-def trainer_arguments(args: Any) -> TrainerArguments:
+def trainer_arguments(args: Any, tools: Any = None) -> TrainerArguments:
     """TRL's `vllm_*` arguments under the names of the engine's options; TRL's defaults where `args` is None."""
     if args is None:
-        return TrainerArguments(engine_options={})
+        return TrainerArguments(engine_options={}, tools=bool(tools))
     share = "vllm_gpu_memory_utilization"
     rows = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
     options = {
@@ -27,7 +27,7 @@ def trainer_arguments(args: Any) -> TrainerArguments:
         "model_impl": args.vllm_model_impl,
         "trust_remote_code": args.trust_remote_code,
     }
-    return TrainerArguments(use_vllm=args.use_vllm, vllm_mode=args.vllm_mode, engine_options=options)
+    return TrainerArguments(use_vllm=args.use_vllm, vllm_mode=args.vllm_mode, tools=bool(tools), engine_options=options)
 
 
 def _is_default(args: Any, name: str) -> bool:

@@ -28,6 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.set_defaults(run=_doctor)
     env = commands.add_parser("env", help="print the environment, for a bug report")
     env.set_defaults(run=_env)
+    try:
+        Host.load().call("trlx_command", commands=commands)
+    except HybridError as error:  # the commands above are what helps now
+        print(f"plugins add no commands: {error}", file=sys.stderr)
     options = parser.parse_args(arguments)
     try:
         return int(options.run(options))

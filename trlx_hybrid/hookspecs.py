@@ -111,3 +111,13 @@ def trlx_report_header(session: Session) -> str | list[str] | None:
     Called once, on every rank, when the engine is built or, with TRL's own generation, when training starts; rank 0
     prints. Return a line, a list of lines, or None to add nothing.
     """
+
+
+@hookspec
+def trlx_command(commands: Any) -> None:
+    """Add a command to `trlx-hybrid`: `commands.add_parser("mine", help=...).set_defaults(run=function)`.
+
+    Called whenever `trlx-hybrid` starts, so import heavy things inside the function. `commands` is what
+    `ArgumentParser.add_subparsers` returns; `run` takes the parsed arguments and returns the exit status. Returns
+    nothing.
+    """

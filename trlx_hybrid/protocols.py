@@ -2,18 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from .errors import ComponentError
 from .types import Completion, LoadReport, Request, Sampling
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from .conversation import Conversation, Dialogue, Limits, RequestMaker
+    from .policy import Policy
     from .session import Session
 
 NamedTensors = Iterable[tuple[str, "Tensor"]]
+
+
+class Stream(Protocol):
+    """Requests that come and go while the engine steps. Used from the trainer's thread only.
+
+    With several ranks per replica each rank adds its own requests and receives its own completions, and every rank
+    must step until no rank has `more`: who has finished keeps the others company.
+    """
+
+    shared: bool
+    """Whether other ranks step along, so that no rank may wait for long without a step."""
+
+    def add(self, request: Request) -> int:
+        """Queue a request; returns the key that its completion comes back under."""
+
+    def abort(self, key: int) -> None:
+        """Forget a request and free what it holds; its completion never comes."""
+
+    def step(self, more: bool) -> tuple[list[tuple[int, Completion]], bool]:
+        """Let the engine take one step, if it has anything to do.
+
+        Args:
+            more: whether this rank still has anything to come, now or later.
+
+        Returns:
+            What finished, and whether any rank has more.
+
+        Raises:
+            EngineError: another rank of the replica gave up.
+        """
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step now would compute anything."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """A box of a checkpoint tensor, and the engine's memory that holds it.
+
+    Attributes:
+        box: half-open index ranges in the checkpoint tensor, one per dimension.
+        memory: shaped like the box, in the engine's dtype; a view, with any strides.
+    """
+
+    box: tuple[tuple[int, int], ...]
+    memory: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Regions:
+    """Where an engine keeps a model's weights on this rank. Writing all of it is a complete sync.
+
+    Attributes:
+        of: by checkpoint name; a box may occur twice, where the engine keeps a tensor twice.
+        padding: what belongs to no tensor and must be zero, as the rows that fill up a vocabulary.
+    """
+
+    of: Mapping[str, Sequence[Region]]
+    padding: Sequence[Tensor] = ()
 
 
 class Engine(Protocol):
@@ -41,12 +106,28 @@ class Engine(Protocol):
         """One completion per request, in the order of the requests. With several ranks per replica, each rank
         passes its own requests and receives its own completions; all ranks of the replica must call."""
 
+    def stream(self, sampling: Sampling) -> AbstractContextManager[Stream]:
+        """Requests one at a time, for rollouts in which trajectories go their own pace. Optional: an engine that has it
+        says so with `streams=True` where it is offered. On leaving, what is unfinished is aborted."""
+
     def load_weights(self, weights: NamedTensors) -> LoadReport:
         """Write full tensors, named as in a checkpoint, through the engine's own loader; consumes them lazily.
         Drops every cache that depends on the weights."""
 
     def differing(self, weights: NamedTensors) -> list[str]:
         """Names of the given tensors whose bits, cast to the engine's dtype, are not those in its memory."""
+
+    def regions(self, policy: Policy) -> Regions:
+        """The memory behind the policy's weights, for weight paths that write into it themselves and then call
+        `weights_written`. Valid while the engine lives, asleep or not. Collective; may load the weights to find out.
+        Optional.
+
+        Raises:
+            EngineError: why it must not be written to from outside.
+        """
+
+    def weights_written(self) -> None:
+        """All of `regions` holds the policy's weights again: drop every cache that depends on them."""
 
     def sleep(self, keep_weights: bool = False) -> None:
         """Give back what need not be resident during TRAIN; never the weights where `keep_weights` says that the
@@ -91,7 +172,22 @@ class WeightSync(Protocol):
 
 
 class Rollout(Protocol):
-    """Turns prompts into completions."""
+    """Turns prompts into completions. Inherit from it to get what is optional."""
+
+    name: str
+
+    converses: bool = False
+    """Whether it runs conversations with tools itself (`converse`); otherwise TRL does, turn by turn, through `run`."""
 
     def run(self, session: Session, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order: TRL's batch contract is rigid."""
+
+    def converse(
+        self, session: Session, dialogues: Sequence[Dialogue], limits: Limits, request: RequestMaker
+    ) -> list[Conversation]:
+        """Every dialogue to its end, in order; called instead of `run` where the trainer has tools."""
+        raise ComponentError(f"rollout {self.name!r} runs no conversations")
+
+    def close(self) -> None:
+        """The session is closing, or its engine is: let go of threads and processes."""
+        return

@@ -25,6 +25,7 @@ class Component:
         unavailable: called without arguments; returns why it cannot work on this machine, or None.
         refuses: called with the session and the options when the trainer is built, before the component is;
             returns why it cannot serve this model, or None.
+        streams: of an engine: whether it serves requests one at a time (`Engine.stream`).
         plugin: who offered it.
     """
 
@@ -37,6 +38,7 @@ class Component:
     order: int = 0
     unavailable: Callable[[], str | None] = lambda: None
     refuses: Callable[[Any, Any], str | None] = lambda session, options: None
+    streams: bool = False
 
 
 class Registry:
@@ -57,6 +59,7 @@ class Registry:
         order: int = 0,
         unavailable: Callable[[], str | None] = lambda: None,
         refuses: Callable[[Any, Any], str | None] = lambda session, options: None,
+        streams: bool = False,
     ) -> None:
         """Offer a component under `name`; arguments as in `Component`.
 
@@ -81,6 +84,7 @@ class Registry:
             order=order,
             unavailable=unavailable,
             refuses=refuses,
+            streams=streams,
         )
 
     def components(self, slot: Slot) -> list[Component]:

@@ -14,6 +14,7 @@ from .rows import RowTracker
 from .types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
+    from .conversation import RequestMaker
     from .protocols import Engine, Rollout
     from .session import Session
 
@@ -32,12 +33,14 @@ class Sampler:
         self.sampling = dataclasses.replace(sampling, extra=extra)
         self._session = session
         self._tracker: RowTracker | None = None
+        self._conversing = 0  # rows that converse in this batch
+        self._group = 1  # size of a group, as the first turn says: TRL's later turns are asked for one by one
         self._version = -1
         self._drawn: Counter[str] = Counter()  # rows that this weight version has sampled, per stream
 
     def begin(self, stream: str) -> None:
         """A batch begins; `stream` is "train" or "eval", which share no draws."""
-        self._stream, self._tracker = stream, None
+        self._stream, self._tracker, self._conversing = stream, None, 0
         if self._session.freshness.version != self._version:
             self._version = self._session.freshness.version
             self._drawn.clear()
@@ -48,7 +51,7 @@ class Sampler:
 
     def end(self) -> None:
         """The batch is over: the next one of this weight version continues the row count. Collective."""
-        rows = len(self._tracker) if self._tracker is not None else 0
+        rows = len(self._tracker) if self._tracker is not None else self._conversing
         self._drawn[self._stream] += self._session.ranks.sum(rows)
         self._tracker = None
 
@@ -73,7 +76,7 @@ class Sampler:
         """
         _refuse_long(prompts, engine.max_model_len)
         if self._tracker is None:
-            self._tracker = RowTracker(self._drawn[self._stream] + self._session.ranks.rank * len(prompts))
+            self._tracker, self._group = RowTracker(self._first_row(len(prompts))), num_generations
         places = self._tracker.place(prompts)
         requests = [
             Request(
@@ -81,9 +84,7 @@ class Sampler:
                 row=place.row,
                 turn=place.turn,
                 images=images[i] if images is not None else None,
-                seed=request_seed(
-                    self._run_seed, self._stream, self._version, *divmod(place.row, num_generations), turn=place.turn
-                ),
+                seed=self._seed(place.row, place.turn),
             )
             for i, place in enumerate(places)
         ]
@@ -91,6 +92,38 @@ class Sampler:
             completions = rollout.run(self._session, requests, self.sampling)
         self._tracker.extend(places, prompts, [c.token_ids for c in completions])
         return completions
+
+    def converse(self, engine: Engine, prompts: Sequence[list[int]], num_generations: int) -> RequestMaker:
+        """What makes the requests of conversations that start with these prompts: the same as `sample` would make.
+
+        Raises:
+            EngineError: a prompt leaves no room for a completion.
+        """
+        _refuse_long(prompts, engine.max_model_len)
+        self._conversing, self._group = len(prompts), num_generations
+        first = self._first_row(len(prompts))
+
+        def request(
+            index: int, turn: int, prompt_ids: list[int], images: list[Any] | None, max_tokens: int | None
+        ) -> Request:
+            return Request(
+                prompt_ids=prompt_ids,
+                row=first + index,
+                turn=turn,
+                images=images,
+                max_tokens=max_tokens,
+                seed=self._seed(first + index, turn),
+            )
+
+        return request
+
+    def _first_row(self, rows: int) -> int:
+        """Global row of this rank's first prompt; every rank has as many."""
+        return self._drawn[self._stream] + self._session.ranks.rank * rows
+
+    def _seed(self, row: int, turn: int) -> int:
+        prompt, generation = divmod(row, self._group)
+        return request_seed(self._run_seed, self._stream, self._version, prompt, generation, turn=turn)
 
 
 def _refuse_long(prompts: Sequence[list[int]], max_model_len: int) -> None:

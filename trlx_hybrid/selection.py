@@ -14,6 +14,9 @@ from .registry import Component, Registry, Slot
 STOCK = "transformers"
 """The engine name that leaves generation to TRL."""
 
+SINGLE, MULTI = "single_turn", "multi_turn"
+"""The rollouts that are chosen unasked: without tools, and with them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerArguments:
@@ -21,11 +24,13 @@ class TrainerArguments:
 
     Attributes:
         use_vllm, vllm_mode: as the user set them.
+        tools: whether the trainer was given tools or environments.
         engine_options: TRL's `vllm_*` arguments under the names the engine's options have; HybridConfig wins.
     """
 
     use_vllm: bool = False
     vllm_mode: str = "colocate"
+    tools: bool = False
     engine_options: Mapping[str, Any]
 
 
@@ -43,11 +48,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The components of one run. `engine` is None where TRL generates; `weights` None means: try all, in order."""
+    """The components of one run. `engine` is None where TRL generates; `weights` None means: try all, in order.
+    `tools` tells whether the trainer was given any."""
 
     engine: Choice | None
     weights: Choice | None
     rollout: Choice | None
+    tools: bool = False
     stock_reason: str = ""
 
     @property
@@ -88,14 +95,29 @@ def select(config: HybridConfig, arguments: TrainerArguments, registry: Registry
         if config.weights == "auto"
         else _choice(registry, "weights", config.weights, config.options("weights"), "HybridConfig.weights")
     )
-    rollout = _choice(
-        registry,
-        "rollout",
-        config.rollout or "single_turn",
-        config.options("rollout"),
-        "HybridConfig.rollout" if config.rollout else "default",
-    )
-    return Selection(engine=engine, weights=weights, rollout=rollout)
+    rollout = _rollout(config, arguments, registry, engine.component.streams)
+    return Selection(engine=engine, weights=weights, rollout=rollout, tools=arguments.tools)
+
+
+def _rollout(config: HybridConfig, arguments: TrainerArguments, registry: Registry, streams: bool) -> Choice:
+    """As set; else `multi_turn` where there are tools, its plugin is installed and the engine streams."""
+    why = "default"
+    if config.rollout is not None:
+        name, why = config.rollout, "HybridConfig.rollout"
+    elif not arguments.tools:
+        name = SINGLE
+    elif MULTI not in {c.name for c in registry.components("rollout") if c.unavailable() is None}:
+        name, why = SINGLE, "tools run turn by turn, as in TRL: `pip install trlx-hybrid-multiturn` frees them"
+    elif not streams:
+        name, why = SINGLE, "tools run turn by turn, as in TRL: the engine takes no single requests"
+    else:
+        name, why = MULTI, "tools"
+    if name == MULTI and not streams:
+        raise ConfigError(
+            f"HybridConfig.rollout={MULTI!r} needs an engine that takes requests one at a time, which this one does "
+            f"not. Choose engine='vllm', or leave the rollout out: tools then run turn by turn, as in TRL."
+        )
+    return _choice(registry, "rollout", name, config.options("rollout"), why)
 
 
 def _choice(

@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .config import HybridConfig, NoOptions
+from . import weight_paths
+from .config import HybridConfig
 from .errors import ComponentError, StaleWeightsError
 from .freshness import Freshness
 from .memory import TrainerMemory
@@ -20,6 +21,7 @@ from .sampler import Sampler
 from .types import Completion, Phase, Sampling
 
 if TYPE_CHECKING:
+    from .conversation import Conversation, Dialogue, Limits
     from .host import Host
     from .policy import Policy
     from .protocols import Engine, Rollout, WeightSync
@@ -42,6 +44,7 @@ class Session:
         memory: what the trainer holds, and the ledger of all owners.
         freshness: weight versions of policy and engine.
         training: whether the current rollout is for training (or for evaluation).
+        rows: the dataset's rows of this rank's batch, as TRL gave them, in the order of its prompts.
         metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs.
     """
 
@@ -71,6 +74,7 @@ class Session:
         self.freshness = Freshness(self)
         self.sampler = Sampler(self, sampling, args.seed)
         self.training = True
+        self.rows: list[dict[str, Any]] = []
         self.metrics: dict[str, float] = {}
         self._step = step
         self._announced = False
@@ -151,6 +155,22 @@ class Session:
         Raises:
             StaleWeightsError: outside of a rollout phase, or the policy changed within it.
         """
+        self._require_current()
+        assert self.rollout is not None
+        return self.sampler.sample(self.live_engine, self.rollout, prompts, images, num_generations, timer)
+
+    def converse(self, dialogues: Sequence[Dialogue], limits: Limits, num_generations: int = 1) -> list[Conversation]:
+        """Every dialogue of this rank to its end, in order. Only where `session.rollout.converses`.
+
+        Raises:
+            StaleWeightsError: as in `generate`.
+        """
+        self._require_current()
+        assert self.rollout is not None
+        request = self.sampler.converse(self.live_engine, [d.prompt_ids for d in dialogues], num_generations)
+        return self.rollout.converse(self, dialogues, limits, request)
+
+    def _require_current(self) -> None:
         versions = self.freshness
         if self.phase is not Phase.ROLLOUT or versions.engine_version != versions.version:
             raise StaleWeightsError(
@@ -158,10 +178,13 @@ class Session:
                 f"the phase is {self.phase.value}. Generate inside `session.rollout_phase(...)`, which syncs first, "
                 "and change no weights in it."
             )
-        assert self.rollout is not None
-        return self.sampler.sample(self.live_engine, self.rollout, prompts, images, num_generations, timer)
 
     # --- components -------------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._step()
 
     @property
     def live_engine(self) -> Engine:
@@ -179,7 +202,7 @@ class Session:
                 with preserved_generators():
                     self.engine = engine.component.factory(self, engine.options)
                 Session._holder = weakref.ref(self)
-                self.weights, self.weights_why = self._choose_weights()
+                self.weights, self.weights_why = weight_paths.choose(self)
                 self.weights.open()
             finally:
                 self.memory.unpark_policy()
@@ -203,28 +226,6 @@ class Session:
         if other is not None and other is not self:
             other.release_engine()
 
-    def _choose_weights(self) -> tuple[WeightSync, str]:
-        """The chosen weight sync, or the first in order that does not refuse."""
-        chosen = self.selection.weights
-        if chosen is not None:
-            sync: WeightSync = chosen.component.factory(self, chosen.options)
-            reason = sync.refuses()
-            if reason is not None:
-                raise ComponentError(
-                    f"weights={sync.name!r} cannot serve this run: {reason} Or let weights='auto' choose."
-                )
-            return sync, chosen.why
-        refusals: list[str] = []
-        for component in self.host.registry.components("weights"):
-            reason = component.unavailable()
-            if reason is None:
-                sync = component.factory(self, (component.options or NoOptions)())
-                reason = sync.refuses()
-                if reason is None:
-                    return sync, "; ".join(["auto", *refusals])
-            refusals.append(f"not {component.name}: {reason}")
-        raise ComponentError("No weight sync can serve this run. " + " ".join(refusals))
-
     def weights_changed(self) -> None:
         """The policy's weights changed: the next rollout syncs first. Call it on every rank."""
         self.freshness.changed()
@@ -245,6 +246,8 @@ class Session:
     def release_engine(self) -> None:
         """Close the engine and free its memory; the next rollout builds it again."""
         self.memory.settle()
+        if self.rollout is not None:
+            self.rollout.close()
         if self.engine is not None:
             self.engine.close()
         if self.weights is not None:

@@ -20,8 +20,11 @@ from typing import Any
 import trl
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from trl.chat_template_utils import get_training_chat_template, parse_response
 from trl.distributed import DistributedBackend
+from trl.extras.profiling import profiling_context
 
+from . import tool_calling
 from .arguments import check_skipped, refuse_empty, sampling_of, trainer_arguments
 from .config import HybridConfig
 from .errors import ConfigError
@@ -90,7 +93,8 @@ class HybridTrainer:
             host.register(plugin, f"{type(plugin).__name__}-{index}")
         given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
         # Before TRL's own __init__, which loads the model: a wrong setting should not cost that.
-        self._selection = select(config, trainer_arguments(given.get("args")), host.registry)
+        arguments = trainer_arguments(given.get("args"), given.get("tools") or given.get("environment_factory"))
+        self._selection = select(config, arguments, host.registry)
         if not self._selection.stock:
             refuse_empty(given.get("train_dataset"))
         super().__init__(*args, **kwargs)
@@ -146,9 +150,43 @@ class HybridTrainer:
 
     def _generate(self, prompts: list[Any]) -> Any:
         trainer: Any = self
+        if not self._selection.stock and getattr(trainer, "tools", None):
+            tool_calling.refuse_text(prompts)
+        self._conversations: Any = None
         with self.session.rollout_phase(trainer.model.training):
             self._generated = super()._generate(prompts)  # type: ignore[misc]
         return self._generated
+
+    @property
+    def _converses(self) -> bool:
+        """Whether conversations are the rollout's to run, not TRL's."""
+        rollout = self.session.rollout
+        return rollout is not None and rollout.converses and bool(getattr(self, "tools", None))
+
+    def _generate_single_turn(self, prompt_ids: Any, images: Any, fields: Any, *rest: Any, **kwargs: Any) -> Any:
+        """The first turn; where the rollout converses, it comes with all that follow, kept for `_tool_call_loop`."""
+        if not self._converses:
+            return super()._generate_single_turn(prompt_ids, images, fields, *rest, **kwargs)  # type: ignore[misc]
+        num_generations = rest[0] if rest else kwargs.get("num_generations", 1)
+        self._conversations = self._converse(prompt_ids, images, None, num_generations)
+        return tool_calling.first_turns(self, self._conversations)
+
+    def _tool_call_loop(self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, *rest: Any) -> Any:
+        if not self._converses:
+            stock = super()._tool_call_loop  # type: ignore[misc]
+            return stock(prompts, prompt_ids, completion_ids, completions, *rest)
+        if self._conversations is None:  # a custom rollout sampled the first turns
+            *logprobs, images, _ = rest
+            first = tool_calling.sampled_turns(completion_ids, logprobs[0] if logprobs else None)
+            mode = "num_generations" if self.session.training else "num_generations_eval"
+            self._conversations = self._converse(prompt_ids, images, first, getattr(self, mode, 1))
+        return tool_calling.loop_result(self, self._conversations)
+
+    def _converse(self, prompt_ids: Any, images: Any, first: Any, num_generations: int) -> Any:
+        rows = tool_calling.dialogues(self, parse_response, prompt_ids, images, first)
+        limits = tool_calling.limits(self, self.session.live_engine.max_model_len)
+        with profiling_context(self, "multi_turn"):
+            return self.session.converse(rows, limits, num_generations)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         self._rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
@@ -157,6 +195,7 @@ class HybridTrainer:
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         trainer: Any = self
         session, self._rewards = self.session, None
+        session.rows = inputs
         batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         if "advantages" in batch:
             advantages = session.host.call(
@@ -185,6 +224,15 @@ class HybridTrainer:
         """As in TRL; an out-of-memory error says who held what."""
         with self.session.memory.reporting():
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
+
+    def training_chat_template(self) -> str | None:
+        """TRL's template for training, which preserves prefixes; None where the tokenizer's own does already.
+
+        Raises:
+            ValueError: TRL has none for this tokenizer.
+        """
+        template: str | None = get_training_chat_template(self.processing_class)  # type: ignore[attr-defined]
+        return template
 
     # --- weights that change without an optimizer step --------------------------------------------------------------
 

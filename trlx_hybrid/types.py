@@ -48,6 +48,7 @@ class Request:
         row: global row of the batch, the same on any number of processes.
         turn: 0 for the first completion of a trajectory.
         images: PIL images of the prompt, if any.
+        max_tokens: the most to sample, where that is less than `Sampling.max_tokens`.
     """
 
     prompt_ids: list[int]
@@ -55,6 +56,7 @@ class Request:
     row: int = 0
     turn: int = 0
     images: list[Any] | None = None
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from ..protocols import Rollout
 from ..types import Completion, Request, Sampling
 
 if TYPE_CHECKING:
     from ..session import Session
 
 
-class SingleTurn:
+class SingleTurn(Rollout):
     """Also serves TRL's tool loop, which calls once per turn."""
 
     name = "single_turn"

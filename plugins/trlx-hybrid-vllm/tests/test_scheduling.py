@@ -5,7 +5,8 @@ from contextlib import contextmanager
 import pytest
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid_vllm import internals
-from trlx_hybrid_vllm.collecting import collect
+from trlx_hybrid_vllm.streaming import EngineStream
+from trlx_hybrid_vllm.streaming import collect as collect_from
 
 OURS = "trlx_hybrid_vllm.scheduling.DecodeScheduler"
 BOTH = (None, OURS)
@@ -58,6 +59,10 @@ def engine(checkpoint, monkeypatch):
                 internals.shut_down(llm, made_default_group=True)
 
     return build
+
+
+def collect(llm, prompts, params):
+    return collect_from(EngineStream(llm, {"detokenize": False, "logprobs": 0}), zip(prompts, params))
 
 
 def core_of(llm):

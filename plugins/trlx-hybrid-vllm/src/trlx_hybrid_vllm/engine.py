@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from trlx_hybrid.errors import EngineError, SyncError
+from trlx_hybrid.errors import EngineError, SyncError, listed
 from trlx_hybrid.policy import Policy
-from trlx_hybrid.protocols import NamedTensors
+from trlx_hybrid.protocols import NamedTensors, Regions
 from trlx_hybrid.session import Session
 from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
 
 from . import internals
 from .adapters import lora_arguments
+from .agreeing import AgreeingStream
 from .arguments import engine_arguments
 from .checkpoint import write_without_weights
-from .collecting import aborting, collect
 from .loading import WeightLoader, counted
 from .memory import EngineMemory
 from .options import VLLMOptions
 from .parameters import Places
 from .preflight import engine_dtype
-from .sampling import completion_of, prompt_of, sampling_params, with_seed
+from .regions import refuses, regions
+from .sampling import prompt_of, sampling_params, with_seed
+from .streaming import EngineStream, collect
 
 
 class VLLMEngine:
@@ -41,16 +44,14 @@ class VLLMEngine:
         self.dtype = engine_dtype(options, session.policy, session.args)
         self.weights_lost = True
         self.adapter: Any = None
-        self.adapters_refused: str | None = None
         chosen = session.selection.weights
         if chosen is None or chosen.component.name == "lora":
             wanted = lora_arguments(session.policy, options.tensor_parallel_size, self.dtype)
         else:
             wanted = f"weights={chosen.component.name!r} was chosen"
         self.adapters_refused = wanted if isinstance(wanted, str) else None
-        arguments = engine_arguments(session, options, self.dtype)
-        if not isinstance(wanted, str):
-            arguments = wanted | arguments
+        adapters = {} if isinstance(wanted, str) else wanted
+        arguments = adapters | engine_arguments(session, options, self.dtype)
         self.quantized = options.quantization is not None
         self.sleeps = options.enable_sleep_mode
         self.tensor_parallel_size = options.tensor_parallel_size
@@ -79,23 +80,30 @@ class VLLMEngine:
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Sample; the ranks of a replica pool their requests, and each keeps its own rows."""
+        self._require_awake()
+        requests, mine = self._pooled(list(requests))
+        params = sampling_params(sampling)
+        prompts = [(prompt_of(request), with_seed(params, request)) for request in requests]
+        with internals.running():
+            return collect(EngineStream(self.llm, params, self.adapter), prompts)[mine]
+
+    @contextmanager
+    def stream(self, sampling: Sampling) -> Iterator[EngineStream]:
+        """Requests one at a time; the ranks of a replica step together."""
+        self._require_awake()
+        params = sampling_params(sampling)
+        stream = EngineStream(self.llm, params, self.adapter)
+        if self.tensor_parallel_size > 1:
+            stream = AgreeingStream(self.llm, params, self.adapter, internals.tensor_parallel_group())
+        with internals.running(collecting=True), stream.open():
+            yield stream
+
+    def _require_awake(self) -> None:
         if self.memory.asleep or self.weights_lost:
             raise EngineError(
                 "The vLLM engine is asleep or holds no weights: wake it and sync before generating "
                 "(`session.rollout_phase` does both)."
             )
-        requests, mine = self._pooled(list(requests))
-        shared = sampling_params(sampling)
-        params = [with_seed(shared, request) for request in requests]
-        prompts = [prompt_of(request) for request in requests]
-        with internals.running():
-            if shared["detokenize"] or shared["logprobs"]:
-                with aborting(self.llm):
-                    outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self.adapter)
-                completions = [completion_of(output.outputs[0]) for output in outputs]
-            else:
-                completions = collect(self.llm, prompts, params, self.adapter)
-        return completions[mine]
 
     def _pooled(self, requests: list[Request]) -> tuple[list[Request], slice]:
         if self._options.tensor_parallel_size == 1:
@@ -119,9 +127,8 @@ class VLLMEngine:
         report = self._reload(weights) if self.quantized else self._loader.load(weights)
         if report.unwritten:
             raise SyncError(
-                f"The weight sync left engine parameters unwritten: {', '.join(report.unwritten[:5])}"
-                + (f" and {len(report.unwritten) - 5} more" if len(report.unwritten) > 5 else "")
-                + ". The model and vLLM's definition of it disagree; use engine='transformers' and report it."
+                f"The weight sync left engine parameters unwritten: {listed(report.unwritten)}. The model and vLLM's "
+                "definition of it disagree; use engine='transformers' and report it."
             )
         self.weights_written()
         return report
@@ -150,6 +157,21 @@ class VLLMEngine:
             self.load_weights(policy.full_weights(merge=False))
             self._places = Places(policy, self._loader.routes, self._loader.parameters)
         return self._places
+
+    def regions(self, policy: Policy) -> Regions:
+        """What this rank's memory holds of each weight of the policy; the first call loads them to find out.
+
+        Raises:
+            EngineError: a layer may not keep what is written into it, or holds what no box of a weight is.
+        """
+        model = internals.model_of(self.llm)
+        reason = "a quantised engine keeps no copy of the weights" if self.quantized else refuses(model)
+        if reason is not None:
+            raise EngineError(reason)
+        if not self._loader.routes:
+            self.load_weights(policy.full_weights(merge=False))
+        shapes = {name: tuple(p.shape) for name, p in policy.base_parameters().items()}
+        return regions(model, self._loader, shapes)
 
     def sleep(self, keep_weights: bool = False) -> None:
         """Give memory back, where sleep mode is on; weights that are not kept are lost until the next sync."""

@@ -137,22 +137,28 @@ def _free_port() -> int:
 
 
 @contextmanager
-def running() -> Iterator[None]:
+def running(collecting: bool = False) -> Iterator[None]:
     """Around every engine call.
 
-    The garbage collector pauses: a rollout allocates a few objects per token, and each full collection walks the whole
-    trainer's heap. On a CPU torch.compile is switched off: it costs 14 s at the first call.
+    A rollout allocates a few objects per token, and each full garbage collection walks the whole trainer's heap: so the
+    collector pauses or, for calls that run long and run the user's code (`collecting`), passes over what is there now.
+    On a CPU torch.compile is switched off: it costs 14 s at the first call.
     """
     from vllm.platforms import current_platform
 
     stance: Any = torch.compiler.set_stance("force_eager") if current_platform.is_cpu() else nullcontext()
-    collecting = gc.isenabled()
+    with stance, heap_frozen() if collecting else _collector_paused():
+        yield
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
-        with stance:
-            yield
+        yield
     finally:
-        if collecting:
+        if was_enabled:
             gc.enable()
 
 

@@ -103,5 +103,6 @@ def trlx_register(registry: Registry) -> None:
         options=VLLMOptions,
         unavailable=unavailable,
         refuses=_refuses,
+        streams=True,
         summary="vLLM inside the trainer's process, on the trainer's device",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from trlx_hybrid.types import Completion, Request, Sampling
@@ -36,9 +37,14 @@ def sampling_params(sampling: Sampling) -> dict[str, Any]:
     return params
 
 
-def with_seed(params: dict[str, Any], request: Request) -> SamplingParams:
-    """The parameters of one request."""
-    return SamplingParams(**params, seed=request.seed)
+def with_seed(params: Mapping[str, Any], request: Request) -> SamplingParams:
+    """The parameters of one request: its own seed, and its own limit where that is lower."""
+    if request.max_tokens is None or request.max_tokens >= params["max_tokens"]:
+        return SamplingParams(**params, seed=request.seed)
+    own: dict[str, Any] = {"max_tokens": request.max_tokens, "seed": request.seed}
+    if params.get("min_tokens"):
+        own["min_tokens"] = min(params["min_tokens"], request.max_tokens)
+    return SamplingParams(**{**params, **own})
 
 
 def prompt_of(request: Request) -> dict[str, Any]:

@@ -1,0 +1,76 @@
+"""The tool calls of one turn, as TRL 1.16 runs them: what is called, in which order, and what the model is shown.
+
+Source: trl 1.16, `GRPOTrainer._tool_call_loop`. Synchronous calls run one after another in the order in which they were
+made, for they may share an environment; then all asynchronous ones together. Their results follow in the same order:
+all synchronous ones before all asynchronous ones. That order is an accident of TRL's loop, and kept: it decides tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Mapping, Sequence
+from typing import Any
+
+from trlx_hybrid.conversation import Conversation, Dialogue, Message
+
+from .outcome import Outcome
+from .runners import Runners, UnshowableError
+
+
+class LostCallError(Exception):
+    """A call that never came back, or brought what cannot be shown; ends its trajectory."""
+
+
+async def run_calls(
+    calls: Sequence[Mapping[str, Any]], dialogue: Dialogue, conversation: Conversation, runners: Runners
+) -> list[Message]:
+    """The tool messages of one turn. Counts calls, and those that the model is shown an error for.
+
+    Raises:
+        LostCallError: a call hung, its process crashed, or its result cannot be turned into a string.
+    """
+    results: list[tuple[str, Any]] = []
+    coroutines: list[tuple[str, Coroutine[Any, Any, Any]]] = []
+    try:
+        for call in calls:
+            conversation.calls += 1
+            if call["type"] != "function":
+                error: Exception = ValueError(f"Unsupported tool call type: {call['type']}")
+                results.append((call.get("name", "unknown"), _content(Outcome(error=error), conversation)))
+                continue
+            name, arguments = call["function"]["name"], call["function"]["arguments"]
+            if name in dialogue.sync_tools:
+                outcome = await runners.call(name, dialogue.sync_tools[name], arguments)
+                results.append((name, _content(outcome, conversation)))
+                continue
+            try:
+                if name not in dialogue.async_tools:
+                    raise ValueError(f"Tool {name} not found.")
+                coroutines.append((name, dialogue.async_tools[name](**arguments)))
+            except Exception as error:
+                results.append((name, _content(Outcome(error=error), conversation)))
+        if coroutines:
+            started, coroutines = coroutines, []
+            outcomes = await runners.together(started, dialogue.event_loop)
+            for (name, _), outcome in zip(started, outcomes, strict=True):
+                results.append((name, _content(outcome, conversation)))
+    finally:
+        for _, coroutine in coroutines:  # never started: the trajectory ended before their turn came
+            coroutine.close()
+    return [{"role": "tool", "name": name, "content": content} for name, content in results]
+
+
+def _content(outcome: Outcome, conversation: Conversation) -> Any:
+    """What the model is shown of a call."""
+    if outcome.lost is not None:
+        raise LostCallError(outcome.lost)
+    if outcome.error is None:
+        return outcome.value
+    kind = type(outcome.error).__name__
+    try:
+        text = str(outcome.error)
+    except Exception as error:  # the tool's own
+        raise LostCallError(f"{kind}, whose text cannot be made: {type(error).__name__}.") from error
+    if not isinstance(outcome.error, Exception) or isinstance(outcome.error, UnshowableError):
+        raise LostCallError(f"{kind}: {text}")
+    conversation.failed_calls += 1
+    return str({"error": text})

@@ -1,0 +1,165 @@
+"""Interaction that is no tool call: a game, a simulated user, a grader that talks back."""
+
+from __future__ import annotations
+
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from trlx_hybrid.conversation import Message
+from trlx_hybrid.errors import ConfigError
+
+from .calls import LostCallError
+from .runners import Runners
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What an environment makes of one completion.
+
+    Attributes:
+        observation: what the model is shown next: the text of a user's message, or chat messages. None where the
+            episode is over and there is nothing more to show.
+        done: whether the episode is over. The observation of a last step is not shown.
+        reward: what this step earned; None for no statement. An episode's reward is the sum of its steps'.
+    """
+
+    observation: str | list[Message] | None = None
+    done: bool = False
+    reward: float | None = None
+
+
+class Environment(Protocol):
+    """One episode's counterpart. A new one is made for each trajectory, so its state is the episode's.
+
+    Methods may be coroutine functions, which run on an event loop in another thread, or plain functions, which run in
+    threads: many episodes at once, so what they share must be thread-safe. None runs in the trainer's thread. A method
+    that raises, hangs beyond `tool_timeout` or returns nonsense ends its trajectory, which is masked and counted.
+
+    An optional method `close()` is called when the episode is over, unless a call of it hangs.
+    """
+
+    async def reset(self, row: Mapping[str, Any]) -> str | list[Message] | None:
+        """Begin.
+
+        Args:
+            row: the dataset's row, with all its columns.
+
+        Returns:
+            The first observation. A string is appended to the prompt's last message, as TRL does with what its
+            environments' `reset` returns; messages follow the prompt. None adds nothing.
+        """
+
+    async def step(self, completion: str) -> Step:
+        """Go on.
+
+        Args:
+            completion: what the model has just said, decoded without special tokens.
+        """
+
+
+class Player:
+    """Calls an environment's methods where they belong, and checks what they return.
+
+    Args:
+        factory: makes the environment; called in a thread.
+        event_loop: where coroutine functions run; None for a loop of the plugin's own.
+    """
+
+    def __init__(
+        self, factory: Callable[[], Environment], runners: Runners, event_loop: AbstractEventLoop | None
+    ) -> None:
+        self._factory, self._runners, self._event_loop = factory, runners, event_loop
+        self._name = str(getattr(factory, "__name__", type(factory).__name__))
+        self._environment: Any = None
+        self._away = False  # whether a call has not come back: it may still be using the environment
+
+    async def reset(self, row: Mapping[str, Any]) -> str | list[Message] | None:
+        """Make the environment and begin.
+
+        Raises:
+            LostCallError: it failed.
+        """
+        self._environment = await self._ask(self._name, self._factory)
+        observation = await self._ask(f"{self._name}.reset", self._environment.reset, row)
+        self._check(observation, "reset")
+        return observation  # type: ignore[no-any-return]
+
+    async def step(self, completion: str) -> Step:
+        """Go on.
+
+        Raises:
+            LostCallError: it failed.
+        """
+        step = await self._ask(f"{self._name}.step", self._environment.step, completion)
+        if not isinstance(step, Step):
+            raise LostCallError(f"environment '{self._name}.step' returned a {type(step).__qualname__}, no Step.")
+        self._check(step.observation, "step")
+        if step.reward is not None:
+            try:
+                float(step.reward)
+            except (TypeError, ValueError):
+                raise LostCallError(f"environment '{self._name}.step' gave {step.reward!r} for a reward.") from None
+        if step.observation is None and not step.done:
+            raise LostCallError(f"environment '{self._name}.step' is not done, but has nothing to show.")
+        return step
+
+    async def close(self) -> None:
+        """Let the environment go, if it has a way to.
+
+        Raises:
+            LostCallError: it failed.
+        """
+        close = getattr(self._environment, "close", None)
+        if close is not None and not self._away:
+            await self._ask(f"{self._name}.close", close)
+
+    async def _ask(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
+        self._away = True
+        outcome = await self._runners.ask(name, method, arguments, self._event_loop)
+        self._away = outcome.lost is not None
+        if outcome.lost is not None:
+            raise LostCallError(f"environment {outcome.lost.removeprefix('tool ')}")
+        if outcome.error is not None:
+            raise LostCallError(f"environment {name!r} raised {type(outcome.error).__name__}: {outcome.error}")
+        return outcome.value
+
+    def _check(self, observation: Any, method: str) -> None:
+        if observation is None or isinstance(observation, str):
+            return
+        if isinstance(observation, list) and observation:
+            if all(isinstance(m, Mapping) and "role" in m and isinstance(m.get("content"), str) for m in observation):
+                return
+            what = "a list that holds something else than messages with a role and text"
+        else:
+            what = "an empty list" if observation == [] else f"a {type(observation).__qualname__}"
+        raise LostCallError(f"environment '{self._name}.{method}' showed {what}; give a text, or chat messages.")
+
+
+def opening(prompt: list[Message], observation: str | list[Message] | None) -> list[Message]:
+    """The prompt of an episode: the dataset's, and what `reset` showed."""
+    if observation is None:
+        return prompt
+    if isinstance(observation, list):
+        return [*prompt, *observation]
+    last = prompt[-1]
+    content = last["content"]
+    if isinstance(content, list):
+        return [*prompt[:-1], {**last, "content": [*content, {"type": "text", "text": observation}]}]
+    return [*prompt[:-1], {**last, "content": content + observation}]
+
+
+def refuse_prompts(prompts: list[Any]) -> None:
+    """Refuse what no conversation can begin with.
+
+    Raises:
+        ConfigError: a prompt is plain text, or holds no message.
+    """
+    for prompt in prompts:
+        if not isinstance(prompt, list) or not prompt:
+            raise ConfigError(
+                "episodes(...) needs prompts that are lists of messages, for observations take a place in a "
+                f'conversation; the dataset holds {prompt!r:.60}. Make each prompt [{{"role": "user", "content": '
+                "…}]; the content may be empty where `reset` says it all."
+            )

@@ -1,0 +1,97 @@
+"""Asynchronous tools on an event loop in another thread."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from .outcome import Outcome
+
+
+class DaemonLoop:
+    """An event loop in a daemon thread, where the trainer has none."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self.loop.run_forever, name="tools-event-loop", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the loop; a coroutine that blocks it keeps the thread until the interpreter ends."""
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join(1.0)
+        if not self._thread.is_alive():
+            self.loop.close()
+
+
+def gathered(
+    coroutines: Sequence[tuple[str, Coroutine[Any, Any, Any]]],
+    timeout: float,
+    shown: Callable[[Any], Any],
+    done: Callable[[Outcome], None],
+    loop: asyncio.AbstractEventLoop,
+) -> Callable[[str], None]:
+    """Run coroutines together on `loop`; `done` gets an outcome whose value is the list of theirs, in order.
+
+    Args:
+        timeout: seconds that each may take.
+        shown: what becomes of a result, on the loop.
+
+    Returns:
+        How to give up on them.
+    """
+
+    async def everyone() -> None:
+        results = await asyncio.gather(*(_one(name, coroutine, timeout, shown) for name, coroutine in coroutines))
+        done(Outcome(value=results, seconds=max(result.seconds for result in results)))
+
+    future = asyncio.run_coroutine_threadsafe(everyone(), loop)
+
+    def abandon(reason: str) -> None:
+        future.cancel()
+        loop.call_soon_threadsafe(_close_unstarted, coroutines)
+
+    return abandon
+
+
+def _close_unstarted(coroutines: Sequence[tuple[str, Coroutine[Any, Any, Any]]]) -> None:
+    for _, coroutine in coroutines:
+        if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+            coroutine.close()
+
+
+async def _one(name: str, coroutine: Coroutine[Any, Any, Any], timeout: float, shown: Callable[[Any], Any]) -> Outcome:
+    started = time.perf_counter()
+    task = asyncio.ensure_future(_ended(coroutine))
+    try:
+        finished, _ = await asyncio.wait({task}, timeout=timeout)
+    except asyncio.CancelledError:  # its trajectory is over: nobody asks for the outcome
+        task.cancel()
+        raise
+    seconds = time.perf_counter() - started
+    if not finished:
+        task.cancel()
+        return Outcome(lost=f"tool {name!r} did not return within {timeout:g} s; it was cancelled.", seconds=seconds)
+    if task.cancelled():
+        return Outcome(lost=f"tool {name!r} was cancelled, by itself or by something else.", seconds=seconds)
+    value, error = task.result()
+    if error is None and isinstance(value, Exception):
+        error = value  # TRL cannot tell it from one that was raised
+    if error is not None:
+        return Outcome(error=error, seconds=seconds)
+    try:
+        return Outcome(value=shown(value), seconds=seconds)
+    except Exception as unshowable:
+        return Outcome(error=unshowable, seconds=seconds)
+
+
+async def _ended(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException | None]:
+    """What it returned, and what it raised. Of a task, the last two would end the loop that everybody's tools run on."""
+    try:
+        return await coroutine, None
+    except (Exception, SystemExit, KeyboardInterrupt) as error:
+        return None, error

@@ -1,0 +1,164 @@
+"""The loop: every trajectory on its own clock, one engine for all.
+
+    admit trajectories, as many as may be under way
+    hand out what tools have answered     -> trajectories go on: a request, another call, or the end
+    let the engine take one step          -> what was sampled goes to its trajectory
+    wait for a tool only if the engine has nothing to do
+
+It runs in the trainer's thread and touches the engine only there. Tools answer from other threads, into the inbox.
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from trlx_hybrid.protocols import Stream
+from trlx_hybrid.types import Completion
+
+from .outcome import Outcome
+from .waits import Call, OutOfTimeError, Sampling, Trajectory
+
+SHARED_WAIT = 0.005  # seconds: the other ranks of the replica wait for this one's next step
+WAIT = 1.0  # seconds: for progress to be seen while tools work
+
+
+class Observer(Protocol):
+    """Told what the loop does, as it does it."""
+
+    def stepped(self, seconds: float, sampling: int, finished: Sequence[tuple[int, Completion]]) -> None:
+        """The engine took a step with so many requests."""
+
+    def moved(self, done: int, sampling: int, calling: int) -> None:
+        """How many trajectories are over, wait for the engine, wait for tools. Called at every turn of the loop."""
+
+
+class _Run:
+    """A trajectory under way."""
+
+    __slots__ = ("abandon", "coroutine", "expires", "key", "ticket", "waits")
+
+    def __init__(self, coroutine: Trajectory, expires: float) -> None:
+        self.coroutine = coroutine
+        self.expires = expires
+        self.waits: Sampling | Call | None = None
+        self.key = -1  # of the request it waits for
+        self.ticket = 0  # of the call it waits for; answers to earlier ones are dropped
+        self.abandon: Callable[[str], None] = lambda reason: None
+
+
+class Loop:
+    """Drives trajectories over one stream.
+
+    Args:
+        width: trajectories under way at once.
+        seconds: what one trajectory may take.
+    """
+
+    def __init__(self, stream: Stream, observer: Observer, *, width: int, seconds: float | None = None) -> None:
+        self._stream, self._observer = stream, observer
+        self._width, self._seconds = width, math.inf if seconds is None else seconds
+        self._inbox: queue.SimpleQueue[tuple[_Run, int, Outcome]] = queue.SimpleQueue()
+        self._live: dict[_Run, None] = {}
+        self._sampling: dict[int, _Run] = {}
+        self._done = 0
+
+    def run(self, trajectories: Sequence[Trajectory]) -> None:
+        """Every trajectory to its end. What one raises ends all."""
+        waiting = deque(trajectories)
+        try:
+            anyone = True
+            while anyone:
+                while waiting and len(self._live) < self._width:
+                    self._start(waiting.popleft())
+                self._deliver()
+                self._expire()
+                busy, sampling, started = self._stream.busy, len(self._sampling), time.perf_counter()
+                finished, anyone = self._stream.step(more=bool(self._live or waiting))
+                if busy:
+                    self._observer.stepped(time.perf_counter() - started, sampling, finished)
+                for key, completion in finished:
+                    self._go_on(self._sampling.pop(key), completion)
+                self._observer.moved(self._done, len(self._sampling), len(self._live) - len(self._sampling))
+                pending = self._live or (anyone and self._stream.shared)  # else all is over, and nothing will come
+                if pending and not (self._stream.busy or (waiting and len(self._live) < self._width)):
+                    self._wait()
+        finally:
+            for run in self._live:
+                run.abandon("was not waited for: the rollout ended.")
+                run.coroutine.close()
+            for coroutine in waiting:
+                coroutine.close()
+
+    # --- trajectories go on -----------------------------------------------------------------------------------------
+
+    def _start(self, coroutine: Trajectory) -> None:
+        run = _Run(coroutine, time.monotonic() + self._seconds)
+        self._live[run] = None
+        self._go_on(run, None)
+
+    def _go_on(self, run: _Run, value: Any) -> None:
+        self._advance(run, lambda: run.coroutine.send(value))
+
+    def _advance(self, run: _Run, resume: Callable[[], Sampling | Call]) -> None:
+        run.waits = None
+        try:
+            run.waits = waits = resume()
+        except StopIteration:
+            del self._live[run]
+            self._done += 1
+            return
+        if isinstance(waits, Sampling):
+            run.key = self._stream.add(waits.request)
+            self._sampling[run.key] = run
+        else:
+            run.ticket += 1
+            ticket = run.ticket
+            run.abandon = waits.start(lambda outcome: self._inbox.put((run, ticket, outcome)))
+
+    # --- tools ------------------------------------------------------------------------------------------------------
+
+    def _deliver(self) -> None:
+        while True:
+            try:
+                run, ticket, outcome = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            self._answer(run, ticket, outcome)
+
+    def _answer(self, run: _Run, ticket: int, outcome: Outcome) -> None:
+        if ticket == run.ticket and isinstance(run.waits, Call):
+            self._go_on(run, outcome)
+
+    def _expire(self) -> None:
+        """End what has no time left, and stop waiting for calls that should have reported and did not."""
+        now = time.monotonic()
+        for run in [run for run in self._live if run.expires <= now]:
+            if isinstance(run.waits, Sampling):
+                del self._sampling[run.key]
+                self._stream.abort(run.key)
+            else:
+                run.abandon("was not waited for: its trajectory's time is over.")
+            run.expires = math.inf
+            self._advance(run, lambda run=run: run.coroutine.throw(OutOfTimeError()))  # type: ignore[misc]
+        for run in [run for run in self._live if isinstance(run.waits, Call) and run.waits.expires <= now]:
+            reason = "never reported, not even that its time is over: it blocks the event loop it runs on."
+            run.abandon(reason)
+            self._go_on(run, Outcome(lost=f"tool {run.waits.name!r} {reason}"))  # type: ignore[union-attr]
+
+    def _wait(self) -> None:
+        """Until a tool answers, at most until something has to be looked at."""
+        timeout = SHARED_WAIT if self._stream.shared else WAIT
+        now = time.monotonic()
+        for run in self._live:
+            expires = min(run.expires, run.waits.expires if isinstance(run.waits, Call) else math.inf)
+            timeout = min(timeout, max(0.0, expires - now))
+        try:
+            answer = self._inbox.get(timeout=timeout) if timeout else self._inbox.get_nowait()
+        except queue.Empty:
+            return
+        self._answer(*answer)

@@ -1,0 +1,129 @@
+"""The rollout `multi_turn`: conversations with tools, each on its own clock, in the trainer's process."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from trlx_hybrid.conversation import Conversation, Dialogue, Limits, RequestMaker
+from trlx_hybrid.errors import HybridError
+from trlx_hybrid.protocols import Rollout
+from trlx_hybrid.session import Session
+from trlx_hybrid.types import Completion, Request, Sampling
+
+from .loop import Loop
+from .options import MultiTurnOptions
+from .runners import Runners
+from .trajectory import Episode
+from .waits import Trajectory
+from .watch import Watch, heavy_tools, metrics
+
+logger = logging.getLogger(__name__)
+
+
+class TrajectoriesFailedError(HybridError):
+    """More trajectories of a batch broke off than may. Says how, and how often."""
+
+
+class MultiTurn(Rollout):
+    """Runs conversations of one trainer.
+
+    Attributes:
+        options: its own. runners: where tools and environments run.
+    """
+
+    name = "multi_turn"
+    converses = True
+
+    def __init__(self, session: Session, options: MultiTurnOptions) -> None:
+        self.options = options
+        self.runners = Runners(options)
+        self._warned: set[str] = set()
+        self._visible = (
+            options.progress and session.ranks.rank == 0 and not getattr(session.args, "disable_tqdm", False)
+        )
+
+    def run(self, session: Session, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        """One completion per request, in order: for rows without tools, and custom rollouts."""
+        return session.live_engine.generate(requests, sampling)
+
+    def converse(
+        self, session: Session, dialogues: Sequence[Dialogue], limits: Limits, request: RequestMaker
+    ) -> list[Conversation]:
+        """Every dialogue to its end, in order.
+
+        Raises:
+            TrajectoriesFailedError: more broke off than `max_failed` allows.
+            ConfigError: a tool cannot run where it is to run.
+        """
+        self.runners.check({name: tool for d in dialogues for name, tool in d.sync_tools.items()}.items())
+        turns = limits.tool_turns if self.options.max_turns is None else self.options.max_turns - 1
+        limits = Limits(
+            completion_tokens=limits.completion_tokens,
+            model_tokens=limits.model_tokens,
+            tool_turns=min(limits.tool_turns, turns),
+        )
+        failed = self.failures(len(dialogues))
+        episodes = [Episode(i, d, limits, request, self.runners, failed) for i, d in enumerate(dialogues)]
+        conversations = [episode.conversation for episode in episodes]
+        self.run_trajectories(session, [episode.run() for episode in episodes], conversations)
+        return conversations
+
+    def run_trajectories(
+        self, session: Session, trajectories: Sequence[Trajectory], conversations: Sequence[Conversation]
+    ) -> None:
+        """Coroutines over one stream of the engine, all to their end, and what they were like into the metrics."""
+        options, runners = self.options, self.runners
+        runners.usage.clear()
+        watch = Watch(len(trajectories), runners, self._visible)
+        try:
+            with (
+                _switching_every(options.switch_interval),
+                session.live_engine.stream(session.sampler.sampling) as stream,
+            ):
+                width = options.max_trajectories or len(trajectories)
+                Loop(stream, watch, width=width, seconds=options.max_seconds).run(trajectories)
+        finally:
+            watch.close()
+        session.metrics |= metrics(conversations, runners.usage, watch, stream)
+        for sentence in heavy_tools(runners.usage, watch, runners):
+            tool = sentence.split("'")[1]
+            if tool not in self._warned:
+                self._warned.add(tool)
+                logger.warning(sentence)
+
+    def close(self) -> None:
+        """End the threads and processes of tools."""
+        self.runners.close()
+
+    def failures(self, total: int) -> Callable[[Conversation], None]:
+        """What counts the trajectories of a batch that break off, and raises when they are too many."""
+        share = self.options.max_failed
+        allowed = max(1, int(share * total)) if share else 0
+        causes: Counter[str] = Counter()
+
+        def failed(conversation: Conversation) -> None:
+            causes[str(conversation.failure)] += 1
+            logger.warning("A trajectory broke off and is masked: %s", conversation.failure)
+            if causes.total() > allowed:
+                listed = "; ".join(f"{cause} ({count} times)" for cause, count in causes.most_common(5))
+                raise TrajectoriesFailedError(
+                    f"{causes.total()} of {total} trajectories broke off, {allowed} may (rollout_options max_failed="
+                    f"{share:g}): {listed} Mend what failed, or allow more."
+                )
+
+        return failed
+
+
+@contextmanager
+def _switching_every(seconds: float) -> Iterator[None]:
+    """Threads of the interpreter take turns this often: the one that steps the engine must not wait long."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)

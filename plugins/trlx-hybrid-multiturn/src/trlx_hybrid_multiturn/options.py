@@ -1,0 +1,66 @@
+"""The rollout's options."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from trlx_hybrid.errors import ConfigError
+
+Mode = Literal["thread", "process", "main"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MultiTurnOptions:
+    """`HybridConfig.rollout_options` for `rollout="multi_turn"`. All limits are per rank.
+
+    Attributes:
+        tools: where synchronous tools run. "thread": beside the engine, many at once, so they must be thread-safe;
+            "process": each call in a process that can be killed, for tools that compute or may crash; "main": in the
+            trainer's thread one after another, as in TRL, while the engine waits. Asynchronous tools always run on the
+            trainer's event loop.
+        tool_modes: the same for single tools, by name.
+        max_tools: synchronous calls at once in threads, and asynchronous ones on the event loop.
+        max_processes: calls at once in processes.
+        max_trajectories: trajectories under way at once; all of them by default.
+        tool_timeout: seconds that one call may take. A call that takes longer ends its trajectory.
+        max_seconds: seconds that one trajectory may take; what it has by then is kept, as at a limit of tokens.
+        max_turns: turns of one trajectory, the first included; tool calls of the last one stay unexecuted.
+        max_failed: share of a batch's trajectories that may fail (hang, crash) before the run stops; one always may,
+            unless this is 0.
+        max_hung: threads of tools that never returned, at once, before the run stops.
+        switch_interval: seconds between the interpreter's thread switches during a rollout. Shorter than Python's
+            0.005, so that the thread that steps the engine waits less for tools that compute.
+        progress: show a progress bar, where the trainer shows one.
+        record: a file that trajectories are appended to, for `trlx-hybrid trajectories`; `record_limit` per batch.
+        record_limit: how many.
+    """
+
+    tools: Mode = "thread"
+    tool_modes: Mapping[str, Mode] = field(default_factory=dict)
+    max_tools: int = 256
+    max_processes: int = field(default_factory=lambda: os.cpu_count() or 1)
+    max_trajectories: int | None = None
+    tool_timeout: float = 300.0
+    max_seconds: float | None = None
+    max_turns: int | None = None
+    max_failed: float = 0.1
+    max_hung: int = 16
+    switch_interval: float = 0.0005
+    progress: bool = True
+    record: str | None = None
+    record_limit: int = 8
+
+    def __post_init__(self) -> None:
+        for name, mode in {"tools": self.tools, **self.tool_modes}.items():
+            if mode not in MODES:
+                raise ConfigError(f"rollout_options: {name!r} is to run in {mode!r}; choose one of {', '.join(MODES)}.")
+        for name in ("max_tools", "max_processes", "max_trajectories", "tool_timeout", "max_seconds", "max_turns"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"rollout_options: {name} must be more than 0, got {value}.")
+        if not 0 <= self.max_failed <= 1:
+            raise ConfigError(f"rollout_options: max_failed is a share from 0 to 1, got {self.max_failed}.")

@@ -1,0 +1,146 @@
+"""Recorded trajectories as one HTML page that needs nothing else: no network, no framework."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from html import escape
+from importlib import resources
+
+from .blocks import Block, Span, blocks, counted, facts, messages, number, turns, visible
+from .record import Recorded
+
+# Probabilities at which a sampled token gets one shade deeper; `page.css` has a shade for each level.
+SHADES = (0.9, 0.5, 0.2, 0.05, 0.01)
+LONG_PROMPT = 400  # tokens; a longer prompt is folded away
+
+
+def as_html(recorded: Sequence[Recorded], *, title: str = "Trajectories") -> str:
+    """A complete page with these trajectories, in this order.
+
+    Sampled tokens are upright and shaded by their probability, with the log-prob where the pointer is; observed ones
+    are italic behind a bar. Every block says in words what it is, which survives being copied as plain text.
+    """
+    style, script = (resources.files(__package__).joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
+    title = escape(visible(title))
+    parts = [
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        f"<title>{title}</title>\n<style>\n{style}</style>\n</head>\n<body>",
+        f'<header class="page">\n<h1>{title}</h1>\n<p class="lede">{_summary(recorded)}</p>',
+        *_legend(),
+        "</header>",
+        *(_contents(recorded) if len(recorded) > 1 else []),
+        "<main>",
+        *(line for one in recorded for line in _article(one)),
+        f'</main>\n<div id="tip" role="tooltip" hidden></div>\n<script>\n{script}</script>\n</body>\n</html>\n',
+    ]
+    return "\n".join(parts)
+
+
+def _summary(recorded: Sequence[Recorded]) -> str:
+    if not recorded:
+        return "No trajectories."
+    steps = sorted({one.step for one in recorded})
+    rewards = [one.reward for one in recorded if one.reward is not None]
+    failed = sum(one.failed for one in recorded)
+    span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    parts = [counted(len(recorded), "trajectory").replace("trajectorys", "trajectories"), span]
+    if len(rewards) > 1:
+        mean = sum(rewards) / len(rewards)
+        parts.append(f"reward {number(min(rewards))} to {number(max(rewards))}, mean {number(mean)}")
+    return " · ".join(parts + ([f"{failed} failed"] if failed else []))
+
+
+def _legend() -> Iterator[str]:
+    percent = [f"{share:.0%}" for share in SHADES]
+    names = [f"≥ {percent[0]}", *(f"≥ {share}" for share in percent[1:]), f"&lt; {percent[-1]}"]
+    scale = "".join(f'<span class="t s{level}">{name}</span>' for level, name in enumerate(names))
+    yield '<dl class="legend">'
+    yield f'<div><dt>sampled</dt><dd class="scale">{scale}<small>probability of the token</small></dd></div>'
+    observed = "given by a tool or an environment, not trained on"
+    yield f'<div><dt>observed</dt><dd><span class="sample">{observed}</span></dd></div>'
+    yield '<div><dt>signs</dt><dd><span class="k">&lt;special&gt;</span> token <i class="nl"></i> line break</dd></div>'
+    yield "</dl>"
+
+
+def _contents(recorded: Sequence[Recorded]) -> Iterator[str]:
+    """A table of the trajectories; the bar shows the reward between the lowest and the highest of the page."""
+    finite = [one.reward for one in recorded if one.reward is not None and math.isfinite(one.reward)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    heads = "".join(f'<th scope="col">{name}</th>' for name in ("trajectory", "step", "turns", "tokens", "reward", ""))
+    yield f"<nav>\n<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>"
+    for one in recorded:
+        share = 0.0
+        if one.reward is not None and math.isfinite(one.reward) and high > low:
+            share = (one.reward - low) / (high - low)
+        mark = ' <span class="mark">✗ failed</span>' if one.failed else ""
+        step = str(one.step) + ("" if one.training else " eval")
+        yield (
+            f'<tr><th scope="row"><a href="#t{one.line}">{one.line}</a>{mark}</th><td>{step}</td>'
+            f"<td>{'–' if one.failed else turns(one)}</td><td>{len(one.completion_ids)}</td>"
+            f'<td>{number(one.reward)}</td><td class="bar"><i style="width:{share:.0%}"></i></td></tr>'
+        )
+    yield "</tbody>\n</table>\n</nav>"
+
+
+def _article(one: Recorded) -> Iterator[str]:
+    cut = blocks(one)
+    yield f'<article id="t{one.line}"{_class("failed" if one.failed else "")}>\n<header>'
+    yield f"<h2>Trajectory {one.line}</h2>\n<dl>"
+    yield "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts(one))
+    yield "</dl>"
+    if one.failed:
+        yield '<p class="mark">✗ failed: its loss mask is 0 throughout, so no token of it is trained on.</p>'
+    yield '<div class="strip" aria-hidden="true">' + "".join(map(_strip, cut)) + "</div>\n</header>"
+    for block in cut:
+        yield from _section(block)
+    said = messages(one)
+    if said and isinstance(one.completion, list):
+        opened = " open" if one.failed else ""  # its mask cannot tell who said what; these can
+        yield f'<details class="messages"{opened}><summary>{counted(len(said), "message")}</summary>'
+        for role, text in said:
+            kind = "own" if role == "assistant" else "other"
+            yield f'<div class="{kind}"><h4>{escape(role)}</h4><div>{escape(text)}</div></div>'
+        yield "</details>"
+    yield "</article>"
+
+
+def _strip(block: Block) -> str:
+    name = f"turn {block.turn}, {block.label}" if block.kind == "sampled" else block.label
+    return f'<i class="{block.kind}" style="flex-grow:{block.tokens}" title="{escape(name)}"></i>'
+
+
+def _section(block: Block) -> Iterator[str]:
+    """A block with its heading beside it, where sampled blocks carry the number of their turn."""
+    folded = block.kind == "prompt" and block.tokens > LONG_PROMPT
+    heading = f"<b>turn {block.turn}</b>" if block.kind == "sampled" else ""
+    mean = f"<small>{block.mean}</small>" if block.mean else ""
+    note = "<small>sampled and observed are not told apart</small>" if block.kind == "masked" else ""
+    tokens = "".join(_span(span, shaded=block.kind == "sampled") for span in block.spans)
+    if folded:
+        tokens = f"<details><summary>show the prompt</summary>{tokens}</details>"
+    yield f'<section class="{block.kind}"><h3>{heading}<span>{block.label}</span>{mean}{note}</h3>'
+    yield f'<div class="tokens">{tokens}</div></section>'
+
+
+def _span(span: Span, *, shaded: bool) -> str:
+    text = escape(span.text).replace("\n", '<i class="nl"></i>\n')
+    classes = ["t"] + ([f"s{_shade(span.logprob)}"] if shaded and span.logprob is not None else [])
+    classes += ["k"] if span.special else []
+    ids = " + ".join(map(str, span.ids))
+    if span.logprob is None:
+        hover = f"id {ids}"
+    else:
+        chance = math.exp(min(0.0, span.logprob)) if not math.isnan(span.logprob) else math.nan
+        hover = f"log-prob {span.logprob:.3f} · {chance:.1%} · id {ids}".replace("-0.000", "0.000").replace(" -", " −")
+    return f'<span class="{" ".join(classes)}" title="{hover}">{text}</span>'
+
+
+def _shade(logprob: float) -> int:
+    """0 for a token as good as certain, up to 5; 5 as well for a number that is none."""
+    return sum(not logprob >= math.log(share) for share in SHADES)
+
+
+def _class(name: str) -> str:
+    return f' class="{name}"' if name else ""

@@ -1,0 +1,199 @@
+"""Trajectories on disk: one JSON line each, with the text of every token, so that a view needs no tokenizer."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trlx_hybrid.errors import HybridError
+
+from .token_text import TokenTexts
+
+if TYPE_CHECKING:
+    import os
+
+    from trlx_hybrid.types import Trajectory
+
+DEEPEST = 24  # levels of a message that are kept; one that contains itself ends somewhere
+LONGEST_DATA_URL = 256  # characters; a longer one is an image
+
+
+class RecordError(HybridError, ValueError):
+    """A file of trajectories cannot be read. Names the file and the line, and the way out."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """One trajectory as it was recorded.
+
+    Attributes:
+        line: line of the file it came from, the first is 1; names it within its file.
+        step: number of optimizer steps done when it was sampled.
+        training: False for a trajectory of an evaluation.
+        weight_version: version of the weights that sampled it.
+        reward: weighted sum of the reward functions; None where nothing scored it.
+        prompt_ids, completion_ids: token ids; everything after the prompt, sampled or observed, is completion.
+        prompt_texts, completion_texts: text of each token; None where it is part of the text of the token before.
+        loss_mask: per token of the completion 1 where it was sampled, 0 where it was observed.
+        logprobs: per token of the completion, natural logarithm; None as a whole where not asked for.
+        special_ids: those of its token ids that are special tokens.
+        completion: text or chat messages, as far as JSON can hold them; a short note stands for images and the like.
+    """
+
+    line: int
+    step: int
+    training: bool
+    weight_version: int
+    reward: float | None
+    prompt_ids: list[int]
+    prompt_texts: list[str | None]
+    completion_ids: list[int]
+    completion_texts: list[str | None]
+    loss_mask: list[int]
+    logprobs: list[float | None] | None
+    special_ids: frozenset[int]
+    completion: Any
+
+    @property
+    def failed(self) -> bool:
+        """Whether no token of it is trained on: its loss mask is 0 throughout."""
+        return not any(self.loss_mask)
+
+
+def append(
+    path: str | os.PathLike[str],
+    trajectories: Sequence[Trajectory],
+    tokenizer: Any,
+    *,
+    step: int,
+    limit: int | None = None,
+    training: bool = True,
+) -> int:
+    """Add the first `limit` trajectories to a file and return how many that were; None adds all.
+
+    The file and its folders are made when missing. Call it from one process only. What is written is strict JSON;
+    numbers that JSON lacks become the strings "nan", "inf" and "-inf".
+    """
+    chosen = trajectories[: max(0, limit)] if limit is not None else trajectories
+    if not chosen:
+        return 0
+    texts = TokenTexts(tokenizer)
+    lines = [json.dumps(_row(t, texts, step, training), allow_nan=False, separators=(",", ":")) for t in chosen]
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b") as file:
+        cut = file.tell() > 0 and (file.seek(-1, 2), file.read(1))[1] != b"\n"
+        # A run that was killed while writing left half a line: it must not spoil ours. One write, for readers' sake.
+        file.write(b"\n" * cut + "".join(f"{line}\n" for line in lines).encode())
+    return len(lines)
+
+
+def read(path: str | os.PathLike[str]) -> Iterator[Recorded]:
+    """The trajectories of a file, in its order.
+
+    A last line without its line break is left out: a run is writing it. Raises RecordError at any other line that is
+    no trajectory, and where there is no such file.
+    """
+    try:
+        with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+            for number, line in enumerate(file, 1):
+                if line.endswith("\n") and line.strip():
+                    yield _parsed(line[:-1], number, path)
+    except OSError as error:
+        raise RecordError(
+            f"cannot read trajectories from {path}: {error.strerror}. Runs record to the file that `record` in "
+            "`rollout_options` names"
+        ) from error
+
+
+def _row(trajectory: Trajectory, texts: TokenTexts, step: int, training: bool) -> dict[str, Any]:
+    prompt, completion, mask = trajectory.prompt_ids, trajectory.completion_ids, trajectory.loss_mask
+    token_texts = texts.of([*prompt, *completion], [None] * len(prompt) + [bool(m) for m in mask])
+    return {
+        "step": step,
+        "training": training,
+        "weight_version": trajectory.weight_version,
+        "reward": _number(trajectory.reward),
+        "prompt_ids": [int(token) for token in prompt],
+        "prompt_texts": token_texts[: len(prompt)],
+        "completion_ids": [int(token) for token in completion],
+        "completion_texts": token_texts[len(prompt) :],
+        "loss_mask": [int(m) for m in mask],
+        "logprobs": None if trajectory.logprobs is None else [_number(value) for value in trajectory.logprobs],
+        "special_ids": sorted(texts.special_ids.intersection([*prompt, *completion])),
+        "completion": _plain(trajectory.completion),
+    }
+
+
+def _number(value: float | None) -> float | str | None:
+    if value is None:
+        return None
+    return float(value) if math.isfinite(value) else str(float(value))
+
+
+def _plain(value: Any, depth: int = 0) -> Any:
+    """`value` as JSON can hold it; `<image 640x480>` and the like for what it cannot."""
+    if isinstance(value, str):
+        long = value.startswith("data:") and len(value) > LONGEST_DATA_URL
+        return f"<data URL, {len(value)} characters>" if long else str(value)
+    if value is None or isinstance(value, bool | int):
+        return value
+    if isinstance(value, float):
+        return _number(value)
+    if isinstance(value, Mapping | list | tuple) and depth == DEEPEST:
+        return "<nested too deeply>"
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry, depth + 1) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry, depth + 1) for entry in value]
+    size = getattr(value, "size", None)
+    if isinstance(size, tuple) and len(size) == 2 and hasattr(value, "mode"):
+        return f"<image {size[0]}x{size[1]}>"
+    return f"<{type(value).__name__}>"
+
+
+def _parsed(line: str, number: int, path: str | os.PathLike[str]) -> Recorded:
+    try:
+        row = json.loads(line)
+        if not isinstance(row, dict):
+            raise ValueError("it holds no JSON object")
+        recorded = Recorded(
+            line=number,
+            step=int(row["step"]),
+            training=bool(row["training"]),
+            weight_version=int(row["weight_version"]),
+            reward=None if row["reward"] is None else float(row["reward"]),
+            prompt_ids=_ids(row["prompt_ids"]),
+            prompt_texts=_texts(row["prompt_texts"], len(row["prompt_ids"])),
+            completion_ids=_ids(row["completion_ids"]),
+            completion_texts=_texts(row["completion_texts"], len(row["completion_ids"])),
+            loss_mask=_ids(row["loss_mask"]),
+            logprobs=None if row["logprobs"] is None else [None if v is None else float(v) for v in row["logprobs"]],
+            special_ids=frozenset(_ids(row["special_ids"])),
+            completion=row["completion"],
+        )
+        for name, values in (("loss_mask", recorded.loss_mask), ("logprobs", recorded.logprobs)):
+            if values is not None and len(values) != len(recorded.completion_ids):
+                raise ValueError(f"it has {len(recorded.completion_ids)} completion tokens and {len(values)} {name}")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        cause = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
+        raise RecordError(
+            f"{path}, line {number} is no recorded trajectory: {cause}. A run that was stopped while writing leaves "
+            f"such a line; remove it with: sed -i {number}d {shlex.quote(str(path))}"
+        ) from error
+    return recorded
+
+
+def _ids(values: Any) -> list[int]:
+    return [int(value) for value in values]
+
+
+def _texts(values: Any, length: int) -> list[str | None]:
+    if len(values) != length:
+        raise ValueError(f"it has {length} tokens and the texts of {len(values)}")
+    return [None if value is None else str(value) for value in values]

@@ -1,0 +1,238 @@
+"""Episodes with environments, through TRL's own argument `rollout_func`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trlx_hybrid.conversation import Conversation, Limits, RequestMaker, Turn
+from trlx_hybrid.errors import ConfigError, EngineError
+from trlx_hybrid.types import Completion
+
+from .calls import LostCallError
+from .environment import Environment, Player, opening, refuse_prompts
+from .multi_turn import MultiTurn
+from .tokens import TemplateTokens, preserving_tokens
+from .waits import OutOfTimeError, Sampling
+
+logger = logging.getLogger(__name__)
+
+
+def episodes(factory: Callable[[], Environment], *, max_turns: int | None = None) -> Episodes:
+    """A TRL `rollout_func` that plays one episode per row with a fresh environment.
+
+        trainer = GRPOTrainer(
+            ..., rollout_func=episodes(Game, max_turns=6), reward_funcs=episode_reward,
+            hybrid=HybridConfig(engine="vllm", rollout="multi_turn"),
+        )
+
+    Reward functions receive two more columns: `episode_reward`, the sum of the steps' rewards (None where no step gave
+    one, or the episode broke off), and `episode_messages`, what was said after the prompt. The function
+    `episode_reward` returns the first. All limits of `rollout_options` hold, and `max_completion_length` is the budget
+    of sampled and observed tokens together: an observation that leads beyond it is dropped, and the episode ends.
+
+    Args:
+        factory: makes an environment; usually its class.
+        max_turns: completions of one episode at most; the environment is not told when they are used up.
+    """
+    if max_turns is not None and max_turns < 1:
+        raise ConfigError(f"episodes(max_turns={max_turns}): an episode has at least one turn.")
+    return Episodes(factory, max_turns)
+
+
+def episode_reward(
+    prompts: Sequence[Any], completions: Sequence[Any], episode_reward: Sequence[float | None], **kwargs: Any
+) -> list[float | None]:
+    """Reward function: what the environment gave. Rows of episodes that broke off get none, and train nothing."""
+    return list(episode_reward)
+
+
+class Episodes:
+    """What `episodes` returns. Called by TRL, once per batch and rank."""
+
+    def __init__(self, factory: Callable[[], Environment], max_turns: int | None) -> None:
+        self._factory, self._max_turns = factory, max_turns
+        self._tokens: TemplateTokens | None = None
+
+    def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Play the batch; what TRL asks of a `rollout_func`.
+
+        Raises:
+            ConfigError: the trainer's rollout is not `multi_turn`, it has tools, or its template does not serve.
+            TrajectoriesFailedError: more episodes broke off than `max_failed` allows.
+        """
+        rollout = _multi_turn(trainer)
+        refuse_prompts(prompts)
+        session = trainer.session
+        if self._tokens is None:
+            self._tokens = preserving_tokens(
+                trainer.processing_class,
+                trainer.chat_template,
+                trainer.training_chat_template,
+                options=trainer.chat_template_kwargs,
+                end_ids=trainer.eos_token_ids,
+            )
+        group = trainer.num_generations if session.training else trainer.num_generations_eval
+        # Their lengths are known once the environments are reset; each episode looks at its own.
+        request = session.sampler.converse(session.live_engine, [[]] * len(prompts), group)
+        turns = [limit for limit in (self._max_turns, rollout.options.max_turns) if limit is not None]
+        limits = Limits(
+            completion_tokens=trainer.max_completion_length,
+            model_tokens=session.live_engine.max_model_len,
+            tool_turns=min(turns, default=sys.maxsize) - 1,
+        )
+        failed = rollout.failures(len(prompts))
+        event_loop = getattr(trainer, "async_loop", None)
+        runs = [
+            _Episode(
+                index,
+                dict(row),
+                list(prompt),
+                Player(self._factory, rollout.runners, event_loop),
+                self._tokens,
+                trainer.processing_class,
+                limits,
+                request,
+                failed,
+            )
+            for index, (prompt, row) in enumerate(zip(prompts, session.rows, strict=True))
+        ]
+        conversations = [run.conversation for run in runs]
+        rollout.run_trajectories(session, [run.run() for run in runs], conversations)
+        logprobs = [conversation.logprobs for conversation in conversations]
+        return {
+            "prompt_ids": [run.prompt_ids for run in runs],
+            "completion_ids": [conversation.completion_ids for conversation in conversations],
+            "logprobs": None if any(values is None for values in logprobs) else logprobs,
+            "env_mask": [conversation.loss_mask for conversation in conversations],
+            "episode_reward": [run.reward for run in runs],
+            "episode_messages": [conversation.messages for conversation in conversations],
+        }
+
+
+class _Episode:
+    """One trajectory: the model and its environment take turns."""
+
+    def __init__(
+        self,
+        index: int,
+        row: Mapping[str, Any],
+        prompt: list[dict[str, Any]],
+        player: Player,
+        tokens: TemplateTokens,
+        tokenizer: Any,
+        limits: Limits,
+        request: RequestMaker,
+        failed: Callable[[Conversation], None],
+    ) -> None:
+        self.conversation = Conversation()
+        self.reward: float | None = None
+        self.prompt_ids: list[int] = []
+        self._index, self._row, self._prompt, self._player = index, row, prompt, player
+        self._tokens, self._tokenizer, self._limits = tokens, tokenizer, limits
+        self._request, self._failed = request, failed
+
+    async def run(self) -> None:
+        """The whole episode. Where time runs out after the first turn, what there is by then is kept."""
+        try:
+            try:
+                await self._play()
+            except OutOfTimeError:
+                if not self.conversation.turns:
+                    raise LostCallError("its time was over before the first turn was sampled.") from None
+        except LostCallError as lost:
+            self.conversation.failure, self.reward = str(lost), None
+            self._mask()
+            self._failed(self.conversation)
+        try:
+            await self._player.close()
+        except (LostCallError, OutOfTimeError) as error:  # the episode itself is over, and counts
+            logger.warning("An environment was not closed: %s", error or "its episode's time was over.")
+
+    async def _play(self) -> None:
+        conversation, limits = self.conversation, self._limits
+        context = self.prompt_ids = self._opened(await self._player.reset(self._row))
+        room = limits.completion_tokens
+        while True:
+            text = await self._sample(context, room)
+            started = time.perf_counter()
+            try:
+                step = await self._player.step(text)
+            finally:
+                conversation.turns[-1].tool_seconds = time.perf_counter() - started
+            conversation.calls += 1
+            if step.reward is not None:
+                self.reward = (self.reward or 0.0) + float(step.reward)
+            if step.done or step.observation is None or len(conversation.turns) > limits.tool_turns:
+                return
+            shown = step.observation
+            messages = [{"role": "user", "content": shown}] if isinstance(shown, str) else shown
+            observed = self._rendered(self._tokens.observation, messages)
+            room = limits.completion_tokens - len(conversation.completion_ids) - len(observed)
+            context = [*self.prompt_ids, *conversation.completion_ids, *observed]
+            if room <= 0 or len(context) >= limits.model_tokens:
+                return  # nothing could be said to it: dropped, and the completion stays as it is
+            conversation.observed(observed)
+            conversation.turns[-1].observed = len(observed)
+            conversation.messages += messages
+
+    def _opened(self, observation: Any) -> list[int]:
+        prompt_ids = self._rendered(self._tokens.prompt, opening(self._prompt, observation))
+        if len(prompt_ids) >= self._limits.model_tokens:
+            raise EngineError(
+                f"The prompt of row {self._index} has {len(prompt_ids)} tokens with what its environment showed; the "
+                f"engine's context holds {self._limits.model_tokens}, prompt and completion together. Show less, or "
+                "raise vllm_max_model_length (HybridConfig.engine_options max_model_len)."
+            )
+        return prompt_ids
+
+    def _rendered(self, render: Callable[[Any], list[int]], messages: list[dict[str, Any]]) -> list[int]:
+        try:
+            return render(messages)
+        except Exception as error:  # of the template, which may raise anything
+            raise LostCallError(
+                f"its messages cannot be rendered by the chat template: {type(error).__name__}: {error}"
+            ) from error
+
+    async def _sample(self, context: list[int], room: int) -> str:
+        conversation, turn, started = self.conversation, len(self.conversation.turns), time.perf_counter()
+        limit = None if turn == 0 else room  # the first turn's is the run's
+        completion = await Sampling(self._request(self._index, turn, context, None, limit))
+        conversation.sampled(completion)
+        seconds, sampled = time.perf_counter() - started, len(completion.token_ids)
+        conversation.turns.append(Turn(prompt=len(context), sampled=sampled, sampling_seconds=seconds))
+        text = str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+        conversation.messages.append({"role": "assistant", "content": text})
+        return text
+
+    def _mask(self) -> None:
+        """Nothing is learned from an episode that broke off. TRL needs a prompt, and a completion of one token."""
+        conversation = self.conversation
+        if not self.prompt_ids:
+            self.prompt_ids = self._tokens.prompt(self._prompt)
+        if not conversation.turns:
+            conversation.sampled(Completion(token_ids=[self.prompt_ids[-1]], logprobs=[[0.0]]))
+            conversation.turns.append(Turn(prompt=len(self.prompt_ids), sampled=1, sampling_seconds=0.0))
+            conversation.messages.append({"role": "assistant", "content": ""})
+        conversation.loss_mask = [0] * len(conversation.completion_ids)
+
+
+def _multi_turn(trainer: Any) -> MultiTurn:
+    """The trainer's rollout, which must be this plugin's."""
+    session = getattr(trainer, "session", None)
+    rollout = getattr(session, "rollout", None)
+    if not isinstance(rollout, MultiTurn):
+        there = "TRL's own generation" if session is None or session.selection.stock else f"{rollout.name!r}"
+        raise ConfigError(
+            f"episodes(...) plays on the rollout 'multi_turn', and this trainer's is {there}. Take the trainer from "
+            'trlx_hybrid and give it hybrid=HybridConfig(engine="vllm", rollout="multi_turn").'
+        )
+    if getattr(trainer, "tools", None):
+        raise ConfigError(
+            "The trainer has tools (or an environment_factory) and episodes(...): both would answer the model. Let the "
+            "environment's `step` do what the tools do, or leave rollout_func out."
+        )
+    return rollout

@@ -1,0 +1,214 @@
+"""Where tools run: in threads, in processes, in the trainer's thread, or on its event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import functools
+import inspect
+import time
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trlx_hybrid.errors import ConfigError
+
+from .event_loop import DaemonLoop, gathered
+from .options import MultiTurnOptions
+from .outcome import Outcome
+from .processes import ProcessWorkers
+from .threads import ThreadWorkers
+from .waits import Call
+
+GRACE = 10.0  # seconds after its deadline in which an event loop should have said so
+
+
+class UnshowableError(Exception):
+    """A tool's result cannot be turned into a string, so the model cannot be shown it."""
+
+
+@dataclass(slots=True)
+class Usage:
+    """What the calls of one tool took, in seconds of wall time and of processor time."""
+
+    calls: int = 0
+    seconds: float = 0.0
+    slowest: float = 0.0
+    cpu_seconds: float = 0.0
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one call."""
+        self.calls += 1
+        self.seconds += outcome.seconds
+        self.slowest = max(self.slowest, outcome.seconds)
+        self.cpu_seconds += outcome.cpu_seconds
+
+
+class Runners:
+    """Runs the tools of one trainer; threads and processes stay for the next batch.
+
+    Attributes:
+        usage: per tool, since it was last cleared.
+        rooted: names in it that cannot be moved to a process: methods of environments.
+    """
+
+    def __init__(self, options: MultiTurnOptions) -> None:
+        self._options = options
+        self._threads = ThreadWorkers(options.max_tools, options.max_hung)
+        self._processes = ProcessWorkers(options.max_processes)
+        self._own_loop: DaemonLoop | None = None
+        self.usage: dict[str, Usage] = defaultdict(Usage)
+        self.rooted: set[str] = set()
+        self._awaited: dict[object, tuple[str, float]] = {}  # on an event loop now: names, and since when
+
+    def mode(self, name: str) -> str:
+        """Where the synchronous tool of this name runs."""
+        return self._options.tool_modes.get(name, self._options.tools)
+
+    def check(self, tools: Iterable[tuple[str, Callable[..., Any]]]) -> None:
+        """Refuse, before anything is sampled, what cannot run where it is to run.
+
+        Raises:
+            ConfigError: a tool that cannot be sent to a process, or a mode for a tool that there is not.
+        """
+        names = set()
+        for name, tool in tools:
+            names.add(name)
+            reason = self._processes.refuses(tool) if self.mode(name) == "process" else None
+            if reason is not None:
+                raise ConfigError(f"rollout_options: {reason}")
+        for name in self._options.tool_modes:
+            if names and name not in names:
+                close = difflib.get_close_matches(name, names, n=1)
+                hint = f" Did you mean {close[0]!r}?" if close else ""
+                raise ConfigError(
+                    f"rollout_options.tool_modes names {name!r}, which is no synchronous tool of this batch.{hint} "
+                    f"Tools: {', '.join(sorted(names))}."
+                )
+
+    @property
+    def busy(self) -> int:
+        """Calls that run in threads of this process now."""
+        return self._threads.busy
+
+    def running(self) -> list[tuple[str, float]]:
+        """Name and seconds of each call that runs now, the longest first."""
+        now = time.monotonic()
+        awaited = [(name, now - since) for name, since in list(self._awaited.values())]
+        return sorted([*self._threads.running(), *self._processes.running(), *awaited], key=lambda call: -call[1])
+
+    async def call(self, name: str, tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Outcome:
+        """One synchronous call; the outcome's value is what the model is to be shown."""
+        mode, timeout = self.mode(name), self._options.tool_timeout
+
+        def start(done: Callable[[Outcome], None]) -> Callable[[str], None]:
+            if mode == "main":
+                done(_here(tool, arguments))
+                return lambda reason: None
+            if mode == "process":
+                job = self._processes.submit(tool, arguments, lambda o: done(_shown_outcome(o)), timeout, name=name)
+                return lambda reason: self._processes.abandon(job, reason)
+            wrapped = {"tool": tool, "arguments": arguments}
+            job = self._threads.submit(_shown_call, wrapped, done, timeout, name=name)
+            return lambda reason: self._threads.abandon(job, reason)
+
+        outcome = await Call(name, start)
+        self.usage[name].add(outcome)
+        return outcome
+
+    async def together(
+        self,
+        coroutines: Sequence[tuple[str, Coroutine[Any, Any, Any]]],
+        loop: asyncio.AbstractEventLoop | None,
+        shown: Callable[[Any], Any] | None = None,
+    ) -> list[Outcome]:
+        """Asynchronous calls at once; on `loop`, where the trainer has one. `shown` makes values of results."""
+        shown = shown or _shown
+        if loop is None:
+            self._own_loop = self._own_loop or DaemonLoop()
+            loop = self._own_loop.loop
+        names, timeout, ticket = ", ".join(name for name, _ in coroutines), self._options.tool_timeout, object()
+        call = Call(names, lambda done: gathered(coroutines, timeout, shown, done, loop))
+        call.expires = time.monotonic() + timeout + GRACE
+        self._awaited[ticket] = names, time.monotonic()
+        try:
+            outcome = await call
+        finally:
+            del self._awaited[ticket]
+        outcomes: list[Outcome] = [outcome] * len(coroutines) if outcome.lost is not None else outcome.value
+        for (name, _), each in zip(coroutines, outcomes, strict=True):
+            self.usage[name].add(each)
+        return outcomes
+
+    async def ask(
+        self, name: str, method: Callable[..., Any], arguments: tuple[Any, ...], loop: asyncio.AbstractEventLoop | None
+    ) -> Outcome:
+        """One call of an environment's method; the outcome's value is what it returned, as it is.
+
+        A coroutine function runs on the event loop, any other in a thread: an environment keeps its state in this
+        process, so neither "process" nor "main" is for it.
+        """
+        self.rooted.add(name)
+        if inspect.iscoroutinefunction(method):
+            try:
+                coroutine = method(*arguments)
+            except Exception as error:  # it does not take these arguments
+                return Outcome(error=error)
+            return (await self.together([(name, coroutine)], loop, lambda value: value))[0]
+        timeout, function = self._options.tool_timeout, functools.partial(method, *arguments)
+
+        def start(done: Callable[[Outcome], None]) -> Callable[[str], None]:
+            job = self._threads.submit(function, {}, done, timeout, name=name)
+            return lambda reason: self._threads.abandon(job, reason)
+
+        outcome = await Call(name, start)
+        self.usage[name].add(outcome)
+        return outcome
+
+    def close(self) -> None:
+        """End threads and processes; what hangs in a thread stays, and ends with the interpreter."""
+        self._threads.close()
+        self._processes.close()
+        if self._own_loop is not None:
+            self._own_loop.close()
+
+
+def _shown(value: Any) -> Any:
+    """A tool's result as TRL shows it: content blocks as they are, all else as a string."""
+    if isinstance(value, list):
+        return value
+    try:
+        return str(value)
+    except Exception as error:
+        raise UnshowableError(
+            f"the result, a {type(value).__qualname__}, cannot be turned into a string: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _shown_call(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+    return _shown(tool(**arguments))
+
+
+def _shown_outcome(outcome: Outcome) -> Outcome:
+    """The same for a result that came from another process."""
+    if outcome.error is not None or outcome.lost is not None:
+        return outcome
+    value, error = None, None
+    try:
+        value = _shown(outcome.value)
+    except UnshowableError as unshowable:
+        error = unshowable
+    return Outcome(value=value, error=error, seconds=outcome.seconds, cpu_seconds=outcome.cpu_seconds)
+
+
+def _here(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Outcome:
+    """A call in this very thread. SystemExit and KeyboardInterrupt are the user's: they go through."""
+    started, cpu = time.perf_counter(), time.thread_time()
+    value, raised = None, None
+    try:
+        value = _shown_call(tool, arguments)
+    except Exception as error:
+        raised = error
+    seconds, used = time.perf_counter() - started, time.thread_time() - cpu
+    return Outcome(value=value, error=raised, seconds=seconds, cpu_seconds=used)

@@ -1,0 +1,123 @@
+"""Observations as token ids, without ever encoding again what the model has sampled.
+
+What stands between two turns is the difference that a message makes in the chat template: a short conversation is
+rendered with the observation and without, and what the first has beyond the second is it. Both are cut where the turn
+ends, since templates go on with a newline there that the model never samples.
+
+Source: trl 1.16, `GRPOTrainer._get_tool_suffix_ids`, which does the same for the answers of tools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from trlx_hybrid.conversation import Message
+from trlx_hybrid.errors import ConfigError
+
+BEFORE: tuple[Message, ...] = ({"role": "user", "content": "dummy"}, {"role": "assistant", "content": "dummy"})
+PROBES: tuple[Message, ...] = ({"role": "user", "content": "first"}, {"role": "user", "content": "2 and more"})
+
+
+class TemplateTokens:
+    """Prompts and observations of one tokenizer and chat template.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        chat_template: the template, None for the tokenizer's own.
+        options: TRL's `chat_template_kwargs`.
+        end_ids: tokens that end a turn when the model samples them; the tokenizer's EOS is one of them.
+
+    Raises:
+        ConfigError: earlier messages are not rendered the same whatever follows them, so no difference can be taken.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        chat_template: str | None = None,
+        *,
+        options: Mapping[str, Any] | None = None,
+        end_ids: Collection[int] = (),
+    ) -> None:
+        self._tokenizer, self._template, self._options = tokenizer, chat_template, dict(options or {})
+        self._end_ids = {*end_ids, tokenizer.eos_token_id}
+        reason = self._refuses()
+        if reason is not None:
+            raise ConfigError(
+                f"The chat template is not prefix-preserving: {reason} What was sampled could not be continued token "
+                "for token. Set `processing_class.chat_template` to a template that renders a message the same "
+                'whatever follows it; TRL lists its own under "Training templates".'
+            )
+
+    def prompt(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a prompt, up to where the model begins to speak."""
+        return self._render(messages, speak=True)
+
+    def observation(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids between the end of a turn and the next one.
+
+        Raises:
+            ConfigError: the template renders the messages before these differently.
+        """
+        full = self._render([*BEFORE, *messages], speak=True)
+        if full[: len(self._prefix)] != self._prefix:
+            raise ConfigError("The chat template renders earlier messages differently when these follow them.")
+        return full[len(self._prefix) :]
+
+    def _refuses(self) -> str | None:
+        """Take the prefix, and why that cannot be done."""
+        try:
+            prefix = self._render(BEFORE, speak=False)
+            ends = [place for place, token in enumerate(prefix) if token in self._end_ids]
+            self._prefix = prefix[: ends[-1] + 1] if ends else prefix
+            for probe in PROBES:
+                if probe["content"] not in self._tokenizer.decode(self.observation([probe])):
+                    return f"a user's message {probe['content']!r} after the model's is not shown in full."
+        except ConfigError:
+            return "the model's message is rendered differently once a user's message follows it."
+        except Exception as error:  # a template may raise whatever it likes, jinja's errors among them
+            return f"a user's message after the model's cannot be rendered ({type(error).__name__}: {error})."
+        return None
+
+    def _render(self, messages: Sequence[Message], *, speak: bool) -> list[int]:
+        ids = self._tokenizer.apply_chat_template(
+            list(messages),
+            chat_template=self._template,
+            add_generation_prompt=speak,
+            tokenize=True,
+            return_dict=False,
+            **self._options,
+        )
+        return list(ids)
+
+
+def preserving_tokens(
+    tokenizer: Any,
+    chat_template: str | None,
+    training_template: Callable[[], str | None],
+    *,
+    options: Mapping[str, Any] | None = None,
+    end_ids: Collection[int] = (),
+) -> TemplateTokens:
+    """`TemplateTokens` of the template in use where it preserves prefixes, else of TRL's training template.
+
+    Args:
+        training_template: gives TRL's, or raises ValueError where there is none for this tokenizer.
+
+    Raises:
+        ConfigError: neither preserves prefixes.
+    """
+    try:
+        return TemplateTokens(tokenizer, chat_template, options=options, end_ids=end_ids)
+    except ConfigError as refused:
+        try:
+            training = training_template()
+        except ValueError:  # TRL's: it has no training template for this one
+            training = None
+        if training is None:
+            raise
+        try:
+            return TemplateTokens(tokenizer, training, options=options, end_ids=end_ids)
+        except ConfigError:
+            raise refused from None

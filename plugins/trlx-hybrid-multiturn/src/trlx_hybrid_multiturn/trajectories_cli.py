@@ -1,0 +1,131 @@
+"""`trlx-hybrid trajectories`: read what a run recorded, in the terminal or as a page."""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import io
+import itertools
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from math import isnan
+from pathlib import Path
+from typing import Any
+
+from trlx_hybrid.errors import ConfigError, HybridError
+
+from .record import Recorded, read
+
+IN_TERMINAL, ON_PAGE = 10, 100  # trajectories shown unless --limit says otherwise
+
+EXAMPLES = """examples:
+  trlx-hybrid trajectories run/trajectories.jsonl --worst 3
+  trlx-hybrid trajectories run/trajectories.jsonl --step 40 --html step40.html
+  trlx-hybrid trajectories run/trajectories.jsonl --failed | less
+"""
+
+
+def add_command(subparsers: Any) -> None:
+    """Add `trajectories` to what `argparse`'s `add_subparsers` returned; sets `run`, which takes the options."""
+    command = subparsers.add_parser(
+        "trajectories",
+        help="read recorded trajectories, sampled and observed tokens told apart",
+        description="Show recorded trajectories. Sampled text is indented, what the model was given or shown stands "
+        "behind a bar; a page also shows every token's log-prob.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("file", metavar="FILE", type=Path, help="file a run recorded trajectories to (JSON lines)")
+    command.add_argument("--html", metavar="OUT", type=Path, help="write one self-contained HTML page instead")
+    command.add_argument("--step", metavar="N", type=int, help="only those of this step")
+    command.add_argument("--failed", action="store_true", help="only failed ones: no token of them is trained on")
+    order = command.add_mutually_exclusive_group()
+    order.add_argument("--worst", metavar="N", type=_positive, help="the N with the lowest reward, lowest first")
+    order.add_argument("--best", metavar="N", type=_positive, help="the N with the highest reward, highest first")
+    command.add_argument(
+        "--limit",
+        metavar="N",
+        type=_positive,
+        help=f"show at most N (default: {IN_TERMINAL} in the terminal, {ON_PAGE} on a page; as many as --worst or "
+        "--best asks for)",
+    )
+    command.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show what the options ask for; returns the exit status. Errors are HybridErrors, for the caller to print."""
+    limit = options.limit or options.worst or options.best or (ON_PAGE if options.html else IN_TERMINAL)
+    found = list(itertools.islice(_chosen(options), limit + 1))
+    if not found:
+        raise ConfigError(_nothing(options))
+    shown, more = found[:limit], len(found) > limit
+    if options.html:
+        from .view import as_html
+
+        page = as_html(shown, title=options.file.name)
+        try:
+            options.html.parent.mkdir(parents=True, exist_ok=True)
+            options.html.write_text(page, encoding="utf-8")
+        except OSError as error:
+            raise HybridError(f"cannot write --html {options.html}: {error.strerror}; choose another path") from error
+        print(f"{options.html}: {len(shown)} of the trajectories in {options.file}")
+    else:
+        _print(shown)
+    if more:
+        print(f"stopped at {limit}; there are more: raise --limit", file=sys.stderr)
+    return 0
+
+
+def _chosen(options: argparse.Namespace) -> Iterator[Recorded]:
+    matching = (
+        one
+        for one in read(options.file)
+        if (options.step is None or one.step == options.step) and (one.failed or not options.failed)
+    )
+    if options.worst is None and options.best is None:
+        return matching
+    # A NaN has no place in an order. The line breaks ties: trajectories themselves cannot be compared.
+    scored = ((one.reward, -one.line, one) for one in matching if one.reward is not None and not isnan(one.reward))
+    if options.worst is not None:
+        ranked = heapq.nsmallest(options.worst, ((reward, -line, one) for reward, line, one in scored))
+    else:
+        ranked = heapq.nlargest(options.best, scored)
+    return (one for _, _, one in ranked)
+
+
+def _nothing(options: argparse.Namespace) -> str:
+    """Why no trajectory was chosen, and what there is."""
+    everything = [(one.step, one.failed, one.reward) for one in read(options.file)]
+    if not everything:
+        return f"{options.file} holds no trajectories yet"
+    steps = [step for step, _, _ in everything]
+    if options.step is not None and options.step not in steps:
+        return f"{options.file} has no trajectory of step {options.step}; it has steps {min(steps)} to {max(steps)}"
+    kind = "failed trajectory" if options.failed else "trajectory"
+    where = "" if options.step is None else f" of step {options.step}"
+    left = [one for one in everything if options.step in (None, one[0]) and (one[1] or not options.failed)]
+    if left:
+        return f"{options.file} has no {kind}{where} with a reward: leave out --worst or --best"
+    return f"{options.file} has no {kind}{where} among its {len(everything)}: leave out --failed"
+
+
+def _print(shown: list[Recorded]) -> None:
+    from .view import as_text
+
+    colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    width = shutil.get_terminal_size((100, 24)).columns
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a sign must not lose the rest
+    try:
+        print("\n\n\n".join(as_text(one, colour=colour, width=width) for one in shown), flush=True)
+    except BrokenPipeError:  # `| head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _positive(text: str) -> int:
+    value = int(text) if text.isdecimal() else 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+    return value

@@ -1,0 +1,128 @@
+"""What a rollout looks like while it runs, and in numbers afterwards."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from trlx_hybrid.conversation import Conversation
+from trlx_hybrid.types import Completion
+
+from .runners import Runners, Usage
+
+REFRESH = 0.5  # seconds, on a terminal
+REFRESH_LOG = 30.0  # seconds, where every refresh is a line of a log
+TURNS_SHOWN = 5  # in the trainer's logs
+HEAVY = 0.1  # of the rollout's wall time spent computing in tools' threads: from here on it is worth a word
+
+
+class Watch:
+    """Observes the loop: a progress bar, and how long the engine's steps took beside tools and without.
+
+    Args:
+        total: trajectories of this rank's batch.
+        visible: whether to show the bar.
+    """
+
+    def __init__(self, total: int, runners: Runners, visible: bool) -> None:
+        from tqdm.auto import tqdm
+
+        interval = REFRESH if sys.stderr.isatty() else REFRESH_LOG
+        self._bar = tqdm(
+            total=total, desc="rollout", unit="traj", leave=False, disable=not visible, mininterval=interval
+        )
+        self._interval, self._shown = interval, time.perf_counter()
+        self._runners = runners
+        self._started = time.perf_counter()
+        self._steps: dict[tuple[int, bool], list[float]] = defaultdict(list)  # by requests, and whether tools ran
+        self.tokens = 0
+
+    def stepped(self, seconds: float, sampling: int, finished: Sequence[tuple[int, Completion]]) -> None:
+        """Count a step."""
+        self._steps[sampling, self._runners.busy > 0].append(seconds)
+        self.tokens += sum(len(completion.token_ids) for _, completion in finished)
+
+    def moved(self, done: int, sampling: int, calling: int) -> None:
+        """Refresh the bar, not more often than can be read."""
+        now = time.perf_counter()
+        if self._bar.disable or now - self._shown < self._interval:
+            return
+        self._shown = now
+        slowest = next(iter(self._runners.running()), None)
+        text = f"sampling {sampling}, at tools {calling}, {self.tokens / (now - self._started):,.0f} tok/s"
+        if slowest is not None:
+            text += f", slowest {slowest[0]} {slowest[1]:.0f} s"
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.n = done
+        self._bar.refresh()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.close()
+
+    @property
+    def seconds(self) -> float:
+        """Since the rollout began."""
+        return time.perf_counter() - self._started
+
+    def inflation(self) -> float | None:
+        """How much longer an engine step takes while tools run in threads: medians at equal numbers of requests.
+
+        None where nothing can be compared.
+        """
+        pairs = [
+            (statistics.median(self._steps[size, True]) / statistics.median(quiet), len(self._steps[size, True]))
+            for (size, busy), quiet in list(self._steps.items())
+            if not busy and (size, True) in self._steps
+        ]
+        return sum(ratio * n for ratio, n in pairs) / sum(n for _, n in pairs) if pairs else None
+
+
+def metrics(
+    conversations: Sequence[Conversation], usage: Mapping[str, Usage], watch: Watch, stream: Any
+) -> dict[str, float]:
+    """A rollout's numbers for the trainer's logs, seconds and shares; those of this rank's rows."""
+    turns = [len(c.turns) for c in conversations]
+    found: dict[str, float] = {
+        "hybrid/turns/mean": statistics.fmean(turns),
+        "hybrid/turns/max": float(max(turns)),
+        "hybrid/trajectories/failed": float(sum(c.failure is not None for c in conversations)),
+        "hybrid/tokens_per_second": watch.tokens / watch.seconds,
+    }
+    for index in range(min(max(turns), TURNS_SHOWN)):
+        there = [c.turns[index] for c in conversations if len(c.turns) > index]
+        found[f"hybrid/turn_{index + 1}/reached"] = len(there) / len(conversations)
+        found[f"hybrid/turn_{index + 1}/sampled"] = statistics.fmean(turn.sampled for turn in there)
+        found[f"hybrid/turn_{index + 1}/observed"] = statistics.fmean(turn.observed for turn in there)
+    calls = sum(use.calls for use in usage.values())
+    if calls:
+        found["hybrid/tools/seconds_mean"] = sum(use.seconds for use in usage.values()) / calls
+        found["hybrid/tools/seconds_max"] = max(use.slowest for use in usage.values())
+    if getattr(stream, "prompt_tokens", 0):
+        found["hybrid/prefix_hit_rate"] = stream.cached_tokens / stream.prompt_tokens
+    inflation = watch.inflation()
+    if inflation is not None:
+        found["hybrid/tools/step_inflation"] = inflation
+    return found
+
+
+def heavy_tools(usage: Mapping[str, Usage], watch: Watch, runners: Runners) -> list[str]:
+    """A sentence for each tool that computes so much in threads that the engine's steps wait for it."""
+    inflation = watch.inflation()
+    beside = f" Engine steps beside tools took {inflation:.1f} times as long as without." if inflation else ""
+    ways = {
+        name: "Let it be a coroutine that hands the work to a process."
+        if name in runners.rooted
+        else f"Move it out: rollout_options={{'tool_modes': {{{name!r}: 'process'}}}}."
+        for name in usage
+    }
+    return [
+        f"Tool {name!r} computed for {use.cpu_seconds:.1f} s of a rollout of {watch.seconds:.1f} s, in threads that "
+        f"share the interpreter with the engine.{beside} {ways[name]}"
+        for name, use in usage.items()
+        if runners.mode(name) == "thread" and use.cpu_seconds > HEAVY * watch.seconds
+    ]

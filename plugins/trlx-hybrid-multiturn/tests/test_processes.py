@@ -1,0 +1,540 @@
+"""Tools in processes: what comes back, what is lost and why, and that nothing is left behind."""
+
+import contextlib
+import ctypes
+import functools
+import math
+import os
+import queue
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import psutil
+import pytest
+from trlx_hybrid.errors import ConfigError
+from trlx_hybrid_multiturn.job import WorkerError
+from trlx_hybrid_multiturn.processes import ProcessWorkers, ToolError
+
+PATIENCE = 60  # seconds: nothing here takes long, unless the machine is busy
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """One pool for the tests that leave their worker as it was."""
+    pool = ProcessWorkers(1)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture
+def start():
+    """Makes pools; at the end they are closed, and no process, zombie, thread or descriptor of theirs is left."""
+    me = psutil.Process()
+    children, threads, descriptors = set(me.children()), set(threading.enumerate()), me.num_fds()
+    pools = []
+
+    def make(limit=1):
+        pools.append(ProcessWorkers(limit))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.close()
+    assert set(me.children()) <= children
+    until(lambda: set(threading.enumerate()) <= threads)
+    assert me.num_fds() <= descriptors
+
+
+def until(condition):
+    end = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def gone(pid):
+    """Ended. Its new parent may take its time to bury it."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def call(pool, function, deadline=PATIENCE, **arguments):
+    inbox = queue.Queue()
+    pool.submit(function, arguments, inbox.put, deadline)
+    return inbox.get(timeout=PATIENCE)
+
+
+def add(a, b):
+    return a + b
+
+
+def pid():
+    return os.getpid()
+
+
+def sleep(seconds):
+    time.sleep(seconds)
+
+
+def test_a_call_returns_its_value_and_its_times(shared):
+    def spin():
+        end = time.process_time() + 0.05
+        while time.process_time() < end:
+            pass
+        return {"pid": os.getpid()}
+
+    outcome = call(shared, spin)
+    assert (outcome.error, outcome.lost) == (None, None)
+    assert outcome.value["pid"] != os.getpid()
+    assert outcome.seconds >= outcome.cpu_seconds >= 0.05
+    assert call(shared, add, deadline=math.inf, a=1, b=2).value == 3
+    assert call(shared, functools.partial(add, b=2), a=1).value == 3
+
+
+def test_a_worker_is_reused_and_keeps_its_functions(shared):
+    def count(counter=[]):  # noqa: B006 - one list per copy of the function
+        counter.append(0)
+        return len(counter), os.getpid()
+
+    first, second = call(shared, count).value, call(shared, count).value
+    assert (first[0], second[0]) == (1, 2)
+    assert first[1] == second[1]
+
+
+def test_more_functions_than_a_worker_keeps(shared):
+    functions = [functools.partial(add, b=i) for i in range(80)]
+    for order in (range(80), reversed(range(80))):
+        for i in order:
+            assert call(shared, functions[i], a=1).value == 1 + i
+    assert len(shared._pickled) <= 64
+
+
+def test_a_worker_imports_nothing_by_itself(start):
+    def loaded():
+        return {name.split(".")[0] for name in sys.modules}, sys.stdin.read(), sys.argv[1:]
+
+    modules, stdin, arguments = call(start(), loaded).value
+    heavy = {"torch", "numpy", "transformers", "trl", "vllm", "trlx_hybrid", "trlx_hybrid_multiturn", "pluggy"}
+    assert not modules & heavy
+    assert (stdin, arguments) == ("", [])
+
+
+def test_the_limit_holds_and_calls_start_in_order(start):
+    pool, inbox = start(limit=2), queue.Queue()
+    spans = []
+
+    def span():
+        begin = time.monotonic()
+        time.sleep(0.01)
+        return begin, time.monotonic()
+
+    for _ in range(20):
+        pool.submit(span, {}, inbox.put, PATIENCE)
+    spans = sorted(inbox.get(timeout=PATIENCE).value for _ in range(20))
+    assert all(sum(b <= begin < e for b, e in spans) <= 2 for begin, _ in spans)
+    one, order = start(limit=1), []
+    for i in range(20):
+        one.submit(add, {"a": i, "b": 0}, lambda o: (order.append(o.value), inbox.put(o)), PATIENCE)
+    for _ in range(20):
+        inbox.get(timeout=PATIENCE)
+    assert order == list(range(20))
+
+
+def test_exceptions_come_back_with_their_text_and_where_they_were_raised(shared):
+    def look_up(key):
+        return {}[key]
+
+    error = call(shared, look_up, key="x").error
+    assert (type(error), str(error)) == (KeyError, "'x'")
+    assert "in look_up" in error.__notes__[0]
+    assert isinstance(call(shared, add, wrong=1).error, TypeError)
+
+
+class NeedsTwo(Exception):
+    def __init__(self, code, text):
+        super().__init__(f"{code}: {text}")
+
+
+class HoldsALock(Exception):
+    lock = None
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+def raise_two():
+    raise NeedsTwo(404, "not found")
+
+
+def raise_lock():
+    error = HoldsALock("locked")
+    error.lock = threading.Lock()
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "text"), [(raise_two, "NeedsTwo", "404: not found"), (raise_lock, "HoldsALock", "locked")]
+)
+def test_an_exception_that_cannot_be_pickled_keeps_its_text(shared, function, kind, text):
+    error = call(shared, function).error
+    assert isinstance(error, ToolError)
+    assert (str(error), error.kind) == (text, kind)
+
+
+def test_an_exception_without_a_text_and_those_that_end_programs(shared):
+    def unprintable():
+        raise Unprintable
+
+    def leave():
+        sys.exit(3)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    before = call(shared, pid).value
+    assert str(call(shared, unprintable).error) == "<Unprintable without a text>"
+    assert isinstance(call(shared, leave).error, SystemExit)
+    assert isinstance(call(shared, interrupt).error, KeyboardInterrupt)
+    assert call(shared, pid).value == before
+
+
+class Point:
+    def __init__(self, x):
+        self.x = x
+
+
+def test_classes_that_cannot_be_imported_go_both_ways(shared):
+    def move(point):
+        return Point(point.x + 1)
+
+    moved = call(shared, move, point=Point(1)).value
+    assert isinstance(moved, Point)
+    assert moved.x == 2
+
+
+def test_a_result_that_cannot_be_pickled_is_lost_by_its_type(shared):
+    def generate():
+        return (i for i in range(3))
+
+    outcome = call(shared, generate)
+    assert "tool 'generate' returned a value of type 'generator', which cannot be sent back" in outcome.lost
+    assert "Return plain data, or run it in threads." in outcome.lost
+    assert outcome.error is None
+
+
+def raise_here():
+    raise RuntimeError("only there")
+
+
+class OnlyThere:
+    def __reduce__(self):
+        return raise_here, ()
+
+
+def test_a_result_that_cannot_be_loaded_here_is_lost(shared):
+    def make():
+        return OnlyThere()
+
+    before = call(shared, pid).value
+    assert "'make' returned a value that cannot be brought back" in call(shared, make).lost
+    assert call(shared, pid).value == before
+
+
+def test_large_arguments_and_results(shared):
+    data = os.urandom(1 << 20) * 50
+
+    def turn(data):
+        return data[::-1]
+
+    assert call(shared, turn, data=data).value == data[::-1]
+
+
+def test_prints_go_to_stderr_and_not_into_the_answer(start, capfd):
+    def chat():
+        print("printed")
+        os.write(1, b"written\n")
+        subprocess.run(["echo", "echoed"], check=True)
+        print("unfinished", end="")
+        return "answer"
+
+    pool = start()
+    assert call(pool, chat).value == "answer"
+    pool.close()
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    assert shown.err == "printed\nwritten\nechoed\nunfinished"
+
+
+def test_a_call_past_its_deadline_is_killed_with_all_it_started(start, tmp_path):
+    file = tmp_path / "pid"
+
+    def hang(file):
+        child = subprocess.Popen(["sleep", "1000"])
+        file.write_text(f"{os.getpid()} {child.pid}")
+        child.wait()
+
+    pool = start()
+    before = call(pool, pid).value
+    lost = call(pool, hang, deadline=0.3, file=file)
+    assert lost.lost == "tool 'hang' did not return within 0.3 s; its process was killed."
+    assert lost.seconds >= 0.3
+    processes = [int(number) for number in file.read_text().split()]
+    assert processes[0] == before
+    until(lambda: all(gone(process) for process in processes))
+    assert call(pool, pid).value != before
+
+
+def test_a_tool_that_ignores_all_signals_is_killed_too(start):
+    def deaf():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+        while True:
+            with contextlib.suppress(BaseException):
+                time.sleep(1000)
+
+    assert "was killed" in call(start(), deaf, deadline=0.1).lost
+
+
+def test_a_deadline_leaves_out_the_start_and_the_imports(start, tmp_path, monkeypatch):
+    (tmp_path / "slow_tool.py").write_text("import time; time.sleep(1)\ndef tool(): return 'ready'\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import slow_tool
+
+    assert call(start(), slow_tool.tool, deadline=0.9).value == "ready"
+    del sys.modules["slow_tool"]
+
+
+def crash_by_segfault():
+    ctypes.string_at(0)
+
+
+def crash_by_kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crash_by_exit():
+    os._exit(3)
+
+
+def crash_leaving_a_fork():
+    if os.fork() == 0:  # holds the socket open
+        time.sleep(1000)
+    os.abort()
+
+
+def close_everything():
+    os.closerange(3, 100)
+    time.sleep(1000)
+
+
+@pytest.mark.parametrize(
+    ("function", "cause"),
+    [
+        (crash_by_segfault, "crashed its process: SIGSEGV."),
+        (crash_by_kill, "crashed its process: SIGKILL (as Linux does when memory runs out)."),
+        (crash_by_exit, "ended its process: exit code 3."),
+        (close_everything, "closed its process's connection to the trainer."),
+    ],
+)
+def test_a_crash_loses_one_call_and_says_why(start, function, cause):
+    pool = start()
+    assert call(pool, function).lost == f"tool {function.__name__!r} {cause}"
+    assert call(pool, add, a=1, b=2).value == 3
+
+
+def test_a_crash_behind_a_fork_is_seen_at_the_deadline(start):
+    assert "crashed its process: SIGABRT" in call(start(), crash_leaving_a_fork, deadline=0.5).lost
+
+
+def test_a_worker_that_dies_idle_is_replaced_without_losing_a_call(start):
+    pool = start()
+    before = call(pool, pid).value
+    os.kill(before, signal.SIGKILL)
+    until(lambda: gone(before))
+    assert call(pool, pid).value != before
+
+
+def test_a_module_that_fails_to_import_there_is_named(start, tmp_path, monkeypatch):
+    (tmp_path / "once_tool.py").write_text(
+        "import os\nif str(os.getpid()) != os.environ['TRAINER']: raise ImportError('only in the trainer')\n"
+        "def tool(): pass\n"
+    )
+    monkeypatch.setenv("TRAINER", str(os.getpid()))
+    monkeypatch.syspath_prepend(tmp_path)
+    import once_tool
+
+    pool = start()
+    for _ in range(2):
+        lost = call(pool, once_tool.tool).lost
+        assert "tool 'tool' cannot be loaded in a process of its own: ImportError: only in the trainer" in lost
+    assert call(pool, add, a=1, b=2).value == 3
+    del sys.modules["once_tool"]
+
+
+def test_arguments_that_cannot_be_sent_or_loaded(shared):
+    assert "cannot be sent its arguments" in call(shared, add, a=threading.Lock(), b=1).lost
+    assert "cannot be given its arguments in a process" in call(shared, add, a=OnlyThere(), b=1).lost
+    assert call(shared, add, a=1, b=2).value == 3
+
+
+class Environment:
+    def step(self):
+        return 1
+
+    @classmethod
+    def make(cls):
+        return 2
+
+
+def test_functions_that_cannot_leave_are_refused_when_asked(shared):
+    lock = threading.Lock()
+
+    def locked():
+        with lock:
+            return 1
+
+    async def later():
+        return 1
+
+    assert "'step' is a method of a Environment" in shared.refuses(Environment().step)
+    assert "Run it in threads" in shared.refuses(functools.partial(Environment().step))
+    assert "'locked' cannot be sent to a process (TypeError: cannot pickle" in shared.refuses(locked)
+    assert "asynchronous" in shared.refuses(later)
+    assert [shared.refuses(f) for f in (add, Environment.make, math.sqrt, lambda: 1, functools.partial(add, 1))] == (
+        [None] * 5
+    )
+    with pytest.raises(WorkerError, match="'step' is a method"):
+        shared.submit(Environment().step, {}, print, 1)
+    assert call(shared, Environment.make).value == 2
+    with pytest.raises(ConfigError):
+        ProcessWorkers(0)
+
+
+def test_an_abandoned_call_ends_its_process_at_once(start):
+    pool, inbox = start(), queue.Queue()
+    before = call(pool, pid).value
+    running = pool.submit(sleep, {"seconds": 1000}, inbox.put, PATIENCE)
+    waiting = pool.submit(sleep, {"seconds": 1000}, inbox.put, PATIENCE)
+    until(lambda: pool.busy == 1)
+    pool.abandon(waiting, "is not needed.")
+    pool.abandon(running, "is not needed either.")
+    assert [inbox.get(timeout=PATIENCE).lost for _ in range(2)] == [
+        "tool 'sleep' is not needed.",
+        "tool 'sleep' is not needed either.",
+    ]
+    until(lambda: gone(before))
+    assert call(pool, pid).value != before
+    assert inbox.empty()
+
+
+def test_closing_amid_calls(start):
+    pool, inbox = start(limit=2), queue.Queue()
+    for _ in range(4):
+        pool.submit(sleep, {"seconds": 1000}, inbox.put, PATIENCE)
+    until(lambda: pool.busy == 2)
+    begin = time.monotonic()
+    pool.close()  # one process may not even have started
+    assert time.monotonic() - begin < 20
+    lost = [inbox.get(timeout=PATIENCE).lost for _ in range(4)]
+    assert sum("was not started: the workers were closed" in reason for reason in lost) == 2
+    assert sum("still ran when the workers were closed" in reason for reason in lost) == 2
+    pool.close()
+    with pytest.raises(WorkerError, match="closed"):
+        pool.submit(add, {}, print, 1)
+
+
+def test_a_tool_that_left_a_thread_behind_is_ended_by_close(start):
+    def leave_a_thread():
+        threading.Thread(target=time.sleep, args=(1000,)).start()
+
+    pool = start()
+    assert call(pool, leave_a_thread).error is None
+    pool.close()
+
+
+def test_two_hundred_calls_good_and_bad_leave_nothing(start):
+    pool, inbox = start(limit=2), queue.Queue()
+    me = psutil.Process()
+
+    def tool(i):
+        if i % 50 == 49:
+            os._exit(i)
+        if i % 5 == 4:
+            raise ValueError(i)
+        return i
+
+    def round_of(count):
+        outcomes = {}
+        for i in range(count):
+            pool.submit(tool, {"i": i}, lambda outcome, i=i: inbox.put((i, outcome)), PATIENCE)
+        for _ in range(count):
+            i, outcome = inbox.get(timeout=PATIENCE)
+            outcomes[i] = outcome
+        return outcomes
+
+    round_of(10)
+    threads, descriptors = threading.active_count(), me.num_fds()
+    outcomes = round_of(200)
+    for i, outcome in outcomes.items():
+        if i % 50 == 49:
+            assert outcome.lost == f"tool 'tool' ended its process: exit code {i}."
+        elif i % 5 == 4:
+            assert str(outcome.error) == str(i)
+        else:
+            assert outcome.value == i
+    assert threading.active_count() <= threads + 1  # the second worker may not have been needed before
+    assert me.num_fds() <= descriptors + 1
+    assert len(pool._free) <= 2
+
+
+def script(tmp_path, body):
+    """Run a user's script that asks for a pool at its top level, without a guard."""
+    file = tmp_path / "script.py"
+    file.write_text(
+        "import os, sys, time, queue\nfrom trlx_hybrid_multiturn.processes import ProcessWorkers\n"
+        "print('script runs', flush=True)\nSCALE = 10\ndef helper(x): return SCALE * x\ndef tool(x): return helper(x)\n"
+        "class Odd(Exception): pass\n"
+        "def hang(): time.sleep(1000)\ninbox = queue.Queue()\npool = ProcessWorkers(1)\n" + textwrap.dedent(body)
+    )
+    return subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_a_scripts_functions_go_by_value_and_the_script_is_not_run_again(tmp_path):
+    process = script(
+        tmp_path,
+        """
+        def odd(): raise Odd("strange")
+        pool.submit(tool, {"x": 4}, inbox.put, 60); print(inbox.get().value)
+        pool.submit(odd, {}, inbox.put, 60); print(isinstance(inbox.get().error, Odd))
+        """,  # without close: the end of the script is the end of the processes
+    )
+    out, err = process.communicate(timeout=PATIENCE)
+    assert (out, err, process.returncode) == ("script runs\n40\nTrue\n", "", 0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part of it is Linux's")
+@pytest.mark.parametrize("busy", [True, False])
+def test_a_worker_ends_with_a_killed_trainer(tmp_path, busy):
+    process = script(
+        tmp_path,
+        f"""
+        pool.submit(os.getpid, {{}}, inbox.put, 60); print(inbox.get().value, flush=True)
+        if {busy}: pool.submit(hang, {{}}, inbox.put, 60)
+        while pool.busy < {int(busy)}: time.sleep(0.01)
+        time.sleep(1000)
+        """,
+    )
+    with process:
+        assert process.stdout.readline() == "script runs\n"
+        worker = int(process.stdout.readline())
+        assert not gone(worker)
+        process.kill()
+    until(lambda: gone(worker))

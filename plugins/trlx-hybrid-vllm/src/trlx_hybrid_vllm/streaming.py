@@ -1,0 +1,179 @@
+"""Requests that come and go while the engine steps, and only what training needs of their tokens.
+
+`LLM.generate` turns every token of every step into text, log-prob and output objects, one request at a time; at 256
+sequences that takes longer than the GPU needs for the step. Here the engine core's step outputs are kept as they come
+and turned into lists once, at the end; where `DecodeScheduler` runs, it holds tokens back until a request finishes.
+Requests with stop strings, or with more log-probs than the sampled tokens', go through vLLM's own output processing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from trlx_hybrid.errors import EngineError
+from trlx_hybrid.types import Completion, Request
+
+from .sampling import completion_of, prompt_of, with_seed
+
+
+@dataclass(slots=True)
+class _Arriving:
+    """What arrived for one request so far: ids, and per step an array (tokens,) of log-probs, natural logarithm."""
+
+    key: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[np.ndarray[Any, Any]] = field(default_factory=list)
+
+    def completion(self, finish_reason: str) -> Completion:
+        if not self.logprobs:
+            return Completion(token_ids=self.token_ids, finish_reason=finish_reason)
+        values = np.concatenate(self.logprobs)
+        logprobs: list[list[float | None]] = [[value] for value in values.tolist()]
+        for index in np.flatnonzero(np.isnan(values)).tolist():
+            logprobs[index] = [None]
+        ids = [[token] for token in self.token_ids]
+        return Completion(
+            token_ids=self.token_ids, logprobs=logprobs, logprob_token_ids=ids, finish_reason=finish_reason
+        )
+
+
+class EngineStream:
+    """A stream of one rank's own engine.
+
+    Args:
+        llm: vLLM's LLM with an in-process engine core, idle.
+        params: arguments of `SamplingParams` that the requests share.
+        adapter: the LoRARequest that serves all of them, or None.
+
+    Attributes:
+        cached_tokens, prompt_tokens: of the requests that finished their prompt: how many tokens came from the prefix
+            cache, and how many there were.
+    """
+
+    shared = False
+
+    def __init__(self, llm: Any, params: Mapping[str, Any], adapter: Any = None) -> None:
+        self._llm, self._engine, self._params, self._adapter = llm, llm.llm_engine, params, adapter
+        self._core = self._engine.engine_core
+        self._text = bool(params["detokenize"] or params["logprobs"])
+        self._arriving: dict[str, _Arriving] = {}  # by vLLM's request id
+        self._outside: dict[str, str] = {}  # the id in vLLM's finished outputs -> the id it works with
+        self._ids: dict[int, str] = {}
+        self._next = 0
+        self.cached_tokens = self.prompt_tokens = 0
+
+    def add(self, request: Request) -> int:
+        """Queue a request."""
+        return self.enqueue(prompt_of(request), with_seed(self._params, request))
+
+    def enqueue(self, prompt: dict[str, Any], params: Any) -> int:
+        """Queue a prompt in vLLM's form with `SamplingParams` of its own."""
+        (request_id,) = self._llm.enqueue([prompt], [params], self._adapter, use_tqdm=False)
+        key, self._next = self._next, self._next + 1
+        self._arriving[request_id] = _Arriving(key)
+        if self._text:
+            self._outside[self._engine.output_processor.request_states[request_id].external_req_id] = request_id
+        self._ids[key] = request_id
+        return key
+
+    def abort(self, key: int) -> None:
+        """Free what a request holds; nothing if it has finished."""
+        request_id = self._ids.pop(key, None)
+        if request_id is not None:
+            del self._arriving[request_id]
+            self._engine.abort_request([request_id], internal=True)
+
+    def step(self, more: bool) -> tuple[list[tuple[int, Completion]], bool]:
+        """One step of the engine core."""
+        return self._step() if self._ids else [], more
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._ids)
+
+    def _step(self) -> list[tuple[int, Completion]]:
+        with _torch_generators():
+            finished = self._text_step() if self._text else self._token_step()
+        if self._ids and not self._engine.has_unfinished_requests():
+            raise EngineError(f"vLLM lost {len(self._ids)} requests: it has none left, and these never finished.")
+        return finished
+
+    def _token_step(self) -> list[tuple[int, Completion]]:
+        completions, finished = [], []
+        for output in self._core.get_output().outputs:
+            arriving = self._arriving.get(output.request_id)
+            if arriving is None:  # aborted while this step was on its way
+                continue
+            arriving.token_ids += output.new_token_ids
+            if output.new_logprobs is not None:
+                arriving.logprobs.append(output.new_logprobs.logprobs[:, 0])  # column 0 is the sampled token's
+            if output.prefill_stats is not None:
+                self.cached_tokens += output.prefill_stats.num_cached_tokens
+                self.prompt_tokens += output.prefill_stats.num_prompt_tokens
+            if output.finish_reason is not None:
+                completions.append((arriving.key, arriving.completion(str(output.finish_reason))))
+                self._forget(output.request_id)
+                output.new_token_ids, output.new_logprobs = [], None  # vLLM would make an object of each
+                finished.append(output)
+        if finished:
+            self._engine.output_processor.process_outputs(finished)  # drops vLLM's own record of the request
+        return completions
+
+    def _text_step(self) -> list[tuple[int, Completion]]:
+        completions = []
+        for output in self._engine.step():
+            request_id = self._outside.get(output.request_id)
+            arriving = self._arriving.get(request_id or "")
+            if request_id is not None and arriving is not None and output.finished:
+                completions.append((arriving.key, completion_of(output.outputs[0])))
+                self.cached_tokens += output.num_cached_tokens or 0
+                self.prompt_tokens += len(output.prompt_token_ids)
+                self._forget(request_id)
+        return completions
+
+    def _forget(self, request_id: str) -> None:
+        del self._ids[self._arriving.pop(request_id).key]
+
+    @contextmanager
+    def open(self) -> Iterator[EngineStream]:
+        """While it is used; what is unfinished at the end is aborted, or the next run would finish it first."""
+        scheduler = self._core.engine_core.scheduler
+        holding = hasattr(scheduler, "holding") and not self._text
+        if holding:
+            scheduler.holding = True
+        try:
+            yield self
+        finally:
+            if holding:
+                scheduler.holding = False
+            for key in list(self._ids):
+                self.abort(key)
+
+
+def collect(stream: EngineStream, prompts: Iterable[tuple[dict[str, Any], Any]]) -> list[Completion]:
+    """One completion per prompt and its `SamplingParams`, in order."""
+    with stream.open():
+        keys = [stream.enqueue(prompt, params) for prompt, params in prompts]
+        completions: dict[int, Completion] = {}
+        while len(completions) < len(keys):
+            completions.update(stream.step(True)[0])
+    return [completions[key] for key in keys]
+
+
+@contextmanager
+def _torch_generators() -> Iterator[None]:
+    """Give torch's global generator back as it was: vLLM's CPU sampler draws from it before the requests' own seeds.
+
+    Only that one, and only around the step: what tools draw between steps is theirs to keep.
+    """
+    state = torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)

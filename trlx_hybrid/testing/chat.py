@@ -1,0 +1,72 @@
+"""A chat model that calls tools although nobody taught it to: single tokens that spell whole turns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from .models import CHARACTERS, tiny_model
+
+TEMPLATES = {"qwen3": ("<|im_start|>", "<|im_end|>"), "llama3_1": ("<|begin_of_text|>", "<|eot_id|>")}
+"""TRL's chat templates by name, with the tokens that begin a text and end a turn."""
+
+SCHEMA = "type function parameters properties description integer string object required array items return"
+SPOKEN = 30.0  # how far the embedding of a spoken turn reaches towards the end of one
+
+
+def chat_tokenizer(turns: Sequence[str], template: str = "qwen3") -> Any:
+    """Characters, the words of a chat template, and a token for each of `turns`; with TRL's copy of the template.
+
+    Encoding never makes those tokens, only sampling does: text that is encoded again comes back as other ids.
+    """
+    from importlib.resources import files
+
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    begin, end = TEMPLATES[template]
+    source = files("trl").joinpath("chat_templates", f"{template}.jinja").read_text(encoding="utf-8")
+    words = sorted(set(re.findall(r"[A-Za-z]{3,}", source + SCHEMA)))
+    pieces = [("<pad>", 0.0), (begin, 0.0), (end, 0.0)]
+    pieces += [(text, -10.0) for text in [*CHARACTERS, "\n", "\t"]]
+    pieces += [(text, -1.0) for text in words]
+    pieces += [(text, -1e6) for text in turns]
+    tokenizer = Tokenizer(models.Unigram(pieces, unk_id=0))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token=begin,
+        eos_token=end,
+        chat_template=source,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def chatty_model(tokenizer: Any, turns: Sequence[str], architecture: str = "qwen3", **config: Any) -> Any:
+    """A tiny model that mostly samples a whole turn and then its end, differently for each prompt."""
+    import torch
+
+    model = tiny_model(
+        architecture,
+        vocab_size=len(tokenizer),
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        **{"max_position_embeddings": 4096} | config,
+    )
+    spoken = torch.arange(len(tokenizer) - len(turns), len(tokenizer))
+    with torch.no_grad():
+        words, logits = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+        over = torch.nn.functional.normalize(
+            torch.randn(words.shape[1], generator=torch.Generator().manual_seed(1)), dim=0
+        )
+        words[spoken] += SPOKEN * over  # a turn was spoken: now end it, most of the time
+        logits *= 0.1
+        logits[spoken] *= 16.0
+        for name, parameter in model.named_parameters():
+            if "q_proj.weight" in name or "q_norm.weight" in name:
+                parameter *= 2.0  # look at few tokens, so that the question matters
+        logits[tokenizer.eos_token_id] = 0.6 * over
+    return model

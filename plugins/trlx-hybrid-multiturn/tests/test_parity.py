@@ -110,6 +110,12 @@ def turns_of(template, names=("add", "fail", "fetch", "blocks", "nothing")):
     return [*single, *both, "a plain answer", "<tool_call>\n{broken"]
 
 
+TEMPLATES = [
+    pytest.param("qwen3", ("add", "fail", "fetch", "blocks", "nothing"), id="qwen3"),
+    pytest.param("llama3_1", ("add", "fetch", "nothing"), id="llama3_1"),
+]
+
+
 class Seen:
     """What a reward function was given."""
 
@@ -193,20 +199,22 @@ def spread(batches):
     return {sum(m["role"] == "assistant" for m in c) for batch in batches for c in batch[3]}
 
 
-@pytest.mark.parametrize("template", ["qwen3", "llama3_1"])
-def test_tools_equal_stock_trl(converse, stock_colocate, template):
-    theirs = converse(trl.GRPOTrainer, template)
-    ours = converse(trlx_hybrid.GRPOTrainer, template)
+@pytest.mark.parametrize(("template", "names"), TEMPLATES)
+def test_tools_equal_stock_trl(converse, stock_colocate, template, names):
+    theirs = converse(trl.GRPOTrainer, template, names)
+    ours = converse(trlx_hybrid.GRPOTrainer, template, names)
     assert ours[0].session.selection.rollout.component.name == "multi_turn"
     assert max(spread(theirs[2])) > 1
     assert_same(ours, theirs, 1e-5)
 
 
-@pytest.mark.parametrize("template", ["qwen3", "llama3_1"])
-def test_sampled_conversations_equal_those_of_trls_loop(converse, template):
+@pytest.mark.parametrize(("template", "names"), TEMPLATES)
+def test_sampled_conversations_equal_those_of_trls_loop(converse, template, names):
     """Each request carries its own seed, so both loops sample the same tokens."""
-    theirs = converse(trlx_hybrid.GRPOTrainer, template, top_k=0, temperature=0.5, hybrid={"rollout": "single_turn"})
-    ours = converse(trlx_hybrid.GRPOTrainer, template, top_k=0, temperature=0.5)
+    theirs = converse(
+        trlx_hybrid.GRPOTrainer, template, names, top_k=0, temperature=0.5, hybrid={"rollout": "single_turn"}
+    )
+    ours = converse(trlx_hybrid.GRPOTrainer, template, names, top_k=0, temperature=0.5)
     assert max(spread(theirs[2])) > 1
     assert_same(ours, theirs, 1e-5)
 

@@ -225,7 +225,7 @@ def _multi_turn(trainer: Any) -> MultiTurn:
     session = getattr(trainer, "session", None)
     rollout = getattr(session, "rollout", None)
     if not isinstance(rollout, MultiTurn):
-        there = "TRL's own generation" if session is None or session.selection.stock else f"{rollout.name!r}"
+        there = "TRL's own generation" if rollout is None else f"{rollout.name!r}"
         raise ConfigError(
             f"episodes(...) plays on the rollout 'multi_turn', and this trainer's is {there}. Take the trainer from "
             'trlx_hybrid and give it hybrid=HybridConfig(engine="vllm", rollout="multi_turn").'

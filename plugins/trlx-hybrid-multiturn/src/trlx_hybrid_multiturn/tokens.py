@@ -72,13 +72,25 @@ class TemplateTokens:
             ends = [place for place, token in enumerate(prefix) if token in self._end_ids]
             self._prefix = prefix[: ends[-1] + 1] if ends else prefix
             for probe in PROBES:
-                if probe["content"] not in self._tokenizer.decode(self.observation([probe])):
+                self.observation([probe])
+                if probe["content"] not in self._text([*BEFORE, probe]):
                     return f"a user's message {probe['content']!r} after the model's is not shown in full."
         except ConfigError:
             return "the model's message is rendered differently once a user's message follows it."
         except Exception as error:  # a template may raise whatever it likes, jinja's errors among them
             return f"a user's message after the model's cannot be rendered ({type(error).__name__}: {error})."
         return None
+
+    def _text(self, messages: Sequence[Message]) -> str:
+        return str(
+            self._tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=self._template,
+                add_generation_prompt=True,
+                tokenize=False,
+                **self._options,
+            )
+        )
 
     def _render(self, messages: Sequence[Message], *, speak: bool) -> list[int]:
         ids = self._tokenizer.apply_chat_template(
@@ -119,5 +131,5 @@ def preserving_tokens(
             raise
         try:
             return TemplateTokens(tokenizer, training, options=options, end_ids=end_ids)
-        except ConfigError:
-            raise refused from None
+        except ConfigError as too:
+            raise ConfigError(f"{refused} TRL's training template for this tokenizer does not serve either.") from too

@@ -1,0 +1,154 @@
+"""The rollouts that `benchmarks.multiturn` compares on a CPU, case by case, and what their replays predict."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .harness import Arm, Measurement, Timed, alternate
+from .multiturn_clock import StepClock, computed_prompts, prefix_share
+from .multiturn_rollouts import Rollouts, loops_per_second
+from .replay import StepCost, Trace, asynchronous, draw, fit, lock_step
+
+FITS = {"": False, "_with_prompts": True}
+"""Suffixes of metrics, and whether the cost of a step has a term for prompt tokens."""
+
+
+@dataclass(slots=True)
+class Round:
+    """One round of a case.
+
+    Attributes:
+        seconds: of each arm.
+        free, ours: steps of the tool-free workload, and of multi_turn.
+        trace: with the prompt tokens that had to be computed.
+        prefix_share: see `multiturn_clock.prefix_share`.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    free: StepClock = field(default_factory=StepClock)
+    ours: StepClock = field(default_factory=StepClock)
+    trace: Trace | None = None
+    prefix_share: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """What this round says about one case, measured beside predicted."""
+        assert self.trace is not None
+        ours, measured = self.seconds["multi_turn"], self.seconds["lock_step"] / self.seconds["multi_turn"]
+        found = {
+            "ratio": measured,
+            "prefix_share": self.prefix_share,
+            "share_in_steps": sum(step.seconds for step in self.ours.steps) / ours,
+        }
+        for suffix, prompts in FITS.items():
+            cost = fit(self.free.steps, prompts=prompts)
+            best, fair = asynchronous(self.trace, cost), lock_step(self.trace, cost)
+            found |= {
+                f"share_of_optimum{suffix}": best / ours,
+                f"predicted_ratio{suffix}": fair / best,
+                f"share_of_lock_step{suffix}": fair / self.seconds["lock_step"],
+                f"step_ms{suffix}": cost.base * 1e3,
+                f"request_ms{suffix}": cost.per_request * 1e3,
+                f"prompt_token_ms{suffix}": cost.per_prompt_token * 1e3,
+            }
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What is the same in all cases.
+
+    Attributes:
+        tokens: sampled in a turn, on average.
+        latency: of a tool, the median, in seconds.
+        seed: of the traces.
+    """
+
+    tokens: int
+    latency: float
+    seed: int = 0
+
+
+Found = tuple[list[Measurement], dict[str, float]]
+
+
+def waiting_tools(
+    rollouts: Rollouts, trajectories: int, turns: int, sizes: Sizes, *, repetitions: int, stock: bool
+) -> Found:
+    """Tools that wait: lock-step and multi_turn in turns, the tool-free workload around both, and stock once."""
+    case = f"{trajectories}x{turns}"
+    trace = draw(trajectories, turns, tokens=sizes.tokens, latency=sizes.latency, seed=sizes.seed)
+    rounds = [Round() for _ in range(repetitions)]
+    tokens: list[Any] = []
+
+    def noted(name: str, turn: int, timed: Timed) -> Timed:
+        tokens[:] = [timed.result]
+        rounds[turn].seconds[name] = timed.seconds
+        return timed
+
+    def free(turn: int) -> None:
+        rollouts.tool_free(waves(trajectories), sizes.tokens, rounds[turn].free, len(rounds[turn].free.steps))
+
+    def ours(turn: int) -> Timed:
+        this = rounds[turn]
+        free(turn)
+        timed = noted("multi_turn", turn, rollouts.repeat(trace, "multi_turn", this.ours))
+        free(turn)
+        block, conversations = rollouts.block_size, rollouts.conversations
+        this.trace = computed_prompts(trace, conversations, block)
+        this.prefix_share = prefix_share(conversations, this.ours.cached - this.ours.first_cached, block)
+        return timed
+
+    def fair(turn: int) -> Timed:
+        free(turn)
+        return noted("lock_step", turn, rollouts.repeat(trace, "single_turn", StepClock(), early=True))
+
+    arms = [Arm("lock_step", fair), Arm("multi_turn", ours)]
+    measured = alternate(arms, warmup=0, repetitions=repetitions, case=case)
+    if stock:
+        earlier = Arm("earlier", lambda turn: Timed(0.0, tokens[-1]))  # TRL's loop samples the same
+        arm = Arm("trl_loop", lambda turn: rollouts.repeat(trace, "single_turn", StepClock()))
+        measured += alternate([arm, earlier], warmup=0, repetitions=1, case=case)[:1]
+    return measured, {f"{name}_{case}": value for name, value in medians([r.metrics() for r in rounds]).items()}
+
+
+def computing_tools(rollouts: Rollouts, trajectories: int, turns: int, sizes: Sizes, *, repetitions: int) -> Found:
+    """Tools that compute as long as others wait: in threads beside the engine, and in processes.
+
+    A step is said to be inflated by how much longer it takes than steps with as many requests and no tools.
+    """
+    case, speed = f"computing {trajectories}x{turns}", loops_per_second()
+    trace = draw(trajectories, turns, tokens=sizes.tokens, latency=sizes.latency, seed=sizes.seed)
+    places = {"threads": "multi_turn", "processes": "multi_turn_processes"}
+    free: dict[int, StepCost] = {}
+    inflation: dict[str, list[float]] = {name: [] for name in places}
+
+    def tool_free(turn: int) -> Timed:
+        clock = StepClock()
+        timed = rollouts.tool_free(waves(trajectories), sizes.tokens, clock, turn)
+        free[turn] = fit(clock.steps, prompts=True)
+        return timed
+
+    def run(name: str, turn: int) -> Timed:
+        clock = StepClock()
+        timed = rollouts.repeat(trace, places[name], clock, loops=speed)
+        expected = sum(free[turn](step.requests, step.prompt_tokens) for step in clock.steps)
+        inflation[name].append(sum(step.seconds for step in clock.steps) / expected)
+        return timed
+
+    arms = [Arm("tool_free", tool_free)]
+    arms += [Arm(name, lambda turn, name=name: run(name, turn)) for name in places]  # type: ignore[misc]
+    measured = alternate(arms, warmup=1, repetitions=repetitions, case=case)
+    return measured, {f"step_inflation_{name}": statistics.median(v[1:]) for name, v in inflation.items()}
+
+
+def waves(trajectories: int) -> list[int]:
+    """How many requests at once the tool-free workload has."""
+    return [max(1, trajectories // part) for part in (16, 4, 2, 1)]
+
+
+def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of each number over the rounds: a machine that drifts drifts between rounds, and each has its own prediction."""
+    return {name: statistics.median(found[name] for found in rounds) for name in rounds[0]}

@@ -1,0 +1,163 @@
+"""Whole GRPO trainers with a tool, that stand still until they are asked for a step: TRL's own, and ours."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from . import stepping
+from .building import load
+from .contestants import GROUP
+from .harness import Timed
+from .multiturn_clock import StepClock, prefix_share
+from .multiturn_talk import Arguments, prompt, talker
+from .scale import Scale, Variant
+from .stepping import Stepper
+
+
+class Answering:
+    """A tool whose calls of a step take the same times in every step and for every trainer, in the order of calls.
+
+    Args:
+        rows: of a step.
+        turns: of each row.
+    """
+
+    def __init__(self, answer: str, rows: int, turns: int, sigma: float = 1.0) -> None:
+        draw, self._calls = random.Random(0), rows * (turns - 1)
+        self._factors = [draw.lognormvariate(0.0, sigma) for _ in range(self._calls)]
+        self._answer, self._lock, self._threads = answer, threading.Lock(), ThreadPoolExecutor(rows)
+        self.begin(0.0, early=False)
+
+    def begin(self, median: float, *, early: bool) -> None:
+        """A step begins.
+
+        Args:
+            median: latency, in seconds; 0 answers at once.
+            early: begin calls when they are read, see `multiturn_talk.Waiting.call`.
+        """
+        self._seconds, self._early = iter([median * factor for factor in self._factors]), early
+        self._called: deque[Future[str]] = deque()
+        self.slept, self._calls_read = 0.0, 0
+
+    def read(self, word: int) -> tuple[str, Arguments]:
+        """A turn was read; those of the last turn are never called."""
+        if self._early and self._calls_read < self._calls:
+            self._called.append(self._threads.submit(self._wait))
+        self._calls_read += 1
+        return "ask", {}
+
+    def ask(self) -> str:
+        """Ask a server somewhere."""
+        return self._called.popleft().result() if self._early else self._wait()
+
+    def _wait(self) -> str:
+        with self._lock:
+            seconds = next(self._seconds)
+            self.slept += seconds
+        if seconds:
+            time.sleep(seconds)
+        return self._answer
+
+
+class ToolStepper(Stepper):
+    """A trainer whose every row has `turns` turns of `tokens` tokens.
+
+    Args:
+        kind: "trl" or "hybrid".
+        observed: tokens of a tool's answer.
+        others: as `Stepper`'s.
+    """
+
+    def __init__(
+        self, kind: str, folder: str, scale: Scale, turns: int, tokens: int, observed: int, batch: int, steps: int
+    ) -> None:
+        ((rows, _),) = scale.cases
+        self._answering = Answering(" ".join(f"{word:x}" for word in range(1, observed - 2)), rows, turns)
+        self._talker = talker(scale.config["vocab_size"])
+        self._talker.call = self._answering.read
+        self._folder, self._turns, self._tokens_per_turn = folder, turns, tokens
+        self._prefix_share = 0.0
+        with (
+            patch.object(stepping, "load", self._load),
+            patch.object(stepping, "_arguments", self._arguments),
+            patch.object(stepping, "_prompts", _prompts),
+            patch.object(stepping, "_stock", self._with_tool(stepping._stock)),
+            patch.object(stepping, "_hybrid", self._with_tool(stepping._hybrid)),
+        ):
+            super().__init__(kind, folder, scale, Variant(sleep=True), batch, steps)
+
+    def tool_step(self, turn: int, median: float, lock_step: bool) -> Timed:
+        """One optimizer step with tools of this median latency.
+
+        Args:
+            lock_step: ours only: the conversations are run by TRL's loop, with all tools of a turn at once.
+        """
+        self._answering.begin(median, early=lock_step)
+        session = getattr(self._trainer, "session", None)
+        if session is None:
+            return self.step(turn)
+        self._choose(session, lock_step)
+        clock = StepClock()
+        with clock.listening(session.live_engine):
+            timed = self.step(turn)
+        if not lock_step:
+            block = session.live_engine.llm.llm_engine.vllm_config.cache_config.block_size
+            self._prefix_share = prefix_share(self._conversations, clock.cached - clock.first_cached, block)
+        return timed
+
+    def found(self) -> dict[str, float]:
+        """Of the last step: seconds by TRL's spans and in tools, and of our last one what the prefix cache found."""
+        return self.split() | {"tools": self._answering.slept, "prefix_share": self._prefix_share}
+
+    def _choose(self, session: Any, lock_step: bool) -> None:
+        from trlx_hybrid.builtin.single_turn import SingleTurn
+
+        if not hasattr(self, "_own"):
+            self._own, converse = session.rollout, session.rollout.converse
+
+            def kept(*arguments: Any) -> Any:
+                self._conversations = converse(*arguments)
+                return self._conversations
+
+            self._own.converse = kept
+        session.rollout = SingleTurn() if lock_step else self._own
+
+    # --- what differs from a step without tools ---------------------------------------------------------------------
+
+    def _load(self, folder: str, variant: Variant) -> tuple[Any, Any]:
+        model, _ = load(folder, variant)
+        return model, self._talker
+
+    def _arguments(self, output: Path, *others: Any) -> Any:
+        arguments = _stepping_arguments(output, *others)
+        arguments.max_tool_calling_iterations = self._turns - 1
+        arguments.generation_kwargs = {"ignore_eos": True, "max_tokens": self._tokens_per_turn}
+        return arguments
+
+    def _with_tool(self, build: Any) -> Any:
+        def built(scale: Scale, variant: Variant, arguments: dict[str, Any]) -> Any:
+            return build(scale, variant, arguments | {"tools": [self._answering.ask]})
+
+        return built
+
+
+_stepping_arguments = stepping._arguments
+
+
+def _prompts(scale: Scale, steps: int) -> Any:
+    """Enough of them, different ones, for every step."""
+    from datasets import Dataset
+
+    draw, ((rows, _),) = random.Random(0), scale.cases
+    words = range(1, scale.config["vocab_size"])
+    count = rows // GROUP * (steps + 1)
+    return Dataset.from_dict(
+        {"prompt": [prompt(index + 1, draw.choices(words, k=scale.prompt_tokens - 4)) for index in range(count)]}
+    )

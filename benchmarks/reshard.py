@@ -1,0 +1,161 @@
+"""Milliseconds to bring FSDP2's shards into tensor-parallel engines, against gathering every tensor on every rank.
+
+Each case is a set of processes, one per GPU, with a policy under FSDP2 and a vLLM engine of the given size in each. All
+arms write into the same engines, in turn: `gather` streams full tensors into vLLM's loader one after the other, as TRL
+does; `gather-bucketed` all-gathers 256 MiB at a time in the engine's dtype, as verl does; `reshard` moves what each
+rank lacks. Before each turn the engines hold NaN, after it the bits of all arms must be equal. A turn begins and ends
+with a barrier and counts the slowest rank; the ranks' agreement on plan and version is part of it. What NVLink and a
+device copy reach is measured in the same processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from .harness import Measurement
+from .result import Result, accelerator
+
+CASE_SECONDS = 420.0
+WARMUP = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One policy and its engines.
+
+    Attributes:
+        model: a name of `trlx_hybrid_reshard.shapes`, or "tiny" for a CPU.
+        layers: instead of the shape's own number; 0 keeps it.
+        ranks, tp: of FSDP, and of each engine.
+        dtype: of the policy; the engines are in bf16.
+        permuted: FSDP's mesh as `trlx-hybrid reshard-plan` advises.
+    """
+
+    model: str
+    ranks: int
+    tp: int
+    dtype: str = "bfloat16"
+    permuted: bool = False
+    layers: int = 0
+
+    @property
+    def name(self) -> str:
+        """As in the table."""
+        model = f"{self.model}-{self.layers}-layers" if self.layers else self.model
+        master = ", fp32 master" if self.dtype == "float32" else ""
+        return f"{model} ({self.ranks},{self.tp}){', permuted mesh' * self.permuted}{master}"
+
+    @property
+    def metric(self) -> str:
+        """For the names of metrics."""
+        changes = "_permuted" * self.permuted + "_fp32" * (self.dtype == "float32")
+        return f"{self.ranks}_{self.tp}{changes}" + (f"_{self.model}" if self.model not in ("7b", "tiny") else "")
+
+
+PAIRS = {4: ((4, 4, False), (4, 2, False), (4, 2, True), (4, 1, False)), 2: ((2, 2, False), (2, 1, False))}
+"""(ranks, tp, permuted mesh) by the number of GPUs."""
+
+
+def measure(case: Case, repetitions: int) -> dict[str, Any]:
+    """Run the processes of one case; what rank 0 wrote.
+
+    Raises:
+        RuntimeError: a process failed; with the end of its output.
+    """
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    with tempfile.TemporaryDirectory(prefix="benchmark-reshard-") as folder:
+        order = json.dumps({"case": asdict(case), "repetitions": repetitions, "warmup": WARMUP, "folder": folder})
+        common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(case.ranks)}
+        common.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")  # or its kernels are compiled first
+        common.setdefault("OMP_NUM_THREADS", "1")
+        processes = []
+        for rank in range(case.ranks):
+            log = (Path(folder) / f"rank{rank}.log").open("w")
+            environment = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            command = [sys.executable, "-m", "benchmarks.reshard_rank", order]
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+        try:
+            codes = [process.wait(timeout=CASE_SECONDS) for process in processes]
+        except subprocess.TimeoutExpired:
+            codes = [-1]
+        finally:
+            for process in processes:
+                process.kill()
+        if any(codes):
+            logs = [(Path(folder) / f"rank{rank}.log").read_text()[-3000:] for rank in range(case.ranks)]
+            raise RuntimeError(f"{case.name} failed with {codes}:\n" + "\n\n".join(logs))
+        found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
+        return found
+
+
+def metrics_of(case: Case, found: dict[str, Any]) -> dict[str, float]:
+    """Medians in milliseconds, the floor at the bandwidth that was reached, memory in MiB."""
+    medians = {arm: Measurement(arm, tuple(seconds)).median * 1e3 for arm, seconds in found["seconds"].items()}
+    metrics = {f"{arm.replace('-', '_')}_ms_{case.metric}": ms for arm, ms in medians.items()}
+    metrics |= {
+        f"{arm.replace('-', '_')}_peak_mib_{case.metric}": peak / 2**20 for arm, peak in found["peak_bytes"].items()
+    }
+    worst = max(max(received, sent) for received, sent in found["moved_bytes"])
+    metrics[f"floor_ms_{case.metric}"] = worst / found["point_to_point_bytes_per_second"] * 1e3
+    metrics[f"received_gb_worst_rank_{case.metric}"] = max(received for received, _ in found["moved_bytes"]) / 1e9
+    return metrics
+
+
+def run(cases: Sequence[Case], repetitions: int) -> Result:
+    """One case after the other."""
+    measured: list[Measurement] = []
+    metrics: dict[str, float] = {}
+    settings: dict[str, Any] = {}
+    for case in cases:
+        found = measure(case, repetitions)
+        measured += [Measurement(arm, tuple(seconds), case.name) for arm, seconds in found["seconds"].items()]
+        metrics |= metrics_of(case, found)
+        settings[case.name] = {key: value for key, value in found.items() if key != "seconds"}
+        print(f"{case.name}: " + ", ".join(f"{k} = {v:.4g}" for k, v in metrics_of(case, found).items()), flush=True)
+    tiny = any(case.model == "tiny" for case in cases)
+    return Result(
+        benchmark="reshard_tiny" if tiny else "reshard",
+        device=accelerator(),
+        peer="gather",
+        measurements=measured,
+        metrics=metrics,
+        settings={"warmup": WARMUP, "cases": settings},
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.reshard", description=__doc__)
+    parser.add_argument("--model", default="7b", help="a shape of `trlx-hybrid reshard-plan`; tiny is for a CPU")
+    parser.add_argument("--layers", type=int, default=0, help="instead of the shape's own number")
+    parser.add_argument("--gpus", type=int, choices=sorted(PAIRS), default=2)
+    parser.add_argument("--pairs", nargs="+", help="of ranks and TP, as 4,2 or 4,2p for a permuted mesh; default: all")
+    parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float32"), default=("bfloat16", "float32"))
+    parser.add_argument("--repetitions", type=int, default=10)
+    parser.add_argument("--add", action="store_true", help="keep the other cases of this commit's result file")
+    given = parser.parse_args(argv)
+    pairs = PAIRS[given.gpus]
+    if given.pairs:
+        split = [(pair.rstrip("p").split(","), pair.endswith("p")) for pair in given.pairs]
+        pairs = tuple((int(n), int(t), permuted) for (n, t), permuted in split)
+    cases = [
+        Case(model=given.model, layers=given.layers, ranks=n, tp=t, dtype=dtype, permuted=permuted)
+        for n, t, permuted in pairs
+        for dtype in given.dtypes
+    ]
+    run(cases, given.repetitions).publish(add=given.add)
+
+
+if __name__ == "__main__":
+    main()

@@ -6,11 +6,12 @@ BIN := .venv/bin
 CPU := HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR TORCH_CPP_LOG_LEVEL=ERROR TOKENIZERS_PARALLELISM=false
 LAUNCH := --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
-.PHONY: help quickstart test lint types docs bench check clean
+.PHONY: help quickstart test test-slow test-faults lint types docs bench check clean
 
 help:
 	@echo "make quickstart   install, then train a small model with GRPO through vLLM; ARGS='--seed 1' passes flags"
 	@echo "make test         install, then run the tests"
+	@echo "make test-slow    larger worlds of the same tests; make test-faults, 20 seeds of tools that hang and crash"
 	@echo "make lint types docs bench check"
 
 PLUGINS := vllm multiturn reshard
@@ -33,6 +34,12 @@ quickstart: .venv/run
 
 test: .venv/dev
 	$(CPU) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
+
+test-slow: .venv/dev
+	$(CPU) $(BIN)/python -m pytest -m slow $(ARGS)
+
+test-faults: .venv/dev
+	FAULT_SEEDS=20 $(CPU) $(BIN)/python -m pytest plugins/trlx-hybrid-multiturn/tests/test_faults.py $(ARGS)
 
 lint: .venv/dev
 	$(BIN)/ruff check .

@@ -138,11 +138,9 @@ def arms_of(session: Any, peaks: dict[str, int]) -> list[Arm]:
 
 def shards_of(policy: Any) -> dict[str, Any]:
     """The DTensors by name. FSDP2 leaves the root unsharded after a forward pass without a backward one."""
-    for module in policy.module.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
-    found: dict[str, Any] = policy.base_parameters()
-    return found
+    for module in filter(lambda m: hasattr(m, "reshard"), policy.module.modules()):
+        module.reshard()
+    return dict(policy.base_parameters())
 
 
 def perturb(policy: Any, turn: int) -> None:
@@ -225,7 +223,7 @@ def main(order: Mapping[str, Any]) -> None:
     session: Any = engine.session
     started = time.perf_counter()
     with engine.rollout_context():  # builds the engine, and proves a first sync: bits and log-probs
-        first = session.metrics["hybrid/sync_bytes"]
+        pass
     built = time.perf_counter() - started
     peaks: dict[str, int] = {}
     measured = alternate(arms_of(session, peaks), warmup=order["warmup"], repetitions=order["repetitions"])
@@ -237,7 +235,6 @@ def main(order: Mapping[str, Any]) -> None:
         "peak_bytes": peaks,
         "moved_bytes": moved,
         "floor_bytes": session.weights.moves.floor_bytes,
-        "first_sync_bytes": first,
         "summary": session.weights.summary,
         "built_seconds": built,
         **ceilings(device),

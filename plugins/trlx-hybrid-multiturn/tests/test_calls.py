@@ -1,0 +1,573 @@
+"""The tool calls of one turn: what TRL's own loop makes of them, wherever they run, and what ends a trajectory."""
+
+import asyncio
+import contextvars
+import gc
+import os
+import random
+import signal
+import threading
+import time
+import types
+import warnings
+
+import psutil
+import pytest
+import trl
+from trlx_hybrid.conversation import Conversation, Dialogue
+from trlx_hybrid.errors import ConfigError
+from trlx_hybrid_multiturn import runners as runners_module
+from trlx_hybrid_multiturn.calls import LostCallError, run_calls
+from trlx_hybrid_multiturn.job import WorkerError
+from trlx_hybrid_multiturn.loop import Loop
+from trlx_hybrid_multiturn.options import MultiTurnOptions
+from trlx_hybrid_multiturn.runners import Runners
+
+PATIENCE = 60  # seconds: nothing here takes long, unless the machine is busy
+VARIABLE = contextvars.ContextVar("VARIABLE", default="unset")
+
+
+class Idle:
+    """An engine with nothing to do, and what is told about it."""
+
+    shared = busy = False
+
+    def step(self, more):
+        return [], more
+
+    def moved(self, *numbers):
+        pass
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """Runners per set of options, kept for the module; at the end nothing of theirs is left."""
+    me = psutil.Process()
+    children, threads = set(me.children(recursive=True)), set(threading.enumerate())
+    made = {}
+
+    def make(**given):
+        key = repr(sorted(given.items()))
+        if key not in made:
+            made[key] = Runners(MultiTurnOptions(**{"max_processes": 2, "tool_timeout": PATIENCE, **given}))
+        return made[key]
+
+    yield make
+    for runners in made.values():
+        runners.close()
+    end = time.monotonic() + PATIENCE
+    while set(threading.enumerate()) - threads or set(me.children(recursive=True)) - children:
+        assert time.monotonic() < end, (threading.enumerate(), me.children(recursive=True))
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def gate():
+    """What hanging tools wait for: closed while the test runs, open at its end at the latest."""
+    event = threading.Event()
+    yield event
+    event.set()
+
+
+@pytest.fixture
+def event_loop():
+    """A trainer's, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    yield loop, thread
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(PATIENCE)
+    assert not thread.is_alive()
+    loop.close()
+
+
+def dialogue(tools, event_loop=None):
+    asynchronous = {f.__name__: f for f in tools if asyncio.iscoroutinefunction(f)}
+    synchronous = {f.__name__: f for f in tools if f.__name__ not in asynchronous}
+    return Dialogue(
+        prompt_ids=[1],
+        parse=None,
+        observe=None,
+        sync_tools=synchronous,
+        async_tools=asynchronous,
+        event_loop=event_loop,
+    )
+
+
+def call(name, **arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def run_many(runners, batches, tools, event_loop=None, seconds=None):
+    """One trajectory per list of calls, all at once: (messages or what ended it, conversation) of each."""
+    found = [(None, Conversation()) for _ in batches]
+
+    async def one(i):
+        conversation = found[i][1]
+        try:
+            messages = await run_calls(batches[i], dialogue(tools, event_loop), conversation, runners)
+        except LostCallError as lost:
+            messages = str(lost)
+        found[i] = messages, conversation
+
+    Loop(Idle(), Idle(), width=len(batches), seconds=seconds).run([one(i) for i in range(len(batches))])
+    return found
+
+
+def run(runners, calls, tools, **given):
+    return run_many(runners, [calls], tools, **given)[0]
+
+
+def stock(calls, tools, event_loop):
+    """Messages, calls and failures, of TRL's own loop: each result is too long for it, so it ends after one turn."""
+    seen = []
+
+    def suffix(messages):
+        seen.extend(messages)
+        return [0] * 10
+
+    ours = dialogue(tools)
+    trainer = types.SimpleNamespace(
+        max_tool_calling_iterations=1,
+        _sync_tool_dicts=[ours.sync_tools],
+        _async_tool_dicts=[ours.async_tools],
+        async_loop=event_loop,
+        _get_tool_suffix_ids=suffix,
+        max_completion_length=5,
+        use_vllm=False,
+        _is_vlm=False,
+        model=types.SimpleNamespace(config=types.SimpleNamespace(max_position_embeddings=100)),
+    )
+    completions = [[{"role": "assistant", "content": "", "tool_calls": calls}]]
+    loop = trl.GRPOTrainer._tool_call_loop
+    done = loop(trainer, [[{"role": "user", "content": ""}]], [[1]], [[2]], completions, [[0.0]], None, {})
+    return seen, *done[4:6]
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+class Point:
+    def __str__(self):
+        return "a point"
+
+
+class Peculiar(Exception):
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+class Unprintable:
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+class Silent(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+VALUES = {
+    "none": None,
+    "dict": {"a": [1, "b"]},
+    "list": [1, "b"],
+    "blocks": [{"type": "text", "text": "shown"}],
+    "tuple": ([], 2),
+    "bytes": b"\xff",
+    "error": ValueError("returned, not raised"),
+    "text": "ünï",
+    "empty": "",
+}
+ERRORS = {
+    "value": lambda: ValueError("wrong"),
+    "key": lambda: KeyError("key"),
+    "empty": lambda: RuntimeError(),
+    "lines": lambda: OSError(2, "line\nline"),
+    "peculiar": lambda: Peculiar("one", "two"),
+    "stop": lambda: StopIteration("stopped"),
+    "timeout": lambda: TimeoutError("mine"),
+}
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def give(what):
+    return Point() if what == "point" else VALUES[what]
+
+
+def fail(how):
+    raise ERRORS[how]()
+
+
+async def fetch(what):
+    await asyncio.sleep(0)
+    return Point() if what == "point" else VALUES[what]
+
+
+async def break_off(how):
+    await asyncio.sleep(0)
+    raise ERRORS[how]()
+
+
+TOOLS = (add, give, fail, fetch, break_off)
+CALLS = [
+    call("add", a=1, b=2),
+    call("add", a="x", b=2),
+    call("add", a=1),
+    call("add", a=1, b=2, c=3),
+    call("fetch", wrong=1),
+    call("nothing", a=1),
+    {"type": "function", "function": {"name": "add", "arguments": "text"}},
+    {"type": "function", "function": {"name": "fetch", "arguments": [1]}},
+    {"type": "other", "name": "add"},
+    {"type": "other"},
+    *(call(tool, what=what) for tool in ("give", "fetch") for what in [*VALUES, "point"]),
+    *(call(tool, how=how) for tool in ("fail", "break_off") for how in ERRORS),
+]
+
+
+@pytest.mark.parametrize("mode", ["thread", "process", "main"])
+def test_messages_and_counts_are_those_of_trls_loop(pool, event_loop, mode):
+    """Every call alone, and many mixed turns of several: sync and async, with results and errors of every kind."""
+    draw = random.Random(0)
+    batches = [[each] for each in CALLS] + [draw.choices(CALLS, k=draw.randint(2, 6)) for _ in range(60)]
+    ours = run_many(pool(tools=mode), batches, TOOLS, event_loop[0])
+    for calls, (messages, conversation) in zip(batches, ours, strict=True):
+        theirs = stock(calls, TOOLS, event_loop[0])
+        assert (messages, conversation.calls, conversation.failed_calls) == theirs, calls
+    assert sum(conversation.failed_calls > 0 for _, conversation in ours) > 40
+
+
+@pytest.mark.parametrize("mode", ["thread", "main"])
+def test_synchronous_calls_follow_each_other_and_asynchronous_ones_come_last_together(pool, mode):
+    log, met = [], asyncio.Event()
+
+    def first():
+        log.append("first starts")
+        time.sleep(0.02)
+        log.append("first ends")
+
+    def second():
+        log.append("second")
+
+    async def waits():
+        log.append("waits starts")
+        await asyncio.wait_for(met.wait(), PATIENCE)
+        log.append("waits ends")
+
+    async def meets():
+        log.append("meets")
+        met.set()
+
+    calls = [call("waits"), call("first"), call("meets"), call("second"), call("nothing"), call("first")]
+    messages, conversation = run(pool(tools=mode), calls, [first, second, waits, meets])
+    in_order = ["first starts", "first ends", "second", "first starts", "first ends"]
+    assert log == [*in_order, "waits starts", "meets", "waits ends"]
+    assert [m["name"] for m in messages] == ["first", "second", "nothing", "first", "waits", "meets"]
+    assert (conversation.calls, conversation.failed_calls) == (6, 1)
+
+
+def test_calls_of_different_trajectories_run_at_once(pool):
+    barrier = threading.Barrier(8)
+
+    def meet():
+        return barrier.wait(PATIENCE)
+
+    found = run_many(pool(), [[call("meet")]] * 8, [meet])
+    assert sorted(messages[0]["content"] for messages, _ in found) == [str(i) for i in range(8)]
+
+
+def test_modes_are_chosen_by_name(pool):
+    def where():
+        return f"{os.getpid()} {threading.get_ident()}"
+
+    there = types.FunctionType(where.__code__, globals(), "there")
+    here = types.FunctionType(where.__code__, globals(), "here")
+    runners = pool(tools="main", tool_modes={"there": "process", "where": "thread"})
+    messages, _ = run(runners, [call("here"), call("where"), call("there")], [here, where, there])
+    (pid, thread), (thread_pid, other), (child, _) = [m["content"].split() for m in messages]
+    assert (int(pid), int(thread)) == (os.getpid(), threading.get_ident())
+    assert (int(thread_pid), int(other) != threading.get_ident()) == (os.getpid(), True)
+    assert int(child) != os.getpid()
+    assert [runners.mode(name) for name in ("here", "where", "there")] == ["main", "thread", "process"]
+
+
+def test_tools_see_the_context_of_the_trainers_thread(pool):
+    def sync():
+        return VARIABLE.get()
+
+    async def later():
+        return VARIABLE.get()
+
+    token = VARIABLE.set("set")
+    try:
+        for mode in ("thread", "main"):
+            messages, _ = run(pool(tools=mode), [call("sync"), call("later")], [sync, later])
+            assert [m["content"] for m in messages] == ["set", "set"]
+    finally:
+        VARIABLE.reset(token)
+
+
+def test_asynchronous_tools_run_on_the_trainers_loop_or_on_one_of_our_own(pool, event_loop):
+    async def where():
+        return threading.get_ident()
+
+    on_theirs, _ = run(pool(), [call("where")], [where], event_loop=event_loop[0])
+    assert int(on_theirs[0]["content"]) == event_loop[1].ident
+    alone, again = (run(pool(), [call("where")], [where])[0][0]["content"] for _ in range(2))
+    assert alone == again
+    assert int(alone) not in (event_loop[1].ident, threading.get_ident())
+
+
+def test_what_calls_took_is_counted_by_tool(pool):
+    def work():
+        end = time.thread_time() + 0.05
+        while time.thread_time() < end:
+            pass
+
+    async def sleep():
+        await asyncio.sleep(0.05)
+
+    runners = pool(tool_timeout=PATIENCE - 1)
+    run(runners, [call("work"), call("sleep"), call("work"), call("nothing")], [work, sleep])
+    assert {name: use.calls for name, use in runners.usage.items()} == {"work": 2, "sleep": 1}
+    assert runners.usage["work"].cpu_seconds >= 0.1
+    assert 0.1 <= runners.usage["work"].seconds < PATIENCE
+    assert runners.usage["sleep"].slowest >= 0.04
+    assert runners.usage["sleep"].cpu_seconds == 0
+    assert runners.running() == []
+
+
+# --- what ends a trajectory -------------------------------------------------------------------------------------------
+
+
+def unprintable():
+    return Unprintable()
+
+
+def silent():
+    raise Silent
+
+
+def leave():
+    raise SystemExit(3)
+
+
+def interrupt():
+    raise KeyboardInterrupt("stop")
+
+
+async def unprintable_later():
+    return Unprintable()
+
+
+async def silent_later():
+    raise Silent
+
+
+async def leave_later():
+    raise SystemExit(3)
+
+
+async def interrupt_later():
+    raise KeyboardInterrupt("stop")
+
+
+async def cancelled_later():
+    raise asyncio.CancelledError
+
+
+@pytest.mark.parametrize("mode", ["thread", "process", "main"])
+def test_a_result_without_a_text_ends_its_trajectory(pool, mode):
+    calls = [call("add", a=1, b=2), call("unprintable"), call("add", a=1, b=2)]
+    bad, good = run_many(pool(tools=mode), [calls, calls[:1]], [add, unprintable])
+    cannot = "the result, a Unprintable, cannot be turned into a string: RuntimeError: no text"
+    assert bad[0] == f"UnshowableError: {cannot}"
+    assert (bad[1].calls, bad[1].failed_calls) == (2, 0)
+    assert good[0][0]["content"] == "3"
+
+
+@pytest.mark.parametrize("mode", ["thread", "main"])
+def test_an_error_without_a_text_ends_its_trajectory(pool, mode):
+    assert run(pool(tools=mode), [call("silent")], [silent])[0] == "Silent, whose text cannot be made: RuntimeError."
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_a_tool_that_wants_to_exit_ends_its_trajectory_only(pool, mode):
+    batches = [[call("leave")], [call("interrupt")], [call("add", a=1, b=2)]]
+    found = run_many(pool(tools=mode), batches, [leave, interrupt, add])
+    assert [messages for messages, _ in found[:2]] == ["SystemExit: 3", "KeyboardInterrupt: stop"]
+    assert found[2][0][0]["content"] == "3"
+
+
+@pytest.mark.parametrize(("tool", "raised"), [(leave, SystemExit), (interrupt, KeyboardInterrupt)])
+def test_in_the_trainers_thread_wanting_to_exit_is_the_users_own(pool, tool, raised):
+    with pytest.raises(raised):
+        run(pool(tools="main"), [call(tool.__name__)], [tool])
+
+
+def test_what_goes_wrong_on_the_event_loop_ends_one_trajectory_and_never_the_loop(pool, event_loop):
+    tools = [unprintable_later, silent_later, leave_later, interrupt_later, cancelled_later, fetch]
+    batches = [[call("fetch", what="text"), call(tool.__name__)] for tool in tools[:-1]]
+    found = run_many(pool(), [*batches, [call("fetch", what="text")]], tools, event_loop[0])
+    assert [messages for messages, _ in found[:-1]] == [
+        "UnshowableError: the result, a Unprintable, cannot be turned into a string: RuntimeError: no text",
+        "Silent, whose text cannot be made: RuntimeError.",
+        "SystemExit: 3",
+        "KeyboardInterrupt: stop",
+        "tool 'cancelled_later' was cancelled, by itself or by something else.",
+    ]
+    assert found[-1][0][0]["content"] == VALUES["text"]
+    assert event_loop[1].is_alive()
+
+
+def test_a_call_past_its_deadline_ends_its_trajectory(pool, gate):
+    cancelled = []
+
+    def stuck():
+        gate.wait()
+
+    async def stuck_later():
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            cancelled.append(True)
+
+    async def stubborn():
+        try:
+            await asyncio.sleep(1000)
+        except asyncio.CancelledError:
+            cancelled.append(True)
+
+    batches = [[call(name)] for name in ("stuck", "stuck_later", "stubborn")]
+    batches.append([call("fetch", what="text"), call("stuck_later"), call("add", a=1, b=2)])
+    found = run_many(pool(tool_timeout=0.5), batches, [stuck, stuck_later, stubborn, fetch, add])
+    hung = "tool {!r} did not return within 0.5 s; {}."
+    assert [messages for messages, _ in found] == [
+        hung.format("stuck", "its thread hangs"),
+        hung.format("stuck_later", "it was cancelled"),
+        hung.format("stubborn", "it was cancelled"),
+        hung.format("stuck_later", "it was cancelled"),
+    ]
+    assert found[3][1].calls == 3
+    end = time.monotonic() + PATIENCE
+    while len(cancelled) < 3:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def spin():
+    while True:
+        pass
+
+
+def crash():
+    os._exit(7)
+
+
+def segfault():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_a_process_that_hangs_or_crashes_ends_its_trajectory_only(pool):
+    runners = pool(tools="process", tool_timeout=1)
+    batches = [[call("spin")], [call("crash")], [call("segfault")], [call("add", a=1, b=2)]]
+    found = run_many(runners, batches, [spin, crash, segfault, add])
+    assert [type(messages) for messages, _ in found] == [str, str, str, list]
+    assert found[0][0].startswith("tool 'spin' did not return within 1 s")
+    assert found[1][0].startswith("tool 'crash' ")
+    assert "SIGSEGV" in found[2][0]
+    assert run(runners, [call("add", a=1, b=2)], [add])[0][0]["content"] == "3"
+
+
+def test_a_coroutine_that_blocks_its_loop_is_given_up(pool, monkeypatch, gate):
+    """Nothing on that loop can report any more, so the trainer's side stops waiting; what it queued is not leaked."""
+    monkeypatch.setattr(runners_module, "GRACE", 0.1)
+    runners, blocked = Runners(MultiTurnOptions(tool_timeout=0.5)), threading.Event()
+
+    async def block():
+        blocked.set()
+        gate.wait()
+
+    def see_it_blocked():
+        return blocked.wait()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        # One beside it in the same turn, and one of another trajectory that the loop never gets to.
+        batches = [[call("block"), call("fetch", what="text")], [call("see_it_blocked"), call("fetch", what="text")]]
+        found = run_many(runners, batches, [block, fetch, see_it_blocked])
+        reason = "never reported, not even that its time is over: it blocks the event loop it runs on."
+        assert found[0][0] == f"tool 'block, fetch' {reason}"
+        assert found[1][0] == f"tool 'fetch' {reason}"
+        gate.set()
+        assert run(runners, [call("fetch", what="text")], [fetch])[0][0]["content"] == VALUES["text"]
+        runners.close()
+        gc.collect()
+    assert [str(w.message) for w in caught if "never awaited" in str(w.message)] == []
+
+
+def test_a_coroutine_whose_turn_never_comes_is_closed(pool):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lost, _ = run(pool(), [call("fetch", what="text"), call("leave")], [fetch, leave])
+        assert lost == "SystemExit: 3"
+        gc.collect()
+    assert [str(w.message) for w in caught if "never awaited" in str(w.message)] == []
+
+
+def test_too_many_hanging_threads_stop_the_run(gate):
+    def stuck():
+        gate.wait()
+
+    runners = Runners(MultiTurnOptions(tool_timeout=0.05, max_hung=1))
+    for _ in range(2):
+        assert "its thread hangs" in run(runners, [call("stuck")], [stuck])[0]
+    with pytest.raises(WorkerError, match="2 tool threads hang at once, 1 may: 'stuck'"):
+        run(runners, [call("stuck")], [stuck])
+    runners.close()
+
+
+# --- what is refused before anything is sampled -----------------------------------------------------------------------
+
+
+class Counter:
+    def count(self):
+        return 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tool_modes": {"ad": "process"}}, r"names 'ad', .*Did you mean 'add'\? Tools: add, count, give\."),
+        ({"tool_modes": {"zzzzzz": "main"}}, r"names 'zzzzzz', .* batch\. Tools: add, count, give\."),
+        ({"tools": "process"}, r"'count' is a method of a Counter: .*Run it in threads, or make it a function\."),
+        ({"tool_modes": {"count": "process"}}, r"'count' is a method"),
+    ],
+)
+def test_what_cannot_run_where_it_is_to_run_is_refused(options, message):
+    tools = {"add": add, "give": give, "count": Counter().count}
+    runners = Runners(MultiTurnOptions(**options))
+    with pytest.raises(ConfigError, match=message):
+        runners.check(tools.items())
+    Runners(MultiTurnOptions(tool_modes={"add": "process", "count": "main"})).check(tools.items())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tools": "proces"}, "'tools' is to run in 'proces'; choose one of thread, process, main"),
+        ({"tool_modes": {"add": "fork"}}, "'add' is to run in 'fork'"),
+        ({"tool_timeout": 0}, "tool_timeout must be more than 0, got 0"),
+        ({"max_tools": 0}, "max_tools must be more than 0"),
+        ({"max_turns": 0}, "max_turns must be more than 0"),
+        ({"max_seconds": -1.0}, "max_seconds must be more than 0"),
+        ({"max_failed": 1.1}, "share from 0 to 1, got 1.1"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        MultiTurnOptions(**options)

@@ -1,0 +1,383 @@
+"""The loop against a scripted engine: order, bounds, deadlines, and that nothing is left when it ends."""
+
+import inspect
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+from trlx_hybrid.errors import EngineError
+from trlx_hybrid.types import Completion, Request
+from trlx_hybrid_multiturn import loop as loop_module
+from trlx_hybrid_multiturn.loop import Loop
+from trlx_hybrid_multiturn.outcome import Outcome
+from trlx_hybrid_multiturn.waits import Call, OutOfTimeError, Sampling
+
+PATIENCE = 20  # seconds: nothing here takes one, unless the machine is busy
+
+
+class Script:
+    """An engine whose requests take as many steps as they may sample tokens. A second passes with every step."""
+
+    def __init__(self, shared=False, others=0):
+        self.shared, self.others = shared, others  # steps that other ranks still have to do
+        self.left, self.events, self.clock, self.steps, self.most = {}, [], 0.0, 0, 0
+        self.breaks_at = None
+        self.hook = lambda: None
+
+    def add(self, request):
+        key = len([event for event in self.events if event[0] == "add"])
+        self.events.append(("add", key))
+        self.left[key] = request.max_tokens
+        self.most = max(self.most, len(self.left))
+        return key
+
+    def abort(self, key):
+        self.events.append(("abort", key))
+        del self.left[key]
+
+    def step(self, more):
+        self.steps += 1
+        self.clock += 1
+        self.others -= 1
+        self.hook()
+        if self.steps == self.breaks_at:
+            raise EngineError("the engine broke")
+        self.left = {key: left - 1 for key, left in self.left.items()}
+        over = [key for key, left in self.left.items() if left <= 0]
+        for key in over:
+            del self.left[key]
+        return [(key, Completion(token_ids=[key])) for key in over], more or self.others > 0
+
+    @property
+    def busy(self):
+        return bool(self.left)
+
+
+class Watching:
+    def __init__(self):
+        self.steps, self.moves = [], []
+
+    def stepped(self, seconds, sampling, finished):
+        assert seconds >= 0
+        self.steps.append((sampling, len(finished)))
+
+    def moved(self, done, sampling, calling):
+        self.moves.append((done, sampling, calling))
+
+
+class Tool:
+    """A call whose answer the test gives, or a thread."""
+
+    def __init__(self, name="tool", answer=None, after=None, expires=None):
+        self.name, self.answer, self.after, self.expires = name, answer, after, expires
+        self.done, self.reasons = None, []
+
+    def call(self):
+        call = Call(self.name, self._start)
+        if self.expires is not None:
+            call.expires = self.expires
+        return call
+
+    def _start(self, done):
+        self.done = done
+        if self.after is not None:
+            threading.Timer(self.after, done, [Outcome(value=self.answer)]).start()
+        return self.reasons.append
+
+
+@pytest.fixture
+def drive(monkeypatch):
+    """Runs trajectories over a scripted engine whose steps are the clock; returns the observer."""
+
+    def start(stream, trajectories, *, width=100, seconds=None, wait=0.001, clocked=True):
+        monkeypatch.setattr(loop_module, "WAIT", wait)
+        if clocked:
+            clock = SimpleNamespace(monotonic=lambda: stream.clock, perf_counter=time.perf_counter)
+            monkeypatch.setattr(loop_module, "time", clock)
+        watching = Watching()
+        Loop(stream, watching, width=width, seconds=seconds).run(trajectories)
+        return watching
+
+    return start
+
+
+def sampling(steps):
+    return Sampling(Request(prompt_ids=[1], seed=0, max_tokens=steps))
+
+
+async def talk(log, name, *waits):
+    """Waits for each in turn: steps of the engine, or tools."""
+    log.append((name, "starts"))
+    try:
+        for wait in waits:
+            got = await (sampling(wait) if isinstance(wait, int) else wait.call())
+            log.append((name, got.token_ids if isinstance(got, Completion) else got.value or got.lost))
+    except OutOfTimeError:
+        log.append((name, "out of time"))
+    except GeneratorExit:
+        log.append((name, "closed"))
+        raise
+    log.append((name, "ends"))
+
+
+def of(log, name):
+    return [what for who, what in log if who == name]
+
+
+def test_trajectories_start_in_order_and_no_more_than_the_width_at_once(drive):
+    log, stream = [], Script()
+    watching = drive(stream, [talk(log, i, 1 + i % 3, 2) for i in range(10)], width=3)
+    assert [who for who, what in log if what == "starts"] == list(range(10))
+    assert all(of(log, i)[-1] == "ends" for i in range(10))
+    assert stream.most == 3
+    assert max(sampling + calling for _, sampling, calling in watching.moves) == 3
+    assert watching.moves[-1] == (10, 0, 0)
+    assert sum(finished for _, finished in watching.steps) == 20
+    # 2 turns of 1..3 and 2 steps in 3 places: a place that comes free is taken before the next step.
+    assert stream.steps - 1 <= -(-sum(1 + i % 3 + 2 for i in range(10)) // 3) + 4
+
+
+def test_completions_go_to_the_trajectory_that_asked(drive):
+    log = []
+    drive(Script(), [talk(log, i, 3 - i, 1) for i in range(3)])
+    assert [what for what in of(log, 0) if isinstance(what, list)] == [[0], [5]]
+    assert [what for what in of(log, 1) if isinstance(what, list)] == [[1], [4]]
+    assert [what for what in of(log, 2) if isinstance(what, list)] == [[2], [3]]
+
+
+def test_a_slow_tool_holds_nobody_else_back(drive):
+    log, stream, slow = [], Script(), Tool()
+
+    def answer_late():
+        if stream.steps == 12:
+            slow.done(Outcome(value="late"))
+
+    stream.hook = answer_late
+    drive(stream, [talk(log, "slow", 1, slow, 1), talk(log, "quick", *[1] * 8)])
+    assert log.index(("quick", "ends")) < log.index(("slow", "late"))
+    assert of(log, "slow") == ["starts", [0], "late", [9], "ends"]
+
+
+def test_answers_are_handed_out_in_the_order_they_came_and_before_the_next_step(drive):
+    log, stream = [], Script()
+    tools = [Tool() for _ in range(3)]
+
+    def answer():
+        if stream.steps == 2:
+            for i in (2, 0, 1):
+                tools[i].done(Outcome(value=f"answer {i}"))
+
+    stream.hook = answer
+    trajectories = [talk(log, i, tools[i], 1) for i in range(3)]
+    drive(stream, [*trajectories, talk(log, "busy", 5)])
+    answers = [what for _, what in log if str(what).startswith("answer")]
+    assert answers == ["answer 2", "answer 0", "answer 1"]
+    # Asked for before the third step, sampled by it: they end long before the fifth.
+    assert log.index((1, "ends")) < log.index(("busy", [0]))
+
+
+def test_tools_that_answer_at_once_need_no_step(drive):
+    """As those do that run in the trainer's own thread."""
+
+    class Now(Tool):
+        def _start(self, done):
+            done(Outcome(value=self.answer))
+            return self.reasons.append
+
+    log, stream = [], Script()
+    drive(stream, [talk(log, 0, *[Now(answer=i + 1) for i in range(50)])])
+    assert of(log, 0) == ["starts", *range(1, 51), "ends"]
+    assert stream.steps == 1
+
+
+def test_the_loop_sleeps_while_only_tools_work(drive):
+    log, stream = [], Script()
+    watching = drive(stream, [talk(log, i, 2, Tool(answer=1, after=0.3)) for i in range(3)], wait=PATIENCE)
+    assert all(of(log, i)[-2:] == [1, "ends"] for i in range(3))
+    assert stream.steps <= 2 + 2 * 3 + 1
+    assert watching.steps == [(3, 0), (3, 3)]  # an idle engine is not counted as stepping
+
+
+def test_the_engine_never_waits_for_a_tool_while_it_can_step(drive):
+    log, stream, never = [], Script(), Tool()
+
+    def answer():
+        if stream.steps == 400:
+            never.done(Outcome(value=1))
+
+    stream.hook = answer
+    started = time.monotonic()
+    drive(stream, [talk(log, 0, never), talk(log, 1, 400)], wait=PATIENCE)
+    assert time.monotonic() - started < PATIENCE / 2
+    assert stream.steps <= 402
+
+
+@pytest.mark.parametrize("last", [1, "tool"])
+def test_a_rollout_that_is_over_ends_at_once(drive, last):
+    """Not after a last look for answers that cannot come."""
+    log = []
+    started = time.monotonic()
+    drive(Script(), [talk(log, 0, 1, last if last == 1 else Tool(answer=1, after=0.01))], wait=2 * PATIENCE)
+    assert time.monotonic() - started < PATIENCE
+    assert of(log, 0)[-1] == "ends"
+
+
+def test_nothing_to_run_is_over_at_once(drive):
+    stream = Script()
+    drive(stream, [], wait=PATIENCE)
+    assert stream.steps == 1
+
+
+# --- deadlines --------------------------------------------------------------------------------------------------------
+
+
+def test_time_over_while_sampling_aborts_the_request(drive):
+    log, stream = [], Script()
+    watching = drive(stream, [talk(log, "long", 1, 1000, 1), talk(log, "short", 7, 1, 1)], seconds=10)
+    assert of(log, "long") == ["starts", [0], "out of time", "ends"]
+    assert of(log, "short")[-1] == "ends"
+    assert "out of time" not in of(log, "short")
+    assert stream.events.count(("abort", 2)) == 1
+    assert [kind for kind, _ in stream.events].count("abort") == 1
+    assert stream.steps < 20
+    assert watching.moves[-1] == (2, 0, 0)
+
+
+def test_time_over_at_a_tool_gives_the_call_up_and_drops_its_answer(drive):
+    log, stream, never = [], Script(), Tool("search")
+    stream.hook = lambda: stream.steps > 9 and never.done(Outcome(value="too late"))
+    drive(stream, [talk(log, "stuck", 1, never, 1), talk(log, "other", *[4] * 4)], seconds=8)
+    assert of(log, "stuck") == ["starts", [0], "out of time", "ends"]
+    assert never.reasons == ["was not waited for: its trajectory's time is over."]
+    assert of(log, "other")[-2:] == ["out of time", "ends"]
+    assert stream.steps < 30
+
+
+def test_time_counts_from_a_trajectorys_own_start(drive):
+    log, stream = [], Script()
+    drive(stream, [talk(log, i, 3, 3) for i in range(6)], width=1, seconds=9)
+    assert not any(what == "out of time" for _, what in log)
+    assert stream.steps >= 36
+
+
+def test_a_trajectory_whose_time_is_over_may_still_say_goodbye(drive):
+    """What it waits for after that is granted, without a second deadline; answers to what it gave up stay dropped."""
+    log, stream, first, second = [], Script(), Tool("first"), Tool("second")
+
+    async def stubborn():
+        try:
+            await first.call()
+        except OutOfTimeError:
+            log.append((await sampling(20)).token_ids)
+            log.append((await second.call()).value)
+
+    def answer():
+        if second.done is not None:
+            first.done(Outcome(value="of the first"))
+            second.done(Outcome(value="of the second"))
+
+    stream.hook = answer
+    drive(stream, [stubborn()], seconds=5)
+    assert log == [[0], "of the second"]
+    assert not second.reasons
+
+
+def test_a_second_answer_to_one_call_is_dropped(drive):
+    log, stream, first, second = [], Script(), Tool("first"), Tool("second")
+
+    def answer():
+        if second.done is None:
+            first.done(Outcome(value="one"))
+            first.done(Outcome(value="two"))
+        elif stream.steps > 4:
+            second.done(Outcome(value="three"))
+
+    stream.hook = answer
+    drive(stream, [talk(log, 0, first, second)])
+    assert of(log, 0) == ["starts", "one", "three", "ends"]
+
+
+def test_a_call_that_never_reports_is_lost_when_it_should_have(drive):
+    log, stream, blocked = [], Script(), Tool("fetch, peek", expires=6.0)
+    stream.hook = lambda: stream.steps > 8 and blocked.done(Outcome(value="too late"))
+    drive(stream, [talk(log, "blocked", 1, blocked, 6), talk(log, "other", 20)])
+    reason = "never reported, not even that its time is over: it blocks the event loop it runs on."
+    assert of(log, "blocked") == ["starts", [0], f"tool 'fetch, peek' {reason}", [2], "ends"]
+    assert blocked.reasons == [reason]
+    assert of(log, "other") == ["starts", [1], "ends"]
+
+
+def test_deadlines_pass_while_the_loop_sleeps(drive):
+    """By the real clock: it wakes for them, long before it would look around by itself."""
+    log, started = [], time.monotonic()
+    waiting = [talk(log, "out", Tool()), talk(log, "lost", Tool("search", expires=time.monotonic() + 0.1))]
+    drive(Script(), waiting, seconds=0.25, wait=2 * PATIENCE, clocked=False)
+    assert time.monotonic() - started < PATIENCE
+    assert of(log, "out") == ["starts", "out of time", "ends"]
+    assert "tool 'search' never reported" in of(log, "lost")[1]
+
+
+# --- what ends all ----------------------------------------------------------------------------------------------------
+
+
+async def breaks(log, wait):
+    await (sampling(wait) if isinstance(wait, int) else wait.call())
+    raise ValueError("mine")
+
+
+@pytest.mark.parametrize("wait", [3, "tool"])
+def test_what_a_trajectory_raises_ends_all_and_leaves_none_open(drive, wait):
+    log, stream, calling = [], Script(), Tool("search")
+    others = [talk(log, "sampling", 10**9), talk(log, "calling", calling), talk(log, "waiting", 1)]
+    broken = breaks(log, wait if wait == 3 else Tool(answer=1, after=0.05))
+    with pytest.raises(ValueError, match="mine"):
+        drive(stream, [*others[:2], broken, others[2]], width=3)
+    assert [of(log, name) for name in ("sampling", "calling", "waiting")] == [["starts", "closed"]] * 2 + [[]]
+    assert all(inspect.getcoroutinestate(each) == inspect.CORO_CLOSED for each in [*others, broken])
+    assert calling.reasons == ["was not waited for: the rollout ended."]
+    calling.done(Outcome(value="nobody asks any more"))
+
+
+def test_a_broken_engine_ends_all(drive):
+    log, stream, calling = [], Script(), Tool()
+    stream.breaks_at = 3
+    trajectories = [talk(log, "sampling", 1000), talk(log, "calling", calling)]
+    with pytest.raises(EngineError, match="the engine broke"):
+        drive(stream, trajectories)
+    assert of(log, "sampling") == of(log, "calling") == ["starts", "closed"]
+    assert calling.reasons
+
+
+def test_a_call_that_cannot_be_started_ends_all(drive):
+    log = []
+
+    class Refused(Tool):
+        def _start(self, done):
+            raise EngineError("too many hang")
+
+    trajectories = [talk(log, "sampling", 1000), talk(log, "refused", Refused()), talk(log, "waiting", 1)]
+    with pytest.raises(EngineError, match="too many hang"):
+        drive(Script(), trajectories)
+    assert of(log, "sampling") == ["starts", "closed"]
+    assert all(inspect.getcoroutinestate(each) == inspect.CORO_CLOSED for each in trajectories)
+
+
+# --- several ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_who_has_finished_keeps_the_others_company(drive):
+    log, stream, started = [], Script(shared=True, others=30), time.monotonic()
+    drive(stream, [talk(log, 0, 2)], wait=2 * PATIENCE)
+    assert of(log, 0)[-1] == "ends"
+    assert stream.steps == 30
+    assert time.monotonic() - started < PATIENCE
+
+
+def test_no_rank_makes_the_others_wait_for_its_tools(drive, monkeypatch):
+    """It steps on while its own tools work, without spinning."""
+    monkeypatch.setattr(loop_module, "SHARED_WAIT", 0.02)
+    log, stream = [], Script(shared=True)
+    drive(stream, [talk(log, 0, 1, Tool(answer=1, after=0.25))], wait=2 * PATIENCE)
+    assert of(log, 0)[-2:] == [1, "ends"]
+    assert 4 <= stream.steps <= 20

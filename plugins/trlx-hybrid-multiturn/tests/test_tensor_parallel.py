@@ -1,0 +1,84 @@
+"""One engine over two ranks, each with the tools of its own rows: real processes, over gloo."""
+
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent / "scripts" / "multiturn_distributed.py"
+DEADLINE = 240  # seconds: for a rank that waits for ever
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return str(s.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The same run in one process: this one."""
+    folder = tmp_path_factory.mktemp("alone")
+    runpy.run_path(str(SCRIPT))["main"](folder)
+    return json.loads((folder / "rank0.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
+    with open(folder / "log", "w") as log:
+        launcher = subprocess.Popen(
+            [*command, str(SCRIPT), str(folder)], stdout=log, stderr=log, env=environment, start_new_session=True
+        )
+        try:
+            launcher.wait(DEADLINE)
+        finally:  # with its ranks, which a launcher that is killed leaves behind
+            if launcher.poll() is None:
+                os.killpg(launcher.pid, signal.SIGKILL)
+                launcher.wait()
+    assert launcher.returncode == 0, (folder / "log").read_text()[-4000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def assert_same_rows(ranks, alone, index):
+    """Rank by rank, the conversations are those of one process."""
+    rows = [row for rank in ranks for row in rank["batches"][index]]
+    assert len(rows) == len(alone["batches"][index]) == 8
+    for (ids, mask, messages, logprobs), other in zip(rows, alone["batches"][index], strict=True):
+        assert (ids, mask, messages) == tuple(other[:3])
+        assert logprobs == pytest.approx(other[3], abs=1e-4)
+    assert [total for rank in ranks for total in rank["totals"][index]] == alone["totals"][index]
+
+
+def test_two_ranks_hold_the_conversations_of_one(ranks, alone):
+    """Although the tools of the first rank are slow, and draw from torch's, numpy's and Python's generators."""
+    assert {report["rollout"] for report in [*ranks, alone]} == {"multi_turn"}
+    assert_same_rows(ranks, alone, 0)
+    turns = [sum(m["role"] == "assistant" for m in row[2]) for batch in alone["batches"] for row in batch]
+    assert len(set(turns)) > 1
+    assert max(turns) == 4
+
+
+def test_each_rank_runs_the_tools_of_its_own_rows(ranks, alone):
+    first, second = (rank["calls"] for rank in ranks)
+    assert first + second == alone["calls"]
+    assert min(first, second) > 0
+
+
+def test_a_rank_that_gives_up_stops_the_other_by_name_and_both_can_go_on(ranks, alone):
+    (waited, text), (gave_up, reason) = (rank["error"] for rank in ranks)
+    assert waited == "EngineError"
+    assert text.startswith("Rank 1 of this rank's replica gave up the rollout. Its own error says why;")
+    assert gave_up == "TrajectoriesFailedError"
+    assert reason.startswith("1 of 4 trajectories broke off, 0 may")
+    assert max(rank["seconds"] for rank in ranks) < DEADLINE / 4
+    assert [(rank["unfinished"], rank["taken"]) for rank in ranks] == [(False, 0)] * 2
+    assert_same_rows(ranks, alone, 1)  # after a step of training

@@ -1,0 +1,81 @@
+"""Observations as the template's difference, and templates that allow none."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedTokenizerFast
+from trl.chat_template_utils import get_training_chat_template
+from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.testing.chat import chat_tokenizer
+from trlx_hybrid_multiturn.tokens import TemplateTokens, preserving_tokens
+
+TEMPLATES = ("qwen3", "llama3_1")
+TEXT = st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1, max_size=12)
+TOKENIZERS = {name: chat_tokenizer([], name) for name in TEMPLATES}
+
+
+def tokens_of(name: str, **options: object) -> TemplateTokens:
+    tokenizer = TOKENIZERS[name]
+    return preserving_tokens(tokenizer, None, lambda: get_training_chat_template(tokenizer), options=options)
+
+
+def rendered(tokenizer: PreTrainedTokenizerFast, name: str, messages: list) -> str:
+    training = get_training_chat_template(tokenizer) if name == "qwen3" else None
+    options = {"enable_thinking": False} if name == "qwen3" else {}
+    return tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True, chat_template=training, **options
+    )
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+@settings(max_examples=60, deadline=None)
+@given(question=TEXT, answers=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=4))
+def test_turns_and_observations_spell_the_whole_conversation(name: str, question: str, answers: list) -> None:
+    """Prompt, what was said, what was shown: together the text that the template makes of all messages."""
+    tokenizer = TOKENIZERS[name]
+    tokens = tokens_of(name, **({"enable_thinking": False} if name == "qwen3" else {}))
+    messages = [{"role": "user", "content": question}]
+    ids = tokens.prompt(messages)
+    for said, shown in answers:
+        ids += [*tokenizer(said, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+        ids += tokens.observation([{"role": "user", "content": shown}])
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": shown}]
+    assert tokenizer.decode(ids) == rendered(tokenizer, name, messages)
+
+
+def test_qwen3_takes_trls_training_template() -> None:
+    tokenizer = TOKENIZERS["qwen3"]
+    with pytest.raises(ConfigError, match=r"not prefix-preserving.*rendered differently once a user's message follows"):
+        TemplateTokens(tokenizer)
+    shown = tokens_of("qwen3").observation([{"role": "user", "content": "higher"}])
+    assert tokenizer.decode(shown) == "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_observations_begin_after_the_end_of_a_turn(name: str) -> None:
+    """The model samples the end of its turn itself: it is not inserted a second time."""
+    tokenizer = TOKENIZERS[name]
+    shown = tokens_of(name).observation([{"role": "user", "content": "a"}, {"role": "user", "content": "b"}])
+    assert tokenizer.decode(shown).count(tokenizer.eos_token) == 2  # those of the two messages
+
+
+LAST_ONLY = "{% for m in messages %}{% if loop.last %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+STRICT = "{% for m in messages %}{% if loop.index > 2 %}{{ raise_exception('too long') }}{% endif %}x{% endfor %}"
+SILENT = "{% for m in messages %}{% if loop.index < 3 %}{{ m.role }}<|im_end|>{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (LAST_ONLY, "rendered differently once a user's message follows"),
+        (STRICT, "cannot be rendered .*too long"),
+        (SILENT, "'first' after the model's is not shown in full"),
+    ],
+)
+def test_a_template_that_cannot_serve_is_refused_with_the_reason(template: str, reason: str) -> None:
+    def none() -> str:
+        raise ValueError("TRL has no such template")
+
+    with pytest.raises(ConfigError, match=reason) as caught:
+        preserving_tokens(TOKENIZERS["qwen3"], template, none)
+    assert "processing_class.chat_template" in str(caught.value)

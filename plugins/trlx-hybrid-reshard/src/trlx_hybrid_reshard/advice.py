@@ -1,0 +1,105 @@
+"""The training layout one would rather have: FSDP shards that lie inside the rank's rollout slice.
+
+Two means that exist: a permuted device mesh, given to accelerate's `ParallelismConfig` or to `fully_shard`, brings a
+rank's rows into its TP slice; `fully_shard(shard_placement_fn=...)` shards row-parallel weights along the dimension
+that TP slices, where it divides. Both together reach (1/t − 1/n) of a dense model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from .intervals import Ints
+from .layout import Layout
+from .parameter import Model, Parameter, Stage
+from .plan import plan
+
+NAMES = ("permuted mesh", "permuted mesh and shard dimensions")
+
+
+@dataclass(frozen=True, slots=True)
+class Better:
+    """A training layout, and what the worst rank moves with it.
+
+    Attributes:
+        name: what is done, for people.
+        receives_bytes, sends_bytes: of the rank that receives, or sends, the most.
+    """
+
+    name: str
+    layout: Layout
+    receives_bytes: int
+    sends_bytes: int
+
+
+def alternatives(
+    model: Model, train: Layout, rollout: Layout, *, ranks_per_node: int = 0, back: bool = False
+) -> list[Better]:
+    """The training layout as it is, and after it those that move less than it, the least last.
+
+    Only a layout with FSDP and without pipeline stages of its own has anything to choose. Of many ranks a sample is
+    planned, see `sample`.
+
+    Args:
+        back: measure the way from the rollout to the training layout.
+    """
+
+    def measured(name: str, layout: Layout) -> Better:
+        ends = (rollout, layout) if back else (layout, rollout)
+        moved = [_moved(model, *ends, rank, ranks_per_node) for rank in sample(train.world)]
+        return Better(name, layout, max(received for received, _ in moved), max(sent for _, sent in moved))
+
+    found = [measured("as is", train)]
+    if train.fsdp == 1 or train.tp > 1 or train.pp > 1 or train.mesh is not None or train.shard_dims:
+        return found
+    permuted = replace(train, mesh=aligned_mesh(train, rollout))
+    for name, layout in zip(NAMES, (permuted, replace(permuted, shard_dims=shard_dims(model, permuted, rollout)))):
+        candidate = measured(name, layout)
+        if max(candidate.receives_bytes, candidate.sends_bytes) < max(found[-1].receives_bytes, found[-1].sends_bytes):
+            found.append(candidate)
+    return found
+
+
+def aligned_mesh(train: Layout, rollout: Layout) -> tuple[int, ...]:
+    """Each FSDP group's ranks in the order of their TP slices, so that consecutive shards lie in one slice."""
+    tp = rollout.sharding(Parameter(name="slice", shape=(rollout.tp,), tp_dim=0, stage=Stage.ENDS)).coordinates[1]
+    slices = np.zeros(rollout.world, dtype=np.int64) if tp is None else tp
+    groups = np.arange(train.world).reshape(-1, train.fsdp)
+    return tuple(int(r) for group in groups for r in group[np.argsort(slices[group], kind="stable")])
+
+
+def shard_dims(model: Model, train: Layout, rollout: Layout) -> tuple[tuple[str, int], ...]:
+    """For each parameter class the dimension whose shards leave the least to receive and send on the worst rank.
+
+    FSDP2 shards dimensions other than the first only where they divide.
+    """
+    chosen: dict[object, int] = {}
+    for p in model.parameters:
+        if p.cut not in chosen:
+            even = [d for d, size in enumerate(p.shape) if d == 0 or size % train.fsdp == 0]
+            chosen[p.cut] = min(even, key=lambda d, p=p: _busiest(p, model, train, rollout, d))  # type: ignore[misc]
+    return tuple((p.name, chosen[p.cut]) for p in model.parameters if chosen[p.cut])
+
+
+def _busiest(parameter: Parameter, model: Model, train: Layout, rollout: Layout, dim: int) -> int:
+    alone = replace(model, parameters=(parameter,))
+    layout = replace(train, shard_dims=((parameter.name, dim),))
+    return max(max(_moved(alone, layout, rollout, rank, 0)) for rank in sample(train.world))
+
+
+def _moved(model: Model, source: Layout, target: Layout, rank: int, ranks_per_node: int) -> tuple[int, int]:
+    made = plan(model, source, target, rank, ranks_per_node=ranks_per_node)
+    return total(made.receives), total(made.sends)
+
+
+def total(vector: Ints) -> int:
+    """Bytes over all peers."""
+    return int(vector.sum())
+
+
+def sample(world: int, most: int = 64) -> Sequence[int]:
+    """All ranks, or of many evenly spread ones with the first and the last."""
+    return range(world) if world <= most else [int(r) for r in np.linspace(0, world - 1, most)]

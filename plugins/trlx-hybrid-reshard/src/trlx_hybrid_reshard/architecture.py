@@ -1,0 +1,197 @@
+"""The parameter classes of a model, from its transformers config alone: no weights, no GPU, no torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from trlx_hybrid.errors import ConfigError
+
+from .parameter import Model, Parameter, Stage
+
+LAYER = "model.layers.{}."
+
+
+def describe(config: Any, *, name: str = "", itemsize: int = 2) -> Model:
+    """The model that transformers 5 builds from a config, as it lies in memory.
+
+    Args:
+        config: a transformers config, or the content of a config.json with all its fields.
+        itemsize: bytes per element on the wire.
+
+    Raises:
+        ConfigError: an architecture that is not described here; or a field is missing.
+    """
+    fields = config
+    if not isinstance(config, Mapping):
+        fields = config.to_dict() | {alias: getattr(config, alias) for alias in config.attribute_map}
+    kind = fields.get("model_type", "")
+    if kind not in ARCHITECTURES:
+        close = difflib.get_close_matches(str(kind), ARCHITECTURES, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(
+            f"No parameter classes are known of model_type {kind!r}.{hint} Known: {', '.join(ARCHITECTURES)}."
+        )
+    try:
+        parameters = _causal_lm(fields, ARCHITECTURES[kind])
+    except KeyError as error:
+        raise ConfigError(f"The config of {name or kind!r} lacks {error.args[0]!r}, which {kind} needs.") from error
+    return Model(name=name or kind, parameters=parameters, itemsize=itemsize, checkpoint_tensors=_tensors(parameters))
+
+
+Layer = Callable[[Mapping[str, Any]], list[Parameter]]
+
+
+def _causal_lm(c: Mapping[str, Any], layer: Layer) -> tuple[Parameter, ...]:
+    tied = bool(c.get("tie_word_embeddings"))
+    embedding = Parameter(
+        name="model.embed_tokens.weight",
+        shape=(c["vocab_size"], c["hidden_size"]),
+        stage=Stage.ENDS if tied else Stage.FIRST,
+        tp_dim=0,
+        vocabulary=True,
+        unit="padded vocabulary rows",
+    )
+    norm = Parameter(name="model.norm.weight", shape=(c["hidden_size"],), stage=Stage.LAST)
+    found = [embedding, *layer(c), norm]
+    if not tied:
+        found.append(
+            Parameter(
+                name="lm_head.weight",
+                shape=embedding.shape,
+                stage=Stage.LAST,
+                tp_dim=0,
+                vocabulary=True,
+                unit=embedding.unit,
+            )
+        )
+    return tuple(found)
+
+
+def _attention(c: Mapping[str, Any], *, qkv_bias: bool, o_bias: bool, head_norms: bool) -> list[Parameter]:
+    hidden, heads = c["hidden_size"], c["num_attention_heads"]
+    kv_heads = c.get("num_key_value_heads") or heads
+    size = c.get("head_dim") or hidden // heads
+    layers = range(c["num_hidden_layers"])
+    found = []
+    for part, units in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
+        shapes = {"weight": (units * size, hidden)} | ({"bias": (units * size,)} if qkv_bias else {})
+        for suffix, shape in shapes.items():
+            found.append(
+                Parameter(
+                    name=f"{LAYER}self_attn.{part}_proj.{suffix}",
+                    shape=shape,
+                    layers=layers,
+                    tp_dim=0,
+                    tp_units=units,
+                    unit="attention heads" if part == "q" else "key-value heads",
+                    replicable=part != "q",
+                    fused=f"{LAYER}self_attn.qkv_proj.{suffix}",
+                )
+            )
+    o = f"{LAYER}self_attn.o_proj."
+    found.append(
+        Parameter(
+            name=f"{o}weight",
+            shape=(hidden, heads * size),
+            layers=layers,
+            tp_dim=1,
+            tp_units=heads,
+            unit="attention heads",
+        )
+    )
+    if o_bias:
+        found.append(Parameter(name=f"{o}bias", shape=(hidden,), layers=layers))
+    norms = [Parameter(name=f"{LAYER}self_attn.{n}_norm.weight", shape=(size,), layers=layers) for n in ("q", "k")]
+    return found + norms * head_norms
+
+
+def _norms(c: Mapping[str, Any]) -> list[Parameter]:
+    layers = range(c["num_hidden_layers"])
+    names = ("input_layernorm", "post_attention_layernorm")
+    return [Parameter(name=f"{LAYER}{n}.weight", shape=(c["hidden_size"],), layers=layers) for n in names]
+
+
+def _mlp(c: Mapping[str, Any], layers: Sequence[int], *, bias: bool = False) -> list[Parameter]:
+    hidden, inner, depth = c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"]
+    found = []
+    for suffix in ("weight", "bias") if bias else ("weight",):
+        for part in ("gate", "up"):
+            found.append(
+                Parameter(
+                    name=f"{LAYER}mlp.{part}_proj.{suffix}",
+                    shape=(inner, hidden) if suffix == "weight" else (inner,),
+                    layers=layers,
+                    depth=depth,
+                    tp_dim=0,
+                    unit="intermediate rows",
+                    fused=f"{LAYER}mlp.gate_up_proj.{suffix}",
+                )
+            )
+        found.append(
+            Parameter(
+                name=f"{LAYER}mlp.down_proj.{suffix}",
+                shape=(hidden, inner) if suffix == "weight" else (hidden,),
+                layers=layers,
+                depth=depth,
+                tp_dim=1 if suffix == "weight" else None,
+                unit="intermediate columns",
+            )
+        )
+    return found
+
+
+def _experts(c: Mapping[str, Any], layers: Sequence[int]) -> list[Parameter]:
+    hidden, inner, experts = c["hidden_size"], c["moe_intermediate_size"], c["num_experts"]
+    of = {"layers": layers, "depth": c["num_hidden_layers"]}
+    expert = of | {"expert_dim": 0, "unit": "intermediate rows of each expert"}
+    return [
+        Parameter(name=f"{LAYER}mlp.gate.weight", shape=(experts, hidden), **of),
+        Parameter(
+            name=f"{LAYER}mlp.experts.gate_up_proj", shape=(experts, 2 * inner, hidden), tp_dim=1, segments=2, **expert
+        ),
+        Parameter(name=f"{LAYER}mlp.experts.down_proj", shape=(experts, hidden, inner), tp_dim=2, **expert),
+    ]
+
+
+def _qwen2(c: Mapping[str, Any]) -> list[Parameter]:
+    attention = _attention(c, qkv_bias=True, o_bias=False, head_norms=False)
+    return attention + _mlp(c, range(c["num_hidden_layers"])) + _norms(c)
+
+
+def _qwen3(c: Mapping[str, Any]) -> list[Parameter]:
+    bias = bool(c.get("attention_bias"))
+    attention = _attention(c, qkv_bias=bias, o_bias=bias, head_norms=True)
+    return attention + _mlp(c, range(c["num_hidden_layers"])) + _norms(c)
+
+
+def _llama(c: Mapping[str, Any]) -> list[Parameter]:
+    bias = bool(c.get("attention_bias"))
+    attention = _attention(c, qkv_bias=bias, o_bias=bias, head_norms=False)
+    return attention + _mlp(c, range(c["num_hidden_layers"]), bias=bool(c.get("mlp_bias"))) + _norms(c)
+
+
+def _qwen3_moe(c: Mapping[str, Any]) -> list[Parameter]:
+    bias = bool(c.get("attention_bias"))
+    dense_only, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
+    sparse = [i for i in range(c["num_hidden_layers"]) if i not in dense_only and (i + 1) % step == 0]
+    dense = [i for i in range(c["num_hidden_layers"]) if i not in sparse]
+    found = _attention(c, qkv_bias=bias, o_bias=bias, head_norms=True)
+    found += _mlp(c, tuple(dense)) if dense else []
+    return found + (_experts(c, tuple(sparse)) if sparse else []) + _norms(c)
+
+
+ARCHITECTURES: Mapping[str, Layer] = {
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "llama": _llama,
+    "gemma": _llama,
+    "qwen3_moe": _qwen3_moe,
+}
+"""By transformers' `model_type`. Gemma is built as Llama, with a head size of its own and tied embeddings."""
+
+
+def _tensors(parameters: Sequence[Parameter]) -> int:
+    """A checkpoint keeps every expert's gate, up and down by itself."""
+    return sum(len(p.layers) * (1 if p.expert_dim is None else p.shape[p.expert_dim] * p.segments) for p in parameters)

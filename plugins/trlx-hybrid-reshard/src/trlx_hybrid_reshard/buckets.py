@@ -1,0 +1,133 @@
+"""What moves together: the transfers of all ranks in one common order, cut where a bucket is full.
+
+Every rank computes the same buckets from the two layouts, so that both ends of a transfer agree on when it happens. The
+order is that of the layers within their pipeline stage of the target, so that stages fill at the same time. What is
+larger than a bucket moves in rounds: round k is the k-th share of the rows of every rank's own piece, the smaller of
+its source and its target piece, so that all ranks send and receive in every round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from .intervals import Ints, length, overlap
+from .parameter import Model, Stage
+from .plan import Placement
+from .sharding import Sharding
+
+CAPACITY = 256 << 20
+"""Bytes one rank receives and packs in a bucket, unless a single row is larger."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buckets:
+    """When each piece moves.
+
+    Attributes:
+        rounds: per parameter class, into how many shares of rows a layer's piece is cut.
+        by_source: per parameter class, whether it is the source's pieces that are cut, or the target's.
+        numbers: per parameter class (layers of a stage, rounds): the bucket.
+        count: number of buckets.
+        staged: bytes of the fullest bucket that no rank can send from, or receive into, the place they belong to.
+    """
+
+    rounds: tuple[int, ...]
+    by_source: tuple[bool, ...]
+    numbers: tuple[Ints, ...]
+    count: int
+    staged: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Extra memory of the worst rank: two buckets, one on the wire while the other is packed or written."""
+        return 2 * self.staged
+
+
+def bucketed(
+    model: Model, source: Placement, target: Placement, capacity: int = CAPACITY, *, cast: bool = False
+) -> Buckets:
+    """The buckets of a reshard, the same on every rank.
+
+    Args:
+        cast: whether what is sent has another dtype than the wire, so that all of it is packed.
+    """
+    shardings = [(source.sharding(p), target.sharding(p).within(p.extent)) for p in model.parameters]
+    costs = [_cost(*pair, model.itemsize, cast) for pair in shardings]
+    cuts = [_rounds(*pair, moved, capacity) for pair, (moved, _) in zip(shardings, costs, strict=True)]
+    rounds = tuple(shares for shares, _ in cuts)
+    depths = [int(length(real.parts[0]).max()) for _, real in shardings]
+    numbers = tuple(np.zeros((d, r), dtype=np.int64) for d, r in zip(depths, rounds, strict=True))
+    bucket, used, staged, fullest = 0, 0, 0, 0
+    for c, layer in _order(model, depths):
+        moved, kept = (-(-cost // rounds[c]) for cost in costs[c])
+        for share in range(rounds[c]):
+            if used and used + moved > capacity:
+                bucket, used, staged = bucket + 1, 0, 0
+            numbers[c][layer, share] = bucket
+            used, staged = used + moved, staged + kept
+            fullest = max(fullest, staged)
+    return Buckets(rounds, tuple(by_source for _, by_source in cuts), numbers, bucket + 1, fullest)
+
+
+def _rounds(source: Sharding, target: Sharding, moved: int, capacity: int) -> tuple[int, bool]:
+    """How many shares, and whether of the source's rows; a row is never cut."""
+    needed = max(1, -(-moved // capacity))
+    held, asked = (int(length(sharding.parts[1]).max()) for sharding in (source, target))
+    by_source = needed <= held <= asked or asked < needed
+    return min(needed, held if by_source else asked), by_source
+
+
+def _order(model: Model, depths: list[int]) -> Iterator[tuple[int, int]]:
+    """(class, layer within its stage) as a forward pass meets them."""
+    stages = [p.stage for p in model.parameters]
+    yield from ((c, 0) for c, stage in enumerate(stages) if stage in (Stage.FIRST, Stage.ENDS))
+    layered = [c for c, stage in enumerate(stages) if stage is Stage.LAYERS]
+    for layer in range(max((depths[c] for c in layered), default=0)):
+        yield from ((c, layer) for c in layered if layer < depths[c])
+    yield from ((c, 0) for c, stage in enumerate(stages) if stage is Stage.LAST)
+
+
+def _cost(source: Sharding, target: Sharding, itemsize: int, cast: bool) -> tuple[int, int]:
+    """Bytes of one layer on the worst rank: received and packed; and how many of these need staging."""
+    wanted, own = _one_layer(target), _kept(source, target)
+    received = int((wanted - own).max()) * itemsize
+    if received == 0:
+        return 0, 0
+    packed = 0 if not cast and _unbroken(source, target) else int(_one_layer(source).max()) * itemsize
+    return received + packed, packed + (0 if _unbroken(target, source) else received)
+
+
+def _one_layer(sharding: Sharding) -> Ints:
+    """(world,): elements of one layer that each rank holds."""
+    one = np.ones(len(sharding.parts[0]), dtype=np.int64)
+    return sharding.per_rank((one, *(length(parts) for parts in sharding.parts[1:])))
+
+
+def _kept(source: Sharding, target: Sharding) -> Ints:
+    """(world,): elements of one layer that a rank has already, 0 where it lacks some layer of its target."""
+    kept = np.ones(source.world, dtype=np.int64)
+    for d, (asked, held) in enumerate(zip(_by_rank(target), _by_rank(source), strict=True)):
+        common = overlap(asked, held)
+        kept *= common if d else common == length(asked)
+    for sharding in (source, target):
+        if sharding.held is not None:
+            kept *= sharding.held
+    return kept
+
+
+def _by_rank(sharding: Sharding) -> Iterator[Ints]:
+    """For each dimension (world or 1, intervals, 2), the ranges of every rank."""
+    for parts, coordinates in zip(sharding.parts, sharding.coordinates, strict=True):
+        yield parts if coordinates is None else parts[coordinates]
+
+
+def _unbroken(mine: Sharding, other: Sharding) -> bool:
+    """Whether what two ranks share is always whole rows of `mine`: contiguous in its memory."""
+    for own, others in zip(mine.parts[2:], other.parts[2:], strict=True):
+        common = overlap(own[:, None], others[None])
+        if own.shape[1] > 1 or not ((common == 0) | (common == length(own)[:, None])).all():
+            return False
+    return True

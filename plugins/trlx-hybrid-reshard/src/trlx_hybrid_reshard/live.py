@@ -1,0 +1,124 @@
+"""The training layout as it is: read from the placements of live parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from trlx_hybrid.errors import ConfigError
+
+from .intervals import Ints, rechunked, whole
+from .parameter import Parameter
+from .sharding import Sharding
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LiveLayout:
+    """A `plan.Placement` of shardings that were read.
+
+    Attributes:
+        shardings: by the name of the parameter class.
+    """
+
+    world: int
+    shardings: Mapping[str, Sharding]
+
+    def sharding(self, parameter: Parameter) -> Sharding:
+        """Where a parameter lies.
+
+        Raises:
+            ConfigError: it was not read.
+        """
+        if parameter.name not in self.shardings:
+            raise ConfigError(f"The live model has no parameter {parameter.name}: it is another model than the plan's.")
+        return self.shardings[parameter.name]
+
+    def alike(self, parameter: Parameter) -> Hashable:
+        """Placements may differ from one parameter to the next."""
+        return parameter.name
+
+    def __str__(self) -> str:
+        return "the live model"
+
+
+def read(parameters: Iterable[Parameter], tensors: Mapping[str, Tensor], world: int) -> LiveLayout:
+    """The layout of a live model.
+
+    Args:
+        tensors: its parameters by name, DTensors or plain ones, which every rank holds in full (DDP).
+        world: number of ranks.
+
+    Raises:
+        ConfigError: a parameter is missing, has another shape, or is placed in another way in some layer.
+    """
+    shardings = {}
+    for parameter in parameters:
+        layers = len(parameter.layers)
+        found = {}
+        for number in parameter.layers:
+            name = parameter.name.format(number)
+            if name not in tensors:
+                raise ConfigError(f"The live model has no parameter {name}: it is another model than the plan's.")
+            tensor = tensors[name]
+            if tuple(tensor.shape) != parameter.shape:
+                raise ConfigError(f"{name} has shape {tuple(tensor.shape)}, the plan expects {parameter.shape}.")
+            found[_placing(tensor)] = tensor
+        if len(found) > 1:
+            raise ConfigError(
+                f"The layers of {parameter.name} are placed in {len(found)} ways: {', '.join(map(str, found))}. "
+                "Shard all layers alike."
+            )
+        shardings[parameter.name] = from_dtensor(next(iter(found.values())), world, layers=layers)
+    return LiveLayout(world, shardings)
+
+
+def from_dtensor(tensor: Tensor, world: int, *, layers: int = 1) -> Sharding:
+    """Where a DTensor's elements lie; a plain tensor is whole on every rank.
+
+    FSDP2 over TP appears as `_StridedShard`, whose cut is made inside TP's although its mesh dimension comes first.
+
+    Args:
+        world: number of ranks; those outside the tensor's mesh hold nothing.
+        layers: how many layers have a tensor like this one.
+
+    Raises:
+        ConfigError: a placement that is neither a shard nor a replica.
+    """
+    extent = (layers, *tensor.shape)
+    parts, coordinates = [whole(size) for size in extent], list[Ints | None]([None] * len(extent))
+    mesh = getattr(tensor, "device_mesh", None)
+    if mesh is None:
+        return Sharding(world, tuple(parts), tuple(coordinates))
+    placements: Any = tensor.placements  # type: ignore[attr-defined]
+    ranks = np.asarray(mesh.mesh.tolist(), dtype=np.int64)
+    position = np.indices(ranks.shape)
+    strided = [hasattr(p, "split_factor") and p.split_factor > 1 for p in placements]
+    inner = [i for i, late in enumerate(strided) if not late] + [
+        i for i, late in reversed([*enumerate(strided)]) if late
+    ]
+    for i in inner:
+        if placements[i].is_replicate():
+            continue
+        if not (placements[i].is_shard() or strided[i]):
+            raise ConfigError(f"A parameter is placed as {placements[i]}: only shards and replicas can be resharded.")
+        d, ways = placements[i].dim + 1, ranks.shape[i]
+        place = np.zeros(world, dtype=np.int64)
+        place[ranks] = position[i]
+        outer = coordinates[d]
+        parts[d] = rechunked(parts[d], ways)
+        coordinates[d] = place if outer is None else outer * ways + place
+    held = None
+    if ranks.size < world:
+        held = np.zeros(world, dtype=np.bool_)
+        held[ranks] = True
+    return Sharding(world, tuple(parts), tuple(coordinates), held)
+
+
+def _placing(tensor: Tensor) -> tuple[Any, ...]:
+    mesh = getattr(tensor, "device_mesh", None)
+    return () if mesh is None else (mesh, tuple(tensor.placements))  # type: ignore[attr-defined]

@@ -1,0 +1,233 @@
+"""The reshard plan: for one rank, what it receives, what it sends, what it has already and what is zero.
+
+A pure function of two layouts. A parameter class is the same tensor in many layers, and a rank's piece of it a product
+of index ranges, so what two ranks share is a product of overlaps per dimension: a plan takes time by parameter class
+and rank, not by tensor. Every byte of a rank's target has one origin, and no rank receives what it holds: the floor
+|T| − |S ∩ T|, with T the rank's target and S its source, is met exactly.
+
+HybridFlow (arXiv:2409.19256, section 5) reshards by all-gathers inside micro data-parallel groups, which asks that the
+training layout is made for it. This one takes the two layouts as they are; `advice` says what better ones save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from trlx_hybrid.errors import ConfigError
+
+from .holders import Holders, Turns, holders_seen, to_receive, to_send
+from .intervals import Ints, length, overlap
+from .parameter import Model, Parameter
+from .sharding import Sharding
+
+
+class Placement(Protocol):
+    """Where parameters lie: a `Layout`, or what was read from a live model."""
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        ...
+
+    def sharding(self, parameter: Parameter) -> Sharding:
+        """Where one parameter lies."""
+        ...
+
+    def alike(self, parameter: Parameter) -> Hashable:
+        """Equal for parameters that are sharded alike, so that they are planned once."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ClassPlan:
+    """What one rank does for one parameter class, in bytes over all its layers.
+
+    Attributes:
+        receives, sends: (world,), by the rank at the other end; 0 for the rank itself.
+        floor: |T| − |S ∩ T|, the least it must receive.
+        send_floor: each byte that others lack, divided by the number of its holders: what it must send where it is the
+            only holder, its fair share where it is not.
+        local: copied from its own piece.
+        zero: padding of the vocabulary.
+    """
+
+    parameter: Parameter
+    receives: Ints
+    sends: Ints
+    floor: int
+    send_floor: int
+    local: int
+    zero: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankPlan:
+    """The plan of one rank.
+
+    Attributes:
+        node: (world,), the node of each rank.
+        classes: one per parameter class of the model.
+    """
+
+    rank: int
+    node: Ints
+    classes: tuple[ClassPlan, ...]
+
+    @property
+    def receives(self) -> Ints:
+        """(world,), bytes from each rank."""
+        return self._sum([c.receives for c in self.classes])
+
+    @property
+    def sends(self) -> Ints:
+        """(world,), bytes to each rank."""
+        return self._sum([c.sends for c in self.classes])
+
+    def _sum(self, vectors: Sequence[Ints]) -> Ints:
+        total = np.zeros(len(self.node), dtype=np.int64)
+        for vector in vectors:
+            total += vector
+        return total
+
+    @property
+    def floor_bytes(self) -> int:
+        """The least it must receive."""
+        return sum(c.floor for c in self.classes)
+
+    @property
+    def send_floor_bytes(self) -> int:
+        """Its share of what must be sent."""
+        return sum(c.send_floor for c in self.classes)
+
+    @property
+    def local_copy_bytes(self) -> int:
+        """Copied within the rank."""
+        return sum(c.local for c in self.classes)
+
+    @property
+    def zero_bytes(self) -> int:
+        """Filled with zeros."""
+        return sum(c.zero for c in self.classes)
+
+
+def plan(model: Model, source: Placement, target: Placement, rank: int, *, ranks_per_node: int = 0) -> RankPlan:
+    """What one rank moves when the model goes from one layout to the other.
+
+    Args:
+        ranks_per_node: consecutive ranks that share a node; 0 is one node for all.
+
+    Raises:
+        ConfigError: the layouts differ in their number of ranks, a size does not divide, or bytes have no holder.
+    """
+    check(source, target, rank)
+    node = nodes(source.world, ranks_per_node)
+    known: dict[tuple[Hashable, Hashable], ClassPlan] = {}
+    seen: dict[bytes, Holders] = {}
+    found = []
+    for parameter in model.parameters:
+        key = source.alike(parameter), target.alike(parameter)
+        if key not in known:
+            shardings = source.sharding(parameter), target.sharding(parameter)
+            known[key] = _class_plan(parameter, *shardings, rank, node, model.itemsize, seen)
+        found.append(replace(known[key], parameter=parameter))
+    return RankPlan(rank, node, tuple(found))
+
+
+def check(source: Placement, target: Placement, rank: int) -> None:
+    """Refuse two layouts that are not of the same ranks, and a rank that is in neither."""
+    if source.world != target.world:
+        raise ConfigError(
+            f"The layouts differ in their ranks: {source} takes {source.world}, {target} takes {target.world}. "
+            "Give the smaller one more replicas with dp."
+        )
+    if not 0 <= rank < source.world:
+        raise ConfigError(f"There is no rank {rank} among {source.world}.")
+
+
+def nodes(world: int, ranks_per_node: int) -> Ints:
+    """(world,), the node of each rank."""
+    return np.arange(world, dtype=np.int64) // (ranks_per_node or world)
+
+
+def _class_plan(
+    parameter: Parameter,
+    source: Sharding,
+    target: Sharding,
+    rank: int,
+    node: Ints,
+    itemsize: int,
+    seen: dict[bytes, Holders],
+) -> ClassPlan:
+    real = target.within(parameter.extent)
+    received, local = _received(parameter, source, real, rank, node, seen)
+    sent, share = _sent(source, real, rank, node)
+    wanted = real.elements(rank)
+    return ClassPlan(
+        parameter,
+        receives=received * itemsize,
+        sends=sent * itemsize,
+        floor=(wanted - local) * itemsize,
+        send_floor=share * itemsize,
+        local=local * itemsize,
+        zero=(target.elements(rank) - wanted) * itemsize,
+    )
+
+
+def _received(
+    parameter: Parameter, source: Sharding, target: Sharding, rank: int, node: Ints, seen: dict[bytes, Holders]
+) -> tuple[Ints, int]:
+    """Elements from each rank, and from this one's own piece."""
+    if not target.holds(rank):
+        return np.zeros(source.world, dtype=np.int64), 0
+    piece = target.piece(rank)
+    common = [overlap(own, parts) for own, parts in zip(piece, source.parts, strict=True)]
+    wanted = int(np.prod([int(length(own)) for own in piece]))
+    received = source.per_rank(tuple(common))
+    local = int(received[rank])
+    if local == wanted:
+        return np.zeros_like(received), local
+    if source.replicated:
+        pieces = source.pieces()
+        key = pieces.tobytes()
+        if key not in seen:
+            seen[key] = holders_seen(pieces, rank, node)
+        turns = to_receive(source, target, rank, seen[key])
+        received = _by_layer(source, common, piece[0], turns)
+    received[rank] = 0
+    if int(received.sum()) != wanted - local:
+        raise ConfigError(
+            f"Rank {rank} lacks {wanted - local} elements of {parameter.name}, and {int(received.sum())} can be had "
+            "from others: the layout it comes from does not hold every element."
+        )
+    return received, local
+
+
+def _sent(source: Sharding, target: Sharding, rank: int, node: Ints) -> tuple[Ints, int]:
+    """Elements to each rank, and this rank's share of what must be sent."""
+    if not source.holds(rank):
+        return np.zeros(source.world, dtype=np.int64), 0
+    piece = source.piece(rank)
+    common = [overlap(own, parts) for own, parts in zip(piece, target.parts, strict=True)]
+    asked = target.per_rank(tuple(common))
+    if not source.replicated:
+        asked[rank] = 0
+        return asked, int(asked.sum())
+    pieces = source.pieces()
+    mates = pieces == pieces[rank]
+    share = int(asked[~mates].sum()) // int(mates.sum())
+    if share == 0 and not asked[~mates].any():
+        return np.zeros_like(asked), 0
+    return _by_layer(target, common, piece[0], to_send(pieces, asked > 0, rank, node)), share
+
+
+def _by_layer(others: Sharding, common: list[Ints], layers: Ints, turns: Turns) -> Ints:
+    """(world,), what is shared with each rank, of the layers in which it is this pair's turn."""
+    ranges = others.parts[0][:, 0]
+    start, stop = np.maximum(ranges[:, 0], layers[0, 0]), np.minimum(ranges[:, 1], layers[0, 1])
+    if others.coordinates[0] is not None:
+        start, stop = start[others.coordinates[0]], stop[others.coordinates[0]]
+    each = others.per_rank((np.ones(len(ranges), dtype=np.int64), *common[1:]))
+    return each * turns.layers(start, stop)

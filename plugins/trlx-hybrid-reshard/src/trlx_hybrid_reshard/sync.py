@@ -1,0 +1,228 @@
+"""The weight sync `reshard`: from the trainer's shards into the slices of the engines, only what each rank lacks."""
+
+from __future__ import annotations
+
+import logging
+import time
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from trlx_hybrid.errors import ConfigError, EngineError, SyncError
+from trlx_hybrid.protocols import Regions, WeightSync
+from trlx_hybrid.types import LoadReport
+
+from .agreement import Agreement
+from .moves import Moves
+from .served import read_boxes
+from .shards import Shards
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from trlx_hybrid.session import Session
+
+    from .options import ReshardOptions
+
+logger = logging.getLogger(__name__)
+
+
+class ReshardSync(WeightSync):
+    """FSDP2, HSDP or DDP to engines with any tensor parallelism.
+
+    Where weights lie is read from both sides, once; then each sync replays the plan. Frozen parameters move when the
+    engine's weights were lost, and when they were written to or replaced since the last sync, and otherwise not.
+    The proof of a sync is left to the session, which gathers whole tensors on another path.
+
+    Attributes:
+        moves: of the last sync, or of all parameters before there was one.
+    """
+
+    name = "reshard"
+
+    def __init__(self, session: Session, options: ReshardOptions) -> None:
+        self._session, self._options = session, options
+        self._agreement: Agreement | None = None
+        self._shards: Shards | None = None
+        self._regions: Regions | None = None
+        self._held: list[dict[str, Any]] = []
+        self._everything: tuple[str, ...] = ()
+        self._group: Any = None
+        self._known: dict[tuple[str, ...], Moves] = {}
+        self._synced = False
+        self.moves: Moves | None = None
+
+    # --- choosing ---------------------------------------------------------------------------------------------------
+
+    def refuses(self) -> str | None:
+        """Why this path cannot serve this model and engine, or None. All ranks give the same answer.
+
+        Raises:
+            SyncError: the ranks have different models, or one does not take part.
+        """
+        reason = self._refuses_at_sight()
+        if reason is not None:
+            return reason
+        ranks = self._session.ranks
+        self._agreement = agreement = Agreement(ranks.rank, ranks.world, self._options.deadline)
+        self._shards = shards = Shards(self._session.policy)
+        self._compare_models(agreement, shards)
+        reason, boxes = self._inspect(shards)
+        gathered = agreement.exchange("the comparison of what the engines hold", (reason, boxes))
+        found = next((f"rank {rank}: {why}" for rank, (why, _) in enumerate(gathered) if why is not None), None)
+        if found is not None:
+            self.release()
+            return reason or found
+        self._held = [theirs for _, theirs in gathered]
+        used = set[str]().union(*self._held)
+        self._everything = tuple(name for name in shards.shapes if name in used)  # in the order of a forward pass
+        return None
+
+    def _refuses_at_sight(self) -> str | None:
+        policy = self._session.policy
+        if policy.adapters:
+            return "the policy has adapters: they are served (`lora`) or merged (`gather`)"
+        if policy.refuses_gather() is not None:
+            return policy.refuses_gather()
+        if policy.converts:
+            return f"tensors of {policy.architecture} in memory are not those of its checkpoint (fused or renamed)"
+        if not hasattr(self._session.live_engine, "regions"):
+            return "the engine does not say where its weights lie"
+        for name, p in policy.base_parameters().items():
+            if hasattr(p, "ds_id"):
+                return f"{name} is in ZeRO-3's flat buffers, whose layout is DeepSpeed's own; use FSDP2"
+            if not 1 <= p.dim() <= 3:
+                return f"{name} has {p.dim()} dimensions"
+        return None
+
+    def _compare_models(self, agreement: Agreement, shards: Shards) -> None:
+        mine = shards.shapes
+        theirs = agreement.exchange("the comparison of the ranks' models", mine)
+        for rank, other in enumerate(theirs):
+            odd = [name for name in {**theirs[0], **other} if theirs[0].get(name) != other.get(name)]
+            if odd:
+                raise SyncError(
+                    f"Rank {rank} trains another model than rank 0: {odd[0]} is {other.get(odd[0], 'missing')} there "
+                    f"and {theirs[0].get(odd[0], 'missing')} on rank 0 ({len(odd)} such parameters). Load one revision "
+                    "on all ranks."
+                )
+
+    def _inspect(self, shards: Shards) -> tuple[str | None, dict[str, Any]]:
+        """This rank's reason against, and the boxes that its engine holds."""
+        engine = self._session.live_engine
+        try:
+            self._regions = regions = engine.regions(self._session.policy)
+            unknown = regions.of.keys() - shards.shapes.keys()
+            if unknown:
+                return f"the engine holds {min(unknown)}, which is no parameter of the policy", {}
+            other = {r.memory.dtype for found in regions.of.values() for r in found} - {engine.dtype}
+            if other:
+                return f"the engine keeps weights in {other.pop()} beside {engine.dtype}", {}
+            shards.layout(self._session.ranks.world)
+        except (EngineError, ConfigError) as error:
+            return str(error), {}
+        return None, {name: tuple(r.box for r in found) for name, found in regions.of.items()}
+
+    def open(self) -> None:
+        """Make the plan of a whole sync, and the group its bytes go over.
+
+        Raises:
+            SyncError: a rank does not take part.
+        """
+        assert self._agreement is not None, "refuses() comes first"
+        self._group = self._agreement.group
+        if self._agreement.group is not None and self._device.type == "cuda":
+            # NCCL's own watchdog ends the process without a word to the others: it comes after our deadline.
+            patience = timedelta(seconds=2 * self._options.deadline + 60)
+            self._group = dist.new_group(backend="nccl", timeout=patience)
+            dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)  # point-to-point cannot be first
+        self.moves = self._plan(self._everything)
+
+    @property
+    def summary(self) -> str:
+        """What a whole sync moves on this rank."""
+        return str(self.moves)
+
+    # --- syncing ----------------------------------------------------------------------------------------------------
+
+    def sync(self) -> LoadReport:
+        """Move what the ranks lack, and copy the rest from their own shards.
+
+        Raises:
+            SyncError: a rank is missing, means something else, or went away; within the deadline.
+        """
+        assert self._agreement is not None
+        assert self._shards is not None
+        engine = self._session.live_engine
+        started = time.perf_counter()
+        changed = self._shards.refresh()
+        everything, self._synced = changed or engine.weights_lost or not self._synced, False
+        self._agree(everything)
+        moves = self.moves
+        assert moves is not None
+        moves.run()
+        if self._regions is not None and self._regions.padding:
+            torch._foreach_zero_(list(self._regions.padding))
+        engine.weights_written()
+        self._synced = True
+        logger.info("[Reshard] duration=%.3fs, %s", time.perf_counter() - started, moves)
+        return LoadReport(tensors=moves.tensors, bytes=moves.received_bytes)
+
+    def _agree(self, everything: bool) -> None:
+        """All ranks are there, at one weight version and one plan; if one must move everything, all do."""
+        assert self._agreement is not None
+        assert self._shards is not None
+        trained = tuple(name for name in self._everything if name not in self._shards.frozen)
+        small = self._plan(trained or self._everything)
+        whole = self._plan(self._everything)
+        version = self._session.freshness.version
+        mine = [version, int(everything), whole.digest, small.digest]
+        theirs = self._agreement.exchange_numbers("the start of the weight sync", mine)
+        for rank, other in enumerate(theirs):
+            if [other[0], *other[2:]] != [theirs[0][0], *theirs[0][2:]]:
+                raise SyncError(
+                    f"The ranks disagree on the weight sync: rank 0 is at weight version {theirs[0][0]} with plan "
+                    f"{_text(theirs[0][2:])}, rank {rank} at version {other[0]} with plan {_text(other[2:])}. All "
+                    "ranks must load, freeze and sync alike."
+                )
+        self.moves = whole if any(other[1] for other in theirs) else small
+
+    def _plan(self, names: tuple[str, ...]) -> Moves:
+        """The moves of some parameters, made at their first use."""
+        assert self._shards is not None
+        assert self._regions is not None
+        if names not in self._known:
+            ranks, engine = self._session.ranks, self._session.live_engine
+            source = self._shards.layout(ranks.world)
+            target = read_boxes(self._shards.parameters(self._everything), self._held)
+            self._known[names] = Moves(
+                self._shards,
+                names,
+                (source, target),
+                self._regions,
+                engine.dtype,
+                self._device,
+                (ranks.rank, self._group),
+                self._options,
+            )
+        return self._known[names]
+
+    @property
+    def _device(self) -> torch.device:
+        assert self._regions is not None
+        return next((r.memory.device for found in self._regions.of.values() for r in found), torch.device("cpu"))
+
+    def release(self) -> None:
+        """The engine was closed: forget its memory, and give the groups back."""
+        own, self._group = self._group, None
+        if self._agreement is not None:
+            if own is not None and own is not self._agreement.group and dist.is_initialized():
+                dist.destroy_process_group(own)
+            self._agreement.close()
+        self._agreement = self._shards = self._regions = self.moves = None
+        self._held, self._known, self._synced = [], {}, False
+
+
+def _text(digests: Sequence[int]) -> str:
+    return "/".join(f"{digest & (2**64 - 1):016x}" for digest in digests)

@@ -1,0 +1,169 @@
+"""`trlx-hybrid reshard-plan`: what a reshard costs, from a config alone, before any GPU is asked for."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+from trlx_hybrid.errors import ConfigError
+
+from .advice import alternatives
+from .architecture import describe
+from .forecast import NETWORK, Forecast, forecast
+from .layout import Layout
+from .parameter import Model
+from .picture import report
+from .shapes import SHAPES
+
+SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
+GPUS_PER_NODE = 8
+TRAIN_KEYS = ("dp", "fsdp", "tp", "pp")
+ROLLOUT_KEYS = ("dp", "tp", "pp", "ep")
+EPILOG = "example: trlx-hybrid reshard-plan --model 7b --train fsdp=4 --rollout tp=2"
+
+
+def add_command(commands: Any) -> None:
+    """Add `reshard-plan` to the sub-parsers of a command line; its `run` takes the options, returns the exit status."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "reshard-plan", help="say which bytes a reshard moves between which ranks", description=__doc__, epilog=EPILOG
+    )
+    parser.add_argument(
+        "--model",
+        required=True,
+        metavar="CONFIG",
+        help=f"config.json, a folder with one, or a shape: {', '.join(SHAPES)}",
+    )
+    parser.add_argument("--train", required=True, metavar="LAYOUT", help=f"e.g. fsdp=8; keys: {', '.join(TRAIN_KEYS)}")
+    parser.add_argument(
+        "--rollout", required=True, metavar="LAYOUT", help=f"e.g. tp=4,pp=2; keys: {', '.join(ROLLOUT_KEYS)}"
+    )
+    parser.add_argument(
+        "--nodes", type=int, help=f"machines the ranks are spread over (default: {GPUS_PER_NODE} ranks each)"
+    )
+    parser.add_argument("--dtype", choices=SIZES, default="bf16", help="on the wire (default: bf16)")
+    parser.add_argument(
+        "--network",
+        type=float,
+        default=NETWORK / 1e9,
+        metavar="GB/S",
+        help="per rank between nodes (default: %(default)g)",
+    )
+    parser.add_argument(
+        "--back", action="store_true", help="plan the way back, from the rollout to the training layout"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(options: Any) -> int:
+    """Print the forecast.
+
+    Raises:
+        ConfigError: the model, a layout or the nodes cannot be; names the culprit and the way out.
+    """
+    model = load(options.model, SIZES[options.dtype])
+    train = parsed(options.train, "--train", TRAIN_KEYS)
+    rollout = parsed(options.rollout, "--rollout", ROLLOUT_KEYS).served()
+    if "dp" not in options.rollout:
+        rollout = rollout.over(train.world)
+    if options.network <= 0:
+        raise ConfigError(f"--network {options.network:g} is no bandwidth. Give GB/s per rank, e.g. 50.")
+    per_node = _ranks_per_node(train.world, options.nodes)
+    source, target = (rollout, train) if options.back else (train, rollout)
+    found = forecast(model, source, target, ranks_per_node=per_node, network=options.network * 1e9)
+    better = alternatives(model, train, rollout, ranks_per_node=per_node, back=options.back)
+    if options.json:
+        print(json.dumps(_as_dict(model, source, target, found) | {"layouts": [_better(b) for b in better]}, indent=2))
+    else:
+        print(report(model, source, target, found, better))
+    return 0
+
+
+def load(given: str, itemsize: int = 2) -> Model:
+    """The model of a config.json, of a folder with one, or of a shape's name.
+
+    Raises:
+        ConfigError: there is no such file or shape, or it describes no model known here.
+    """
+    if given.lower() in SHAPES:
+        return describe(SHAPES[given.lower()], name=given.lower(), itemsize=itemsize)
+    file = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
+    if not file.is_file():
+        close = difflib.get_close_matches(given.lower(), SHAPES, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"--model {given}: no such file or shape.{hint} Shapes: {', '.join(SHAPES)}.")
+    try:
+        fields = json.loads(file.read_text())
+        kind = fields["model_type"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--model {given}: {file} is no transformers config: {error!r}.") from error
+    # Published configs leave out what is the default of their class, so the class is asked: it costs an import.
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.for_model(**fields)
+    except ValueError as error:
+        raise ConfigError(f"--model {given}: transformers knows no model_type {kind!r}.") from error
+    return describe(config, name=file.parent.name if file.name == "config.json" else file.stem, itemsize=itemsize)
+
+
+def parsed(text: str, flag: str, keys: tuple[str, ...]) -> Layout:
+    """A layout from `key=size,…`.
+
+    Raises:
+        ConfigError: names the flag and the part of it that is wrong.
+    """
+    sizes: dict[str, Any] = {}
+    for part in text.split(","):
+        key, _, size = part.strip().partition("=")
+        if key not in keys:
+            close = difflib.get_close_matches(key, keys, n=1)
+            hint = f"Did you mean {close[0]!r}? " if close else ""
+            raise ConfigError(f"{flag} {text}: unknown key {key!r}. {hint}Keys: {', '.join(keys)}.")
+        if key in sizes:
+            raise ConfigError(f"{flag} {text}: {key} is given twice.")
+        if not size.isdecimal() or int(size) < 1:
+            raise ConfigError(f"{flag} {text}: {key}={size} is no size. Write e.g. {key}=4.")
+        sizes[key] = int(size)
+    return Layout(**sizes)
+
+
+def _ranks_per_node(world: int, hosts: int | None) -> int:
+    if hosts is None:
+        return min(world, GPUS_PER_NODE)
+    if hosts < 1 or world % hosts:
+        raise ConfigError(f"--nodes {hosts} does not divide {world} ranks. Every node has the same number of them.")
+    return world // hosts
+
+
+def _as_dict(model: Model, source: Layout, target: Layout, found: Forecast) -> dict[str, Any]:
+    return {
+        "model": model.name,
+        "model_bytes": model.bytes,
+        "source": str(source),
+        "target": str(target),
+        "nodes": int(found.node.max()) + 1,
+        "per_rank": [dataclasses.asdict(rank) for rank in found.ranks],
+        "busiest_rank": found.busiest,
+        "busiest_rank_kinds": [dataclasses.asdict(kind) for kind in found.kinds],
+        "intra_node_bytes": found.intra_node_bytes,
+        "inter_node_bytes": found.inter_node_bytes,
+        "peak_bytes": found.peak_bytes,
+        "seconds": found.seconds,
+        "plan_seconds": found.plan_seconds,
+    }
+
+
+def _better(option: Any) -> dict[str, Any]:
+    layout = option.layout
+    return {
+        "name": option.name,
+        "receives_bytes": option.receives_bytes,
+        "sends_bytes": option.sends_bytes,
+        "mesh": layout.mesh,
+        "shard_dims": dict(layout.shard_dims),
+    }

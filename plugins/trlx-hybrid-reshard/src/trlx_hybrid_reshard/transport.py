@@ -1,0 +1,131 @@
+"""Replaying a program: pack a bucket, put it on the wire, write what came in, while the next is being packed.
+
+On a CUDA device packing and writing have a stream each and NCCL has its own, so the host enqueues everything and waits
+once. With gloo the host waits for each bucket after it has packed the next.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from trlx_hybrid.errors import SyncError
+
+from .program import Bucket, Program
+
+POLL = 2e-5
+"""Seconds between two looks at whether a bucket is done."""
+
+
+class Transport:
+    """Carries out one program, again and again.
+
+    Args:
+        group: all ranks, over NCCL for CUDA tensors and gloo for others; None for a single rank.
+        deadline: seconds that a bucket may take.
+    """
+
+    def __init__(self, program: Program, group: Any, device: torch.device, deadline: float) -> None:
+        self._program, self._group, self._deadline = program, group, deadline
+        self._device = device
+        self._peers = [
+            [f"from rank {w.peer}" for w in b.receives] + [f"to rank {w.peer}" for w in b.sends]
+            for b in program.buckets
+        ]
+        self._operations = [self._prepared(bucket) for bucket in program.buckets]
+        self._streams: Any = None
+        if device.type == "cuda":
+            self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def _prepared(self, bucket: Bucket) -> list[dist.P2POp]:
+        receives = [dist.P2POp(dist.irecv, w.tensor, w.peer, self._group, w.tag) for w in bucket.receives]
+        return receives + [dist.P2POp(dist.isend, w.tensor, w.peer, self._group, w.tag) for w in bucket.sends]
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Move everything; when it returns, the engine's memory is written.
+
+        Raises:
+            SyncError: a bucket did not arrive within the deadline, or a rank is gone; names rank, bucket and peer.
+        """
+        with self._program.staging.held():
+            if self._streams is None:
+                self._run_on_host()
+            else:
+                self._run_on_streams()
+
+    def _run_on_host(self) -> None:
+        buckets = self._program.buckets
+        under_way = self._launch(0) if buckets else []
+        self._program.local.run()
+        for number, bucket in enumerate(buckets):
+            following = self._launch(number + 1) if number + 1 < len(buckets) else []
+            self._wait(number, under_way)
+            bucket.unpack.run()
+            under_way = following
+        self._program.echoes.run()
+
+    def _launch(self, number: int) -> list[Any]:
+        """Pack a bucket and put it on the wire."""
+        self._program.buckets[number].pack.run()
+        operations = self._operations[number]
+        if not operations:
+            return []
+        try:
+            return dist.batch_isend_irecv(operations)
+        except RuntimeError as error:
+            raise self._failed(number, "exchange with", ", ".join(sorted(set(self._peers[number]))), error) from error
+
+    def _wait(self, number: int, under_way: list[Any]) -> None:
+        ends = time.monotonic() + self._deadline
+        for work, peer in zip(under_way, self._peers[number], strict=False):
+            try:
+                work.wait(timedelta(seconds=max(0.001, ends - time.monotonic())))
+            except RuntimeError as error:
+                raise self._failed(number, "message", peer, error) from error
+
+    def _run_on_streams(self) -> None:
+        packing, writing = self._streams
+        caller = torch.cuda.current_stream(self._device)
+        packing.wait_stream(caller)
+        writing.wait_stream(caller)
+        done: list[torch.cuda.Event] = []
+        with torch.cuda.stream(writing):
+            self._program.local.run()
+        for number, bucket in enumerate(self._program.buckets):
+            with torch.cuda.stream(packing):
+                if number >= 2:  # whose buffer this bucket takes
+                    packing.wait_event(done[number - 2])
+                under_way = self._launch(number)
+            with torch.cuda.stream(writing):
+                for work in under_way:
+                    work.wait()  # the stream waits, not the host
+                bucket.unpack.run()
+                done.append(writing.record_event())
+        with torch.cuda.stream(writing):
+            self._program.echoes.run()
+            done.append(writing.record_event())
+        for number, event in enumerate(done):
+            self._poll(min(number, len(self._peers) - 1), event)
+        caller.wait_stream(writing)
+
+    def _poll(self, number: int, event: torch.cuda.Event) -> None:
+        ends = time.monotonic() + self._deadline
+        while not event.query():  # type: ignore[no-untyped-call]
+            if time.monotonic() > ends:
+                with contextlib.suppress(Exception):  # or the process would wait for it when it ends
+                    dist.distributed_c10d._abort_process_group(self._group)  # type: ignore[attr-defined]
+                raise self._failed(number, "exchange", ", ".join(sorted(set(self._peers[number]))), None)
+            time.sleep(POLL)
+
+    def _failed(self, number: int, what: str, peers: str, error: Exception | None) -> SyncError:
+        reason = f" ({str(error).splitlines()[0][:200]})" if error is not None else ""
+        return SyncError(
+            f"Rank {dist.get_rank()} did not complete bucket {number + 1} of {len(self._peers)} (deadline "
+            f"{self._deadline:g} s): the {what} {peers} is missing{reason}. That rank has died or left the sync; its "
+            "own error says why. Where it is only slow, raise `deadline` in HybridConfig.weights_options."
+        )

@@ -1,0 +1,72 @@
+"""Launched by test_faults.py: three ranks, of which the last one does not do its part. Writes how the others end."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from standins import RANK, WORLD, SlicedEngine, session_of
+from syncing import sharded
+from trlx_hybrid.errors import SyncError
+from trlx_hybrid_reshard.agreement import Agreement
+
+DEADLINE, CULPRIT = 2.0, 2
+
+
+def ended(call):
+    started = time.monotonic()
+    try:
+        call()
+    except SyncError as error:
+        return {"error": str(error), "seconds": time.monotonic() - started}
+    return {"error": None, "seconds": time.monotonic() - started}
+
+
+def never_enters(sync):
+    if RANK == CULPRIT:
+        time.sleep(1.3 * DEADLINE)
+        return None
+    return ended(sync.sync)
+
+
+def never_opens(sync):
+    if RANK == CULPRIT:
+        time.sleep(1.3 * DEADLINE)
+        Agreement._made += 1  # it would have made one
+        return None
+    return ended(lambda: Agreement(RANK, WORLD, DEADLINE))
+
+
+def stalls(sync):
+    """Agrees on the sync, and moves nothing."""
+    if RANK == CULPRIT:
+        sync.moves.run = lambda: time.sleep(1.3 * DEADLINE)
+    return ended(sync.sync)
+
+
+def dies(sync):
+    """The same, and is killed before it moves anything."""
+    if RANK == CULPRIT:
+        sync.moves.run = lambda: os._exit(9)
+    return ended(sync.sync)
+
+
+def main(folder):
+    dist.init_process_group("gloo")
+    seen = {}
+    for fault in (never_enters, never_opens, stalls, dies):
+        session, sync = session_of(sharded(), SlicedEngine(tp=1), deadline=DEADLINE)
+        assert sync.refuses() is None
+        sync.open()
+        session.freshness.version += 1
+        seen[fault.__name__] = fault(sync)
+        if fault is not dies:
+            dist.barrier()  # of the default group, which no fault has touched
+    (folder / f"rank{RANK}.json").write_text(json.dumps(seen))
+    os._exit(0)  # what is left of the groups would be waited for
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,36 @@
+"""A rank that stays away, stalls or is killed: the others end within the deadline, and their errors name it."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from ranks import finish, start
+
+DEADLINE = 2.0  # as in scripts/failing.py
+FAULTS = {
+    "never_enters": r"waited up to 2 s at the start of the weight sync for rank 2, which never entered it",
+    "never_opens": r"waited up to 2 s at the opening of the weight sync for rank 2, which never entered it",
+    "stalls": r"did not complete bucket \d+ of \d+ \(deadline 2 s\): the (message|exchange) \w+ rank 2",
+    "dies": r"did not complete bucket \d+ of \d+ \(deadline 2 s\): the (message|exchange) \w+ rank 2",
+}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """How the first two of three ranks ended, fault by fault; the third is killed in the last one."""
+    folder = tmp_path_factory.mktemp("failing")
+    codes, errors = finish(start("failing.py", folder, 3))
+    assert codes == [0, 0, 9], "\n".join(error[-3000:] for error in errors)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_others_name_it_in_time(seen, fault):
+    for rank, report in enumerate(seen):
+        assert report[fault]["error"] is not None, report
+        assert re.search(f"Rank {rank} {FAULTS[fault]}", report[fault]["error"]), report
+        assert report[fault]["seconds"] < DEADLINE + 3  # a machine may be busy; a hang is longer

@@ -1,0 +1,146 @@
+"""Layouts read from DTensors that torch itself sharded, once as every rank; no communication takes place."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from trlx_hybrid.errors import ConfigError
+from trlx_hybrid_reshard.advice import alternatives
+from trlx_hybrid_reshard.layout import Layout
+from trlx_hybrid_reshard.live import from_dtensor, read
+from trlx_hybrid_reshard.parameter import Model, Parameter
+from trlx_hybrid_reshard.plan import plan
+
+WORLD = 4
+
+
+@pytest.fixture
+def as_rank():
+    """Become one rank of four; the process group carries nothing."""
+
+    def become(rank):
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=WORLD)
+
+    yield become
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def numbered(*shape):
+    return torch.arange(torch.Size(shape).numel(), dtype=torch.float32).reshape(shape)
+
+
+def taken(full, boxes):
+    """The elements of the boxes of a tensor of one layer."""
+    return [x for box in boxes for x in full[tuple(slice(a, b) for a, b in box[1:])].flatten().tolist()]
+
+
+MESHES = [
+    ((4,), [Shard(0)], (10, 3)),
+    ((4,), [Shard(0)], (3, 2)),  # fewer rows than ranks: the last holds nothing
+    ((4,), [Shard(1)], (3, 8)),
+    ((4,), [Replicate()], (3, 2)),
+    ((2, 2), [Replicate(), Shard(0)], (7, 2)),
+    ((2, 2), [Shard(0), Shard(1)], (6, 4)),
+    ((2, 2), [Shard(0), Shard(0)], (12, 2)),
+]
+
+
+@pytest.mark.parametrize(("mesh", "placements", "shape"), MESHES, ids=str)
+def test_each_rank_holds_what_torch_gave_it(as_rank, mesh, placements, shape):
+    full = numbered(*shape)
+    for rank in range(WORLD):
+        as_rank(rank)
+        tensor = distribute_tensor(full, init_device_mesh("cpu", mesh), placements, src_data_rank=None)
+        boxes = from_dtensor(tensor, WORLD).boxes(rank)
+        assert taken(full, boxes) == tensor.to_local().flatten().tolist()
+
+
+def test_a_mesh_in_another_order(as_rank):
+    full = numbered(8, 2)
+    for rank in range(WORLD):
+        as_rank(rank)
+        mesh = DeviceMesh("cpu", [0, 2, 1, 3])
+        tensor = distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)
+        assert taken(full, from_dtensor(tensor, WORLD).boxes(rank)) == tensor.to_local().flatten().tolist()
+
+
+def test_fsdp_inside_tensor_parallelism(as_rank):
+    full = numbered(8, 2)
+    for rank in range(WORLD):
+        as_rank(rank)
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+        layer = nn.Linear(2, 8, bias=False)
+        layer.weight = nn.Parameter(distribute_tensor(full, mesh["tp"], [Shard(0)], src_data_rank=None))
+        fully_shard(layer, mesh=mesh["fsdp"])
+        boxes = from_dtensor(layer.weight, WORLD).boxes(rank)
+        assert taken(full, boxes) == layer.weight.to_local().flatten().tolist()
+
+
+def live(layers=2):
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(3, 10, bias=False) for _ in range(layers))
+    return model
+
+
+WEIGHT = Parameter(name="layers.{}.weight", shape=(10, 3), layers=range(2), tp_dim=0, unit="rows")
+
+
+def test_a_model_under_fully_shard_plans_like_the_layout_it_has(as_rank):
+    as_rank(1)
+    model = live()
+    for layer in model.layers:
+        fully_shard(layer)
+    tensors = dict(model.named_parameters())
+    assert all(isinstance(t, DTensor) for t in tensors.values())
+    described = Model(name="two layers", parameters=(WEIGHT,))
+    seen = read([WEIGHT], tensors, WORLD)
+    for rank in range(WORLD):
+        found = plan(described, seen, Layout(tp=2, dp=2), rank)
+        meant = plan(described, Layout(fsdp=4), Layout(tp=2, dp=2), rank)
+        assert (found.receives == meant.receives).all()
+        assert (found.sends == meant.sends).all()
+
+
+def test_the_better_layout_is_one_that_fully_shard_makes(as_rank):
+    """A permuted mesh and a shard dimension, as the tool advises: torch makes them, and they plan as advised."""
+    as_rank(1)
+    model = nn.Module()
+    model.layers = nn.ModuleList(nn.Linear(8, 12, bias=False) for _ in range(2))
+    for layer in model.layers:
+        fully_shard(layer, mesh=DeviceMesh("cpu", [0, 2, 1, 3]), shard_placement_fn=lambda p: Shard(1))
+    row = Parameter(name="layers.{}.weight", shape=(12, 8), layers=range(2), tp_dim=1, unit="columns")
+    described = Model(name="two layers", parameters=(row,))
+    seen = read([row], dict(model.named_parameters()), WORLD)
+    rollout = Layout(tp=2, dp=2)
+    advised = alternatives(described, Layout(fsdp=4), rollout)[-1]
+    assert advised.layout == Layout(fsdp=4, mesh=(0, 2, 1, 3), shard_dims=((row.name, 1),))
+    worst = max(int(plan(described, seen, rollout, rank).receives.sum()) for rank in range(WORLD))
+    assert worst == advised.receives_bytes == described.bytes // 4  # (1/2 − 1/4) of it
+
+
+def test_plain_parameters_are_on_every_rank():
+    seen = read([WEIGHT], dict(live().named_parameters()), WORLD)
+    assert [seen.sharding(WEIGHT).elements(r) for r in range(WORLD)] == [60] * WORLD
+
+
+def test_another_model_is_named():
+    with pytest.raises(ConfigError, match=r"no parameter layers\.1\.weight"):
+        read([WEIGHT], dict(live(1).named_parameters()), WORLD)
+    wide = Parameter(name="layers.{}.weight", shape=(12, 3), layers=range(2))
+    with pytest.raises(ConfigError, match=r"layers\.0\.weight has shape \(10, 3\), the plan expects \(12, 3\)"):
+        read([wide], dict(live().named_parameters()), WORLD)
+
+
+def test_layers_sharded_differently_are_refused(as_rank):
+    as_rank(0)
+    model = live()
+    fully_shard(model.layers[0])
+    with pytest.raises(ConfigError, match="placed in 2 ways"):
+        read([WEIGHT], dict(model.named_parameters()), WORLD)

@@ -1,0 +1,66 @@
+"""The weight sync on FSDP2 and plain models: right after every kind of change, at the floor, and alike on all ranks."""
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from ranks import reports
+
+SYNCS = ["first", "trained", "newly frozen", "one frozen", "frozen but written", "lost", "offloaded and run"]
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """The reports of so many ranks, which run once."""
+    return functools.cache(lambda world: reports("syncing.py", tmp_path_factory.mktemp("syncing"), world))
+
+
+@pytest.fixture(params=[1, 2, 4])
+def seen(request, launched):
+    return launched(request.param)
+
+
+@pytest.mark.parametrize("kind", ["sharded", "plain"])
+def test_the_engine_holds_the_policy_after_every_change(seen, kind):
+    for report in seen:
+        run = report[kind]
+        assert [(name, run[name]["wrong"]) for name in SYNCS] == [(name, []) for name in SYNCS]
+        assert run["written"] == len(SYNCS) + ("replaced" in run)
+        assert run.get("replaced", {"wrong": []})["wrong"] == []
+
+
+@pytest.mark.parametrize("kind", ["sharded", "plain"])
+def test_bytes_are_at_the_floor_and_frozen_ones_rest(seen, kind):
+    for report in seen:
+        run = report[kind]
+        assert run["first"]["bytes"] == run["floor"]
+        assert (run["floor"] > 0) == (kind == "sharded" and len(seen) > 1)
+        moved = {name: (run[name]["bytes"], run[name]["tensors"]) for name in SYNCS}
+        everything, fewer = moved["first"], moved["one frozen"]
+        assert fewer == moved["offloaded and run"]
+        assert fewer[1] == everything[1] - 1
+        assert (fewer[0] < everything[0]) == (run["floor"] > 0)
+        assert {moved[name] for name in SYNCS if name not in ("one frozen", "offloaded and run")} == {everything}
+        assert set(run["staging"]) == {0}  # nothing is held between syncs
+
+
+def test_ranks_that_differ_say_so_alike(launched):
+    first, second = (report["refusals"] for report in launched(2))
+    assert (first["one rank"], second["one rank"]) == ("rank 1: no, says 1", "no, says 1")
+    for one, other in zip(first, second, strict=True):
+        assert one == other
+        assert one == "one rank" or first[one] == second[one]
+    assert "fused or renamed" in first["converts"]
+    assert "does not say where its weights lie" in first["no regions"]
+    assert (
+        "Rank 1 trains another model than rank 0: layers.2.0.weight is (12, 8) there and missing"
+        in first["other model"]
+    )
+    assert "rank 0 is at weight version 7 with plan" in first["version"]
+    assert "rank 1 at version 8 with plan" in first["version"]
+    digests = first["freezing"].split("with plan ")
+    assert digests[1].split(",")[0] != digests[2].split(".")[0]
+    assert first["after"] == second["after"] == []

@@ -1,0 +1,90 @@
+"""What the engine says about its memory: complete, bit for bit, and nothing at all where a layer is not known."""
+
+import pytest
+import torch
+import trlx_hybrid
+from torch import nn
+from trlx_hybrid.errors import EngineError
+from trlx_hybrid.testing.models import ARCHITECTURES, tiny_model
+from trlx_hybrid_vllm import regions as module
+from trlx_hybrid_vllm.internals import model_of
+from trlx_hybrid_vllm.loading import Route, Slice
+
+
+@pytest.fixture
+def opened(run):
+    """A session with its engine built."""
+
+    def build(**model):
+        finished = run(trlx_hybrid.GRPOTrainer, model=tiny_model(**model), use_vllm=True, train=False)
+        finished.trainer.session.open()
+        return finished.trainer.session
+
+    return build
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_writing_all_regions_is_a_complete_sync(opened, architecture):
+    session = opened(architecture=architecture, tied=architecture == "gemma2")
+    engine, policy = session.live_engine, session.policy
+    weights = {name: p.detach() + 1 for name, p in policy.base_parameters().items()}
+    found = engine.regions(policy)
+    for p in model_of(engine.llm).parameters():
+        p.data.fill_(torch.nan)
+    for name, regions in found.of.items():
+        for region in regions:
+            region.memory.copy_(weights[name][tuple(slice(a, b) for a, b in region.box)])
+    for rows in found.padding:
+        rows.zero_()
+    assert engine.differing(weights.items()) == []
+    assert not any(p.isnan().any() for p in model_of(engine.llm).parameters())
+    assert sum(rows.numel() for rows in found.padding) == 30 * 128 * (1 if architecture == "gemma2" else 2)
+
+
+def test_layers_that_are_not_known_are_refused_by_name(opened, monkeypatch):
+    session = opened()
+    engine = session.live_engine
+    model = model_of(engine.llm)
+    attention = next(m for m in model.modules() if type(m).__name__ == "Attention")
+    cases = {
+        "is a Odd, which is not known to keep what was loaded": lambda m: m.setitem(
+            model.model._modules, "odd", _odd()
+        ),
+        "keeps its weights in the form of Fp8LinearMethod": lambda m: m.setattr(
+            model.model.layers[0].mlp.down_proj, "quant_method", type("Fp8LinearMethod", (), {})()
+        ),
+        "which derives something from its weights after loading them": lambda m: m.setattr(
+            type(attention.impl), "process_weights_after_loading", lambda *_: None, raising=False
+        ),
+        "ForCausalLM derives something from its weights": lambda m: m.setattr(
+            type(model), "process_weights_after_loading", lambda *_: None, raising=False
+        ),
+    }
+    for reason, change in cases.items():
+        with monkeypatch.context() as patch:
+            change(patch)
+            with pytest.raises(EngineError, match=reason):
+                engine.regions(session.policy)
+    assert engine.regions(session.policy).of
+
+
+def _odd():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(2))
+
+    return Odd()
+
+
+def test_copies_that_are_no_box_are_refused():
+    """A transposed copy, and one that takes every other row."""
+    memory = torch.zeros(4, 6)
+    for source in (Slice((4, 6), (1, 4), 0), Slice((2, 6), (12, 1), 0), Slice((24,), (1,), 0)):
+        route = Route("fused", Slice((4, 6), (6, 1), 0), source)
+        with pytest.raises(EngineError, match="in a way that is no slice of it"):
+            module._region("weight", route, (4, 6), memory)
+    route = Route("fused", Slice((2, 3), (6, 1), 1), Slice((2, 3), (6, 1), 8))
+    region = module._region("weight", route, (4, 6), memory)
+    assert region.box == ((1, 3), (2, 5))
+    assert region.memory.shape == (2, 3)

@@ -4,5 +4,15 @@
 them; `python -m benchmarks check [NAME ...]` compares the committed results with `goals.toml`.
 """
 
-BENCHMARKS = ("host", "import_cost", "rollout", "weight_sync", "offload", "step", "multiturn", "reshard", "reshard_plan")
+BENCHMARKS = (
+    "host",
+    "import_cost",
+    "rollout",
+    "weight_sync",
+    "offload",
+    "step",
+    "multiturn",
+    "reshard",
+    "reshard_plan",
+)
 """Modules of this package with a `main`, in the order they are listed."""

@@ -98,7 +98,7 @@ def waiting_tools(
         free(turn)
         block, conversations = rollouts.block_size, rollouts.conversations
         this.trace = computed_prompts(trace, conversations, block)
-        this.prefix_share = prefix_share(conversations, this.ours.cached - this.ours.first_cached, block)
+        this.prefix_share = prefix_share(conversations, this.ours, block)
         return timed
 
     def fair(turn: int) -> Timed:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from trlx_hybrid.conversation import Conversation
-from trlx_hybrid.types import Sampling
+from trlx_hybrid.types import Request, Sampling
 
 from .replay import StepTime, Trace
 
@@ -21,13 +21,11 @@ class StepClock:
 
     Attributes:
         steps: seconds of each, with what was in it.
-        first_cached: prompt tokens of first turns that the prefix cache had.
-        cached: of all turns.
+        cached: by row and turn, prompt tokens that the prefix cache had.
     """
 
     steps: list[StepTime] = field(default_factory=list)
-    first_cached: int = 0
-    cached: int = 0
+    cached: dict[tuple[int, int], int] = field(default_factory=dict)
 
     @contextmanager
     def listening(self, engine: Any) -> Iterator[None]:
@@ -38,8 +36,8 @@ class StepClock:
         def timed(sampling: Sampling) -> Iterator[Any]:
             with stream(sampling) as inner:
                 self._time(inner)
+                self._note_cached(inner)
                 yield inner
-                self.cached = inner.cached_tokens
 
         engine.stream = timed
         try:
@@ -48,10 +46,9 @@ class StepClock:
             del engine.stream
 
     def _time(self, inner: Any) -> None:
-        step, finished_any = inner.step, False
+        step = inner.step
 
         def timed(more: bool) -> Any:
-            nonlocal finished_any
             waiting, prompts, cached = len(inner._ids), inner.prompt_tokens, inner.cached_tokens
             started = time.perf_counter()
             result = step(more)
@@ -59,11 +56,41 @@ class StepClock:
             if waiting:
                 computed = inner.prompt_tokens - prompts - (inner.cached_tokens - cached)
                 self.steps.append(StepTime(waiting, computed, seconds))
-            if result[0] and not finished_any:
-                finished_any, self.first_cached = True, inner.cached_tokens
             return result
 
         inner.step = timed
+
+    def _note_cached(self, inner: Any) -> None:
+        """The stream counts all requests together; here each is wanted."""
+        add, places = inner.add, {}
+
+        def noted(request: Request) -> int:
+            key: int = add(request)
+            places[inner._ids[key]] = request.row, request.turn
+            return key
+
+        def seen(request_id: str, cached: int) -> None:
+            if request_id in places:
+                self.cached[places[request_id]] = cached
+
+        inner.add, inner._core = noted, _Overheard(inner._core, seen)
+
+
+class _Overheard:
+    """vLLM's engine core, and who is told how much of each prompt was cached."""
+
+    def __init__(self, core: Any, seen: Callable[[str, int], None]) -> None:
+        self._core, self._seen = core, seen
+
+    def get_output(self) -> Any:
+        outputs = self._core.get_output()
+        for output in outputs.outputs:
+            if output.prefill_stats is not None:
+                self._seen(output.request_id, output.prefill_stats.num_cached_tokens)
+        return outputs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
 
 
 def computed_prompts(trace: Trace, conversations: Sequence[Conversation], block: int) -> Trace:
@@ -81,10 +108,15 @@ def shared_tokens(conversation: Conversation) -> list[int]:
     return [turn.prompt + turn.sampled for turn in conversation.turns[:-1]]
 
 
-def prefix_share(conversations: Sequence[Conversation], cached: int, block: int) -> float:
+def prefix_share(conversations: Sequence[Conversation], clock: StepClock, block: int) -> float:
     """Tokens found in the prefix cache, as share of the full blocks that each turn shares with the one before.
 
-    Args:
-        cached: those of later turns.
+    What a turn finds beyond that does not count: a sibling's answer, where a model says the same to the same prompt.
     """
-    return cached / sum(shared // block * block for c in conversations for shared in shared_tokens(c))
+    first, found, possible = min(row for row, _ in clock.cached), 0, 0
+    for index, conversation in enumerate(conversations):
+        for turn, shared in enumerate(shared_tokens(conversation), start=1):
+            full = shared // block * block
+            found += min(full, clock.cached[first + index, turn])
+            possible += full
+    return found / possible

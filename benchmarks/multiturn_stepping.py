@@ -109,7 +109,7 @@ class ToolStepper(Stepper):
             timed = self.step(turn)
         if not lock_step:
             block = session.live_engine.llm.llm_engine.vllm_config.cache_config.block_size
-            self._prefix_share = prefix_share(self._conversations, clock.cached - clock.first_cached, block)
+            self._prefix_share = prefix_share(self._conversations, clock, block)
         return timed
 
     def found(self) -> dict[str, float]:

@@ -44,6 +44,7 @@ class GameConfig(ToyConfig):
     """The toy's defaults, and where this run goes."""
 
     output_dir: str = field(default="runs/guessing_game", metadata={"help": "The run folder."})
+    num_generations_eval: int = field(default=8, metadata={"help": "Games per number in the evaluation."})
 
 
 class GuessingGame:

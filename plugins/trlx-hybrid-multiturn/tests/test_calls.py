@@ -385,21 +385,23 @@ def test_a_result_without_a_text_ends_its_trajectory(pool, mode):
     calls = [call("add", a=1, b=2), call("unprintable"), call("add", a=1, b=2)]
     bad, good = run_many(pool(tools=mode), [calls, calls[:1]], [add, unprintable])
     cannot = "the result, a Unprintable, cannot be turned into a string: RuntimeError: no text"
-    assert bad[0] == f"UnshowableError: {cannot}"
+    assert bad[0] == f"tool 'unprintable': {cannot}."
     assert (bad[1].calls, bad[1].failed_calls) == (2, 0)
     assert good[0][0]["content"] == "3"
 
 
 @pytest.mark.parametrize("mode", ["thread", "main"])
 def test_an_error_without_a_text_ends_its_trajectory(pool, mode):
-    assert run(pool(tools=mode), [call("silent")], [silent])[0] == "Silent, whose text cannot be made: RuntimeError."
+    text = "tool 'silent' raised Silent, whose text cannot be made: RuntimeError."
+    assert run(pool(tools=mode), [call("silent")], [silent])[0] == text
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_a_tool_that_wants_to_exit_ends_its_trajectory_only(pool, mode):
     batches = [[call("leave")], [call("interrupt")], [call("add", a=1, b=2)]]
     found = run_many(pool(tools=mode), batches, [leave, interrupt, add])
-    assert [messages for messages, _ in found[:2]] == ["SystemExit: 3", "KeyboardInterrupt: stop"]
+    raised = ["tool 'leave' raised SystemExit: 3.", "tool 'interrupt' raised KeyboardInterrupt: stop."]
+    assert [messages for messages, _ in found[:2]] == raised
     assert found[2][0][0]["content"] == "3"
 
 
@@ -414,10 +416,10 @@ def test_what_goes_wrong_on_the_event_loop_ends_one_trajectory_and_never_the_loo
     batches = [[call("fetch", what="text"), call(tool.__name__)] for tool in tools[:-1]]
     found = run_many(pool(), [*batches, [call("fetch", what="text")]], tools, event_loop[0])
     assert [messages for messages, _ in found[:-1]] == [
-        "UnshowableError: the result, a Unprintable, cannot be turned into a string: RuntimeError: no text",
-        "Silent, whose text cannot be made: RuntimeError.",
-        "SystemExit: 3",
-        "KeyboardInterrupt: stop",
+        "tool 'unprintable_later': the result, a Unprintable, cannot be turned into a string: RuntimeError: no text.",
+        "tool 'silent_later' raised Silent, whose text cannot be made: RuntimeError.",
+        "tool 'leave_later' raised SystemExit: 3.",
+        "tool 'interrupt_later' raised KeyboardInterrupt: stop.",
         "tool 'cancelled_later' was cancelled, by itself or by something else.",
     ]
     assert found[-1][0][0]["content"] == VALUES["text"]
@@ -514,7 +516,7 @@ def test_a_coroutine_whose_turn_never_comes_is_closed(pool):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         lost, _ = run(pool(), [call("fetch", what="text"), call("leave")], [fetch, leave])
-        assert lost == "SystemExit: 3"
+        assert lost == "tool 'leave' raised SystemExit: 3."
         gc.collect()
     assert [str(w.message) for w in caught if "never awaited" in str(w.message)] == []
 

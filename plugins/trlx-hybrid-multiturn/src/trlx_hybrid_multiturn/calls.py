@@ -35,42 +35,45 @@ async def run_calls(
             conversation.calls += 1
             if call["type"] != "function":
                 error: Exception = ValueError(f"Unsupported tool call type: {call['type']}")
-                results.append((call.get("name", "unknown"), _content(Outcome(error=error), conversation)))
+                name = call.get("name", "unknown")
+                results.append((name, _content(name, Outcome(error=error), conversation)))
                 continue
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             if name in dialogue.sync_tools:
                 outcome = await runners.call(name, dialogue.sync_tools[name], arguments)
-                results.append((name, _content(outcome, conversation)))
+                results.append((name, _content(name, outcome, conversation)))
                 continue
             try:
                 if name not in dialogue.async_tools:
                     raise ValueError(f"Tool {name} not found.")
                 coroutines.append((name, dialogue.async_tools[name](**arguments)))
             except Exception as error:
-                results.append((name, _content(Outcome(error=error), conversation)))
+                results.append((name, _content(name, Outcome(error=error), conversation)))
         if coroutines:
             started, coroutines = coroutines, []
             outcomes = await runners.together(started, dialogue.event_loop)
             for (name, _), outcome in zip(started, outcomes, strict=True):
-                results.append((name, _content(outcome, conversation)))
+                results.append((name, _content(name, outcome, conversation)))
     finally:
         for _, coroutine in coroutines:  # never started: the trajectory ended before their turn came
             coroutine.close()
     return [{"role": "tool", "name": name, "content": content} for name, content in results]
 
 
-def _content(outcome: Outcome, conversation: Conversation) -> Any:
+def _content(name: str, outcome: Outcome, conversation: Conversation) -> Any:
     """What the model is shown of a call."""
     if outcome.lost is not None:
         raise LostCallError(outcome.lost)
     if outcome.error is None:
         return outcome.value
-    kind = type(outcome.error).__name__
+    raised = f"tool {name!r} raised {type(outcome.error).__name__}"
     try:
         text = str(outcome.error)
     except Exception as error:  # the tool's own
-        raise LostCallError(f"{kind}, whose text cannot be made: {type(error).__name__}.") from error
-    if not isinstance(outcome.error, Exception) or isinstance(outcome.error, UnshowableError):
-        raise LostCallError(f"{kind}: {text}")
+        raise LostCallError(f"{raised}, whose text cannot be made: {type(error).__name__}.") from error
+    if isinstance(outcome.error, UnshowableError):
+        raise LostCallError(f"tool {name!r}: {text}.")
+    if not isinstance(outcome.error, Exception):
+        raise LostCallError(f"{raised}: {text}.")
     conversation.failed_calls += 1
     return str({"error": text})

@@ -85,7 +85,7 @@ class Episode:
         except Exception as error:
             names = ", ".join(repr(answer["name"]) for answer in answers)
             raise LostCallError(
-                f"what {names} returned cannot be shown to the model: {type(error).__name__}: {error}"
+                f"what {names} returned cannot be shown to the model: {type(error).__name__}: {error}."
             ) from error
 
     async def _sample(self, prompt: list[int], room: int | None) -> Message:

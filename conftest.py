@@ -177,5 +177,8 @@ def stock_colocate(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
 
     monkeypatch.setattr(vllm_generation, "LLM", plain_llm)
     torch.compiler.set_stance("force_eager")
+    environment = dict(os.environ)
     yield changes
     torch.compiler.set_stance("default")
+    os.environ.clear()  # TRL sets RANK and its like, and leaves them: the next accelerator would believe them
+    os.environ.update(environment)

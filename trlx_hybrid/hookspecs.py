@@ -118,6 +118,6 @@ def trlx_command(commands: Any) -> None:
     """Add a command to `trlx-hybrid`: `commands.add_parser("mine", help=...).set_defaults(run=function)`.
 
     Called whenever `trlx-hybrid` starts, so import heavy things inside the function. `commands` is what
-    `ArgumentParser.add_subparsers` returns; `run` takes the parsed arguments and returns the exit status. Returns
-    nothing.
+    `ArgumentParser.add_subparsers` makes; `run` takes the parsed arguments and gives the exit status.
+    Returns nothing.
     """

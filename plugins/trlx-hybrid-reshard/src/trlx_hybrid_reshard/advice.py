@@ -1,8 +1,8 @@
 """The training layout one would rather have: FSDP shards that lie inside the rank's rollout slice.
 
-Two means that exist: a permuted device mesh, given to accelerate's `ParallelismConfig` or to `fully_shard`, brings a
-rank's rows into its TP slice; `fully_shard(shard_placement_fn=...)` shards row-parallel weights along the dimension
-that TP slices, where it divides. Both together reach (1/t − 1/n) of a dense model.
+Two means: a permuted device mesh would bring a rank's rows into its TP slice, where torch sorted no ranks of process
+groups (2.11 does, see `live.from_dtensor`); `fully_shard(shard_placement_fn=...)` shards row-parallel weights along the
+dimension that TP slices, where it divides. Both together reach (1/t − 1/n) of a dense model.
 """
 
 from __future__ import annotations

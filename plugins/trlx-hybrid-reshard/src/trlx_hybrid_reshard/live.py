@@ -87,7 +87,7 @@ def from_dtensor(tensor: Tensor, world: int, *, layers: int = 1) -> Sharding:
         layers: how many layers have a tensor like this one.
 
     Raises:
-        ConfigError: a placement that is neither a shard nor a replica.
+        ConfigError: a placement that is neither a shard nor a replica, or a mesh that is not in order.
     """
     extent = (layers, *tensor.shape)
     parts, coordinates = [whole(size) for size in extent], list[Ints | None]([None] * len(extent))
@@ -107,6 +107,11 @@ def from_dtensor(tensor: Tensor, world: int, *, layers: int = 1) -> Sharding:
         if not (placements[i].is_shard() or strided[i]):
             raise ConfigError(f"A parameter is placed as {placements[i]}: only shards and replicas can be resharded.")
         d, ways = placements[i].dim + 1, ranks.shape[i]
+        if ways > 1 and (np.diff(ranks, axis=i) < 0).any():
+            raise ConfigError(
+                f"The device mesh lists its ranks as {ranks.tolist()}. torch sorts the ranks of a process group, so "
+                "FSDP2 shards in ascending order whatever the mesh says. Make it ascending."
+            )
         place = np.zeros(world, dtype=np.int64)
         place[ranks] = position[i]
         outer = coordinates[d]

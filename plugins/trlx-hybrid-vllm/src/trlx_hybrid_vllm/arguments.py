@@ -36,7 +36,7 @@ def engine_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype)
         "distributed_executor_backend": "external_launcher",
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
-        "max_num_batched_tokens": _batched_tokens(session, options),
+        "max_num_batched_tokens": _batched_tokens(session, options, whole_prompts=cpu),
         "enforce_eager": bool(options.enforce_eager) or cpu,
         "enable_sleep_mode": options.enable_sleep_mode and not cpu,
         "model_impl": options.model_impl,
@@ -50,6 +50,7 @@ def engine_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype)
     if cpu:
         arguments["worker_cls"] = "trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker"
         arguments["block_size"] = BLOCK
+        arguments["enable_chunked_prefill"] = False  # vLLM's CPU sampler fails on a seeded prompt read in parts
     arguments |= _memory(session, options, dtype, cpu) | dict(options.engine_args)
     if not cpu and _schedules_ahead(arguments):
         arguments.setdefault("scheduler_cls", "trlx_hybrid_vllm.scheduling.DecodeScheduler")
@@ -71,11 +72,14 @@ def _context_length(session: Session, options: VLLMOptions) -> int:
     return int(options.max_model_len or config.max_position_embeddings)
 
 
-def _batched_tokens(session: Session, options: VLLMOptions) -> int:
-    """Never more than can be scheduled: vLLM's GPU profiling run reads beyond its block tables otherwise."""
+def _batched_tokens(session: Session, options: VLLMOptions, whole_prompts: bool) -> int:
+    """As many as asked for, or as one prompt may have where prompts are read whole.
+
+    Never more than can be scheduled: vLLM's GPU profiling run reads beyond its block tables otherwise."""
     length = _context_length(session, options)
     sequences = options.max_num_seqs or options.max_num_batched_tokens
-    return min(options.max_num_batched_tokens, sequences * length)
+    wanted = min(options.max_num_batched_tokens, sequences * length)
+    return max(wanted, length) if whole_prompts else wanted
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------

@@ -67,6 +67,28 @@ def test_what_generate_returns_is_unpacked_by_trainer():
     )
 
 
+@pytest.mark.parametrize("trainer", [trl.GRPOTrainer, trl.DistillationTrainer], ids=lambda t: t.__name__)
+def test_tool_calling_is_where_it_was(trainer):
+    """Two methods that are replaced where the rollout converses, and what tool_calling.py reads of the trainer."""
+    first = ["self", "prompt_ids", "images", "multimodal_fields"]
+    assert list(inspect.signature(trainer._generate_single_turn).parameters)[:4] == first
+    loop = ["self", "prompts", "prompt_ids", "completion_ids", "completions"]
+    assert list(inspect.signature(trainer._tool_call_loop).parameters)[:5] == loop
+    assert list(inspect.signature(trainer._get_tool_suffix_ids).parameters) == ["self", "tool_messages"]
+    body = source(trainer)
+    grpo = trainer is trl.GRPOTrainer
+    own = (
+        ("_sync_tool_dicts", "_async_tool_dicts", "_env_tools", "_environment_pool", "async_loop")
+        if grpo
+        else ("_tool_dict",)
+    )
+    for name in (*own, "max_completion_length", "max_tool_calling_iterations", "chat_template", "tools"):
+        assert f"self.{name} = " in body or f"self.{name}[" in body or f"self.{name}, " in body, name
+    log_probs = "logprobs, " if grpo else ""
+    counts = "tool_call_count, tool_failure_count, tool_images"
+    assert f"return tool_mask, completions, completion_ids, {log_probs}{counts}" in source(trainer._tool_call_loop)
+
+
 def test_names_and_helpers_are_where_they_were():
     assert [t._name for t in GENERATING] == ["GRPO", "RLOO", "Distillation"]
     assert hasattr(DistributedBackend, "gather_params")

@@ -89,7 +89,7 @@ def waiting_tools(
         return timed
 
     def free(turn: int) -> None:
-        rollouts.tool_free(waves(trajectories), sizes.tokens, rounds[turn].free, len(rounds[turn].free.steps))
+        rollouts.tool_free(waves(trajectories), trace, rounds[turn].free, len(rounds[turn].free.steps))
 
     def ours(turn: int) -> Timed:
         this = rounds[turn]
@@ -127,7 +127,7 @@ def computing_tools(rollouts: Rollouts, trajectories: int, turns: int, sizes: Si
 
     def tool_free(turn: int) -> Timed:
         clock = StepClock()
-        timed = rollouts.tool_free(waves(trajectories), sizes.tokens, clock, turn)
+        timed = rollouts.tool_free(waves(trajectories), trace, clock, turn)
         free[turn] = fit(clock.steps, prompts=True)
         return timed
 

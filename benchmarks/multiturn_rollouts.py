@@ -70,7 +70,7 @@ class Rollouts:
         from trl import GRPOConfig
         from trlx_hybrid import GRPOTrainer, HybridConfig
 
-        self._scale, self._words = scale, scale.prompt_tokens - 4
+        self._scale, self._words, self._observed = scale, scale.prompt_tokens - 4, observed
         self.waiting = Waiting(" ".join(f"{word:x}" for word in range(1, observed - 2)))
         self._talker = talker(scale.config["vocab_size"])
         model, _ = load(folder, Variant())
@@ -166,21 +166,49 @@ class Rollouts:
         self.conversations = traced.conversations
         return Timed(seconds, [list(ids) for ids in generated[1]])
 
-    def tool_free(self, waves: Sequence[int], tokens: int, clock: StepClock, seed: int) -> Timed:
-        """One turn without tools, for so many trajectories at once, one wave after another: what steps cost."""
+    def tool_free(self, waves: Sequence[int], trace: Trace, clock: StepClock, seed: int) -> Timed:
+        """One turn without tools, for so many trajectories at once, one wave after another: what steps cost.
+
+        Prompts are as long as those of the trace's turns, and the prefix cache has them, as it has those of a
+        conversation that goes on: attention takes longer the longer they are.
+        """
         self._as_new()
         vocabulary, draw = self._scale.config["vocab_size"], random.Random(seed)
-        session = self.session
-        with session.rollout_phase(True), clock.listening(self._engine):
-            started = time.perf_counter()
-            with self._engine.stream(session.sampler.sampling) as stream:
-                for size in waves:
-                    for row in range(size):
-                        ids = draw.choices(range(1, vocabulary), k=self._scale.prompt_tokens)
-                        stream.add(Request(prompt_ids=ids, seed=draw.getrandbits(32), row=row, max_tokens=tokens))
-                    while stream.busy:
-                        stream.step(True)
-            return Timed(time.perf_counter() - started)
+        lengths = self._context_lengths(trace)
+        tokens = [count for row in trace.tokens for count in row]
+        requests = [
+            [
+                Request(
+                    prompt_ids=draw.choices(range(1, vocabulary), k=draw.choice(lengths)),
+                    seed=draw.getrandbits(32),
+                    row=row,
+                    max_tokens=draw.choice(tokens),
+                )
+                for row in range(size)
+            ]
+            for size in waves
+        ]
+        with self.session.rollout_phase(True):
+            self._sample([[dataclasses.replace(r, max_tokens=1) for r in wave] for wave in requests])
+            with clock.listening(self._engine):
+                started = time.perf_counter()
+                self._sample(requests)
+                return Timed(time.perf_counter() - started)
+
+    def _context_lengths(self, trace: Trace) -> list[int]:
+        """Of every turn's prompt."""
+        first = self._scale.prompt_tokens
+        return [
+            first + sum(row[:turn]) + turn * self._observed for row in trace.tokens for turn in range(len(row))
+        ]
+
+    def _sample(self, waves: Sequence[Sequence[Request]]) -> None:
+        with self._engine.stream(self.session.sampler.sampling) as stream:
+            for wave in waves:
+                for request in wave:
+                    stream.add(request)
+                while stream.busy:
+                    stream.step(True)
 
     def _as_new(self) -> None:
         """The next rollout draws the first seeds of its weights again, and finds nothing in the prefix cache."""

@@ -27,6 +27,7 @@ def sampling_params(sampling: Sampling) -> dict[str, Any]:
         "repetition_penalty": sampling.repetition_penalty,
         "logprobs": sampling.logprobs,
         "output_kind": RequestOutputKind.FINAL_ONLY,
+        "skip_clone": True,  # each request is given parameters of its own, so vLLM need not copy them deeply
     } | dict(sampling.extra)
     structured = params.get("structured_outputs")
     if sampling.regex is not None:

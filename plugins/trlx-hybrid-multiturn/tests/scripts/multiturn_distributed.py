@@ -113,7 +113,7 @@ def main(out: Path) -> None:
             logging_steps=1,
             save_strategy="no",
             report_to=[],
-            use_cpu=True,
+            use_cpu=not torch.cuda.is_available(),
             bf16=False,
             disable_tqdm=True,
             use_vllm=True,

@@ -16,10 +16,13 @@ class ReshardOptions:
             rank that saves a checkpoint meanwhile must be back within it.
         bucket_bytes: what one rank receives and packs at a time; two such buckets are the most extra memory a sync
             takes, unless a single row is larger.
+        record: on a CUDA device, replay a sync as one CUDA graph from the second of its kind on. The buffers that it
+            packs into are then kept between syncs.
     """
 
     deadline: float = 300.0
     bucket_bytes: int = 256 << 20
+    record: bool = True
 
     def __post_init__(self) -> None:
         for name in ("deadline", "bucket_bytes"):

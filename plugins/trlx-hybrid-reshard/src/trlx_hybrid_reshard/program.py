@@ -28,7 +28,7 @@ class Copies:
         if to.is_contiguous() and source.is_contiguous() and to.device == source.device:
             pair, to, source = self.dense, to.view(-1), source.view(-1)
         else:
-            pair = self.strided
+            pair, (to, source) = self.strided, widened(to, source)
         pair[0].append(to)
         pair[1].append(source)
 
@@ -37,6 +37,25 @@ class Copies:
         for to, sources in (self.dense, self.strided):
             if to:
                 torch._foreach_copy_(to, sources)
+
+
+def widened(to: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+    """Views of both with the widest elements that their rows and addresses allow, where no bit changes on the way.
+
+    A strided copy takes as long as its elements are many: bf16 in elements of 16 bytes is one eighth of them.
+    """
+    if to.dtype != source.dtype or not to.dim() or not to.stride(-1) == source.stride(-1) == 1:
+        return to, source
+    for dtype in (torch.complex128, torch.int64, torch.int32):
+        if dtype.itemsize > to.itemsize and _fits(to, dtype) and _fits(source, dtype):
+            return to.view(dtype), source.view(dtype)
+    return to, source
+
+
+def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
+    times = dtype.itemsize // tensor.itemsize
+    counts = (tensor.shape[-1], tensor.storage_offset(), *tensor.stride()[:-1])
+    return all(n % times == 0 for n in counts) and tensor.data_ptr() % dtype.itemsize == 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,6 +99,11 @@ class Program:
     tensors: int
     received_bytes: int
     sent_bytes: int
+
+    def on(self, device: torch.device) -> bool:
+        """Whether all its memory is that device's."""
+        copies = [self.local, self.echoes, *(c for b in self.buckets for c in (b.pack, b.unpack))]
+        return all(t.device == device for c in copies for side in (*c.dense, *c.strided) for t in side)
 
 
 def program(

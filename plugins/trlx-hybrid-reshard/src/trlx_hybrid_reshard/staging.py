@@ -16,7 +16,7 @@ class Staging:
     """Buffers of equal size, used in turn: one is on the wire while the other is packed or written.
 
     Views of them are made once, before the first `release`. Between syncs the storages are empty, and the views stay
-    valid.
+    valid; unless the buffers are kept, because a recording names their addresses.
 
     Args:
         elements: of one buffer.
@@ -26,6 +26,7 @@ class Staging:
     def __init__(self, elements: int, count: int, dtype: torch.dtype, device: torch.device) -> None:
         self._buffers = [torch.empty(elements, dtype=dtype, device=device) for _ in range(count)]
         self._size = elements * dtype.itemsize
+        self._kept = False
 
     @property
     def bytes(self) -> int:
@@ -39,17 +40,23 @@ class Staging:
     @contextmanager
     def held(self) -> Iterator[None]:
         """While it has memory."""
-        for buffer in self._buffers:
-            buffer.untyped_storage().resize_(self._size)
+        if not self._kept:
+            for buffer in self._buffers:
+                buffer.untyped_storage().resize_(self._size)
         try:
             yield
         finally:
             self.release()
 
+    def keep(self) -> None:
+        """From now on, while it is held: never give it back."""
+        self._kept = True
+
     def release(self) -> None:
-        """Give the memory back."""
-        for buffer in self._buffers:
-            buffer.untyped_storage().resize_(0)
+        """Give the memory back, unless it is kept."""
+        if not self._kept:
+            for buffer in self._buffers:
+                buffer.untyped_storage().resize_(0)
 
 
 def aligned(elements: int, itemsize: int) -> int:

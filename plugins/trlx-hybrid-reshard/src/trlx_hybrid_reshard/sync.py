@@ -137,6 +137,7 @@ class ReshardSync(WeightSync):
             patience = timedelta(seconds=2 * self._options.deadline + 60)
             self._group = dist.new_group(backend="nccl", timeout=patience)
             dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)  # point-to-point cannot be first
+            self._agreement.use(self._group, self._device)
         self.moves = self._plan(self._everything)
 
     @property
@@ -176,17 +177,19 @@ class ReshardSync(WeightSync):
         trained = tuple(name for name in self._everything if name not in self._shards.frozen)
         small = self._plan(trained or self._everything)
         whole = self._plan(self._everything)
-        version = self._session.freshness.version
-        mine = [version, int(everything), whole.digest, small.digest]
-        theirs = self._agreement.exchange_numbers("the start of the weight sync", mine)
-        for rank, other in enumerate(theirs):
-            if [other[0], *other[2:]] != [theirs[0][0], *theirs[0][2:]]:
-                raise SyncError(
-                    f"The ranks disagree on the weight sync: rank 0 is at weight version {theirs[0][0]} with plan "
-                    f"{_text(theirs[0][2:])}, rank {rank} at version {other[0]} with plan {_text(other[2:])}. All "
-                    "ranks must load, freeze and sync alike."
-                )
-        self.moves = whole if any(other[1] for other in theirs) else small
+        mine = [self._session.freshness.version, whole.digest, small.digest]
+        same, anyone = self._agreement.same("the start of the weight sync", mine, everything)
+        if not same:
+            self._disagree(self._agreement.exchange("the comparison of the ranks' plans", mine))
+        self.moves = whole if anyone else small
+
+    def _disagree(self, theirs: list[list[int]]) -> None:
+        other = next(rank for rank, numbers in enumerate(theirs) if numbers != theirs[0])
+        raise SyncError(
+            f"The ranks disagree on the weight sync: rank 0 is at weight version {theirs[0][0]} with plan "
+            f"{_text(theirs[0][1:])}, rank {other} at version {theirs[other][0]} with plan {_text(theirs[other][1:])}. "
+            "All ranks must load, freeze and sync alike."
+        )
 
     def _plan(self, names: tuple[str, ...]) -> Moves:
         """The moves of some parameters, made at their first use."""
@@ -216,12 +219,15 @@ class ReshardSync(WeightSync):
     def release(self) -> None:
         """The engine was closed: forget its memory, and give the groups back."""
         own, self._group = self._group, None
+        for moves in self._known.values():
+            moves.close()
+        self.moves, self._known = None, {}
         if self._agreement is not None:
             if own is not None and own is not self._agreement.group and dist.is_initialized():
                 dist.destroy_process_group(own)
             self._agreement.close()
-        self._agreement = self._shards = self._regions = self.moves = None
-        self._held, self._known, self._synced = [], {}, False
+        self._agreement = self._shards = self._regions = None
+        self._held, self._synced = [], False
 
 
 def _text(digests: Sequence[int]) -> str:

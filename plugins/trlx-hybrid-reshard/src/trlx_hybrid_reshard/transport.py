@@ -1,12 +1,12 @@
 """Replaying a program: pack a bucket, put it on the wire, write what came in, while the next is being packed.
 
 On a CUDA device packing and writing have a stream each and NCCL has its own, so the host enqueues everything and waits
-once. With gloo the host waits for each bucket after it has packed the next.
+once; from the second time on all of it is one graph. With gloo the host waits for each bucket after it has packed the
+next.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from datetime import timedelta
 from typing import Any
@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from trlx_hybrid.errors import SyncError
 
+from .arrival import arrived
 from .program import Bucket, Program
-
-POLL = 2e-5
-"""Seconds between two looks at whether a bucket is done."""
+from .recording import Recording
 
 
 class Transport:
@@ -27,9 +26,12 @@ class Transport:
     Args:
         group: all ranks, over NCCL for CUDA tensors and gloo for others; None for a single rank.
         deadline: seconds that a bucket may take.
+        record: whether a CUDA device replays a recording, for which the staging buffers are kept between syncs.
     """
 
-    def __init__(self, program: Program, group: Any, device: torch.device, deadline: float) -> None:
+    def __init__(
+        self, program: Program, group: Any, device: torch.device, deadline: float, *, record: bool = True
+    ) -> None:
         self._program, self._group, self._deadline = program, group, deadline
         self._device = device
         self._peers = [
@@ -38,8 +40,12 @@ class Transport:
         ]
         self._operations = [self._prepared(bucket) for bucket in program.buckets]
         self._streams: Any = None
+        self._record, self._ran = record and program.on(device), False
+        self._recording: Recording | None = None
         if device.type == "cuda":
             self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._numbers = torch.arange(len(program.buckets) + 1, dtype=torch.int32, device=device)
+            self._done = torch.zeros((), dtype=torch.int32, pin_memory=True)
 
     def _prepared(self, bucket: Bucket) -> list[dist.P2POp]:
         receives = [dist.P2POp(dist.irecv, w.tensor, w.peer, self._group, w.tag) for w in bucket.receives]
@@ -57,6 +63,12 @@ class Transport:
                 self._run_on_host()
             else:
                 self._run_on_streams()
+
+    def close(self) -> None:
+        """Drop the recording, before the group that it uses."""
+        recording, self._recording, self._record = self._recording, None, False
+        if recording is not None:
+            recording.close()
 
     def _run_on_host(self) -> None:
         buckets = self._program.buckets
@@ -89,38 +101,44 @@ class Transport:
                 raise self._failed(number, "message", peer, error) from error
 
     def _run_on_streams(self) -> None:
+        if self._record and self._ran and self._recording is None:
+            self._program.staging.keep()
+            self._recording = Recording(self._enqueue, self._device)
+        self._done.zero_()
+        if self._recording is None:
+            self._enqueue()
+        else:
+            self._recording.replay()
+        end = torch.cuda.current_stream(self._device).record_event()
+        if not arrived(end, self._group, self._deadline, progress=lambda: int(self._done)):
+            number = min(int(self._done), len(self._peers) - 1)
+            raise self._failed(number, "exchange", ", ".join(sorted(set(self._peers[number]))), None)
+        self._ran = True
+
+    def _enqueue(self) -> None:
+        """Launch everything; the current stream waits for its end."""
         packing, writing = self._streams
         caller = torch.cuda.current_stream(self._device)
         packing.wait_stream(caller)
         writing.wait_stream(caller)
-        done: list[torch.cuda.Event] = []
+        written: list[torch.cuda.Event] = []
         with torch.cuda.stream(writing):
             self._program.local.run()
         for number, bucket in enumerate(self._program.buckets):
             with torch.cuda.stream(packing):
                 if number >= 2:  # whose buffer this bucket takes
-                    packing.wait_event(done[number - 2])
+                    packing.wait_event(written[number - 2])
                 under_way = self._launch(number)
             with torch.cuda.stream(writing):
                 for work in under_way:
                     work.wait()  # the stream waits, not the host
                 bucket.unpack.run()
-                done.append(writing.record_event())
+                self._done.copy_(self._numbers[number + 1], non_blocking=True)
+                written.append(writing.record_event())
         with torch.cuda.stream(writing):
             self._program.echoes.run()
-            done.append(writing.record_event())
-        for number, event in enumerate(done):
-            self._poll(min(number, len(self._peers) - 1), event)
+        caller.wait_stream(packing)
         caller.wait_stream(writing)
-
-    def _poll(self, number: int, event: torch.cuda.Event) -> None:
-        ends = time.monotonic() + self._deadline
-        while not event.query():  # type: ignore[no-untyped-call]
-            if time.monotonic() > ends:
-                with contextlib.suppress(Exception):  # or the process would wait for it when it ends
-                    dist.distributed_c10d._abort_process_group(self._group)  # type: ignore[attr-defined]
-                raise self._failed(number, "exchange", ", ".join(sorted(set(self._peers[number]))), None)
-            time.sleep(POLL)
 
     def _failed(self, number: int, what: str, peers: str, error: Exception | None) -> SyncError:
         reason = f" ({str(error).splitlines()[0][:200]})" if error is not None else ""

@@ -145,8 +145,8 @@ def computing_tools(rollouts: Rollouts, trajectories: int, turns: int, sizes: Si
 
 
 def waves(trajectories: int) -> list[int]:
-    """How many requests at once the tool-free workload has."""
-    return [max(1, trajectories // part) for part in (16, 4, 2, 1)]
+    """How many trajectories at once the tool-free workload has."""
+    return [max(1, trajectories // part) for part in (8, 2, 1)]
 
 
 def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:

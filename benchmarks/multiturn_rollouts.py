@@ -167,48 +167,42 @@ class Rollouts:
         return Timed(seconds, [list(ids) for ids in generated[1]])
 
     def tool_free(self, waves: Sequence[int], trace: Trace, clock: StepClock, seed: int) -> Timed:
-        """One turn without tools, for so many trajectories at once, one wave after another: what steps cost.
+        """The trace without its tools: what a step costs.
 
-        Prompts are as long as those of the trace's turns, and the prefix cache has them, as it has those of a
-        conversation that goes on: attention takes longer the longer they are.
+        Every turn follows at once on the one before, with as many tokens observed in between, so that requests come and
+        go, prompts grow, and the prefix cache serves them as in the conversations themselves.
+
+        Args:
+            waves: how many of the trace's trajectories at once, one wave after another.
         """
         self._as_new()
-        vocabulary, draw = self._scale.config["vocab_size"], random.Random(seed)
-        lengths = self._context_lengths(trace)
-        tokens = [count for row in trace.tokens for count in row]
-        requests = [
-            [
-                Request(
-                    prompt_ids=draw.choices(range(1, vocabulary), k=draw.choice(lengths)),
-                    seed=draw.getrandbits(32),
-                    row=row,
-                    max_tokens=draw.choice(tokens),
-                )
-                for row in range(size)
-            ]
-            for size in waves
-        ]
-        with self.session.rollout_phase(True):
-            self._sample([[dataclasses.replace(r, max_tokens=1) for r in wave] for wave in requests])
-            with clock.listening(self._engine):
-                started = time.perf_counter()
-                self._sample(requests)
-                return Timed(time.perf_counter() - started)
+        draw = random.Random(seed)
+        with self.session.rollout_phase(True), clock.listening(self._engine):
+            started = time.perf_counter()
+            with self._engine.stream(self.session.sampler.sampling) as stream:
+                for size in waves:
+                    self._wave(stream, trace.tokens[:size], draw)
+            return Timed(time.perf_counter() - started)
 
-    def _context_lengths(self, trace: Trace) -> list[int]:
-        """Of every turn's prompt."""
-        first = self._scale.prompt_tokens
-        return [
-            first + sum(row[:turn]) + turn * self._observed for row in trace.tokens for turn in range(len(row))
-        ]
+    def _wave(self, stream: Any, tokens: Sequence[Sequence[int]], draw: random.Random) -> None:
+        """Trajectories of so many tokens per turn, each from its first turn to its last."""
+        vocabulary = range(1, self._scale.config["vocab_size"])
+        live: dict[int, tuple[int, int, list[int]]] = {}
 
-    def _sample(self, waves: Sequence[Sequence[Request]]) -> None:
-        with self._engine.stream(self.session.sampler.sampling) as stream:
-            for wave in waves:
-                for request in wave:
-                    stream.add(request)
-                while stream.busy:
-                    stream.step(True)
+        def add(row: int, turn: int, prompt_ids: list[int]) -> None:
+            request = Request(
+                prompt_ids=prompt_ids, seed=draw.getrandbits(32), row=row, turn=turn, max_tokens=tokens[row][turn]
+            )
+            live[stream.add(request)] = row, turn, prompt_ids
+
+        for row in range(len(tokens)):
+            add(row, 0, draw.choices(vocabulary, k=self._scale.prompt_tokens))
+        while stream.busy:
+            for key, completion in stream.step(True)[0]:
+                row, turn, prompt_ids = live.pop(key)
+                if turn + 1 < len(tokens[row]):
+                    observed = draw.choices(vocabulary, k=self._observed)
+                    add(row, turn + 1, [*prompt_ids, *completion.token_ids, *observed])
 
     def _as_new(self) -> None:
         """The next rollout draws the first seeds of its weights again, and finds nothing in the prefix cache."""

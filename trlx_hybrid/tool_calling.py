@@ -10,6 +10,7 @@ from typing import Any
 
 from .conversation import Conversation, Dialogue, Limits
 from .errors import ConfigError
+from .tool_suffix import observer
 from .types import Completion
 
 
@@ -26,11 +27,12 @@ def dialogues(
         parse_response: TRL's.
         first: first turns that a custom rollout has sampled.
     """
+    observe = observer(trainer)
     return [
         Dialogue(
             prompt_ids=list(prompt_ids[index]),
             parse=_parser(trainer, parse_response, index),
-            observe=trainer._get_tool_suffix_ids,
+            observe=observe,
             sync_tools=trainer._sync_tool_dicts[index] if _is_grpo(trainer) else trainer._tool_dict,
             async_tools=trainer._async_tool_dicts[index] if _is_grpo(trainer) else {},
             images=images[index] if images is not None else None,

@@ -38,6 +38,15 @@ def adapter_slots_of(module: torch.nn.Module) -> list[torch.Tensor]:
     return [tensor for tensor in stacked if isinstance(tensor, torch.Tensor)]
 
 
+def add_request(llm: Any, prompt: dict[str, Any], params: Any, adapter: Any) -> str:
+    """`LLM.enqueue` of one prompt; returns vLLM's request id. Token ids alone need none of its rendering."""
+    if prompt.keys() == {"prompt_token_ids"}:
+        from vllm.inputs.engine import tokens_input
+
+        return str(llm._add_request(tokens_input(prompt["prompt_token_ids"]), params, adapter))
+    return str(llm.enqueue([prompt], [params], adapter, use_tqdm=False)[0])
+
+
 def drain(llm: Any, steps: int = 16) -> None:
     """Let the engine core report what has finished: it keeps a step or two in flight after the last request.
 

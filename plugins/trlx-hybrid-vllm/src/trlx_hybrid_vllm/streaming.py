@@ -18,6 +18,7 @@ import torch
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.types import Completion, Request
 
+from . import internals
 from .sampling import completion_of, prompt_of, with_seed
 
 
@@ -73,7 +74,7 @@ class EngineStream:
 
     def enqueue(self, prompt: dict[str, Any], params: Any) -> int:
         """Queue a prompt in vLLM's form with `SamplingParams` of its own."""
-        (request_id,) = self._llm.enqueue([prompt], [params], self._adapter, use_tqdm=False)
+        request_id = internals.add_request(self._llm, prompt, params, self._adapter)
         key, self._next = self._next, self._next + 1
         self._arriving[request_id] = _Arriving(key)
         if self._text:

@@ -62,7 +62,7 @@ def run_rollouts(
                 rollouts.repeat(draw(8, 3, tokens=tokens, latency=0.01), rollout, StepClock())
             for trajectories, turns in cases:
                 more, found = multiturn_cases.waiting_tools(
-                    rollouts, trajectories, turns, sizes, repetitions=repetitions, stock=stock
+                    rollouts, trajectories, turns, sizes, repetitions=repetitions
                 )
                 measured, metrics = measured + more, metrics | found
                 print(f"{trajectories}x{turns}: " + ", ".join(f"{k} {v:.3g}" for k, v in found.items()), flush=True)
@@ -70,6 +70,9 @@ def run_rollouts(
                 rollouts, *min(COMPUTING, cases[0]), Sizes(tokens=tokens, latency=latency / 4), repetitions=repetitions
             )
             measured, metrics = measured + more, metrics | found
+            for trajectories, turns in cases if stock else ():
+                print(f"TRL's loop, {trajectories}x{turns}", flush=True)
+                measured.append(multiturn_cases.stock_loop(rollouts, trajectories, turns, sizes))
         finally:
             rollouts.close()
     return Result(

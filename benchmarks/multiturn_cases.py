@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from .harness import Arm, Measurement, Timed, alternate
 from .multiturn_clock import StepClock, computed_prompts, prefix_share
@@ -70,21 +69,21 @@ class Sizes:
     latency: float
     seed: int = 0
 
+    def trace(self, trajectories: int, turns: int) -> Trace:
+        """Of one case."""
+        return draw(trajectories, turns, tokens=self.tokens, latency=self.latency, seed=self.seed)
+
 
 Found = tuple[list[Measurement], dict[str, float]]
 
 
-def waiting_tools(
-    rollouts: Rollouts, trajectories: int, turns: int, sizes: Sizes, *, repetitions: int, stock: bool
-) -> Found:
-    """Tools that wait: lock-step and multi_turn in turns, the tool-free workload around both, and stock once."""
+def waiting_tools(rollouts: Rollouts, trajectories: int, turns: int, sizes: Sizes, *, repetitions: int) -> Found:
+    """Tools that wait: lock-step and multi_turn in turns, and the tool-free workload around both."""
     case = f"{trajectories}x{turns}"
-    trace = draw(trajectories, turns, tokens=sizes.tokens, latency=sizes.latency, seed=sizes.seed)
+    trace = sizes.trace(trajectories, turns)
     rounds = [Round() for _ in range(repetitions)]
-    tokens: list[Any] = []
 
     def noted(name: str, turn: int, timed: Timed) -> Timed:
-        tokens[:] = [timed.result]
         rounds[turn].seconds[name] = timed.seconds
         return timed
 
@@ -107,11 +106,17 @@ def waiting_tools(
 
     arms = [Arm("lock_step", fair), Arm("multi_turn", ours)]
     measured = alternate(arms, warmup=0, repetitions=repetitions, case=case)
-    if stock:
-        earlier = Arm("earlier", lambda turn: Timed(0.0, tokens[-1]))  # TRL's loop samples the same
-        arm = Arm("trl_loop", lambda turn: rollouts.repeat(trace, "single_turn", StepClock()))
-        measured += alternate([arm, earlier], warmup=0, repetitions=1, case=case)[:1]
     return measured, {f"{name}_{case}": value for name, value in medians([r.metrics() for r in rounds]).items()}
+
+
+def stock_loop(rollouts: Rollouts, trajectories: int, turns: int, sizes: Sizes) -> Measurement:
+    """TRL's loop, once. It waits for one tool after another, most of the time with nothing else to do."""
+    trace = sizes.trace(trajectories, turns)
+    arms = [
+        Arm("trl_loop", lambda turn: rollouts.repeat(trace, "single_turn", StepClock())),
+        Arm("again", lambda turn: rollouts.repeat(trace, "multi_turn", StepClock())),  # to compare the tokens
+    ]
+    return alternate(arms, warmup=0, repetitions=1, case=f"{trajectories}x{turns}")[0]
 
 
 def computing_tools(rollouts: Rollouts, trajectories: int, turns: int, sizes: Sizes, *, repetitions: int) -> Found:
@@ -120,7 +125,7 @@ def computing_tools(rollouts: Rollouts, trajectories: int, turns: int, sizes: Si
     A step is said to be inflated by how much longer it takes than steps with as many requests and no tools.
     """
     case, speed = f"computing {trajectories}x{turns}", loops_per_second()
-    trace = draw(trajectories, turns, tokens=sizes.tokens, latency=sizes.latency, seed=sizes.seed)
+    trace = sizes.trace(trajectories, turns)
     places = {"threads": "multi_turn", "processes": "multi_turn_processes"}
     free: dict[int, StepCost] = {}
     inflation: dict[str, list[float]] = {name: [] for name in places}

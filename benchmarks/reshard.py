@@ -6,11 +6,19 @@ does; `gather-bucketed` all-gathers 256 MiB at a time in the engine's dtype, as 
 rank lacks. Before each turn the engines hold NaN, after it the bits of all arms must be equal. A turn begins and ends
 with a barrier and counts the slowest rank; the ranks' agreement on plan and version is part of it. What NVLink and a
 device copy reach is measured in the same processes.
+
+Each case is written as soon as it is measured, and one that fails takes nothing with it. With `--add`, one command per
+case makes one file:
+
+    python -m benchmarks.reshard --gpus 4 --pairs 4,2 --dtypes bfloat16 --add
+    python -m benchmarks.reshard --gpus 4 --pairs 4,4 --dtypes bfloat16 --model 70b --add
+    python -m benchmarks.reshard --gpus 4 --pairs 4,4 --dtypes bfloat16 --model 30b-a3b --add
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import socket
@@ -27,6 +35,8 @@ from .result import Result, accelerator
 
 CASE_SECONDS = 420.0
 WARMUP = 2
+LAYERS = {"70b": 20, "30b-a3b": 12}
+"""What of a large model is built unless told otherwise: policy, engine and arms fit beside each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,11 +69,12 @@ class Case:
     def metric(self) -> str:
         """For the names of metrics."""
         changes = "_permuted" * self.permuted + "_fp32" * (self.dtype == "float32")
-        return f"{self.ranks}_{self.tp}{changes}" + (f"_{self.model}" if self.model not in ("7b", "tiny") else "")
+        model = "" if self.model in ("7b", "tiny") else f"_{self.model.replace('-', '_')}"
+        return f"{self.ranks}_{self.tp}{changes}{model}" + f"_{self.layers}_layers" * bool(self.layers)
 
 
-PAIRS = {4: ((4, 4, False), (4, 2, False), (4, 2, True), (4, 1, False)), 2: ((2, 2, False), (2, 1, False))}
-"""(ranks, tp, permuted mesh) by the number of GPUs."""
+PAIRS = {4: ((4, 4, False), (4, 2, False), (4, 1, False)), 2: ((2, 2, False), (2, 1, False))}
+"""(ranks, tp, permuted mesh) by the number of GPUs. torch 2.11 cannot have the latter, see docs/resharding.md."""
 
 
 def measure(case: Case, repetitions: int) -> dict[str, Any]:
@@ -113,32 +124,28 @@ def metrics_of(case: Case, found: dict[str, Any]) -> dict[str, float]:
     return metrics
 
 
-def run(cases: Sequence[Case], repetitions: int) -> Result:
-    """One case after the other."""
-    measured: list[Measurement] = []
-    metrics: dict[str, float] = {}
-    settings: dict[str, Any] = {}
-    for case in cases:
-        found = measure(case, repetitions)
-        measured += [Measurement(arm, tuple(seconds), case.name) for arm, seconds in found["seconds"].items()]
-        metrics |= metrics_of(case, found)
-        settings[case.name] = {key: value for key, value in found.items() if key != "seconds"}
-        print(f"{case.name}: " + ", ".join(f"{k} = {v:.4g}" for k, v in metrics_of(case, found).items()), flush=True)
-    tiny = any(case.model == "tiny" for case in cases)
+def run(case: Case, repetitions: int) -> Result:
+    """Measure one case."""
+    found = measure(case, repetitions)
     return Result(
-        benchmark="reshard_tiny" if tiny else "reshard",
+        benchmark="reshard_tiny" if case.model == "tiny" else "reshard",
         device=accelerator(),
         peer="gather",
-        measurements=measured,
-        metrics=metrics,
-        settings={"warmup": WARMUP, "cases": settings},
+        measurements=[Measurement(arm, tuple(seconds), case.name) for arm, seconds in found["seconds"].items()],
+        metrics=metrics_of(case, found),
+        settings={
+            "warmup": WARMUP,
+            "cases": {case.name: {key: value for key, value in found.items() if key != "seconds"}},
+        },
     )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.reshard", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.reshard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="7b", help="a shape of `trlx-hybrid reshard-plan`; tiny is for a CPU")
-    parser.add_argument("--layers", type=int, default=0, help="instead of the shape's own number")
+    parser.add_argument("--layers", type=int, help="instead of the shape's own number; of 70b 20, of 30b-a3b 12")
     parser.add_argument("--gpus", type=int, choices=sorted(PAIRS), default=2)
     parser.add_argument("--pairs", nargs="+", help="of ranks and TP, as 4,2 or 4,2p for a permuted mesh; default: all")
     parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float32"), default=("bfloat16", "float32"))
@@ -149,12 +156,20 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.pairs:
         split = [(pair.rstrip("p").split(","), pair.endswith("p")) for pair in given.pairs]
         pairs = tuple((int(n), int(t), permuted) for (n, t), permuted in split)
-    cases = [
-        Case(model=given.model, layers=given.layers, ranks=n, tp=t, dtype=dtype, permuted=permuted)
-        for n, t, permuted in pairs
-        for dtype in given.dtypes
-    ]
-    run(cases, given.repetitions).publish(add=given.add)
+    layers = LAYERS.get(given.model, 0) if given.layers is None else given.layers
+    failed, keep = [], given.add
+    for (n, t, permuted), dtype in itertools.product(pairs, given.dtypes):
+        case = Case(model=given.model, layers=layers, ranks=n, tp=t, dtype=dtype, permuted=permuted)
+        try:
+            result = run(case, given.repetitions)
+        except RuntimeError as error:
+            failed.append(case.name)
+            print(error, file=sys.stderr, flush=True)
+        else:
+            result.publish(add=keep)
+            keep = True
+    if failed:
+        sys.exit(f"failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -6,75 +6,26 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from trlx_hybrid import HybridConfig, HybridEngine
 from trlx_hybrid.builtin.gather import GatherSync
 from trlx_hybrid_reshard.shapes import SHAPES
 
 from .digest import digest
+from .gathering import Gathering, shards_of
 from .harness import Arm, Timed, alternate, synchronise
 from .rollout import SCALES, tokenizer
 
-BUCKET = 256 << 20
 NOISE = 1e-2
 CEILING_BYTES = 256 << 20
 CEILING_ROUNDS = 5
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-class Gathering:
-    """Full tensors, all-gathered a bucket at a time in the engine's dtype: one collective and a copy per bucket.
-
-    FSDP2's default sharding is assumed: chunks of rows, the last ones shorter.
-    """
-
-    def __init__(self, session: Any) -> None:
-        self._session = session
-        self._dtype = session.live_engine.dtype
-        self._order = self._ranks_in_order()
-
-    def _ranks_in_order(self) -> list[int]:
-        """The group's rank of each chunk: another than i where the mesh is permuted."""
-        p = next(iter(shards_of(self._session.policy).values()))
-        return [int(rank) for rank in p.device_mesh.mesh.tolist()]
-
-    def sync(self) -> None:
-        """Stream the policy through the engine's loader."""
-        self._session.live_engine.load_weights(self._weights())
-
-    def _weights(self) -> Iterator[tuple[str, Tensor]]:
-        bucket: list[tuple[str, Any, int]] = []
-        used = 0
-        for name, p in shards_of(self._session.policy).items():
-            rows = -(-p.shape[0] // WORLD)
-            elements = rows * (p.numel() // p.shape[0])
-            if used and (used + elements) * WORLD * self._dtype.itemsize > BUCKET:
-                yield from self._gathered(bucket, used)
-                bucket, used = [], 0
-            bucket.append((name, p, elements))
-            used += elements
-        yield from self._gathered(bucket, used)
-
-    def _gathered(self, bucket: list[tuple[str, Any, int]], used: int) -> Iterator[tuple[str, Tensor]]:
-        device = bucket[0][1].device
-        mine = torch.empty(used, dtype=self._dtype, device=device)
-        parts = mine.split([elements for _, _, elements in bucket])  # type: ignore[no-untyped-call]
-        local = [p.detach()._local_tensor.reshape(-1) for _, p, _ in bucket]
-        torch._foreach_copy_([part[: t.numel()] for part, t in zip(parts, local)], local)
-        everyone = torch.empty(WORLD, used, dtype=self._dtype, device=device)
-        dist.all_gather_into_tensor(everyone.view(-1), mine)
-        everyone = everyone if self._order == list(range(WORLD)) else everyone[self._order]
-        start = 0
-        for name, p, elements in bucket:
-            yield name, everyone[:, start : start + elements].reshape(-1)[: p.numel()].view(p.shape)
-            start += elements
 
 
 def shape_of(case: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,7 +53,10 @@ def build(case: Mapping[str, Any], device: torch.device) -> Any:
     mesh = DeviceMesh(device.type, order)
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # of the whole model, for the engine
+    return model
 
 
 def arms_of(session: Any, peaks: dict[str, int]) -> list[Arm]:
@@ -134,13 +88,6 @@ def arms_of(session: Any, peaks: dict[str, int]) -> list[Arm]:
 
     syncs = {"gather": GatherSync(session).sync, "gather-bucketed": Gathering(session).sync, "reshard": weights.sync}
     return [Arm(name, partial(run, name, sync)) for name, sync in syncs.items()]
-
-
-def shards_of(policy: Any) -> dict[str, Any]:
-    """The DTensors by name. FSDP2 leaves the root unsharded after a forward pass without a backward one."""
-    for module in filter(lambda m: hasattr(m, "reshard"), policy.module.modules()):
-        module.reshard()
-    return dict(policy.base_parameters())
 
 
 def perturb(policy: Any, turn: int) -> None:
@@ -195,8 +142,10 @@ def _cpu_group() -> Any:
 
 
 def _barrier() -> None:
+    """Every rank is here and every device idle; over NVLink where there is one, as gloo's takes a millisecond."""
     synchronise()
-    dist.all_reduce(torch.zeros(1), group=_cpu_group())
+    dist.all_reduce(torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu"))
+    synchronise()
 
 
 def _allocated(reset: bool = False) -> int:
@@ -218,6 +167,8 @@ def main(order: Mapping[str, Any]) -> None:
     model = build(case, device)
     options = {"tensor_parallel_size": case["tp"], "dtype": "bfloat16", "enforce_eager": True}
     options |= {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 30 if cuda else 16 << 20}
+    if hasattr(model.config, "num_experts"):
+        options["engine_args"] = {"moe_backend": "triton"}  # on some GPUs vLLM's own choice lays experts out anew
     config = HybridConfig(engine="vllm", engine_options=options, weights="reshard")
     engine = HybridEngine(model, tokenizer(model.config.vocab_size), config=config, max_tokens=8)
     session: Any = engine.session

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import HybridConfig
 from .hookspecs import hookimpl
+from .types import Layout
 
 if TYPE_CHECKING:
     from .hybrid_engine import HybridEngine
@@ -20,6 +21,7 @@ __all__ = [
     "GRPOTrainer",
     "HybridConfig",
     "HybridEngine",
+    "Layout",
     "RLOOTrainer",
     "hookimpl",
     "hybrid",

@@ -24,12 +24,13 @@ from .config import HybridConfig
 from .errors import ConfigError, EngineError, HybridError, StaleWeightsError
 from .hookspecs import hookimpl
 from .host import Host, check_ranks_agree
+from .layouts import check_rollout, check_train, with_rollout
 from .owners import unwrapped
 from .policy import Policy
 from .ranks import Ranks
 from .selection import TrainerArguments, select
 from .session import Session
-from .types import Completion, Phase, Sampling, SyncPlan, SyncReport
+from .types import Completion, Layout, Phase, Sampling, SyncPlan, SyncReport
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +50,8 @@ class HybridEngine:
         optimizer: its optimizer, whose state then makes room for the KV cache during rollouts; may be left out.
         config: components and their options; the `vllm` engine where nothing is said.
         engine_options: options of the engine, for short.
+        rollout: how each engine is split, e.g. `Layout(tp=4)`; as many engines as the processes hold.
+        train: how the model is sharded, e.g. `Layout(fsdp=8)`. Changes nothing: it is held against the model.
         sampling: how to sample; `max_tokens` alone is enough for most.
         accelerator: the one of your loop; made here otherwise.
         mixed_precision: "bf16" or "fp16" where the loop trains an fp32 model under autocast: the engine then computes
@@ -68,6 +71,8 @@ class HybridEngine:
         *,
         config: HybridConfig | None = None,
         engine_options: dict[str, Any] | None = None,
+        rollout: Layout | None = None,
+        train: Layout | None = None,
         sampling: Sampling | None = None,
         max_tokens: int | None = None,
         accelerator: Accelerator | None = None,
@@ -82,6 +87,8 @@ class HybridEngine:
         if config is not None and engine_options is not None:
             raise ConfigError("HybridEngine takes engine_options= only without config=; put them into the config.")
         config = config or HybridConfig(engine="vllm", engine_options=engine_options)
+        if rollout is not None:
+            config = with_rollout(config, rollout)
         host = Host.load(config.disable_plugins or ())
         for index, plugin in enumerate(plugins):
             host.register(plugin, f"{type(plugin).__name__}-{index}")
@@ -95,6 +102,10 @@ class HybridEngine:
                 "HybridEngine does not read DeepSpeed's parameters. Train with GRPOTrainer, or use FSDP2."
             )
         ranks = Ranks(accelerator)
+        if rollout is not None:
+            check_rollout(rollout, ranks.world)
+        if train is not None:
+            check_train(train, model, ranks.world)
         check_ranks_agree(ranks.gather(host.plugins))
         fsdp = getattr(accelerator.state, "fsdp_plugin", None)
         self._steps, self._closed = 0, False

@@ -7,12 +7,47 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .errors import ConfigError
+
 
 class Phase(enum.Enum):
     """Who owns the memory. It changes hands only at phase edges."""
 
     ROLLOUT = "rollout"
     TRAIN = "train"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a model lies on ranks, as a product of parallelisms.
+
+    `Layout(fsdp=8)` is FSDP, `Layout(dp=2, fsdp=4)` HSDP, `Layout(dp=8)` DDP, `Layout(tp=4)` an engine.
+
+    Attributes:
+        dp: replicas.
+        pp: pipeline stages.
+        fsdp: ranks that a replica's parameters are sharded over.
+        tp: tensor-parallel ranks.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    fsdp: int = 1
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "pp", "fsdp", "tp"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} in a layout: it must be 1 or more.")
+
+    @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.dp * self.pp * self.fsdp * self.tp
+
+    def __str__(self) -> str:
+        sizes = [f"{k}={getattr(self, k)}" for k in ("dp", "pp", "fsdp", "tp") if getattr(self, k) > 1]
+        return f"Layout({', '.join(sizes)})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

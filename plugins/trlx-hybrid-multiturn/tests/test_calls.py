@@ -20,8 +20,10 @@ from trlx_hybrid_multiturn import runners as runners_module
 from trlx_hybrid_multiturn.calls import LostCallError, run_calls
 from trlx_hybrid_multiturn.job import WorkerError
 from trlx_hybrid_multiturn.loop import Loop
+from trlx_hybrid_multiturn.multi_turn import MultiTurn
 from trlx_hybrid_multiturn.options import MultiTurnOptions
 from trlx_hybrid_multiturn.runners import Runners
+from trlx_hybrid_multiturn.waits import OutOfTimeError
 
 PATIENCE = 60  # seconds: nothing here takes long, unless the machine is busy
 VARIABLE = contextvars.ContextVar("VARIABLE", default="unset")
@@ -322,6 +324,66 @@ def test_asynchronous_tools_run_on_the_trainers_loop_or_on_one_of_our_own(pool, 
     assert int(alone) not in (event_loop[1].ident, threading.get_ident())
 
 
+def test_asynchronous_calls_take_turns(pool, event_loop):
+    """At most so many at once, over all trajectories, and each in the order in which it was called."""
+    now, most, order = 0, 0, []
+
+    async def work(n):
+        nonlocal now, most
+        order.append(n)
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.002)
+        now -= 1
+        return n
+
+    batches = [[call("work", n=2 * i), call("add", a=i, b=i), call("work", n=2 * i + 1)] for i in range(12)]
+    found = run_many(pool(max_tools=3), batches, [work, add], event_loop[0])
+    for i, (messages, _) in enumerate(found):
+        assert [m["content"] for m in messages] == [str(2 * i), str(2 * i), str(2 * i + 1)]
+    assert most == 3
+    assert [n for n in order if n % 2] == [n + 1 for n in order if n % 2 == 0]
+
+
+def test_the_time_of_an_asynchronous_call_begins_with_its_turn(pool, monkeypatch):
+    """Eight calls one after another take longer together than any may, and none is lost."""
+    monkeypatch.setattr(runners_module, "GRACE", 0.1)
+
+    async def work(n):
+        await asyncio.sleep(0.25)
+        return n
+
+    found = run_many(pool(max_tools=1, tool_timeout=1.0), [[call("work", n=n)] for n in range(8)], [work])
+    assert [messages[0]["content"] for messages, _ in found] == [str(n) for n in range(8)]
+
+
+def test_calls_whose_turn_never_came_are_closed_and_hold_nothing(pool, event_loop):
+    started, ended = [], []
+
+    async def stuck(n):
+        started.append(n)
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            ended.append(n)
+
+    async def one(n):
+        with pytest.raises(OutOfTimeError):
+            await run_calls([call("stuck", n=n)], dialogue([stuck], event_loop[0]), Conversation(), runners)
+
+    runners = pool(max_tools=2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Loop(Idle(), Idle(), width=5, seconds=1.0).run([one(n) for n in range(5)])
+        fetches = [[call("fetch", what="text")] * 3] * 3  # more than there are turns
+        assert all(len(messages) == 3 for messages, _ in run_many(runners, fetches, [fetch], event_loop[0]))
+        gc.collect()
+    assert started[:2] == [0, 1]
+    assert sorted(ended) == started  # a third may have begun when the first was given up, but not for long
+    assert runners.running() == []
+    assert [str(w.message) for w in caught if "never awaited" in str(w.message)] == []
+
+
 def test_what_calls_took_is_counted_by_tool(pool):
     def work():
         end = time.thread_time() + 0.05
@@ -556,6 +618,19 @@ def test_what_cannot_run_where_it_is_to_run_is_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         runners.check(tools.items())
     Runners(MultiTurnOptions(tool_modes={"add": "process", "count": "main"})).check(tools.items())
+
+
+@pytest.mark.parametrize("tools", [[fetch], [fetch, add], []])
+@pytest.mark.parametrize("name", ["fetch", "ftech"])
+def test_a_mode_for_what_is_no_synchronous_tool_is_refused_before_anything_is_sampled(tools, name):
+    session = types.SimpleNamespace(ranks=types.SimpleNamespace(rank=0), args=None)
+    rollout = MultiTurn(session, MultiTurnOptions(tool_modes={name: "thread"}))
+    there = "add" if add in tools else "none"
+    others = r" Asynchronous ones, which run on the event loop: fetch\." if tools else ""
+    message = rf"names '{name}', which is no synchronous tool of this batch\. Tools: {there}\.{others}$"
+    with pytest.raises(ConfigError, match=message):
+        rollout.converse(session, [dialogue([]), dialogue(tools)], None, None)
+    rollout.close()
 
 
 @pytest.mark.parametrize(

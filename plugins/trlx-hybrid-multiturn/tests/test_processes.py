@@ -3,6 +3,8 @@
 import contextlib
 import ctypes
 import functools
+import importlib
+import importlib.util
 import math
 import os
 import queue
@@ -246,6 +248,47 @@ def test_a_result_that_cannot_be_loaded_here_is_lost(shared):
     before = call(shared, pid).value
     assert "'make' returned a value that cannot be brought back" in call(shared, make).lost
     assert call(shared, pid).value == before
+
+
+@pytest.mark.parametrize(
+    ("folder", "package", "by_value"),
+    [
+        ("here", False, True),  # found or not by how the trainer was started
+        ("here", True, False),
+        ("elsewhere", False, False),
+        ("elsewhere", True, False),
+    ],
+)
+def test_modules_are_imported_where_any_process_would_find_them(
+    start, tmp_path, monkeypatch, folder, package, by_value
+):
+    """A copy knows what has happened to its globals since they were imported; a module imported anew does not."""
+    name = f"tools_{folder}_{package}".lower()
+    (tmp_path / "here").mkdir()
+    place = tmp_path / folder / name
+    place.mkdir(parents=True)
+    if package:
+        (place / "__init__.py").touch()
+    (place / "search.py").write_text("STATE = []\ndef tool(): return list(STATE)\n")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.syspath_prepend(tmp_path / folder)
+    module = importlib.import_module(f"{name}.search")
+    module.STATE.append("changed")
+    assert call(start(), module.tool).value == (["changed"] if by_value else [])
+    for loaded in (name, f"{name}.search"):
+        del sys.modules[loaded]
+
+
+def test_a_folder_by_the_name_of_a_module_is_not_taken_for_it(start, tmp_path, monkeypatch):
+    (tmp_path / "odd_tools").mkdir()
+    file = tmp_path / "somewhere.py"
+    file.write_text("def tool(): return 'found'\n")
+    spec = importlib.util.spec_from_file_location("odd_tools", file)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "odd_tools", module)
+    spec.loader.exec_module(module)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert call(start(), module.tool).value == "found"
 
 
 def test_large_arguments_and_results(shared):

@@ -82,3 +82,13 @@ def test_a_rank_that_gives_up_stops_the_other_by_name_and_both_can_go_on(ranks, 
     assert max(rank["seconds"] for rank in ranks) < DEADLINE / 4
     assert [(rank["unfinished"], rank["taken"]) for rank in ranks] == [(False, 0)] * 2
     assert_same_rows(ranks, alone, 1)  # after a step of training
+
+
+def test_two_ranks_play_the_episodes_of_one(ranks, alone):
+    """Although the environments of the first rank are slow, and draw from everybody's generators."""
+    rows = [row for rank in ranks for row in rank["episodes"]]
+    assert len(rows) == len(alone["episodes"]) == 8
+    for (ids, mask, logprobs, reward, messages), other in zip(rows, alone["episodes"], strict=True):
+        assert (ids, mask, reward, messages) == (other[0], other[1], *other[3:])
+        assert logprobs == pytest.approx(other[2], abs=1e-4)
+    assert len({sum(m["role"] == "assistant" for m in row[4]) for row in rows}) > 1

@@ -78,13 +78,26 @@ def _odd():
 
 
 def test_copies_that_are_no_box_are_refused():
-    """A transposed copy, and one that takes every other row."""
-    memory = torch.zeros(4, 6)
+    """A transposed copy, one that takes every other row, and one that came flat; from the tensor, and from a part."""
     for source in (Slice((4, 6), (1, 4), 0), Slice((2, 6), (12, 1), 0), Slice((24,), (1,), 0)):
-        route = Route("fused", Slice((4, 6), (6, 1), 0), source)
-        with pytest.raises(EngineError, match="in a way that is no slice of it"):
-            module._region("weight", route, (4, 6), memory)
+        route = Route("fused", Slice(source.shape, (6, 1)[-len(source.shape) :], 0), source)
+        for index in (None, torch.arange(24).view(4, 6)):
+            with pytest.raises(EngineError, match="copies weight into fused in a way that is no slice of it"):
+                module._pieces("weight", [route], index, (4, 6))
+
+
+@pytest.mark.parametrize("index", [None, torch.arange(24).view(4, 6)], ids=["itself", "converted"])
+def test_a_slice_is_found_at_its_place(index):
     route = Route("fused", Slice((2, 3), (6, 1), 1), Slice((2, 3), (6, 1), 8))
-    region = module._region("weight", route, (4, 6), memory)
-    assert region.box == ((1, 3), (2, 5))
-    assert region.memory.shape == (2, 3)
+    (piece,) = module._pieces("weight", [route], index, (4, 6))
+    assert piece.box == ((1, 3), (2, 5))
+    assert piece.memory == route.destination
+
+
+def test_one_expert_of_a_fused_tensor_is_found_by_its_indices():
+    """The checkpoint has the second of three experts' rows 2 to 5 as a matrix; a route takes its columns 1 and 2."""
+    index = torch.arange(3 * 6 * 4).view(3, 6, 4)[1, 2:5]
+    route = Route("w", Slice((3, 2), (10, 1), 7), Slice((3, 2), (4, 1), 1))
+    (piece,) = module._pieces("expert", [route], index.contiguous(), (3, 6, 4))
+    assert piece.box == ((1, 2), (2, 5), (1, 3))
+    assert piece.memory == Slice((1, 3, 2), (1, 10, 1), 7)

@@ -226,7 +226,7 @@ def test_a_prompt_that_vllm_refuses_leaves_the_others_alone(llm):
     with EngineStream(llm, params).open() as stream:
         first = stream.add(requests_of(1)[0])
         stream.step(True)
-        with pytest.raises(VLLMValidationError, match="length 200.*maximum model length of 160"):
+        with pytest.raises(VLLMValidationError, match=r"length 200.*maximum model length of 160"):
             stream.add(Request(prompt_ids=[5] * 200, seed=0))
         second = stream.add(requests_of(2)[1])
         found = finish(stream)

@@ -7,7 +7,7 @@ all synchronous ones before all asynchronous ones. That order is an accident of 
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from trlx_hybrid.conversation import Conversation, Dialogue, Message
@@ -21,9 +21,16 @@ class LostCallError(Exception):
 
 
 async def run_calls(
-    calls: Sequence[Mapping[str, Any]], dialogue: Dialogue, conversation: Conversation, runners: Runners
+    calls: Sequence[Mapping[str, Any]],
+    dialogue: Dialogue,
+    conversation: Conversation,
+    runners: Runners,
+    ahead: Callable[[list[Message]], None] = lambda messages: None,
 ) -> list[Message]:
     """The tool messages of one turn. Counts calls, and those that the model is shown an error for.
+
+    Args:
+        ahead: may be given the messages that are going to be returned, earlier and in another thread. Must not raise.
 
     Raises:
         LostCallError: a call hung, its process crashed, or its result cannot be turned into a string.
@@ -40,7 +47,8 @@ async def run_calls(
                 continue
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             if name in dialogue.sync_tools:
-                outcome = await runners.call(name, dialogue.sync_tools[name], arguments)
+                early = (lambda name, value: ahead([_message(name, value)])) if len(calls) == 1 else _nothing
+                outcome = await runners.call(name, dialogue.sync_tools[name], arguments, early)
                 results.append((name, _content(name, outcome, conversation)))
                 continue
             try:
@@ -57,7 +65,15 @@ async def run_calls(
     finally:
         for _, coroutine in coroutines:  # never started: the trajectory ended before their turn came
             coroutine.close()
-    return [{"role": "tool", "name": name, "content": content} for name, content in results]
+    return [_message(name, content) for name, content in results]
+
+
+def _message(name: str, content: Any) -> Message:
+    return {"role": "tool", "name": name, "content": content}
+
+
+def _nothing(name: str, value: Any) -> None:
+    """More calls follow: only with theirs are the messages complete."""
 
 
 def _content(name: str, outcome: Outcome, conversation: Conversation) -> Any:

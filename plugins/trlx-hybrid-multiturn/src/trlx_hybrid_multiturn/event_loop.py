@@ -34,19 +34,23 @@ def gathered(
     shown: Callable[[Any], Any],
     done: Callable[[Outcome], None],
     loop: asyncio.AbstractEventLoop,
+    slots: asyncio.Semaphore,
 ) -> Callable[[str], None]:
     """Run coroutines together on `loop`; `done` gets an outcome whose value is the list of theirs, in order.
 
     Args:
-        timeout: seconds that each may take.
+        timeout: seconds that each may take, from its start.
         shown: what becomes of a result, on the loop.
+        slots: the loop's; each coroutine holds one while it runs, and starts when there is one.
 
     Returns:
         How to give up on them.
     """
 
     async def everyone() -> None:
-        results = await asyncio.gather(*(_one(name, coroutine, timeout, shown) for name, coroutine in coroutines))
+        results = await asyncio.gather(
+            *(_in_turn(slots, name, coroutine, timeout, shown) for name, coroutine in coroutines)
+        )
         done(Outcome(value=results, seconds=max(result.seconds for result in results)))
 
     future = asyncio.run_coroutine_threadsafe(everyone(), loop)
@@ -62,6 +66,17 @@ def _close_unstarted(coroutines: Sequence[tuple[str, Coroutine[Any, Any, Any]]])
     for _, coroutine in coroutines:
         if inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
             coroutine.close()
+
+
+async def _in_turn(
+    slots: asyncio.Semaphore,
+    name: str,
+    coroutine: Coroutine[Any, Any, Any],
+    timeout: float,
+    shown: Callable[[Any], Any],
+) -> Outcome:
+    async with slots:  # at once where one is free, so that nothing changes the order of starts
+        return await _one(name, coroutine, timeout, shown)
 
 
 async def _one(name: str, coroutine: Coroutine[Any, Any, Any], timeout: float, shown: Callable[[Any], Any]) -> Outcome:

@@ -59,7 +59,10 @@ class MultiTurn(Rollout):
             TrajectoriesFailedError: more broke off than `max_failed` allows.
             ConfigError: a tool cannot run where it is to run.
         """
-        self.runners.check({name: tool for d in dialogues for name, tool in d.sync_tools.items()}.items())
+        self.runners.check(
+            {name: tool for d in dialogues for name, tool in d.sync_tools.items()}.items(),
+            {name for d in dialogues for name in d.async_tools},
+        )
         turns = limits.tool_turns if self.options.max_turns is None else self.options.max_turns - 1
         limits = Limits(
             completion_tokens=limits.completion_tokens,

@@ -23,7 +23,8 @@ class MultiTurnOptions:
             trainer's thread one after another, as in TRL, while the engine waits. Asynchronous tools always run on the
             trainer's event loop.
         tool_modes: the same for single tools, by name.
-        max_tools: calls at once in threads. Asynchronous calls are not bounded: each trajectory has one turn's at most.
+        max_tools: calls at once in threads, and as many on the event loop, environments' included. Those beyond wait,
+            and their time begins when they do.
         max_processes: calls at once in processes.
         max_trajectories: trajectories under way at once; all of them by default.
         tool_timeout: seconds that one call may take. A call that takes longer ends its trajectory.

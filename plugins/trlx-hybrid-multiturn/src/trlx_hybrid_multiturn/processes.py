@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
 import itertools
 import pickle
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 
+from .by_value import by_value_if_needed, innermost
 from .child import Child, ChildLost
 from .job import Job, WorkerError
 from .outcome import Outcome
@@ -63,7 +62,7 @@ class ProcessWorkers(Workers):
 
     def refuses(self, function: Callable[..., Any]) -> str | None:
         """Why this function cannot be called in a process, and what to do; None where it can."""
-        inner = _innermost(function)
+        inner = innermost(function)
         name = getattr(inner, "__name__", type(inner).__name__)
         owner = getattr(inner, "__self__", None)
         if owner is not None and not isinstance(owner, type | ModuleType):
@@ -180,7 +179,7 @@ class ProcessWorkers(Workers):
         with self._pickling:
             known = self._pickled.get(id(function))
             if known is None:
-                with _by_value_if_needed(function):
+                with by_value_if_needed(function):
                     known = function, next(self._numbers), bytes(cloudpickle.dumps(function))
                 if len(self._pickled) >= FUNCTIONS:  # functions made anew for each call must not pile up
                     del self._pickled[next(iter(self._pickled))]
@@ -199,45 +198,3 @@ def _original(pickled: bytes | None, kind: str, text: str, trace: str) -> BaseEx
             error = pickle.loads(pickled)
     error.add_note(f"In the tool's process:\n{trace}")
     return error
-
-
-@contextlib.contextmanager
-def _by_value_if_needed(function: Callable[..., Any]) -> Iterator[None]:
-    """Pickle the contents of the function's module where a process could not import it, such as a test's.
-
-    cloudpickle does so by itself for `__main__` only.
-    """
-    module = sys.modules.get(getattr(_innermost(function), "__module__", None) or "")
-    if (
-        module is None
-        or module.__name__ == "__main__"
-        or module.__name__ in cloudpickle.list_registry_pickle_by_value()
-        or _importable(module.__name__)
-    ):
-        yield
-        return
-    cloudpickle.register_pickle_by_value(module)
-    try:
-        yield
-    finally:
-        cloudpickle.unregister_pickle_by_value(module)
-
-
-def _importable(name: str) -> bool:
-    """Whether a fresh interpreter finds this module. `importlib.util.find_spec` only says what is loaded here."""
-    path: Sequence[str] | None = None
-    parts = name.split(".")
-    for i in range(1, len(parts) + 1):
-        package = ".".join(parts[:i])
-        specs = (finder.find_spec(package, path) for finder in sys.meta_path)
-        spec = next((spec for spec in specs if spec is not None), None)
-        if spec is None:
-            return False
-        path = getattr(sys.modules.get(package), "__path__", spec.submodule_search_locations)
-    return True
-
-
-def _innermost(function: Callable[..., Any]) -> Callable[..., Any]:
-    while isinstance(function, functools.partial):
-        function = function.func
-    return function

@@ -6,6 +6,7 @@ import asyncio
 import difflib
 import functools
 import inspect
+import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -61,31 +62,40 @@ class Runners:
         self.usage: dict[str, Usage] = defaultdict(Usage)
         self.rooted: set[str] = set()
         self._awaited: dict[object, tuple[str, float]] = {}  # on an event loop now: names, and since when
+        self._under_way = 0  # coroutines among them
+        self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
 
     def mode(self, name: str) -> str:
         """Where the synchronous tool of this name runs."""
         return self._options.tool_modes.get(name, self._options.tools)
 
-    def check(self, tools: Iterable[tuple[str, Callable[..., Any]]]) -> None:
+    def check(self, tools: Iterable[tuple[str, Callable[..., Any]]], asynchronous: Iterable[str] = ()) -> None:
         """Refuse, before anything is sampled, what cannot run where it is to run.
 
+        Args:
+            tools: the synchronous ones, by name.
+            asynchronous: names of the others.
+
         Raises:
-            ConfigError: a tool that cannot be sent to a process, or a mode for a tool that there is not.
+            ConfigError: a tool that cannot be sent to a process, or a mode for what is no synchronous tool.
         """
-        names = set()
+        names: set[str] = set()
         for name, tool in tools:
             names.add(name)
             reason = self._processes.refuses(tool) if self.mode(name) == "process" else None
             if reason is not None:
                 raise ConfigError(f"rollout_options: {reason}")
+        awaited = sorted(set(asynchronous) - names)
         for name in self._options.tool_modes:
-            if names and name not in names:
-                close = difflib.get_close_matches(name, names, n=1)
-                hint = f" Did you mean {close[0]!r}?" if close else ""
-                raise ConfigError(
-                    f"rollout_options.tool_modes names {name!r}, which is no synchronous tool of this batch.{hint} "
-                    f"Tools: {', '.join(sorted(names))}."
-                )
+            if name in names:
+                continue
+            close = difflib.get_close_matches(name, names, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            others = f" Asynchronous ones, which run on the event loop: {', '.join(awaited)}." if awaited else ""
+            raise ConfigError(
+                f"rollout_options.tool_modes names {name!r}, which is no synchronous tool of this batch.{hint} "
+                f"Tools: {', '.join(sorted(names)) or 'none'}.{others}"
+            )
 
     @property
     def busy(self) -> int:
@@ -93,13 +103,23 @@ class Runners:
         return self._threads.busy
 
     def running(self) -> list[tuple[str, float]]:
-        """Name and seconds of each call that runs now, the longest first."""
+        """Name and seconds of each call that runs now, or waits for its turn on an event loop; the longest first."""
         now = time.monotonic()
         awaited = [(name, now - since) for name, since in list(self._awaited.values())]
         return sorted([*self._threads.running(), *self._processes.running(), *awaited], key=lambda call: -call[1])
 
-    async def call(self, name: str, tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Outcome:
-        """One synchronous call; the outcome's value is what the model is to be shown."""
+    async def call(
+        self,
+        name: str,
+        tool: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        ahead: Callable[[str, Any], None] = lambda name, value: None,
+    ) -> Outcome:
+        """One synchronous call; the outcome's value is what the model is to be shown.
+
+        Args:
+            ahead: given name and value in the tool's own thread, if it has one, while the engine steps.
+        """
         mode, timeout = self.mode(name), self._options.tool_timeout
 
         def start(done: Callable[[Outcome], None]) -> Callable[[str], None]:
@@ -109,8 +129,8 @@ class Runners:
             if mode == "process":
                 job = self._processes.submit(tool, arguments, lambda o: done(_shown_outcome(o)), timeout, name=name)
                 return lambda reason: self._processes.abandon(job, reason)
-            wrapped = {"tool": tool, "arguments": arguments}
-            job = self._threads.submit(_shown_call, wrapped, done, timeout, name=name)
+            shown = functools.partial(_shown_call, tool, arguments, functools.partial(ahead, name))
+            job = self._threads.submit(shown, {}, done, timeout, name=name)
             return lambda reason: self._threads.abandon(job, reason)
 
         outcome = await Call(name, start)
@@ -128,14 +148,20 @@ class Runners:
         if loop is None:
             self._own_loop = self._own_loop or DaemonLoop()
             loop = self._own_loop.loop
-        names, timeout, ticket = ", ".join(name for name, _ in coroutines), self._options.tool_timeout, object()
-        call = Call(names, lambda done: gathered(coroutines, timeout, shown, done, loop))
-        call.expires = time.monotonic() + timeout + GRACE
+        limit, timeout = self._options.max_tools, self._options.tool_timeout
+        slots = self._slots.setdefault(loop, asyncio.Semaphore(limit))
+        names, ticket = ", ".join(name for name, _ in coroutines), object()
+        call = Call(names, lambda done: gathered(coroutines, timeout, shown, done, loop, slots))
+        self._under_way += len(coroutines)
+        # Turns come in order, so those that are under way take at most so many of a call's time, with these the last.
+        turns = math.ceil(self._under_way / limit)
+        call.expires = time.monotonic() + turns * timeout + GRACE
         self._awaited[ticket] = names, time.monotonic()
         try:
             outcome = await call
         finally:
             del self._awaited[ticket]
+            self._under_way -= len(coroutines)
         outcomes: list[Outcome] = [outcome] * len(coroutines) if outcome.lost is not None else outcome.value
         for (name, _), each in zip(coroutines, outcomes, strict=True):
             self.usage[name].add(each)
@@ -186,8 +212,12 @@ def _shown(value: Any) -> Any:
         ) from error
 
 
-def _shown_call(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
-    return _shown(tool(**arguments))
+def _shown_call(
+    tool: Callable[..., Any], arguments: Mapping[str, Any], ahead: Callable[[Any], None] = lambda value: None
+) -> Any:
+    value = _shown(tool(**arguments))
+    ahead(value)
+    return value
 
 
 def _shown_outcome(outcome: Outcome) -> Outcome:

@@ -6,6 +6,7 @@ each turn sample up to the whole completion budget and cuts it to what is left; 
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -15,6 +16,9 @@ from trlx_hybrid.types import Completion
 from .calls import LostCallError, run_calls
 from .runners import Runners
 from .waits import OutOfTimeError, Sampling
+
+_NOTHING: tuple[list[Message], list[int]] = ([], [])
+"""Answers that were rendered ahead, and their ids."""
 
 
 class Episode:
@@ -37,6 +41,7 @@ class Episode:
         self.conversation = Conversation()
         self._index, self._dialogue, self._limits = index, dialogue, limits
         self._request, self._runners, self._failed = request, runners, failed
+        self._ahead = _NOTHING
 
     async def run(self) -> None:
         """The whole trajectory. Ends well where time runs out after the first turn: what there is by then is kept."""
@@ -59,7 +64,9 @@ class Episode:
         while message.get("tool_calls") and len(conversation.turns) <= limits.tool_turns:
             started = time.perf_counter()
             try:
-                answers = await run_calls(message["tool_calls"], dialogue, conversation, self._runners)
+                answers = await run_calls(
+                    message["tool_calls"], dialogue, conversation, self._runners, self._look_ahead
+                )
             except OutOfTimeError:
                 dialogue.discard()  # a call of it may still run
                 raise
@@ -78,10 +85,16 @@ class Episode:
                 return  # TRL samples another turn and cuts all of it
             message = await self._sample(prompt, limits.completion_tokens - length)
 
+    def _look_ahead(self, answers: list[Message]) -> None:
+        """Render answers in the thread of the tool that gave them: the engine's thread need not do it then."""
+        with contextlib.suppress(Exception):  # it will be done there, and raise there if it must
+            self._ahead = answers, self._dialogue.observe(answers)
+
     def _observe(self, answers: list[Message]) -> tuple[list[int], list[object]]:
         """Ids and images of what tools answered. A tool's text or blocks can be such that no template takes them."""
+        (seen, ids), self._ahead = self._ahead, _NOTHING
         try:
-            return self._dialogue.observe(answers), _images(answers)
+            return ids if seen == answers else self._dialogue.observe(answers), _images(answers)
         except Exception as error:
             names = ", ".join(repr(answer["name"]) for answer in answers)
             raise LostCallError(

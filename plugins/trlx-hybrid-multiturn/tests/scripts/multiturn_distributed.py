@@ -2,7 +2,8 @@
 
 torchrun --nproc_per_node N multiturn_distributed.py OUT
 
-Trains a step; then rolls out once more while the last rank's tools want to exit; then once more in peace.
+Trains a step; then rolls out once more while the last rank's tools want to exit; then once more in peace. Then another
+trainer plays a batch of episodes with environments.
 """
 
 import asyncio
@@ -146,10 +147,72 @@ def main(out: Path) -> None:
     pool = core.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     report["unfinished"] = core.has_unfinished_requests()
     report["taken"] = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-    (out / f"rank{rank}.json").write_text(json.dumps(report))
     trainer.session.close()
+    report["episodes"] = play(out, world, rank)
+    (out / f"rank{rank}.json").write_text(json.dumps(report))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def play(out: Path, world: int, rank: int) -> list:
+    """Ids, mask, log-probs, reward and messages of each of this rank's episodes."""
+    import torch
+    from datasets import Dataset
+    from trl import GRPOConfig
+    from trlx_hybrid import GRPOTrainer
+    from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
+    from trlx_hybrid_multiturn import Step, episode_reward, episodes
+
+    class Maze:
+        async def reset(self, row):
+            self.door, self.said = row["door"], 0
+            return f" door {self.door}"
+
+        async def step(self, completion):
+            if rank == 0 and world > 1:  # draws from everybody's generators, and slowly
+                torch.rand(3), random.random()
+                await asyncio.sleep(0.03)
+            self.said += 1
+            return Step(observation=f"door {len(completion)}", done=self.said > self.door % 4, reward=len(completion))
+
+    turns = ["left", "right", "forward", "a longer sentence"]
+    tokenizer, batches, seen = chat_tokenizer(turns), [], []
+
+    class Recording(GRPOTrainer):
+        def _generate(self, prompts):
+            batches.append(super()._generate(prompts))
+            return batches[-1]
+
+    def told(episode_reward, episode_messages, **columns):
+        seen.extend(zip(episode_reward, episode_messages, strict=True))
+        return [0.0] * len(episode_reward)
+
+    trainer = Recording(
+        model=chatty_model(tokenizer, turns),
+        processing_class=tokenizer,
+        reward_funcs=[episode_reward, told],
+        rollout_func=episodes(Maze),
+        train_dataset=Dataset.from_dict({"prompt": [[{"role": "user", "content": "go"}]] * 8, "door": list(range(8))}),
+        args=GRPOConfig(
+            output_dir=str(out / "episodes"),
+            per_device_train_batch_size=BATCH // world,
+            num_generations=4,
+            max_completion_length=200,
+            max_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+            disable_tqdm=True,
+            vllm_max_model_length=400,
+            vllm_tensor_parallel_size=world,
+        ),
+        hybrid={"engine": "vllm", "rollout": "multi_turn"},
+    )
+    trainer.train()
+    (_, ids, masks, _, logprobs, *_), *_ = batches
+    trainer.session.close()
+    return [list(row) for row in zip(ids, masks, logprobs, *zip(*seen, strict=True), strict=True)]
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+from trlx_hybrid import types
 from trlx_hybrid.errors import ConfigError
 
 from .intervals import Ints, chunks, rechunked, whole
@@ -20,19 +21,14 @@ VLLM_VOCAB_MULTIPLE = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """A product of parallelisms over `dp * pp * fsdp * tp` ranks.
+class Layout(types.Layout):
+    """A product of parallelisms over `dp * pp * fsdp * tp` ranks, and how exactly each of them cuts.
 
-    `Layout(fsdp=8)` is FSDP2, `Layout(dp=2, fsdp=4)` HSDP, `Layout(dp=8)` DDP, `Layout(tp=4, pp=2)` an engine and
-    `Layout(dp=2, tp=4)` two of them. Ranks are numbered with tp fastest, then fsdp, pp, dp, which is the order of
-    accelerate's meshes and of vLLM's. `fsdp` cuts what `tp` leaves on a rank.
+    `Layout(tp=4, pp=2)` is an engine and `Layout(dp=2, tp=4)` two of them. Ranks are numbered with tp fastest, then
+    fsdp, pp, dp, which is the order of accelerate's meshes and of vLLM's. `fsdp` cuts what `tp` leaves on a rank, along
+    dimension 0 unless `shard_dims` says otherwise, in `torch.chunk`'s sizes; `pp` and `tp` as vLLM does.
 
     Attributes:
-        dp: replicas.
-        pp: pipeline stages; layers are dealt out as vLLM does.
-        fsdp: ranks that a replica's parameters are sharded over, along dimension 0 unless `shard_dims` says otherwise,
-            in `torch.chunk`'s sizes.
-        tp: tensor-parallel ranks, sliced as vLLM slices.
         ep: ranks that experts are dealt out to, whole; `tp` or, across replicas, a multiple of it. 1 slices experts by
             `tp` like everything else.
         vocab_multiple: the padded vocabulary is a multiple of this; 1 pads nothing.
@@ -40,17 +36,14 @@ class Layout:
         shard_dims: (name of a parameter class, dimension that FSDP shards it along): what a `shard_placement_fn` says.
     """
 
-    dp: int = 1
-    pp: int = 1
-    fsdp: int = 1
-    tp: int = 1
     ep: int = 1
     vocab_multiple: int = 1
     mesh: tuple[int, ...] | None = None
     shard_dims: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("dp", "pp", "fsdp", "tp", "ep", "vocab_multiple"):
+        types.Layout.__post_init__(self)
+        for name in ("ep", "vocab_multiple"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} in a layout: it must be 1 or more.")
         if self.ep > 1 and (self.ep % self.tp or (self.dp * self.tp) % self.ep or self.fsdp > 1):
@@ -60,11 +53,6 @@ class Layout:
             )
         if self.mesh is not None and sorted(self.mesh) != list(range(self.world)):
             raise ConfigError(f"The mesh of a layout must name each of its {self.world} ranks once.")
-
-    @property
-    def world(self) -> int:
-        """Number of ranks."""
-        return self.dp * self.pp * self.fsdp * self.tp
 
     def over(self, world: int) -> Layout:
         """As many replicas of this as `world` ranks hold."""

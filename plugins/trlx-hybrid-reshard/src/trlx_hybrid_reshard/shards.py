@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from .live import LiveLayout, read
+from .merged import MergedShards
 from .parameter import Parameter
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class Shards:
             for key, parameter in module._parameters.items():
                 owners.setdefault(id(parameter), (module, key))
         self._owners = {name: owners[id(p)] for name, p in names.items()}
+        self._merged = MergedShards(policy)
         self._seen: dict[str, tuple[int, ...]] = {}
         self._versions: dict[str, tuple[int, ...]] = {}
         self.local: dict[str, Tensor] = {}
@@ -48,8 +50,12 @@ class Shards:
     def refresh(self) -> bool:
         """Look again; returns whether a parameter that is frozen now may hold other bits than at the last look."""
         self._gather_up()
-        before, self.frozen, changed, moved = self.frozen, set(), False, False
+        before, self.frozen, changed = self.frozen, set(), False
+        moved = self._merged.refresh()
+        self.local.update((name, self._merged[name]) for name in self._merged.names)
         for name, (module, key) in self._owners.items():
+            if name in self._merged.names:
+                continue
             parameter: Any = module._parameters[key]
             tensor: Tensor = getattr(parameter, "_local_tensor", parameter)
             place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), *tensor.stride())

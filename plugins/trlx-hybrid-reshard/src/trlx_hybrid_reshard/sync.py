@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -14,9 +13,13 @@ from trlx_hybrid.protocols import Regions, WeightSync
 from trlx_hybrid.types import LoadReport
 
 from .agreement import Agreement
+from .live import LiveLayout
+from .merged import unmergeable
 from .moves import Moves
+from .remedies import remedies
 from .served import read_boxes
 from .shards import Shards
+from .sync_log import SyncLog
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,8 +27,6 @@ if TYPE_CHECKING:
     from trlx_hybrid.session import Session
 
     from .options import ReshardOptions
-
-logger = logging.getLogger(__name__)
 
 
 class ReshardSync(WeightSync):
@@ -51,6 +52,7 @@ class ReshardSync(WeightSync):
         self._group: Any = None
         self._known: dict[tuple[str, ...], Moves] = {}
         self._synced = False
+        self._log = SyncLog(session.ranks.rank, self._advice)
         self.moves: Moves | None = None
 
     # --- choosing ---------------------------------------------------------------------------------------------------
@@ -81,12 +83,9 @@ class ReshardSync(WeightSync):
 
     def _refuses_at_sight(self) -> str | None:
         policy = self._session.policy
-        if policy.adapters:
-            return "the policy has adapters: they are served (`lora`) or merged (`gather`)"
-        if policy.refuses_gather() is not None:
-            return policy.refuses_gather()
-        if policy.converts:
-            return f"tensors of {policy.architecture} in memory are not those of its checkpoint (fused or renamed)"
+        reason = unmergeable(policy) or policy.refuses_gather()
+        if reason is not None:
+            return reason
         if not hasattr(self._session.live_engine, "regions"):
             return "the engine does not say where its weights lie"
         for name, p in policy.base_parameters().items():
@@ -167,7 +166,7 @@ class ReshardSync(WeightSync):
             torch._foreach_zero_(list(self._regions.padding))
         engine.weights_written()
         self._synced = True
-        logger.info("[Reshard] duration=%.3fs, %s", time.perf_counter() - started, moves)
+        self._log.done(started, time.perf_counter(), str(moves))
         return LoadReport(tensors=moves.tensors, bytes=moves.received_bytes)
 
     def _agree(self, everything: bool) -> None:
@@ -197,12 +196,10 @@ class ReshardSync(WeightSync):
         assert self._regions is not None
         if names not in self._known:
             ranks, engine = self._session.ranks, self._session.live_engine
-            source = self._shards.layout(ranks.world)
-            target = read_boxes(self._shards.parameters(self._everything), self._held)
             self._known[names] = Moves(
                 self._shards,
                 names,
-                (source, target),
+                self._layouts(),
                 self._regions,
                 engine.dtype,
                 self._device,
@@ -210,6 +207,20 @@ class ReshardSync(WeightSync):
                 self._options,
             )
         return self._known[names]
+
+    def _layouts(self) -> tuple[LiveLayout, LiveLayout]:
+        """Where all parameters lie in the trainer, and where in the engines."""
+        assert self._shards is not None
+        parameters = self._shards.parameters(self._everything)
+        return self._shards.layout(self._session.ranks.world), read_boxes(parameters, self._held)
+
+    def _advice(self) -> str:
+        """By the largest parameter: layers are placed alike."""
+        assert self._shards is not None
+        parameters = self._shards.parameters(self._everything)
+        largest = max(parameters, key=lambda p: p.elements)
+        train, rollout = (layout.sharding(largest) for layout in self._layouts())
+        return remedies(self._session.policy.base.config, train, rollout, self._session.live_engine.dtype.itemsize)
 
     @property
     def _device(self) -> torch.device:

@@ -1,7 +1,8 @@
 """Replaying a program: pack a bucket, put it on the wire, write what came in, while the next is being packed.
 
-On a CUDA device packing and writing have a stream each and NCCL has its own, so the host enqueues everything and waits
-once; from the second time on all of it is one graph. With gloo the host waits for each bucket after it has packed the
+On a CUDA device packing, writing and the local copies have a stream each and NCCL has its own, so the host enqueues
+everything and waits once; from the second time on all of it is one graph. The local copies are most of the bytes and
+nobody waits for them, so they have the lowest priority. With gloo the host waits for each bucket after it has packed the
 next.
 """
 
@@ -43,7 +44,7 @@ class Transport:
         self._record, self._ran = record and program.on(device), False
         self._recording: Recording | None = None
         if device.type == "cuda":
-            self._streams = torch.cuda.Stream(device), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            self._streams = [torch.cuda.Stream(device, priority=p) for p in (-1, -1, 0)]  # type: ignore[no-untyped-call]
             self._numbers = torch.arange(len(program.buckets) + 1, dtype=torch.int32, device=device)
             self._done = torch.zeros((), dtype=torch.int32, pin_memory=True)
 
@@ -117,12 +118,12 @@ class Transport:
 
     def _enqueue(self) -> None:
         """Launch everything; the current stream waits for its end."""
-        packing, writing = self._streams
+        packing, writing, beside = self._streams
         caller = torch.cuda.current_stream(self._device)
-        packing.wait_stream(caller)
-        writing.wait_stream(caller)
+        for stream in self._streams:
+            stream.wait_stream(caller)
         written: list[torch.cuda.Event] = []
-        with torch.cuda.stream(writing):
+        with torch.cuda.stream(beside):
             self._program.local.run()
         for number, bucket in enumerate(self._program.buckets):
             with torch.cuda.stream(packing):
@@ -135,10 +136,9 @@ class Transport:
                 bucket.unpack.run()
                 self._done.copy_(self._numbers[number + 1], non_blocking=True)
                 written.append(writing.record_event())
-        with torch.cuda.stream(writing):
-            self._program.echoes.run()
-        caller.wait_stream(packing)
-        caller.wait_stream(writing)
+        for stream in self._streams:
+            caller.wait_stream(stream)
+        self._program.echoes.run()
 
     def _failed(self, number: int, what: str, peers: str, error: Exception | None) -> SyncError:
         reason = f" ({str(error).splitlines()[0][:200]})" if error is not None else ""

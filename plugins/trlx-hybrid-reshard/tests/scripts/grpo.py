@@ -1,4 +1,4 @@
-"""Launched by test_grpo.py: GRPO with FSDP2 and a tensor-parallel vLLM on a CPU, twice; each rank reports."""
+"""Launched by test_grpo.py: GRPO with FSDP2 and a tensor-parallel vLLM on a CPU, three times; each rank reports."""
 
 import functools
 import json
@@ -10,6 +10,7 @@ import accelerate.state as state
 import torch
 from accelerate.utils import DistributedType
 from datasets import Dataset
+from peft import LoraConfig
 from torch.distributed.tensor import DTensor
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
@@ -25,9 +26,11 @@ FSDP2 = {
     "fsdp_cpu_ram_efficient_loading": False,
 }
 FROZEN = "layers.1.mlp"
+ADAPTED = ("q_proj", "k_proj", "v_proj", "down_proj")
 RUNS = [
     {"engine": {}, "tied": False},
     {"engine": {"dtype": "bfloat16", "enable_sleep_mode": True}, "tied": True},
+    {"engine": {}, "tied": False, "lora": True},
 ]
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -50,16 +53,17 @@ def use_fsdp_on_cpu():
 
 
 class Poisoned:
-    """Before each sync the engine's memory is NaN, frozen weights that stay there excepted. It is looked at after."""
+    """Before each sync the engine's memory is NaN, except for weights that rest there. It is looked at after."""
 
-    def __init__(self):
+    def __init__(self, rests):
+        self.rests = rests
         self.syncs = []
 
     @hookimpl
     def trlx_sync_start(self, session, plan):
         whole = session.live_engine.weights_lost or not self.syncs
         for name, p in model_of(session.live_engine.llm).named_parameters():
-            if whole or FROZEN not in name:
+            if whole or not self.rests(name):
                 p.data.fill_(torch.nan)
 
     @hookimpl
@@ -81,7 +85,8 @@ class Poisoned:
 
 def main(folder, index):
     wanted = RUNS[index]
-    plugin = Poisoned()
+    lora = wanted.get("lora", False)
+    plugin = Poisoned(lambda name: ("qkv_proj" not in name and "down_proj" not in name) if lora else FROZEN in name)
     model = tiny_model(tied=wanted["tied"])
     for name, p in model.named_parameters():
         p.requires_grad_(FROZEN not in name)
@@ -110,6 +115,7 @@ def main(folder, index):
         processing_class=character_tokenizer(),
         hybrid=HybridConfig(engine_options=wanted["engine"], verify_every=1),
         plugins=[plugin],
+        peft_config=LoraConfig(r=4, lora_alpha=12, target_modules=list(ADAPTED)) if lora else None,
     )
     trainer.train()
     report = {

@@ -98,9 +98,6 @@ def refusals():
         sharded(), SlicedEngine(tp=WORLD, reason=f"no, says {RANK}" if RANK == WORLD - 1 else None)
     )
     seen["one rank"] = sync.refuses()
-    session, sync = session_of(sharded(), SlicedEngine(tp=WORLD))
-    session.policy.converts = True
-    seen["converts"] = sync.refuses()
     session, sync = session_of(sharded(), object())
     seen["no regions"] = sync.refuses()
     _, sync = session_of(Model(layers=2 + (RANK == 1)), SlicedEngine(tp=WORLD))

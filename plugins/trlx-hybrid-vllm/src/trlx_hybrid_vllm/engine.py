@@ -170,8 +170,7 @@ class VLLMEngine:
             raise EngineError(reason)
         if not self._loader.routes:
             self.load_weights(policy.full_weights(merge=False))
-        shapes = {name: tuple(p.shape) for name, p in policy.base_parameters().items()}
-        return regions(model, self._loader, shapes)
+        return regions(model, self._loader, policy)
 
     def sleep(self, keep_weights: bool = False) -> None:
         """Give memory back, where sleep mode is on; weights that are not kept are lost until the next sync."""

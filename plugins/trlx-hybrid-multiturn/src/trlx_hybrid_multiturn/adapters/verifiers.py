@@ -1,0 +1,217 @@
+"""Environments of verifiers, played by a server of this plugin among verifiers' own packages."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any
+
+from trlx_hybrid.conversation import Message
+from trlx_hybrid.errors import ConfigError
+
+from ..environment import Step
+from .connection import Connection, ServerError, require_websockets
+
+PROCESS = Path(__file__).parent / "verifiers_process"
+CONNECT_SECONDS = 30.0  # to a server that is up, on this machine
+STOP_SECONDS = 5.0
+
+
+def from_verifiers(
+    taskset: str,
+    *,
+    python: str = sys.executable,
+    env: Mapping[str, Any] | None = None,
+    start_seconds: float = 120.0,
+) -> Verifiers:
+    """The tasks of a verifiers taskset (verifiers 0.4), and the environment that goes with them.
+
+        words = from_verifiers("my-words", python=".venv-verifiers/bin/python", env={"agent": {"max_turns": 4}})
+        GRPOTrainer(
+            ..., train_dataset=words.dataset(), rollout_func=episodes(words), reward_funcs=episode_reward
+        )
+
+    verifiers and vLLM ask for different versions of the same packages, so verifiers runs in a process of its own, with
+    the interpreter of an environment that it is installed in. The reward is the task's, scored when the episode ends:
+    an episode that runs out of `max_completion_length` or turns here has none. Set `max_turns` in `env` instead, which
+    ends it there.
+
+    Only conversations are played: an environment whose agent is offered tools or shown images, that shortens the
+    conversation, or in which two agents speak with the trained model, ends the trajectory and says so.
+
+    Args:
+        taskset: verifiers' id of an installed taskset, or the name of a module in the current directory.
+        python: the interpreter of the environment with verifiers.
+        env: settings of verifiers' environment, as in its `[env]` block: "taskset", "id", its agents. Agents run as
+            plain conversations on this machine unless it says otherwise.
+        start_seconds: how long its imports and the taskset's may take.
+
+    Raises:
+        ConfigError: verifiers is not installed there, knows no such taskset, or did not start in time.
+    """
+    require_websockets("from_verifiers")
+    return Verifiers(taskset, _Process(taskset, python, env or {}, start_seconds))
+
+
+class Verifiers:
+    """Makes environments of one taskset; pass it to `episodes`. Its process ends with it, and with the trainer."""
+
+    def __init__(self, taskset: str, process: _Process) -> None:
+        self._taskset, self._process = taskset, process
+        self.__name__ = "Verifiers"  # what messages call its environments
+
+    def __call__(self) -> Conversation:
+        """A fresh environment; it connects when it is reset."""
+        return Conversation(self._process.address)
+
+    def rows(self, size: int | None = None) -> list[dict[str, Any]]:
+        """The tasks, or the first `size`: their `prompt` (messages) and the `task` itself (JSON).
+
+        Raises:
+            ConfigError: the taskset fails, or has no end and no size is given.
+        """
+        query = "" if size is None else f"?size={size}"
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on this machine
+        try:
+            with opener.open(f"http://{self._process.address}/tasks{query}") as reply:
+                answer = json.load(reply)
+        except OSError as error:
+            raise ConfigError(f"The process of taskset {self._taskset!r} is gone: {error}.") from error
+        if "error" in answer:
+            raise ConfigError(f"Taskset {self._taskset!r} gives no tasks: {answer['error']}")
+        # A conversation that the environment opens has no prompt; TRL wants one.
+        empty = [{"role": "user", "content": ""}]
+        return [{"prompt": row["prompt"] or empty, "task": json.dumps(row["task"])} for row in answer["tasks"]]
+
+    def dataset(self, size: int | None = None) -> Any:
+        """The same as a `datasets.Dataset`."""
+        from datasets import Dataset
+
+        return Dataset.from_list(self.rows(size))
+
+    def close(self) -> None:
+        """End the process. Safe to call twice."""
+        self._process.stop()
+
+
+class Conversation:
+    """One episode, until the environment ends it."""
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._connection: Connection | None = None
+
+    async def reset(self, row: Mapping[str, Any]) -> str | list[Message] | None:
+        """Begin the row's task; shows what the environment asks the model beyond the row's prompt."""
+        name = "The verifiers process"
+        self._connection = await Connection.open(f"ws://{self._address}/episode", name, CONNECT_SECONDS)
+        begun = await self._connection.ask("reset", {"task": json.loads(row["task"])})
+        if begun["done"]:
+            raise ServerError("The episode was over before the model was asked.")
+        return remainder(row["prompt"], begun["messages"])
+
+    async def step(self, completion: str) -> Step:
+        """Reply."""
+        assert self._connection is not None
+        told = await self._connection.ask("step", {"completion": completion})
+        if told["done"]:
+            return Step(done=True, reward=told["reward"])
+        return Step(observation=told["messages"])
+
+    async def close(self) -> None:
+        """Leave; an episode that is not over is given up."""
+        if self._connection is not None:
+            await self._connection.close()
+
+
+def remainder(prompt: list[Message], asked: list[Message]) -> str | list[Message] | None:
+    """What has to be added to a prompt to make it what the environment asks, in the terms of `Environment.reset`.
+
+    Raises:
+        ServerError: it does not begin with the prompt.
+    """
+    last = len(prompt) - 1
+    if asked[:last] == prompt[:last] and len(asked) > last and asked[last]["role"] == prompt[last]["role"]:
+        said, wanted = prompt[last]["content"], asked[last]["content"]
+        if wanted == said:
+            return asked[last + 1 :] or None
+        if wanted.startswith(said) and len(asked) == len(prompt):
+            return str(wanted[len(said) :])
+    raise ServerError(
+        f"The environment asks the model something else than the row's prompt: {str(asked)[:200]} instead of "
+        f"{str(prompt)[:200]}. Train on the rows that from_verifiers(…).dataset() gives."
+    )
+
+
+class _Process:
+    """verifiers in a process of its own, which ends with this one: its standard input does."""
+
+    def __init__(self, taskset: str, python: str, env: Mapping[str, Any], seconds: float) -> None:
+        try:
+            self._process = subprocess.Popen(
+                [python, str(PROCESS)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            )
+        except OSError as error:
+            raise ConfigError(f"from_verifiers(python={python!r}) cannot be started: {error}.") from error
+        self.stop = weakref.finalize(self, _stop, self._process)
+        secret = secrets.token_urlsafe(16)
+        answer = self._started({"taskset": taskset, "env": dict(env), "secret": secret}, seconds)
+        if answer is None:
+            code = self._process.poll()
+            self.stop()
+            how = f"did not start within {seconds:g} s" if code is None else f"ended at its start, exit code {code}"
+            raise ConfigError(
+                f"The verifiers process of taskset {taskset!r} ({python}) {how}; what it printed is above."
+                + (" start_seconds waits longer." if code is None else "")
+            )
+        if "error" in answer:
+            self.stop()
+            missing = str(answer.get("missing", "")).partition(".")[0]
+            there = missing not in ("verifiers", "aiohttp")
+            raise ConfigError(
+                f"verifiers ({python}) cannot play taskset {taskset!r}: {answer['error'].rstrip('.')}."
+                + ("" if there else f" Install it: {python} -m pip install 'verifiers==0.4.*'")
+            )
+        self.address = f"127.0.0.1:{answer['port']}/{secret}"
+
+    def _started(self, settings: dict[str, Any], seconds: float) -> dict[str, Any] | None:
+        """Its first line; None where it ended or the time passed without one."""
+        process, output, lines = self._process, self._process.stdout, SimpleQueue[bytes]()
+        assert process.stdin is not None
+        assert output is not None
+        with contextlib.suppress(BrokenPipeError):  # it ended, and so does its output
+            process.stdin.write(json.dumps(settings, default=os.fspath).encode() + b"\n")
+            process.stdin.flush()
+        Thread(target=lambda: lines.put(output.readline()), daemon=True).start()  # a pipe has no deadline
+        try:
+            line = lines.get(timeout=seconds)
+        except Empty:
+            return None
+        if not line:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_SECONDS)
+            return None
+        return dict(json.loads(line))
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.close()
+        process.wait(STOP_SECONDS)
+    except (subprocess.TimeoutExpired, OSError):
+        process.kill()
+        process.wait()
+    process.stdout.close()

@@ -1,0 +1,50 @@
+"""A harness that only talks. verifiers' own are programs that are installed when they first run, in a runtime."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from aiohttp import ClientSession, ClientTimeout
+from verifiers.v1.configs.harness import HarnessConfig  # type: ignore[import-not-found]
+from verifiers.v1.dialects.chat import message_to_wire  # type: ignore[import-not-found]
+from verifiers.v1.harness import Harness  # type: ignore[import-not-found]
+from verifiers.v1.runtimes import ProgramResult  # type: ignore[import-not-found]
+
+
+class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
+    """One reply per segment, asked for in this process; a longer exchange is verifiers' to resume."""
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = False
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: Any,
+        trace: Any,
+        runtime: Any,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: Any,
+        **given: Any,
+    ) -> Any:
+        """Ask the model for a reply to the conversation so far."""
+        system, prompt = self.resolve_prompt(data)
+        body = {"model": ctx.model, "messages": as_messages(system, prompt)}
+        headers = {"Authorization": f"Bearer {secret}"}
+        async with (
+            ClientSession(timeout=ClientTimeout(total=None)) as client,  # the trainer's deadlines hold
+            client.post(f"{endpoint}/chat/completions", json=body, headers=headers) as reply,
+        ):
+            text = await reply.text()
+        return ProgramResult(exit_code=int(reply.status != 200), stdout=text, stderr=text)
+
+
+def as_messages(system: str | None, prompt: Any) -> list[dict[str, Any]]:
+    """A task's system prompt and prompt (a text, messages or None) as chat messages."""
+    messages = [{"role": "system", "content": system}] if system else []
+    if isinstance(prompt, str):
+        return [*messages, {"role": "user", "content": prompt}]
+    return [*messages, *(message_to_wire(message) for message in prompt or [])]

@@ -1,0 +1,127 @@
+"""Serves episodes to the trainer, and the model to verifiers, on a port of this machine.
+
+GET /SECRET/tasks                    the taskset's rows, to the trainer
+/SECRET/episode                      a websocket: the messages of `adapters/connection.py`, one episode each
+POST /SECRET/v1/chat/completions     verifiers asks the model; the trainer answers through the episode's websocket
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+from verifiers.v1.clients import EvalClientConfig, ModelContext  # type: ignore[import-not-found]
+from verifiers.v1.configs.agent import agent_config_fields  # type: ignore[import-not-found]
+from verifiers.v1.utils import loaders  # type: ignore[import-not-found]
+
+from .chat import as_messages
+from .talk import RefusedError, Talk
+
+HARNESS = __package__  # as verifiers finds it
+
+
+class Server:
+    """Plays one environment of verifiers.
+
+    Args:
+        taskset: its id. env: settings of verifiers' environment, as in its `[env]` block.
+        secret: first part of every path, for others on this machine have the port as well.
+    """
+
+    def __init__(self, taskset: str, env: dict[str, Any], secret: str) -> None:
+        settings = {**env, "taskset": {**env.get("taskset", {}), "id": taskset}}
+        defaults = loaders.env_config_type(taskset, settings.get("id", ""))()
+        # What verifiers takes where nobody chose runs commands in a remote sandbox; here agents talk, on this machine.
+        talks = loaders.default_harness_id(taskset) == "bash"
+        for name, agent in agent_config_fields(defaults).items():
+            own = {"harness": {"id": HARNESS}} if talks and agent.harness is None else {}
+            settings[name] = {"runtime": {"type": "subprocess"}, **own, **env.get(name, {})}
+        self.env = loaders.load_environment(loaders.resolve_env_config(settings))
+        self.talks: dict[str, Talk] = {}  # by trace
+        self._secret = secret
+
+    async def serve(self, ready: Callable[[int], None]) -> None:
+        """Until the process ends; `ready` takes the port."""
+        app = web.Application(client_max_size=1 << 30)
+        app.router.add_get(f"/{self._secret}/tasks", self._tasks)
+        app.router.add_get(f"/{self._secret}/episode", self._episode)
+        app.router.add_post(f"/{self._secret}/v1/chat/completions", self._complete)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        port = runner.addresses[0][1]
+        # No variable has that name: a key of the user's is not needed, so it is not read.
+        model = EvalClientConfig(base_url=f"http://127.0.0.1:{port}/{self._secret}/v1", api_key_var="TRLX_HYBRID_NONE")
+        self.context = ModelContext(model="policy", client=model)
+        async with self.env.serving():
+            ready(port)
+            await asyncio.Event().wait()
+
+    async def _tasks(self, request: web.Request) -> web.Response:
+        size = request.query.get("size")
+        if size is None and not self.env.taskset.bounded:
+            return web.json_response({"error": "it has no end; say how many tasks to take."})
+        try:
+            tasks = list(itertools.islice(self.env.taskset, None if size is None else int(size)))
+        except Exception as error:  # the taskset's own
+            return web.json_response({"error": f"{type(error).__name__}: {error}"})
+        rows = [
+            {
+                "prompt": as_messages(task.data.system_prompt, task.data.prompt),
+                "task": task.data.model_dump(mode="json", exclude_none=True),
+            }
+            for task in tasks
+        ]
+        return web.json_response({"tasks": rows})
+
+    async def _episode(self, request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse(max_msg_size=0)
+        await socket.prepare(request)
+        talk = Talk(self)
+        answering: asyncio.Task[None] | None = None
+        try:
+            async for message in socket:  # read on while it plays: a trainer that goes away ends its episode
+                asked = json.loads(message.data)
+                if asked["type"] == "close":
+                    break
+                answering = asyncio.create_task(_answer(socket, talk, asked))
+        finally:
+            if answering is not None:
+                answering.cancel()
+            await talk.end()
+        return socket
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        trace = request.headers.get("X-Session-ID", "")
+        talk, body = self.talks.get(trace), await request.json()
+        if talk is None:
+            return web.json_response({"error": {"message": "no episode is played under this id"}}, status=404)
+        try:
+            text = await talk.reply(trace, body)
+        except RefusedError as error:
+            return web.json_response({"error": {"message": str(error)}}, status=400)
+        message = {"role": "assistant", "content": text}
+        return web.json_response(
+            {
+                "id": trace,
+                "object": "chat.completion",
+                "created": int(time.time()),
+                "model": "policy",
+                "choices": [{"index": 0, "finish_reason": "stop", "message": message}],
+            }
+        )
+
+
+async def _answer(socket: web.WebSocketResponse, talk: Talk, asked: dict[str, Any]) -> None:
+    try:
+        answer = {"type": "observation", "data": await talk.go_on(asked["type"], asked["data"])}
+    except RefusedError as error:
+        answer = {"type": "error", "data": {"message": str(error)}}
+    except Exception as error:  # a task's own: its trajectory ends by it
+        answer = {"type": "error", "data": {"message": f"{type(error).__name__}: {error}"}}
+    await socket.send_str(json.dumps(answer))

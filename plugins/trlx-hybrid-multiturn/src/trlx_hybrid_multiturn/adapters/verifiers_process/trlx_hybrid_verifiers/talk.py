@@ -1,0 +1,142 @@
+"""One episode, turned round: verifiers calls its model and waits; the trainer is shown things and replies."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .server import Server
+
+Message = dict[str, Any]
+
+
+class RefusedError(Exception):
+    """What this episode does cannot be trained on, or has failed."""
+
+
+class Talk:
+    """verifiers plays the episode in a task; each call of the model waits in it for the trainer's completion."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._playing: asyncio.Task[Any] | None = None
+        self._traces: dict[str, Any] = {}
+        self._policy: str | None = None  # the trace that the model speaks in
+        self._said: list[Message] = []  # the conversation, its replies included
+        self._shown: asyncio.Queue[list[Message]] = asyncio.Queue()
+        self._reply: asyncio.Future[str] | None = None
+        self._refusal: RefusedError | None = None
+
+    # --- the trainer's side -----------------------------------------------------------------------------------------
+
+    async def go_on(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
+        """Begin (`reset`, with the task), or give the model's reply; then wait for what it is shown next.
+
+        Returns:
+            The new messages; or that the episode is over, and its reward.
+
+        Raises:
+            RefusedError: why there is neither.
+        """
+        if kind == "reset":
+            self._playing = asyncio.create_task(self._play(data["task"]))
+        elif self._reply is None or self._reply.done():
+            raise RefusedError("nobody waits for the model's reply.")
+        else:
+            self._reply.set_result(data["completion"])
+        assert self._playing is not None
+        shown = asyncio.create_task(self._shown.get())
+        try:
+            await asyncio.wait({shown, self._playing}, return_when=asyncio.FIRST_COMPLETED)
+            if shown.done():
+                return {"messages": shown.result(), "done": False}
+        finally:
+            shown.cancel()
+        return self._ended(self._playing.result())
+
+    async def end(self) -> None:
+        """The trainer has left: whatever still plays is given up."""
+        if self._reply is not None:
+            self._reply.cancel()
+        if self._playing is not None:
+            self._playing.cancel()
+            await asyncio.gather(self._playing, return_exceptions=True)
+        for trace in self._traces:
+            self._server.talks.pop(trace, None)
+
+    async def _play(self, data: dict[str, Any]) -> Any:
+        env = self._server.env
+        task = type(env.taskset).task_type()
+        (slot,) = env.slots(task(task.data_type().model_validate(data), env.config.taskset.task))
+        return await env.run_slot(slot, self._server.context, on_trace=self._minted)
+
+    def _minted(self, trace: Any) -> None:
+        self._traces[trace.id] = trace
+        self._server.talks[trace.id] = self
+
+    def _ended(self, episode: Any) -> dict[str, Any]:
+        if self._refusal is not None:
+            raise self._refusal
+        trace = self._traces.get(self._policy or "")
+        errors = [*episode.errors, *(trace.errors if trace is not None else [])]
+        if not episode.ok or trace is None:
+            told = f"{errors[-1].type}: {errors[-1].message}" if errors else "it never asked the model"
+            raise RefusedError(f"the episode failed: {told}")
+        rewards = [reward.value for reward in trace.rewards.values() if reward is not None]
+        return {"done": True, "reward": sum(rewards) if rewards else None}
+
+    # --- verifiers' side --------------------------------------------------------------------------------------------
+
+    async def reply(self, trace: str, body: dict[str, Any]) -> str:
+        """What the model says to a chat request of this trace.
+
+        Raises:
+            RefusedError: it is none that the trainer could answer; the episode ends by it.
+        """
+        try:
+            new = self._new(trace, body)
+        except RefusedError as refusal:
+            self._refusal = self._refusal or refusal
+            raise
+        self._reply = asyncio.get_running_loop().create_future()
+        self._shown.put_nowait(new)
+        text = await self._reply
+        self._said += [*new, {"role": "assistant", "content": text}]
+        return text
+
+    def _new(self, trace: str, body: dict[str, Any]) -> list[Message]:
+        """What the conversation holds beyond what the model has seen and said."""
+        name = self._traces[trace].agent.name
+        if self._policy not in (None, trace):
+            first = self._traces[self._policy].agent.name
+            raise RefusedError(
+                f"the agents {first!r} and {name!r} both speak with the trained model, and a trajectory is one "
+                f"conversation. Give one a model of its own: from_verifiers(env={{{name!r}: {{'model': …, "
+                "'client': {'base_url': …}}})."
+            )
+        self._policy = trace
+        if body.get("tools"):
+            raise RefusedError(
+                f"agent {name!r} is offered tools, and only conversations are played. Take a harness without tools."
+            )
+        messages = [{"role": m["role"], "content": _text(m.get("content"))} for m in body["messages"]]
+        seen, new = messages[: len(self._said)], messages[len(self._said) :]
+        if not new or [_compared(m) for m in seen] != [_compared(m) for m in self._said]:
+            raise RefusedError(
+                f"agent {name!r} was asked with another conversation than before (shortened, repeated or rewritten); "
+                "what is trained on must be what the model saw."
+            )
+        return new
+
+
+def _text(content: Any) -> str:
+    if not isinstance(content, list):
+        return content or ""
+    if any(part.get("type") != "text" for part in content):
+        raise RefusedError("the model is shown images, and only texts are played.")
+    return "\n".join(part["text"] for part in content)
+
+
+def _compared(message: Message) -> tuple[str, str]:
+    return message["role"], message["content"].strip()  # harnesses trim replies

@@ -1,0 +1,42 @@
+"""A custom loop with its layouts named: checked against what is live, and resharded at every rollout."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from ranks import finish, start
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    """(reports, stderr) of two ranks."""
+    folder = tmp_path_factory.mktemp("looping")
+    codes, errors = finish(start("looping.py", folder, 2))
+    assert codes == [0, 0], "\n".join(error[-3000:] for error in errors)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)], errors
+
+
+def test_layouts_that_are_not_so_are_refused_on_every_rank(seen):
+    for report in seen[0]:
+        sharded, engine = report["refused"]
+        assert "The model is sharded over 2 ranks, train=Layout(fsdp=8)" in sharded
+        assert "rollout=Layout(tp=4) takes 4 ranks per engine, which do not divide 2" in engine
+
+
+def test_each_rollout_samples_from_the_resharded_weights(seen):
+    for report in seen[0]:
+        assert report["parallel"] == 2
+        assert report["syncs"] == [["reshard", 0], ["reshard", 1]]
+        assert len(report["gaps"]) == 4
+        assert max(report["gaps"]) < 1e-5
+
+
+def test_a_line_about_each_of_the_first_syncs_is_seen_without_any_set_up(seen):
+    first, second = ([line for line in error.splitlines() if "duration=" in line] for error in seen[1])
+    assert len(first) == 2
+    assert all(line.startswith("[Reshard] duration=") for line in first)
+    assert all("transferred=" in line and "(floor " in line and "peak=+" in line for line in first)
+    assert second == []

@@ -14,7 +14,7 @@ help:
 	@echo "make test-slow    larger worlds of the same tests; make test-faults, 20 seeds of tools that hang and crash"
 	@echo "make lint types docs bench check"
 
-PLUGINS := vllm multiturn reshard
+PLUGINS := vllm multiturn reshard ray
 
 .venv/run: requirements/cpu.lock pyproject.toml $(PLUGINS:%=plugins/trlx-hybrid-%/pyproject.toml)
 	$(PYTHON) -m venv .venv
@@ -40,6 +40,21 @@ test-slow: .venv/dev
 
 test-faults: .venv/dev
 	FAULT_SEEDS=20 $(CPU) $(BIN)/python -m pytest plugins/trlx-hybrid-multiturn/tests/test_faults.py $(ARGS)
+
+# OpenEnv and verifiers ask for versions that clash with vLLM's: each has an environment of its own, without torch.
+.venv-%/run: requirements/%.lock
+	$(PYTHON) -m venv .venv-$*
+	echo '*' > .venv-$*/.gitignore
+	.venv-$*/bin/pip install -q $(PIP_ARGS) --no-deps -r $<
+	@touch $@
+
+.PHONY: test-adapters
+test-adapters: .venv-openenv/run .venv-verifiers/run .venv/dev
+	for name in openenv verifiers; do \
+		PYTHONPATH=.:plugins/trlx-hybrid-multiturn/src .venv-$$name/bin/python -m pytest \
+			plugins/trlx-hybrid-multiturn/tests/adapters $(ARGS) || exit 1; \
+	done
+	$(CPU) $(BIN)/python -m pytest -m slow plugins/trlx-hybrid-multiturn/tests/adapters $(ARGS)
 
 lint: .venv/dev
 	$(BIN)/ruff check .

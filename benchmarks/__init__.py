@@ -14,5 +14,6 @@ BENCHMARKS = (
     "multiturn",
     "reshard",
     "reshard_plan",
+    "ray_dispatch",
 )
 """Modules of this package with a `main`, in the order they are listed."""

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.goals import load
-from benchmarks.ray_dispatch import ACTORS, PAYLOADS, bounds, repetitions_of, summary, upper_bound
+from benchmarks.harness import Arm
+from benchmarks.ray_dispatch import ACTORS, FEWEST, PAYLOADS, bounds, paired, summary, upper_bound
 
 ROOT = Path(__file__).parent.parent
 
@@ -55,9 +56,13 @@ def test_the_worst_case_is_what_goals_speak_of():
     assert wanted == {*found, "driver_calls_above_nodes_1024"}
 
 
-@pytest.mark.parametrize("payload", PAYLOADS.values())
-def test_every_case_is_repeated_often_enough_for_a_bound(payload):
-    assert upper_bound([1.0] * repetitions_of(payload, 20)) < math.inf
+def test_arms_take_turns_in_going_first_and_are_repeated_often_enough_for_a_bound():
+    calls = []
+    arms = [Arm(name, lambda turn, name=name: calls.append(name)) for name in ("a", "b")]
+    measured = paired(arms, 0.0, "case")
+    assert [(m.arm, m.case, len(m.seconds)) for m in measured] == [("a", "case", FEWEST), ("b", "case", FEWEST)]
+    assert calls[-4:] in (["a", "b", "b", "a"], ["b", "a", "a", "b"])
+    assert upper_bound(measured[0].seconds) < math.inf
 
 
 TINY_RUN = """
@@ -65,7 +70,7 @@ import sys
 from pathlib import Path
 from benchmarks.ray_dispatch import run
 if __name__ == "__main__":
-    run([2], ["1 KiB", "1 MiB"], 20, 64).publish(Path(sys.argv[1]))
+    run([2], ["1 KiB", "1 MiB"], 0.1, 64).publish(Path(sys.argv[1]))
 """
 
 

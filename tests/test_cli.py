@@ -4,6 +4,7 @@ import pytest
 from trlx_hybrid import environment
 from trlx_hybrid.cli import main
 from trlx_hybrid.errors import PluginError
+from trlx_hybrid.hookspecs import hookimpl
 from trlx_hybrid.host import Host
 
 
@@ -14,8 +15,8 @@ def test_plugins_lists_plugins_and_components(capsys):
     assert "gather" in out
     assert main(["plugins", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [p["name"] for p in report["plugins"]] == ["multiturn", "reshard", "vllm"]
-    assert {"name": "vllm", "distribution": "trlx-hybrid-vllm"}.items() <= report["plugins"][2].items()
+    assert [p["name"] for p in report["plugins"]] == ["multiturn", "ray", "reshard", "vllm"]
+    assert {"name": "vllm", "distribution": "trlx-hybrid-vllm"}.items() <= report["plugins"][3].items()
     weights = {"alias", "lora", "copy", "reshard", "gather"}
     assert {c["name"] for c in report["components"]} == weights | {"vllm", "single_turn", "multi_turn"}
 
@@ -69,8 +70,31 @@ def test_plugins_add_commands_with_trlx_command_and_a_broken_one_spares_the_othe
     assert "plugins add no commands: plugin 'odd' fails" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("problem", [False, True])
+def test_plugins_add_checks_with_trlx_doctor_and_options_for_them(capsys, monkeypatch, problem):
+    class Weather:
+        @hookimpl
+        def trlx_command(self, commands):
+            commands.choices["doctor"].add_argument("--weather")
+
+        @hookimpl
+        def trlx_doctor(self, options):
+            if options.weather:
+                yield environment.Finding("weather", f"it is {options.weather}", problem=problem)
+
+    host = Host()
+    host.register(Weather(), "weather")
+    monkeypatch.setattr(Host, "load", lambda: host)
+    assert main(["doctor"]) == 0
+    assert "it is" not in capsys.readouterr().out
+    assert main(["doctor", "--weather", "wet"]) == int(problem)
+    out = capsys.readouterr().out
+    assert ("problem    it is wet" if problem else "weather    it is wet") in out
+    assert ("see the problems above" in out) == problem
+
+
 def test_help_of_every_command(capsys):
-    for command in ([], ["plugins"], ["doctor"], ["env"], ["trajectories"], ["reshard-plan"]):
+    for command in ([], ["plugins"], ["doctor"], ["env"], ["trajectories"], ["reshard-plan"], ["launch"]):
         with pytest.raises(SystemExit, match="0"):
             main([*command, "--help"])
     assert "bug report" in capsys.readouterr().out

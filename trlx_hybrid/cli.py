@@ -78,8 +78,13 @@ def _doctor(options: Any) -> int:
             print(f"{slot:10} {component.name:14} {'ready' if reason is None else 'not here: ' + reason}")
     for problem in problems:
         print(f"problem    {problem}")
-    print("advice     " + ("see the problems above" if problems else "nothing to do"))
-    return 1 if problems else 0
+    attention = bool(problems)
+    for findings in host.call("trlx_doctor", options=options):
+        for finding in findings:
+            print(f"{'problem' if finding.problem else finding.topic:10} {finding.text}", flush=True)
+            attention |= finding.problem
+    print("advice     " + ("see the problems above" if attention else "nothing to do"))
+    return 1 if attention else 0
 
 
 def _env(options: Any) -> int:

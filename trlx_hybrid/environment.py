@@ -27,6 +27,21 @@ SUPPORTED = {"trl": "1.16", "transformers": "5.17", "accelerate": "1.15", "peft"
 
 
 @dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of `trlx-hybrid doctor`.
+
+    Attributes:
+        topic: one word.
+        text: what was found; of a problem, also the way out.
+        problem: whether it needs attention.
+    """
+
+    topic: str
+    text: str
+    problem: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class KnownBad:
     """Two packages that do not work together, and what to do."""
 

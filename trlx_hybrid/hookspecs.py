@@ -8,7 +8,7 @@ plugin. Where TRL already has an argument for something (reward functions, callb
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pluggy
@@ -16,6 +16,7 @@ import pluggy
 if TYPE_CHECKING:  # types only: this module is imported where torch is not wanted
     from torch import Tensor
 
+    from .environment import Finding
     from .registry import Registry
     from .session import Session
     from .types import Phase, SyncPlan, SyncReport, Trajectory
@@ -120,4 +121,14 @@ def trlx_command(commands: Any) -> None:
     Called whenever `trlx-hybrid` starts, so import heavy things inside the function. `commands` is what
     `ArgumentParser.add_subparsers` makes; `run` takes the parsed arguments and gives the exit status.
     Returns nothing.
+    """
+
+
+@hookspec
+def trlx_doctor(options: Any) -> Iterable[Finding] | None:
+    """Add checks to `trlx-hybrid doctor`, for what this plugin needs of the machine.
+
+    Called once by `trlx-hybrid doctor`, after its own checks. `options` are its parsed arguments; a plugin adds options
+    of its own in `trlx_command`: `commands.choices["doctor"].add_argument("--mine")`. What takes long belongs behind
+    one. Return findings, printed as they come if they come from a generator, or None to add nothing.
     """

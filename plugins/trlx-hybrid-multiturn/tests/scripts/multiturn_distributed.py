@@ -201,7 +201,7 @@ def play(out: Path, world: int, rank: int) -> list:
             max_steps=1,
             save_strategy="no",
             report_to=[],
-            use_cpu=True,
+            use_cpu=not torch.cuda.is_available(),
             bf16=False,
             disable_tqdm=True,
             vllm_max_model_length=400,

@@ -158,10 +158,14 @@ class ReshardSync(WeightSync):
         started = time.perf_counter()
         changed = self._shards.refresh()
         everything, self._synced = changed or engine.weights_lost or not self._synced, False
-        self._agree(everything)
-        moves = self.moves
-        assert moves is not None
-        moves.run()
+        try:
+            self._agree(everything)
+            moves = self.moves
+            assert moves is not None
+            moves.run()
+        except SyncError:
+            self._lost = True
+            raise
         if self._regions is not None and self._regions.padding:
             torch._foreach_zero_(list(self._regions.padding))
         engine.weights_written()
@@ -234,11 +238,12 @@ class ReshardSync(WeightSync):
             moves.close()
         self.moves, self._known = None, {}
         if self._agreement is not None:
-            if own is not None and own is not self._agreement.group and dist.is_initialized():
+            whole = not self._lost  # a group that lost a rank would be waited for
+            if whole and own is not None and own is not self._agreement.group and dist.is_initialized():
                 dist.destroy_process_group(own)
             self._agreement.close()
         self._agreement = self._shards = self._regions = None
-        self._held, self._synced = [], False
+        self._held, self._synced, self._lost = [], False, False
 
 
 def _text(digests: Sequence[int]) -> str:

@@ -2,8 +2,8 @@
 
 On a CUDA device packing, writing and the local copies have a stream each and NCCL has its own, so the host enqueues
 everything and waits once; from the second time on all of it is one graph. The local copies are most of the bytes and
-nobody waits for them, so they have the lowest priority. With gloo the host waits for each bucket after it has packed the
-next.
+nobody waits for them, so they have the lowest priority. With gloo the host waits for each bucket after it has packed
+the next.
 """
 
 from __future__ import annotations

@@ -1,0 +1,245 @@
+"""What a worker group adds to Ray's own calls: the same actors, called by turns, 1 KiB to 64 MiB, 1 to 32 actors.
+
+The peer is Ray as a careful user writes it: what several actors get is put into the object store once where it is
+large, a batch is cut and its results are concatenated by NumPy, one `ray.get` waits for all. Rounds are paired, so the
+metrics are medians of paired ratios and differences, each with the upper end of its one-sided 95% confidence interval:
+the order statistic that the sign test gives, which assumes nothing of the distribution.
+
+A second part lets 4 actors stand in for 1,024 workers on 4 nodes and counts what the driver calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+from trlx_hybrid_ray.cluster import connect
+from trlx_hybrid_ray.workers import FreePool, Grid, Member, WorkerGroup, register
+
+from .harness import Arm, Measurement, alternate
+from .result import Result, cpu
+
+ACTORS = (1, 4, 16, 32)
+PAYLOADS = {"1 KiB": 1 << 10, "64 KiB": 1 << 16, "1 MiB": 1 << 20, "64 MiB": 1 << 26}
+ROW = 1 << 7
+"""Bytes of a row, so that the smallest batch has one for each of 8 actors and none for the others."""
+PUT = 100 << 10
+"""Bytes from which Ray itself stores an argument rather than sending it with the call."""
+RATIO_ACTORS, DIFFERENCE_ACTORS = (16, 32), (1, 4)
+FEWEST, MOST = 20, 2000
+"""Rounds of a case. With fewer than five there is no bound, and few have a wide one."""
+SIMULATED, NODES = 1024, 4
+
+
+class Target:
+    """Does nothing, so that what remains is the call."""
+
+    @register("one_to_all")
+    def length(self, payload: Any) -> int:
+        """An argument that everyone gets, and next to nothing back."""
+        return len(payload)
+
+    @register("scatter")
+    def same(self, batch: Any) -> Any:
+        """A batch there and back."""
+        return batch
+
+    @register("all_to_all")
+    def number(self, item: int) -> int:
+        """Each its own."""
+        return item
+
+
+def upper_bound(values: Sequence[float], confidence: float = 0.95) -> float:
+    """The smallest observation that the median exceeds with at most 1 - `confidence` probability (sign test).
+
+    Infinity where there are too few observations to say it of any.
+    """
+    ordered, below = sorted(values), 0.0
+    for rank, value in enumerate(ordered):
+        below += math.comb(len(ordered), rank) / 2 ** len(ordered)
+        if below >= confidence:
+            return value
+    return math.inf
+
+
+# --- the arms -------------------------------------------------------------------------------------------------------
+
+
+def raw_length(handles: Sequence[Any], payload: Any) -> list[int]:
+    import ray
+
+    argument = ray.put(payload) if payload.nbytes >= PUT and len(handles) > 1 else payload
+    return list(ray.get([handle.length.remote(argument) for handle in handles], timeout=600))
+
+
+def raw_same(handles: Sequence[Any], batch: Any) -> Any:
+    import ray
+
+    parts = ray.get([h.same.remote(part) for h, part in zip(handles, np.array_split(batch, len(handles)))], timeout=600)
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def arms(group: Any, handles: Sequence[Any], method: str, payload: Any) -> list[Arm]:
+    """Both ways of calling a method; results are compared by their lengths and sums."""
+    raw = {"length": raw_length, "same": raw_same}[method]
+    ours = getattr(group, method)
+
+    def digest(result: Any) -> Any:
+        return result if isinstance(result, list) else (result.shape, int(result[:, 0].sum()))
+
+    return [
+        Arm("raw Ray", lambda turn: digest(raw(handles, payload))),
+        Arm("worker group", lambda turn: digest(ours(payload))),
+    ]
+
+
+def paired(arms: Sequence[Arm], seconds: float, case: str) -> list[Measurement]:
+    """As `alternate`, for about so many seconds; the arm that goes first changes from round to round."""
+    warmup = alternate(arms, warmup=3, repetitions=2, case=case)
+    a_round = sum(arm.median for arm in warmup)
+    rounds = min(MOST, max(FEWEST, int(seconds / a_round)))
+    measured: dict[str, list[float]] = {arm.name: [] for arm in arms}
+    for turn in range(rounds):
+        for arm in alternate(arms if turn % 2 else arms[::-1], warmup=0, repetitions=1):
+            measured[arm.arm] += arm.seconds
+    return [Measurement(arm.name, tuple(measured[arm.name]), case) for arm in arms]
+
+
+def measure(actors: int, payloads: Sequence[str], seconds: float) -> tuple[list[Measurement], dict[str, float]]:
+    """Every case of so many actors, with the bounds of each."""
+    measured: list[Measurement] = []
+    metrics: dict[str, float] = {}
+    group = WorkerGroup(Target, FreePool(ranks=actors, cpus_each=0))
+    try:
+        handles = group.handles
+        for method in ("length", "same"):
+            for name in payloads:
+                payload = np.zeros((PAYLOADS[name] // ROW, ROW), dtype=np.uint8)
+                case = f"{method} {actors} × {name}"
+                raw, ours = paired(arms(group.workers, handles, method, payload), seconds, case)
+                measured += [raw, ours]
+                found = bounds(raw.seconds, ours.seconds)
+                metrics |= {f"{key}_{method}_{actors}_{name.replace(' ', '')}": value for key, value in found.items()}
+                print(f"{case}: {', '.join(f'{key} {value:.3g}' for key, value in found.items())}", flush=True)
+    finally:
+        group.close()
+    return measured, metrics
+
+
+def bounds(raw: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
+    """Of the paired rounds: upper bounds of the median ratio and of the median difference in milliseconds."""
+    return {
+        "ratio_bound": upper_bound([b / a for a, b in zip(raw, ours, strict=True)]),
+        "extra_ms_bound": upper_bound([(b - a) * 1e3 for a, b in zip(raw, ours, strict=True)]),
+    }
+
+
+def summary(metrics: dict[str, float]) -> dict[str, float]:
+    """The worst case of each number of actors, which goals speak of."""
+    found = {}
+    for name, key, counts in (
+        ("ratio", "ratio_bound", RATIO_ACTORS),
+        ("extra_ms", "extra_ms_bound", DIFFERENCE_ACTORS),
+    ):
+        for actors in counts:
+            cases = [v for k, v in metrics.items() if k.startswith(key) and k.split("_")[-2] == str(actors)]
+            if cases:
+                found[f"{name}_{actors}_actors"] = max(cases)
+    return found
+
+
+# --- the simulated fan-out ------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def counted() -> Iterator[list[str]]:
+    """What this process calls of actors, and what it puts."""
+    import ray
+    from ray.actor import ActorHandle
+
+    calls: list[str] = []
+
+    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        return noted
+
+    with (
+        patch.object(ActorHandle, "_actor_method_call", noting("call", ActorHandle._actor_method_call)),
+        patch.object(ray, "put", noting("put", ray.put)),
+    ):
+        yield calls
+
+
+def fan_out(workers: int, nodes: int) -> int:
+    """Calls and puts of the driver for one call of a group in which each actor answers for a node's worth of ranks."""
+    import ray
+    from trlx_hybrid_ray.workers.fan_out import Branch
+    from trlx_hybrid_ray.workers.group import GroupCall
+    from trlx_hybrid_ray.workers.hosted import hosted
+    from trlx_hybrid_ray.workers.ray_crew import RayCrew
+    from trlx_hybrid_ray.workers.register import rules
+
+    grid, per_node = Grid(workers), workers // nodes
+    actors: Any = ray.remote(hosted(Target))
+    own = [actors.options(num_cpus=0).remote(Member(0, grid)) for _ in range(nodes)]
+    crew = RayCrew("Target", [handle for handle in own for _ in range(per_node)])
+    branches = [Branch(str(node), tuple(range(node * per_node, (node + 1) * per_node))) for node in range(nodes)]
+    crew.relay(branches, 60.0, pinned=False)
+    try:
+        number = GroupCall(rules(Target)["number"], "Target", grid, crew, 60.0)
+        with counted() as calls:
+            answers = number(list(range(workers)))
+        if answers != list(range(workers)):
+            raise RuntimeError(f"{workers} workers were called, and did not answer what they were asked.")
+        return len(calls)
+    finally:
+        crew.close(at_once=True)
+
+
+def run(actors: Sequence[int], payloads: Sequence[str], seconds: float, simulated: int) -> Result:
+    """The benchmark, on a cluster of its own."""
+    measured: list[Measurement] = []
+    metrics: dict[str, float] = {}
+    with connect(cpus=64, object_store_memory=1 << 30):
+        for count in actors:
+            more, found = measure(count, payloads, seconds)
+            measured, metrics = measured + more, metrics | found
+        calls = fan_out(simulated, NODES)
+    whole = tuple(actors) == ACTORS and tuple(payloads) == tuple(PAYLOADS) and simulated == SIMULATED
+    return Result(
+        benchmark="ray_dispatch" if whole else "ray_dispatch_part",  # goals are about all
+        device=cpu(),
+        peer="raw Ray",
+        measurements=measured,
+        metrics=summary(metrics) | {"driver_calls_above_nodes_1024": float(calls - NODES)} | metrics,
+        settings={
+            "bound": "one-sided 95%, of the median of paired rounds, by the sign test",
+            "seconds_per_case": seconds,
+            "row_bytes": ROW,
+            "put_once_from_bytes": PUT,
+            "simulated_workers": simulated,
+            "simulated_nodes": NODES,
+        },
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ray_dispatch", description=__doc__)
+    parser.add_argument("--seconds", type=float, default=10.0, help="that each of the 32 cases is measured")
+    parser.add_argument("--actors", type=int, action="append", help="may be repeated; default: 1, 4, 16, 32")
+    parser.add_argument("--payload", choices=list(PAYLOADS), action="append", help="may be repeated; default: all")
+    arguments = parser.parse_args(argv)
+    run(arguments.actors or ACTORS, arguments.payload or list(PAYLOADS), arguments.seconds, SIMULATED).publish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""The guessing game of `guessing_game.py`, with the games in Ray actors: two processes, 128 games at once.
+
+    python examples/ray_remote_environment.py
+    RAY_ADDRESS=auto python examples/ray_remote_environment.py      # on a cluster that runs
+
+`episodes(GuessingGame)` becomes `episodes(remote_environment(GuessingGame))`; nothing else changes, and neither do the
+games. A process that dies takes its games with it: these trajectories are masked and counted, and the run goes on.
+"""
+
+import guessing_game
+from guessing_game import GuessingGame, main
+from trlx_hybrid_multiturn import episodes
+from trlx_hybrid_ray.remote import remote_environment
+
+
+def in_actors(game: type[GuessingGame], **settings: object) -> object:
+    """`episodes`, for games that live elsewhere."""
+    return episodes(remote_environment(game, workers=2, per_worker=64), **settings)
+
+
+if __name__ == "__main__":
+    guessing_game.episodes = in_actors
+    main()

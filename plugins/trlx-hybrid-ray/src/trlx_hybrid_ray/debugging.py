@@ -1,0 +1,69 @@
+"""Whether this run is being debugged, and what Ray's two debuggers need for that.
+
+Ray has two: the distributed one speaks debugpy's protocol (`RAY_DEBUG=1`, its default), the other is pdb behind a port
+(`RAY_DEBUG=legacy`, with `ray debug`). They exclude each other. Whoever sets the variable means to debug.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+from collections.abc import Mapping
+
+from trlx_hybrid.errors import ConfigError
+
+from .internals import LOOPBACK_VARIABLE
+from .token import MODE, PATH
+
+CHOICE, POST_MORTEM = "RAY_DEBUG", "RAY_DEBUG_POST_MORTEM"
+DISTRIBUTED, LEGACY = "1", "legacy"
+
+
+def wanted() -> bool:
+    """Whether the user asks for a debugger."""
+    return os.environ.get(CHOICE) in (DISTRIBUTED, LEGACY)
+
+
+def legacy() -> bool:
+    """Whether it is the one in the terminal."""
+    return os.environ.get(CHOICE) == LEGACY
+
+
+def patience(seconds: float) -> float:
+    """A deadline; none while debugging, since people think longer than programs."""
+    return math.inf if wanted() else seconds
+
+
+def variables() -> Mapping[str, str]:
+    """What an actor has to find in its environment to stop in the same debugger; a cluster that was joined has none."""
+    return {name: os.environ[name] for name in (CHOICE, POST_MORTEM) if name in os.environ}
+
+
+def check() -> None:
+    """Refuse a debugger that is not there: Ray passes its breakpoints over, with a line in some log.
+
+    Raises:
+        ConfigError: `RAY_DEBUG` has an unknown value, or debugpy is missing.
+    """
+    choice = os.environ.get(CHOICE)
+    if choice not in (None, "", "0", DISTRIBUTED, LEGACY):
+        raise ConfigError(f"{CHOICE}={choice}: choose 1 (debugpy, as VS Code speaks it) or legacy (`ray debug`).")
+    if choice == DISTRIBUTED and importlib.util.find_spec("debugpy") is None:
+        raise ConfigError(
+            f"{CHOICE}=1 needs debugpy, here and on all nodes: pip install debugpy. Or use the debugger in the "
+            f"terminal: {CHOICE}=legacy, and `ray debug` beside it."
+        )
+
+
+def attach_command(address: str, token: str | None) -> str:
+    """What to type in another terminal for the debugger there."""
+    told = {LOOPBACK_VARIABLE: "0"} if address.startswith("127.") else {}
+    told |= {MODE: "token", PATH: token} if token else {}
+    told[CHOICE] = LEGACY
+    return " ".join([*(f"{name}={value}" for name, value in told.items()), f"ray debug --address {address}"])
+
+
+def post_mortem() -> bool:
+    """Whether to stop where an exception was raised that nobody caught."""
+    return os.environ.get(POST_MORTEM) == "1"

@@ -1,0 +1,23 @@
+"""What a user of Ray can meet. Each message names the culprit and the way out."""
+
+from __future__ import annotations
+
+from trlx_hybrid.errors import HybridError
+
+
+class ClusterError(HybridError):
+    """A cluster does not start, cannot be joined, or does not know who is asked for."""
+
+
+class PlacementError(HybridError):
+    """What was asked for cannot be had; the message ends with a table of what was asked, what is free and who holds
+    the rest."""
+
+
+def brief(error: BaseException) -> str:
+    """A Ray error in one line: the exception that was raised over there where there is one, not its traceback."""
+    cause = getattr(error, "cause", None) or error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or ["no message"]
+    # A traceback ends with what was raised; other messages begin with what happened.
+    line = lines[-1] if "Traceback" in str(cause) else lines[0]
+    return f"{type(cause).__name__}: {line}"

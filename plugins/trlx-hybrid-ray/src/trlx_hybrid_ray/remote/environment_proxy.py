@@ -1,0 +1,142 @@
+"""Stands for an environment here: same class name, same methods, same docstrings and signatures, as TRL reads them."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ..workers.register import timeout
+from .fleet import Fleet, Seat, Worker, answered, lost_error, result_of
+from .lost import EnvironmentLostError
+
+UNSCORED = ("get_reward",)
+
+
+class RemoteEnvironment:
+    """Base of all. Methods go to the worker; other attributes are read there, and cannot be set here."""
+
+    __slots__ = ("__weakref__", "_finalizer", "_fleet", "_lost", "_name", "_seat", "_worker")
+
+    _fleet: Fleet | None
+    _worker: Worker | None
+    _seat: Seat
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet, self._name = fleet, fleet.name
+        self._move_in()
+
+    def _move_in(self) -> None:
+        assert self._fleet is not None, "only its maker's process gives an environment a place"
+        self._worker, self._seat = self._fleet.seat()
+        self._lost = False
+        self._finalizer = weakref.finalize(self, self._fleet.free, self._worker, self._seat.key)
+        self._finalizer.atexit = False
+
+    def _ask(self, verb: str, method: str, *details: Any) -> Any:
+        try:
+            reference = getattr(self._seat.handle, verb).remote(self._seat.key, method, *details)
+            return answered(self._name, method, self._seat, reference)
+        except EnvironmentLostError as error:
+            self._give_up(error)
+            raise
+
+    async def _ask_later(self, method: str, args: Any, kwargs: Any) -> Any:
+        from ray.exceptions import RayError
+
+        reference = self._seat.handle.call.remote(self._seat.key, method, args, kwargs)
+        try:
+            waiting = asyncio.wrap_future(reference.future())
+            return result_of(self._name, method, await asyncio.wait_for(waiting, timeout(self._seat.deadline)))
+        except (RayError, TimeoutError) as error:
+            lost = lost_error(self._name, method, self._seat, error)
+            lost.__cause__ = error
+            self._give_up(lost)
+            raise lost from error
+
+    def _give_up(self, error: EnvironmentLostError) -> None:
+        """After a death, and after a call that may still run, nothing more can be asked of this environment."""
+        if error.__cause__ is None:
+            return  # it returned what cannot be sent, and is well
+        self._lost = True
+        if self._fleet is not None and self._worker is not None:
+            self._fleet.lost(self._worker, died=not isinstance(error.__cause__, TimeoutError))
+
+    def _renew(self) -> None:
+        """Another environment in the place of one that is lost. What hangs keeps its own place: it may return."""
+        if not isinstance(self._worker, Worker) or self._worker.dead:
+            self._finalizer()
+        else:
+            self._finalizer.detach()
+        self._move_in()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return None if self._lost else self._ask("read", name)
+
+    def __reduce__(self) -> Any:
+        return _visiting, (type(self), self._name, self._seat, self._lost)
+
+    def __repr__(self) -> str:
+        return f"<remote environment {self._name!r} in {self._seat.where}>"
+
+
+def _visiting(kind: type[RemoteEnvironment], name: str, seat: Seat, lost: bool) -> RemoteEnvironment:
+    """The same environment, seen from another process: a reward function's worker."""
+    found = object.__new__(kind)
+    found._fleet, found._worker, found._name, found._seat, found._lost = None, None, name, seat, lost
+    return found
+
+
+@functools.cache  # TRL tells environments apart by their class, so one class has one proxy
+def proxy_class(environment: type[Any]) -> type[RemoteEnvironment]:
+    """The class that stands for an environment class."""
+    methods = {
+        name: _method(environment, name, function)
+        for name, function in inspect.getmembers(environment, predicate=inspect.isfunction)
+        if not name.startswith("_")
+    }
+    about = {"__slots__": (), "__doc__": environment.__doc__, "__module__": __name__}
+    return type(environment.__name__, (RemoteEnvironment,), about | methods)
+
+
+def _method(environment: type, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    method: Any
+    if inspect.iscoroutinefunction(function):
+
+        @functools.wraps(function)
+        async def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._lost and name in UNSCORED:
+                return None
+            if self._lost and name == "reset" and self._fleet is not None:
+                await asyncio.to_thread(self._renew)
+            return await self._ask_later(name, args, kwargs)
+
+    elif name == "reset":
+
+        @functools.wraps(function)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            if not self._lost or self._fleet is None:
+                try:
+                    return self._ask("call", name, args, kwargs)
+                except EnvironmentLostError:
+                    if self._worker is None or not self._worker.dead:
+                        raise
+            self._renew()  # its episode has not begun, so nothing is lost with the old one
+            return self._ask("call", name, args, kwargs)
+
+    else:
+
+        @functools.wraps(function)
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return None if self._lost and name in UNSCORED else self._ask("call", name, args, kwargs)
+
+    if isinstance(inspect.getattr_static(environment, name), staticmethod):  # it has no `self` that could be left out
+        signature = inspect.signature(function)
+        own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        method.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])
+    return method  # type: ignore[no-any-return]

@@ -1,0 +1,250 @@
+"""The workers that environments live in: started together, filled evenly, replaced when they die."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from trlx_hybrid.errors import ConfigError, listed
+
+from .. import debugging
+from ..workers import DeadlineError, WorkerDiedError
+from ..workers.register import timeout
+from .environment_host import EnvironmentHost
+from .lost import EnvironmentLostError
+from .quarters import Quarters
+from .reply import Reply
+from .shipment import Shipment
+
+SPARE = 4  # threads of a worker beside one for each environment: to make them and to let them go
+
+
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One actor.
+
+    Attributes:
+        number: among the workers; a replacement takes the number of the one it replaces.
+        where: node and process.
+        keys: of the environments in it.
+        dead: it cannot be called any more.
+    """
+
+    number: int
+    handle: Any
+    where: str = ""
+    keys: set[int] = field(default_factory=set)
+    dead: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """An environment's place. Can be sent to other processes, which may call the environment too.
+
+    Attributes:
+        handle: the actor.
+        key: its number there.
+        where: for messages.
+        deadline: seconds that a call may take.
+    """
+
+    handle: Any
+    key: int
+    where: str
+    deadline: float
+
+
+class Fleet:
+    """Workers for the environments of one kind.
+
+    Args:
+        shipment: of what makes an environment.
+        name: of the environment.
+        workers, per_worker, cpus, gpus, deadline, start_deadline: see `remote_environment`.
+    """
+
+    def __init__(
+        self,
+        shipment: Shipment,
+        name: str,
+        *,
+        workers: int,
+        per_worker: int,
+        cpus: float,
+        gpus: float,
+        deadline: float,
+        start_deadline: float,
+    ) -> None:
+        self.name, self._shipment, self._per_worker = name, shipment, per_worker
+        self._deadline, self._starting = debugging.patience(deadline), debugging.patience(start_deadline)
+        self._lock = threading.RLock()
+        self._numbers = itertools.count()
+        self._freed: deque[tuple[Worker, int]] = deque()
+        self._quarters = Quarters(f"environment {name}", workers, cpus, gpus)
+        self._workers: list[Worker] = []
+        try:
+            self._workers = [self._launched(number) for number in range(workers)]
+            self._await(self._workers)
+        except BaseException:
+            self.close()
+            raise
+
+    def seat(self) -> tuple[Worker, Seat]:
+        """A new environment, in the emptiest worker. Workers that died are replaced first, or when this finds them so.
+
+        Raises:
+            ConfigError: there is no place left, or the fleet is closed.
+            EnvironmentLostError: the worker died in the constructor, and so did the next.
+            what the environment's constructor raises.
+        """
+        try:
+            return self._seated()
+        except EnvironmentLostError:
+            return self._seated()
+
+    def _seated(self) -> tuple[Worker, Seat]:
+        with self._lock:
+            self._let_go()
+            if not self._workers:
+                raise ConfigError(f"The remote environments {self.name!r} were closed. Make new ones.")
+            self._replace_dead()
+            if all(len(worker.keys) >= self._per_worker for worker in self._workers):
+                gc.collect()  # an error's traceback can hold an environment that nobody uses
+                self._let_go()
+            worker = min(self._workers, key=lambda worker: (len(worker.keys), worker.number))
+            if len(worker.keys) >= self._per_worker:
+                raise ConfigError(
+                    f"{len(self._workers) * self._per_worker} environments {self.name!r} are in use, all that "
+                    f"workers={len(self._workers)} with per_worker={self._per_worker} have places for: each completion "
+                    "of a batch takes one. Raise either."
+                )
+            key = next(self._numbers)
+            worker.keys.add(key)
+        seat = Seat(worker.handle, key, f"worker {worker.number} ({worker.where})", self._deadline)
+        try:
+            answered(self.name, "__init__", seat, worker.handle.make.remote(key))
+        except EnvironmentLostError as error:
+            self.lost(worker, died=not isinstance(error.__cause__, TimeoutError))
+            raise
+        except BaseException:
+            self.free(worker, key)
+            raise
+        return worker, seat
+
+    def lost(self, worker: Worker, *, died: bool) -> None:
+        """Note what a call found out: a dead worker is replaced when the next environment is made."""
+        worker.dead = worker.dead or died
+
+    def free(self, worker: Worker, key: int) -> None:
+        """Nobody uses this environment any more. May be called by the garbage collector, so it only takes a note."""
+        self._freed.append((worker, key))
+
+    def close(self) -> None:
+        """End all workers, with the environments in them."""
+        import ray
+
+        with self._lock:
+            workers, self._workers = self._workers, []
+        if ray.is_initialized():
+            for worker in workers:
+                ray.kill(worker.handle)
+            self._quarters.close()
+
+    def _let_go(self) -> None:
+        gone: dict[Worker, list[int]] = {}
+        while self._freed:
+            worker, key = self._freed.popleft()
+            worker.keys.discard(key)
+            gone.setdefault(worker, []).append(key)
+        for worker, keys in gone.items():
+            if not worker.dead:
+                worker.handle.drop.remote(keys)
+
+    def _replace_dead(self) -> None:
+        dead = [worker for worker in self._workers if worker.dead]
+        for worker in dead:
+            self._workers[worker.number] = self._launched(worker.number)
+        if dead:
+            self._await([self._workers[worker.number] for worker in dead])
+
+    def _launched(self, number: int) -> Worker:
+        import ray
+
+        options = dict(self._quarters.options(number))
+        actors: Any = ray.remote(type(self.name, (EnvironmentHost,), {"__module__": EnvironmentHost.__module__}))
+        threads = self._per_worker + SPARE
+        handle = actors.options(**options, max_concurrency=threads).remote(self._shipment, self._quarters.gpus(number))
+        return Worker(number, handle)
+
+    def _await(self, workers: list[Worker]) -> None:
+        """Wait until they run, and know what they have to make.
+
+        Raises:
+            DeadlineError, WorkerDiedError: names the worker.
+            ConfigError: the environment cannot be loaded there.
+        """
+        import ray
+
+        asked = {worker.handle.ready.remote(): worker for worker in workers}
+        _, late = ray.wait(list(asked), num_returns=len(asked), timeout=timeout(self._starting))
+        about = {"method": "__init__", "node": ""}
+        if late:
+            names = listed([str(asked[reference].number) for reference in late])
+            raise DeadlineError(
+                f"Worker {names} of the environments {self.name!r} did not start within {self._starting:g} s. Raise "
+                "start_deadline= if its imports are that slow.",
+                rank=asked[late[0]].number,
+                **about,
+            )
+        for reference, worker in asked.items():
+            try:
+                reply, worker.where = ray.get(reference)
+            except ray.exceptions.RayActorError as error:
+                raise WorkerDiedError(
+                    f"Worker {worker.number} of the environments {self.name!r} died while it started: {error}",
+                    rank=worker.number,
+                    **about,
+                ) from error
+            if reply.text:
+                reply.result()
+
+
+def answered(name: str, method: str, seat: Seat, reference: Any) -> Any:
+    """What a call returned.
+
+    Raises:
+        EnvironmentLostError: the worker died, or did not answer in time.
+        what the method raised.
+    """
+    import ray
+
+    try:
+        reply = ray.get(reference, timeout=timeout(seat.deadline))
+    except (ray.exceptions.RayError, TimeoutError) as error:
+        raise lost_error(name, method, seat, error) from error
+    return result_of(name, method, reply)
+
+
+def result_of(name: str, method: str, reply: Reply) -> Any:
+    """The same of a reply that is here."""
+    if reply.unsendable:
+        raise EnvironmentLostError(f"environment '{name}.{method}' returned {reply.unsendable}. Return plain data.")
+    return reply.result()
+
+
+def lost_error(name: str, method: str, seat: Seat, error: BaseException) -> EnvironmentLostError:
+    """Why there is no answer."""
+    if isinstance(error, TimeoutError):
+        return EnvironmentLostError(
+            f"environment '{name}.{method}' did not return within {seat.deadline:g} s, in {seat.where}; the call may "
+            "still run. Give it a timeout of its own, or raise deadline=."
+        )
+    reason = " ".join(str(error).split())[:300]
+    return EnvironmentLostError(
+        f"environment '{name}.{method}': {seat.where} died: {type(error).__name__}: {reason}. Its log and the node's "
+        "say why; out of memory is the usual cause."
+    )

@@ -1,0 +1,61 @@
+"""The secret that every process of a cluster shares: made per run, handed out by path, never in the user's home."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import ClusterError
+from .internals import reread_authentication
+
+MODE, TOKEN, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+"""Ray's own variables. The processes of a node inherit them, so a path in them must be good on that node."""
+
+
+def make(folder: Path) -> Path:
+    """A new token in a file that only its owner can read."""
+    path = folder / "token"
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secrets.token_hex(32))
+    return path
+
+
+def given(environment: Mapping[str, str]) -> bool:
+    """Whether the user has a token where Ray looks for one."""
+    if environment.get(TOKEN) or environment.get(PATH):
+        return True
+    return (Path(environment.get("HOME", "/nonexistent")) / ".ray" / "auth_token").is_file()
+
+
+@contextmanager
+def presented(path: Path | None) -> Iterator[None]:
+    """Within the context, this process and its children authenticate with the token in a file.
+
+    Args:
+        path: None takes the user's own, from Ray's variables or `~/.ray/auth_token`. Where there is none, or the user
+            set RAY_AUTH_MODE, that is left as it is.
+
+    Raises:
+        ClusterError: the file is missing or empty.
+    """
+    before = {name: os.environ.get(name) for name in (MODE, TOKEN, PATH)}
+    if path is not None:
+        if not path.is_file() or not path.read_text().strip():
+            raise ClusterError(f"{path} holds no token. Name the file with the one that the cluster was started with.")
+        os.environ.pop(TOKEN, None)  # it would win over the path
+        os.environ.update({MODE: "token", PATH: str(path.resolve())})
+    elif given(os.environ):
+        os.environ.setdefault(MODE, "token")
+    reread_authentication()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        reread_authentication()

@@ -1,0 +1,141 @@
+"""Ray for the tests of this plugin: a simulated cluster of two nodes, and fresh ones for tests that break theirs.
+
+Everything listens on loopback, has a token of its own, and lives in a temporary folder; nothing is written to the
+user's home.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trlx_hybrid_ray import peers, token
+from trlx_hybrid_ray.internals import reachable
+
+NAMESPACE = "tests"
+GPUS = 16
+CPUS = 32
+
+
+@dataclass
+class Simulated:
+    """A running simulated cluster. This process is connected to it as a driver."""
+
+    address: str
+    token: Path
+    cluster: Any
+
+    @property
+    def nodes(self) -> list[str]:
+        """Ids of the nodes that are alive, the head's first."""
+        import ray
+
+        head = self.cluster.head_node.node_id
+        return sorted((n["NodeID"] for n in ray.nodes() if n["Alive"]), key=lambda n: (n != head, n))
+
+    def add_node(self, **arguments: Any) -> Any:
+        return self.cluster.add_node(
+            **{"num_cpus": CPUS, "num_gpus": GPUS, "object_store_memory": 80 << 20, "node_ip_address": "127.0.0.1"}
+            | arguments
+        )
+
+
+@contextmanager
+def simulated(*nodes: dict[str, Any], namespace: str = NAMESPACE) -> Iterator[Simulated]:
+    """A cluster of one simulated node per argument: what `Cluster.add_node` takes, for what differs from the default.
+
+    The first is the head. `remove_node` of `Simulated.cluster` kills one. A connection that this process has to another
+    cluster is given up meanwhile, with all actors of this process there, and taken up again.
+    """
+    with without_connection():
+        yield from _simulated(nodes, namespace)
+
+
+@contextmanager
+def without_connection() -> Iterator[None]:
+    """Without this process's connection to a cluster, if it has one."""
+    import ray
+
+    if not ray.is_initialized():
+        yield
+        return
+    context = ray.get_runtime_context()
+    address, namespace = context.gcs_address, context.namespace
+    ray.shutdown()
+    try:
+        yield
+    finally:
+        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="error")
+
+
+def _simulated(nodes: tuple[dict[str, Any], ...], namespace: str) -> Iterator[Simulated]:
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets need a short path
+    (folder / "ray").mkdir()
+    names = ("RAY_TMPDIR", peers.ADDRESS, peers.NAMESPACE)
+    before = {name: os.environ.get(name) for name in names}
+    os.environ["RAY_TMPDIR"] = str(folder)
+    secret = token.make(folder)
+    try:
+        with reachable(everywhere=False), token.presented(secret):
+            import ray
+            from ray.cluster_utils import Cluster
+
+            cluster = Cluster(shutdown_at_exit=True)
+            try:
+                found = Simulated("", secret, cluster)
+                for number, arguments in enumerate(nodes):
+                    found.add_node(**({"include_dashboard": False} if not number else {}) | arguments)
+                found.address = cluster.address
+                ray.init(address=cluster.address, namespace=namespace, log_to_driver=False, logging_level="error")
+                peers.announce()
+                yield found
+            finally:
+                ray.shutdown()
+                cluster.shutdown()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def session_cluster() -> Iterator[Simulated]:
+    """Two nodes of 16 pretended GPUs each, shared by every test of a test process. Leave it as you found it."""
+    with simulated({}, {}) as found:
+        yield found
+
+
+@pytest.fixture
+def two_nodes(session_cluster: Simulated) -> Iterator[Simulated]:
+    """`session_cluster`, with everything given back afterwards that a test reserved."""
+    from ray.util import placement_group_table, remove_placement_group
+    from ray.util.placement_group import PlacementGroup
+
+    yield session_cluster
+    import ray
+
+    for group_id, group in placement_group_table().items():
+        if group["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(ray.PlacementGroupID.from_hex(group_id)))
+
+
+@pytest.fixture
+def fresh_cluster() -> Callable[..., Any]:
+    """`simulated`, for tests that kill nodes or ask for other ones."""
+    return simulated
+
+
+@pytest.fixture(scope="session")
+def disconnected() -> Callable[..., Any]:
+    """`without_connection`, for tests that connect this process themselves."""
+    return without_connection

@@ -1,0 +1,75 @@
+"""Launched by tests: does what its first argument says, and leaves word of it in the folder that the second names."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+WHAT, FOLDER = sys.argv[1], Path(sys.argv[2])
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def word(name, **fields):
+    (FOLDER / f"{name}.{RANK}.tmp").write_text(json.dumps(fields))
+    (FOLDER / f"{name}.{RANK}.tmp").rename(FOLDER / f"{name}.{RANK}")
+
+
+def look():
+    """Everything a script can see of how it was started."""
+    word("seen", environment=dict(os.environ), argv=sys.argv, folder=os.getcwd(), path=sys.path, main=__name__)
+
+
+def together():
+    """A sum over all ranks, and many lines."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    total = torch.tensor(RANK + 1)
+    dist.all_reduce(total)
+    for number in range(1000):
+        print(f"line {number}")
+        print(f"error {number}", file=sys.stderr)
+    print(f"sum {total.item()}", end="")
+    dist.destroy_process_group()
+
+
+def fail():
+    """The last rank fails on its own; the others wait for it in a collective call."""
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    if RANK == WORLD - 1:
+        raise ValueError("the reward is nan")
+    dist.all_reduce(torch.zeros(1))
+
+
+def leave():
+    """Rank 0 ends with a code of its own."""
+    if RANK == 0:
+        sys.exit(3)
+    time.sleep(600)
+
+
+def wait():
+    """Until somebody ends it, with a child of its own."""
+    subprocess.Popen(["sleep", "600"], env=os.environ | {"LEFT_BY": str(FOLDER)}, start_new_session=True)
+    word("waiting", pid=os.getpid())
+    try:
+        time.sleep(600)
+    finally:
+        print("unwound")
+
+
+def again():
+    """Fails at the first start, and looks at the second."""
+    look()
+    if "TRLX_HYBRID_RESUME" not in os.environ:
+        os.kill(os.getpid(), 9) if RANK == 0 else time.sleep(600)
+
+
+if __name__ == "__main__":
+    globals()[WHAT]()

@@ -1,0 +1,143 @@
+"""Clusters of one's own: who can talk to them, what they leave behind, and how they are joined."""
+
+import os
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from trlx_hybrid.errors import ConfigError
+from trlx_hybrid_ray import peers, token
+from trlx_hybrid_ray.cluster import connect
+from trlx_hybrid_ray.errors import ClusterError
+
+WATCHED = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", peers.ADDRESS, peers.NAMESPACE)
+
+
+def elsewhere(code, **environment):
+    """What a process prints that is no child of the run: its own home, and none of our variables."""
+    own = {k: v for k, v in os.environ.items() if k not in WATCHED} | environment
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=own, timeout=120)
+    return (done.stdout + done.stderr).strip()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """An empty home folder for this process and its children."""
+    before, folder = os.environ.get("HOME"), tmp_path_factory.mktemp("home")
+    os.environ["HOME"] = str(folder)
+    yield folder
+    os.environ.pop("HOME")
+    if before is not None:
+        os.environ["HOME"] = before
+
+
+@pytest.fixture(scope="module")
+def cluster(home, disconnected):
+    """A cluster that `connect` started."""
+    with disconnected(), connect(cpus=2, gpus=1, namespace="run", object_store_memory=80 << 20) as found:
+        yield found
+
+
+def test_everything_listens_on_this_machine_only(cluster):
+    own = psutil.Process()
+    processes = {p.pid for p in [own, *own.children(recursive=True)]}
+    listening = [c.laddr for c in psutil.net_connections("tcp") if c.status == "LISTEN" and c.pid in processes]
+    assert len(listening) > 5
+    assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
+    assert cluster.address.startswith("127.0.0.1:")
+
+
+def test_the_token_is_the_owners_and_nothing_is_written_to_the_home(cluster, home):
+    assert stat.S_IMODE(cluster.token.stat().st_mode) == 0o600
+    assert len(cluster.token.read_text()) == 64
+    assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(cluster.token)
+    assert list(home.iterdir()) == []
+
+
+def test_a_process_with_the_token_joins_and_one_without_is_refused(cluster, tmp_path):
+    connect_ = "from trlx_hybrid_ray.cluster import connect\n"
+    join = connect_ + f"with connect({cluster.address!r}, token_file=%r) as c: print(c)"
+    with_it = elsewhere(join % str(cluster.token))
+    assert f"Ray joined at {cluster.address}, namespace trlx-" in with_it
+    wrong = tmp_path / "token"
+    wrong.write_text("0" * 64)
+    once = {"RAY_gcs_server_port_wait_time_s": "1"}
+    assert "refused our token, or we showed none" in elsewhere(join % str(wrong), **once)
+    assert "token_file=, or --token-file" in elsewhere(join % None, **once)
+
+
+def test_what_was_joined_keeps_running(cluster):
+    import ray
+
+    join = f"from trlx_hybrid_ray.cluster import connect\nwith connect({cluster.address!r}, token_file=%r): pass"
+    assert elsewhere(join % str(cluster.token)) == ""
+    assert ray.get(ray.remote(num_cpus=0)(lambda: os.getpid()).remote(), timeout=60) != os.getpid()
+
+
+def test_a_second_connection_of_one_process_is_refused(cluster):
+    with pytest.raises(ClusterError, match=f"already connected to the Ray cluster at {cluster.address}"), connect():
+        pass
+
+
+def test_pretended_gpus_are_shown_to_actors(cluster):
+    import ray
+
+    look = ray.remote(num_gpus=1, num_cpus=0)(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
+    assert ray.get(look.remote(), timeout=60) == "0"
+
+
+def test_nothing_is_left_of_a_cluster_that_was_started(home):
+    """In a process of its own: what it started, wrote and set is gone after the context."""
+    code = """
+import os, psutil
+from trlx_hybrid_ray.cluster import connect
+before = dict(os.environ)
+with connect(cpus=1, gpus=0, object_store_memory=80 << 20) as c:
+    children = psutil.Process().children(recursive=True)
+    assert len(children) >= 3 and c.started and c.dashboard is None
+assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())
+gone, alive = psutil.wait_procs(children, timeout=20)
+print("alive", alive, "token", c.token.exists(), "folder", c.token.parent.exists())
+"""
+    assert elsewhere(code).splitlines()[-1] == "alive [] token False folder False"
+    assert list(home.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("127.0.0.1:{free}", "No Ray cluster answered at 127.0.0.1:.* within 0.2 s .*`ray start --head`"),
+        ("ray://127.0.0.1:10001", "is no address of a Ray cluster.*not that of the dashboard"),
+        ("somewhere", "is no address of a Ray cluster"),
+    ],
+)
+def test_an_address_where_nobody_answers(address, message):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        free = server.getsockname()[1]
+    with pytest.raises(ClusterError, match=message), connect(address.format(free=free), deadline=0.2):
+        pass
+
+
+def test_settings_of_a_new_cluster_are_refused_for_a_running_one():
+    refused = pytest.raises(
+        ConfigError, match=r"gpus= is of a cluster that is started; the one at 10\.0\.0\.1:6379 runs"
+    )
+    with refused, connect("10.0.0.1:6379", gpus=8):
+        pass
+
+
+def test_a_token_file_that_is_none(tmp_path):
+    with pytest.raises(ClusterError, match="holds no token"), token.presented(tmp_path / "absent"):
+        pass
+
+
+def test_the_users_own_token_is_found_where_ray_looks(tmp_path):
+    assert not token.given({"HOME": str(tmp_path)})
+    Path(tmp_path / ".ray").mkdir()
+    Path(tmp_path / ".ray" / "auth_token").write_text("secret")
+    assert token.given({"HOME": str(tmp_path)})
+    assert token.given({"RAY_AUTH_TOKEN": "secret"})

@@ -1,0 +1,125 @@
+"""`trlx-hybrid launch` on two simulated nodes: real Ray, real process groups, real signals."""
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launching import OBEDIENT, launch, nothing_left, segments
+from trlx_hybrid_ray.errors import PlacementError
+from trlx_hybrid_ray.launch.errors import RankStartError
+
+
+@pytest.fixture
+def started(two_nodes, capfd, tmp_path):
+    """Launch obedient.py with a word on two nodes; whatever happens, nothing may be left afterwards."""
+    before = segments()
+    yield lambda what, **settings: launch(capfd, tmp_path, OBEDIENT, what, tmp_path, **{"nodes": 2} | settings)
+    assert nothing_left(str(tmp_path), before) == []
+
+
+def words(folder, name):
+    """What the ranks left word of, in rank order."""
+    files = sorted(folder.glob(f"{name}.[0-9]*"), key=lambda path: int(path.suffix[1:]))
+    return [json.loads(path.read_text()) for path in files]
+
+
+def test_ranks_meet_and_every_line_arrives_in_order(started):
+    done = started("together")
+    assert done.code == 0, done.err
+    for rank in range(2):
+        assert done.lines(rank) == [*(f"line {number}" for number in range(1000)), "sum 3"]
+        errors = [line for line in done.err.splitlines() if line.startswith(f"[rank {rank}] error")]
+        assert errors == [f"[rank {rank}] error {number}" for number in range(1000)]
+    first, second, *_ = done.err.splitlines()  # the map, before anything starts
+    assert (first[:25], second[:25]) == ("rank 0 on node 127.0.0.1 ", "rank 1 on node 127.0.0.1 ")
+
+
+def test_each_rank_sees_all_devices_of_its_node(started, tmp_path):
+    done = started("look", processes_per_node=2, gpus=True)
+    assert done.code == 0, done.err
+    seen = words(tmp_path, "seen")
+    assert len(seen) == 4
+    assert re.search(r"^rank 2-3 on node 127.0.0.1 \(\w{6}\), GPU \d+, \d+$", done.err, re.MULTILINE)
+    for rank, rank_saw in enumerate(seen):
+        variables = rank_saw["environment"]
+        assert (variables["RANK"], variables["LOCAL_RANK"], variables["GROUP_RANK"]) == tuple(
+            map(str, (rank, rank % 2, rank // 2))
+        )
+        assert len(variables["CUDA_VISIBLE_DEVICES"].split(",")) == 2
+        assert variables["MASTER_ADDR"] == "127.0.0.1"
+        assert rank_saw["argv"] == [OBEDIENT, "look", str(tmp_path)]
+        assert rank_saw["folder"] == str(tmp_path)
+        assert rank_saw["path"][0] == str(Path(OBEDIENT).parent)
+        assert "TRLX_HYBRID_RESUME" not in variables
+    assert len({rank_saw["environment"]["MASTER_PORT"] for rank_saw in seen}) == 1
+
+
+def test_the_rank_that_failed_first_is_named_last_with_its_traceback(started):
+    done = started("fail")
+    assert done.code == 1
+    *_, last = done.err.strip().splitlines()
+    assert last.startswith("Rank 1 failed first (node 127.0.0.1")
+    assert last.endswith("ValueError: the reward is nan")
+    tail = done.err[done.err.rindex("\nTraceback (most recent call last):") :]
+    assert f'File "{OBEDIENT}", line ' in tail
+    assert tail.count("Traceback") == 1
+    assert done.seconds < 30
+
+
+def test_an_exit_code_is_the_launchers(started):
+    done = started("leave")
+    assert done.code == 3
+    assert "Rank 0 failed first" in done.err
+    assert done.err.strip().endswith("the script ended with exit code 3.")
+
+
+@pytest.mark.parametrize("which", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+def test_ctrl_c_ends_all_ranks(started, tmp_path, which):
+    over = threading.Event()
+
+    def press():
+        while len(words(tmp_path, "waiting")) < 2 and not over.wait(0.1):
+            pass
+        if not over.is_set():
+            os.kill(os.getpid(), which)
+
+    thread = threading.Thread(target=press, daemon=True)
+    thread.start()
+    done = started("wait")
+    over.set()
+    thread.join()
+    assert done.code == 128 + which
+    assert f"Stopped by {which.name}; every rank was ended." in done.err
+    if which is signal.SIGINT:  # as in a terminal: each rank is interrupted, and cleans up
+        assert done.lines(0) == done.lines(1) == ["unwound"]
+
+
+def test_a_failed_run_starts_again_and_knows_it(started, tmp_path):
+    done = started("again", restarts=2)
+    assert done.code == 0, done.err
+    assert "Rank 0 failed first" in done.err
+    assert "Starting again (1 of 2), from the last checkpoint." in done.err
+    for seen in words(tmp_path, "seen"):
+        variables = seen["environment"]
+        assert variables["TRLX_HYBRID_RESUME"] == "1"
+        assert variables["TORCHELASTIC_RESTART_COUNT"] == "1"
+        assert variables["TORCHELASTIC_MAX_RESTARTS"] == "2"
+
+
+def test_a_script_that_is_not_there_is_named_with_the_way_out(two_nodes, capfd, tmp_path):
+    with pytest.raises(RankStartError, match=r"Rank 0 on node .* finds no script train.py in .*--working-dir"):
+        launch(capfd, tmp_path, "train.py")
+    with pytest.raises(RankStartError, match=r"has no folder /nowhere .*--working-dir"):
+        launch(capfd, "/nowhere", "train.py", restarts=3)
+
+
+def test_more_than_there_is_is_refused(two_nodes, capfd, tmp_path):
+    with pytest.raises(PlacementError, match="rank"):
+        launch(capfd, tmp_path, OBEDIENT, nodes=3)

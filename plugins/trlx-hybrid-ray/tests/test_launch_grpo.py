@@ -1,0 +1,66 @@
+"""Two training actors on two nodes, with FSDP2 and a vLLM over both: bit for bit what `accelerate launch` trains."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launching import SCRIPTS, launch, nothing_left, segments
+
+GRPO = SCRIPTS / "launched_grpo.py"
+CONFIG = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "FSDP",
+    "use_cpu": True,
+    "mixed_precision": "no",
+    "num_machines": 1,
+    "num_processes": 2,
+    "machine_rank": 0,
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer",
+        "fsdp_reshard_after_forward": True,
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": False,
+    },
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(json.dumps(CONFIG))
+    return str(path)
+
+
+def reports(folder):
+    return [json.loads((folder / f"report.{rank}").read_text()) for rank in range(2)]
+
+
+def test_rewards_are_those_of_accelerate_launch(two_nodes, capfd, tmp_path, config, monkeypatch):
+    before = segments()
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    folders = {name: tmp_path / name for name in ("accelerate", "ray")}
+    for folder in folders.values():
+        folder.mkdir()
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", "0"]
+    done = subprocess.run(
+        [*command, str(GRPO), str(folders["accelerate"])], capture_output=True, text=True, env=os.environ, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    launched = launch(capfd, tmp_path, GRPO, folders["ray"], nodes=2, config_file=config)
+    assert launched.code == 0, launched.err[-4000:]
+    accelerate, ray = reports(folders["accelerate"]), reports(folders["ray"])
+    assert ray == accelerate
+    for report in ray:
+        assert report["distributed_type"] == "DistributedType.FSDP"
+        assert report["sharded"]
+        assert report["weights"] == "reshard"
+        assert len(report["rewards"]) == 3
+        assert len({reward for batch in report["rewards"] for reward in batch}) >= 3
+    assert nothing_left(str(tmp_path), before) == []

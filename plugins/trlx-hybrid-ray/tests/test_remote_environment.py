@@ -1,0 +1,210 @@
+"""Environments in actors: as TRL sees them, and what becomes of them when they die or hang."""
+
+import asyncio
+import functools
+import inspect
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+from transformers.utils import get_json_schema
+from trlx_hybrid.errors import ConfigError
+from trlx_hybrid_ray.remote import EnvironmentLostError, remote_environment
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nodes(session_cluster):
+    """Actors do not find test modules, so they get classes by value."""
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield session_cluster
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+class WrongSignError(Exception):
+    def __init__(self, number, sign):
+        super().__init__(f"{number} is {sign}")
+
+
+class Counter:
+    """Counts.
+
+    Not thread-safe across instances, and need not be.
+    """
+
+    def __init__(self, step=1):
+        self.step, self.total, self.lock = step, 0, threading.Lock()
+
+    def reset(self, start=0, **row):
+        self.total = start
+        return f"from {start}"
+
+    def add(self, number: int) -> int:
+        """
+        Add a number.
+
+        Args:
+            number: How much.
+        """
+        if number < 0:
+            raise WrongSignError(number, "negative")
+        self.total += number * self.step
+        return self.total
+
+    async def later(self, number: int) -> int:
+        """
+        Add a number after a moment.
+
+        Args:
+            number: How much.
+        """
+        await asyncio.sleep(0.01)
+        self.total += number
+        return self.total
+
+    @staticmethod
+    def twice(number: int) -> int:
+        """
+        Double a number.
+
+        Args:
+            number: Which one.
+        """
+        return 2 * number
+
+    def secret(self) -> object:
+        """Return what cannot be sent."""
+        return self.lock
+
+    def crash(self) -> None:
+        """End the process."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hang(self) -> None:
+        """Take too long."""
+        time.sleep(30)
+
+    def get_reward(self) -> float:
+        return self.total / 10
+
+    def where(self) -> int:
+        """Say which process this is."""
+        return os.getpid()
+
+
+@pytest.fixture(scope="module")
+def counters(nodes):
+    with remote_environment(Counter, workers=2, per_worker=3) as found:
+        yield found
+
+
+def tools(environment):
+    """As TRL 1.16 finds them."""
+    members = inspect.getmembers(type(environment), predicate=inspect.isfunction)
+    names = [name for name, _ in members if name not in ("reset", "get_reward") and not name.startswith("_")]
+    return [getattr(environment, name) for name in names]
+
+
+def test_trl_finds_the_same_tools(counters):
+    here, there = tools(Counter()), tools(counters())
+    assert [tool.__name__ for tool in there] == [tool.__name__ for tool in here]
+    assert [get_json_schema(tool) for tool in there] == [get_json_schema(tool) for tool in here]
+    assert [inspect.iscoroutinefunction(tool) for tool in there] == [inspect.iscoroutinefunction(tool) for tool in here]
+    assert type(counters()) is type(counters())
+    assert type(counters()).__name__ == counters.__name__ == "Counter"
+
+
+def test_each_has_a_state_of_its_own(counters):
+    first, second = counters(), counters()
+    assert first.reset(start=5, prompt="unused") == "from 5"
+    assert second.reset() == "from 0"
+    assert [first.add(1), second.add(number=2), first.twice(4), asyncio.run(first.later(3))] == [6, 2, 8, 9]
+    assert (first.get_reward(), second.get_reward()) == (0.9, 0.2)
+    assert (first.total, second.total) == (9, 2)
+    with pytest.raises(AttributeError, match="nothing"):
+        _ = first.nothing
+    with pytest.raises(AttributeError):
+        first.total = 3
+
+
+def test_errors_are_the_environments_own(counters):
+    environment = counters()
+    environment.reset()
+    with pytest.raises(Exception, match="-1 is negative") as caught:
+        environment.add(-1)
+    assert str(caught.value) == "-1 is negative"  # what the model is shown
+    assert "in add" in caught.value.__notes__[0]
+    with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'number'"):
+        environment.add()
+    with pytest.raises(EnvironmentLostError, match=r"'Counter.secret' returned a lock, which cannot be sent"):
+        environment.secret()
+    assert environment.add(1) == 1
+
+
+def test_places_are_bounded_and_given_back(counters):
+    held = [counters() for _ in range(6)]
+    assert len({environment.where() for environment in held}) == 2
+    with pytest.raises(ConfigError, match=r"6 environments 'Counter' are in use.*workers=2 with per_worker=3"):
+        counters()
+    del held[0]
+    counters()
+
+
+def test_constructor_arguments():
+    with remote_environment(functools.partial(Counter, step=10)) as found:
+        assert found().add(2) == 20
+
+
+def test_a_dead_worker_ends_its_episodes_and_no_others(counters):
+    held = [counters() for _ in range(4)]
+    where = [environment.where() for environment in held]
+    victims = [environment for environment, pid in zip(held, where) if pid == where[0]]
+    others = [environment for environment, pid in zip(held, where) if pid != where[0]]
+    assert len(victims) == len(others) == 2
+    with pytest.raises(EnvironmentLostError, match=r"'Counter\.crash': worker \d \(node .*\) died: ActorDiedError"):
+        victims[0].crash()
+    assert victims[0].get_reward() is None  # its trajectory is masked: the reward does not apply
+    assert victims[0].total is None
+    with pytest.raises(EnvironmentLostError):
+        asyncio.run(victims[1].later(1))
+    assert [environment.add(1) for environment in others] == [1, 1]
+    assert victims[0].reset(start=7) == "from 7"  # a new episode, in a new worker
+    assert victims[0].add(1) == 8
+    assert not isinstance(EnvironmentLostError(), Exception)  # or TRL would show it to the model, and go on
+
+
+def test_a_call_that_hangs_ends_its_episode():
+    with remote_environment(Counter, per_worker=2, deadline=1) as found:
+        environment, other = found(), found()
+        with pytest.raises(EnvironmentLostError, match=r"'Counter\.hang' did not return within 1 s.*may still run"):
+            environment.hang()
+        assert other.add(1) == 1  # the worker goes on
+        with pytest.raises(ConfigError, match="2 environments"):
+            environment.reset()  # what hangs keeps its place
+
+
+def test_reward_workers_can_ask_environments(counters):
+    from trlx_hybrid_ray.remote import remote_reward
+
+    environment = counters()
+    environment.reset(start=30)
+    with remote_reward(lambda prompts, environments, **_: [e.get_reward() + e.total for e in environments]) as reward:
+        assert reward(prompts=["a"], environments=[environment]) == [33.0]
+
+
+@pytest.mark.parametrize(
+    ("environment", "settings", "message"),
+    [
+        (lambda: Counter(), {}, "takes a class.*functools.partial"),
+        (Counter, {"workers": 0}, "workers=0"),
+        (Counter, {"deadline": -1}, "deadline=-1"),
+        (functools.partial(Counter, step=threading.Lock()), {}, "'Counter' cannot be sent.*constructor"),
+    ],
+)
+def test_what_is_no_environment_is_refused(environment, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        remote_environment(environment, **settings)

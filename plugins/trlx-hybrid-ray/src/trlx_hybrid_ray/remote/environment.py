@@ -78,7 +78,7 @@ def remote_environment(
         deadline=deadline,
         start_deadline=start_deadline,
     )
-    return RemoteEnvironments(fleet, proxy_class(kind))
+    return RemoteEnvironments(fleet, proxy_class(kind))  # type: ignore[arg-type]  # classes are hashable
 
 
 class RemoteEnvironments:

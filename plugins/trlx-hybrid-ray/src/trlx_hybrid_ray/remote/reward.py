@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any
 
 from trlx_hybrid.errors import ConfigError
 
@@ -17,7 +17,7 @@ from ..workers.group import DEADLINE, START_SECONDS
 from .connection import connected
 from .quarters import Quarters
 from .reward_model import RewardModelSource
-from .reward_worker import LOGGERS, RewardWorker, Scored
+from .reward_worker import LOGGERS, RewardWorker
 from .shipment import Shipment, obstacle, packed
 from .tally import Tally
 
@@ -180,7 +180,7 @@ class RemoteReward:
             arrivals = self._staff.score(dict(batch), others, loggers)
         except TypeError as error:  # what Ray raises where it cannot pickle
             raise self._unsendable({**batch, **others}, error) from error
-        return ((arrival.rows, cast("Scored", arrival.value)) for arrival in arrivals)
+        return ((arrival.rows, arrival.value) for arrival in arrivals)
 
     def _unsendable(self, arguments: Mapping[str, Any], error: TypeError) -> Exception:
         from ray import cloudpickle

@@ -11,7 +11,8 @@ LAUNCH := --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backe
 help:
 	@echo "make quickstart   install, then train a small model with GRPO through vLLM; ARGS='--seed 1' passes flags"
 	@echo "make test         install, then run the tests"
-	@echo "make test-slow    larger worlds of the same tests; make test-faults, 20 seeds of tools that hang and crash"
+	@echo "make test-slow    larger worlds of the same tests; make test-faults, tools and ranks that hang and crash"
+	@echo "make test-adapters   OpenEnv and verifiers, in environments of their own"
 	@echo "make lint types docs bench check"
 
 PLUGINS := vllm multiturn reshard ray
@@ -40,6 +41,7 @@ test-slow: .venv/dev
 
 test-faults: .venv/dev
 	FAULT_SEEDS=20 $(CPU) $(BIN)/python -m pytest plugins/trlx-hybrid-multiturn/tests/test_faults.py $(ARGS)
+	FAULT_SEEDS=50 $(CPU) $(BIN)/python -m pytest -m "slow or not slow" plugins/trlx-hybrid-ray/tests/test_launch_faults.py $(ARGS)
 
 # OpenEnv and verifiers ask for versions that clash with vLLM's: each has an environment of its own, without torch.
 .venv-%/run: requirements/%.lock
@@ -74,4 +76,4 @@ check: .venv/run
 	$(BIN)/python -m benchmarks check
 
 clean:
-	rm -rf .venv build dist site runs
+	rm -rf .venv .venv-* build dist site runs

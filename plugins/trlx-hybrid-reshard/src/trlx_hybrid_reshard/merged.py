@@ -1,7 +1,8 @@
 """LoRA adapters merged into this rank's shards, in memory beside the base weights, which stay as they are.
 
-A shard of rows of the merged weight needs the same rows of B and all of A, which is small. PEFT's own merge of sharded
-tensors does that, out of place, as it does for the path that gathers: so both bring the same bits.
+PEFT's own merge of sharded tensors does it, out of place, as it does for the path that gathers: so both bring the same
+bits. A shard of rows of the merged weight needs only the same rows of B and all of A, which is small; PEFT's product of
+two DTensors mostly moves more than that, which neither the plan's bytes nor its floor count.
 """
 
 from __future__ import annotations

@@ -103,7 +103,8 @@ def test_a_worker_listens_for_the_distributed_debugger(environment):
 
 
 def test_breakpoints_in_the_users_own_script_stay_pdbs(environment):
-    code = "from trlx_hybrid_ray.remote.connection import connected; connected(); breakpoint(); print('over')"
+    connecting = "from trlx_hybrid_ray.remote.connection import connected; connected()"
+    code = f"{connecting}\nbreakpoint()\nprint('over')"
     run = Terminal([sys.executable, "-c", code], environment)
     try:
         run.until(r"Ray started at 127\.0\.0\.1")

@@ -74,6 +74,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_tiny_run_leaves_a_complete_result(tmp_path):
     """In a process of its own, which the cluster ends with. Its arms' results are compared inside."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "BENCH_COMMIT": "none"}

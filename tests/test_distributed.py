@@ -74,7 +74,7 @@ def assert_same_training(reports, single):
     assert max(gap for report in reports for gap in report["runs"][0]["gap"]) < 1e-5
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_ddp_samples_and_trains_what_one_process_does(tmp_path, single, processes):
     reports = launch(tmp_path / "out", processes)
     assert reports[0]["distributed_type"] == "DistributedType.MULTI_CPU"
@@ -100,6 +100,7 @@ def test_two_trainers_one_after_another_under_ddp(tmp_path, single):
     assert rows(reports, 0) == rows(reports, 1) == rows(single)
 
 
+@pytest.mark.slow
 def test_lora_under_fsdp2(tmp_path):
     one = launch(tmp_path / "one", 1, "lora")
     two = launch(tmp_path / "two", 2, "lora", "fsdp")

@@ -85,7 +85,7 @@ LAUNCHERS = {
 LOOP = "--steps 3 --num_generations 4 --max_tokens 12 --learning_rate 3e-3"
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", ["python", pytest.param("torchrun", marks=pytest.mark.slow), "accelerate"])
 def test_custom_loop(material, tmp_path, launcher):
     prefix = LAUNCHERS[launcher].replace("PORT", str(free_port())).split()
     folders = ["--model_name_or_path", material / "model", "--output_dir", tmp_path / "out"]

@@ -35,7 +35,7 @@ def example(monkeypatch):
     ("script", "chosen", "flags"),
     [
         ("calculator.py", "rollout=multi_turn (tools)", "--num_tasks 16 --num_heldout 4"),
-        ("guessing_game.py", "rollout=multi_turn (HybridConfig.rollout)", ""),
+        pytest.param("guessing_game.py", "rollout=multi_turn (HybridConfig.rollout)", "", marks=pytest.mark.slow),
     ],
 )
 def test_toys_run_to_their_report(tmp_path, script, chosen, flags):
@@ -46,6 +46,7 @@ def test_toys_run_to_their_report(tmp_path, script, chosen, flags):
     assert (tmp_path / "reward.png").exists()
 
 
+@pytest.mark.slow
 def test_tools_on_one_gpu(tmp_path):
     """The real-size script with a model, a dataset and a reward made here, and its tool in processes."""
     from datasets import Dataset

@@ -90,6 +90,7 @@ def test_pretended_gpus_are_shown_to_actors(cluster):
     assert ray.get(look.remote(), timeout=60) == "0"
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_a_cluster_that_was_started(home):
     """In a process of its own: what it started, wrote and set is gone after the context."""
     code = """

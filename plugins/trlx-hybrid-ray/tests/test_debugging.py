@@ -102,6 +102,7 @@ def test_a_worker_listens_for_the_distributed_debugger(environment):
         run.close()
 
 
+@pytest.mark.slow
 def test_breakpoints_in_the_users_own_script_stay_pdbs(environment):
     connecting = "from trlx_hybrid_ray.remote.connection import connected; connected()"
     code = f"{connecting}\nbreakpoint()\nprint('over')"

@@ -1,6 +1,7 @@
 """A script cannot tell that it was not started by `python script.py`."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -62,6 +63,14 @@ def both(tmp_path):
         return alone, (*ours[:2], "".join(line for line in ours[2].splitlines(True) if line[:6] != "FAILED")), told
 
     return compare
+
+
+@pytest.fixture(autouse=True)
+def interruptible():
+    """A process that was started in the background ignores SIGINT, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def test_it_sees_what_it_would_see_by_itself(both):

@@ -77,6 +77,7 @@ def test_a_rank_ends_with_its_launcher(warded):
     assert process.wait(20) == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_signals_arrive(warded):
     process, board = warded("sleep")
     listen(board, "asleep")

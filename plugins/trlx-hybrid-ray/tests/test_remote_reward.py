@@ -152,6 +152,7 @@ def test_a_function_that_kills_its_process_is_named_after_the_second_time():
         found(prompts=["a"], completions=["a"])
 
 
+@pytest.mark.slow
 def test_a_deadline_names_who_is_late():
     slow = remote_reward(lambda prompts, **_: time.sleep(60), name="slow", deadline=1)
     with slow, pytest.raises(DeadlineError, match=r"No answer to slow\.score within 1 s from rank 0"):

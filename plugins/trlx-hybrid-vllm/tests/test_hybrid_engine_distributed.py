@@ -48,7 +48,7 @@ def single(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("launcher", "options"),
-    [("accelerate", []), ("torchrun", ["raw"]), ("torchrun", ["tp=2"])],
+    [("accelerate", []), pytest.param("torchrun", ["raw"], marks=pytest.mark.slow), ("torchrun", ["tp=2"])],
     ids=["accelerate", "torch-alone", "tensor-parallel"],
 )
 def test_two_ranks_sample_train_and_stay_equal(tmp_path, single, launcher, options):

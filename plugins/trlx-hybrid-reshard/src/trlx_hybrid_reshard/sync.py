@@ -51,7 +51,7 @@ class ReshardSync(WeightSync):
         self._everything: tuple[str, ...] = ()
         self._group: Any = None
         self._known: dict[tuple[str, ...], Moves] = {}
-        self._synced = False
+        self._synced = self._lost = False
         self._log = SyncLog(session.ranks.rank, self._advice)
         self.moves: Moves | None = None
 
@@ -83,6 +83,8 @@ class ReshardSync(WeightSync):
 
     def _refuses_at_sight(self) -> str | None:
         policy = self._session.policy
+        if policy.adapters and self._session.ranks.world == 1:
+            return "one rank has nothing to reshard; what cannot be served is merged (`gather`)"
         reason = unmergeable(policy) or policy.refuses_gather()
         if reason is not None:
             return reason
@@ -219,12 +221,15 @@ class ReshardSync(WeightSync):
         return self._shards.layout(self._session.ranks.world), read_boxes(parameters, self._held)
 
     def _advice(self) -> str:
-        """By the largest parameter: layers are placed alike."""
+        """By the largest parameter: layers are placed alike. Nothing for a module that is no model of transformers."""
+        config = getattr(self._session.policy.base, "config", None)
+        if config is None:
+            return ""
         assert self._shards is not None
         parameters = self._shards.parameters(self._everything)
         largest = max(parameters, key=lambda p: p.elements)
         train, rollout = (layout.sharding(largest) for layout in self._layouts())
-        return remedies(self._session.policy.base.config, train, rollout, self._session.live_engine.dtype.itemsize)
+        return remedies(config, train, rollout, self._session.live_engine.dtype.itemsize)
 
     @property
     def _device(self) -> torch.device:

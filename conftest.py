@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 
 # Before torch and vLLM are imported, which read them once.
 os.environ.update(
@@ -41,12 +42,22 @@ class Recorder:
         ]
 
 
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 @dataclass
 class Run:
     """A finished run: the trainer, and what its reward function saw."""
 
     trainer: Any
     recorder: Recorder
+    environment: dict[str, str]  # as it was before this run
     closed: bool = False
 
     @property
@@ -70,6 +81,10 @@ class Run:
             from trlx_hybrid_vllm.internals import shut_down
 
             shut_down(self.trainer.vllm_generation.llm, made_default_group=True)
+        for name in LAUNCHER_VARIABLES:  # TRL sets them and leaves them: the next accelerator would believe them
+            os.environ.pop(name, None)
+            if name in self.environment:
+                os.environ[name] = self.environment[name]
 
 
 @pytest.fixture
@@ -124,6 +139,9 @@ def run(tmp_path: Path, prompts: Any) -> Iterator[Callable[..., Run]]:
         settings = {key: value for key, value in settings.items() if key in config_class.__dataclass_fields__}
         trainer_arguments.setdefault("train_dataset", prompts)
         trainer_arguments.setdefault("processing_class", character_tokenizer())
+        environment = dict(os.environ)
+        # TRL would look for a free one among four fixed ports, and lose the one it found to a neighbour.
+        os.environ["MASTER_PORT"] = str(free_port())
         if config_class.__name__ != "DistillationConfig":
             trainer_arguments.setdefault("reward_funcs", recorder)
         trainer = trainer_class(
@@ -131,7 +149,7 @@ def run(tmp_path: Path, prompts: Any) -> Iterator[Callable[..., Run]]:
             args=config_class(**settings),
             **trainer_arguments,
         )
-        runs.append(Run(trainer, recorder))
+        runs.append(Run(trainer, recorder, environment))
         if train:
             trainer.train(resume_from_checkpoint=resume)
         return runs[-1]

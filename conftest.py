@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 
 # Before torch and vLLM are imported, which read them once.
 os.environ.update(
@@ -43,12 +42,6 @@ class Recorder:
 
 
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass
@@ -99,6 +92,7 @@ def run(tmp_path: Path, prompts: Any) -> Iterator[Callable[..., Run]]:
     """Build a trainer on a tiny model, train it, return the Run. Runs are closed at the end of the test."""
     from trl import GRPOConfig
     from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+    from trlx_hybrid.testing.processes import free_port
 
     runs: list[Run] = []
 

@@ -2,12 +2,10 @@
 
 import json
 import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from trlx_hybrid.testing.processes import Script, rank_reports
 
 SCRIPT = Path(__file__).parent / "scripts" / "grpo_distributed.py"
 FSDP2 = {
@@ -21,33 +19,17 @@ FSDP2 = {
 }
 
 
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 def launch(folder, processes, *options):
     """Run the script on `processes` ranks; the reports of all of them, in rank order."""
     folder.mkdir()
-    config = {"compute_environment": "LOCAL_MACHINE", "use_cpu": True, "mixed_precision": "no", "num_machines": 1}
-    config |= {"num_processes": processes, "machine_rank": 0, "main_process_port": free_port()}
-    config |= {"distributed_type": "FSDP", "fsdp_config": FSDP2} if "fsdp" in options else {}
-    config.setdefault("distributed_type", "MULTI_CPU" if processes > 1 else "NO")
-    (folder / "accelerate.yaml").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(folder / "accelerate.yaml")]
-    if processes > 1:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-        command += ["--master_port", str(config["main_process_port"])]
-    port = str(config["main_process_port"])  # a single process would listen on 29500, as any other job may
-    environment = dict(os.environ, OMP_NUM_THREADS="1", ACCELERATE_USE_CPU="true", MASTER_PORT=port)
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
     if "fsdp" in options:
         environment |= {"ACCELERATE_USE_FSDP": "true"} | {key.upper(): str(value) for key, value in FSDP2.items()}
-    done = subprocess.run(
-        [*command, str(SCRIPT), str(folder), *options], capture_output=True, text=True, env=environment, timeout=240
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(processes)]
+    if processes > 1:
+        return rank_reports(SCRIPT, folder, *options, count=processes, environment=environment)
+    alone = Script(SCRIPT, folder, *options, environment=environment).wait(240)  # without torchrun's variables
+    assert alone.returncode == 0, alone.stderr[-4000:]
+    return [json.loads((folder / "rank0.json").read_text())]
 
 
 def rows(reports, run=0, batch=8):
@@ -74,7 +56,7 @@ def assert_same_training(reports, single):
     assert max(gap for report in reports for gap in report["runs"][0]["gap"]) < 1e-5
 
 
-@pytest.mark.parametrize("processes", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("processes", [2, 4])
 def test_ddp_samples_and_trains_what_one_process_does(tmp_path, single, processes):
     reports = launch(tmp_path / "out", processes)
     assert reports[0]["distributed_type"] == "DistributedType.MULTI_CPU"
@@ -100,7 +82,6 @@ def test_two_trainers_one_after_another_under_ddp(tmp_path, single):
     assert rows(reports, 0) == rows(reports, 1) == rows(single)
 
 
-@pytest.mark.slow
 def test_lora_under_fsdp2(tmp_path):
     one = launch(tmp_path / "one", 1, "lora")
     two = launch(tmp_path / "two", 2, "lora", "fsdp")

@@ -2,23 +2,17 @@
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from trlx_hybrid.testing.processes import Script, free_port
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 TRAIN = "--use_cpu --bf16 False --max_steps 2 --per_device_train_batch_size 4 --num_generations 2 --report_to none"
 SHORT = "--max_completion_length 8 --vllm_max_model_length 32 --gradient_accumulation_steps 1"
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +30,13 @@ def material(tmp_path_factory):
     return folder
 
 
-def start(*command):
+def start(*command, launcher=()):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    arguments = [sys.executable, *map(str, command)]
-    done = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=240)
+    if launcher:
+        arguments = [sys.executable, *launcher, *map(str, command)]
+        done = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=240)
+    else:
+        done = Script(*command, environment=environment).wait(240)
     assert done.returncode == 0, done.stderr[-4000:]
     return done
 
@@ -87,9 +84,9 @@ LOOP = "--steps 3 --num_generations 4 --max_tokens 12 --learning_rate 3e-3"
 
 @pytest.mark.parametrize("launcher", ["python", pytest.param("torchrun", marks=pytest.mark.slow), "accelerate"])
 def test_custom_loop(material, tmp_path, launcher):
-    prefix = LAUNCHERS[launcher].replace("PORT", str(free_port())).split()
+    words = LAUNCHERS[launcher].replace("PORT", str(free_port())).split()
     folders = ["--model_name_or_path", material / "model", "--output_dir", tmp_path / "out"]
-    done = start(*prefix, EXAMPLES / "custom_loop.py", *folders, *LOOP.split())
+    done = start(EXAMPLES / "custom_loop.py", *folders, *LOOP.split(), launcher=words)
     assert done.stderr.count("trlx_hybrid 0.1.0 · plugins:") == 1
     assert len(re.findall(r"^step \d: reward \d+\.\d{3}$", done.stdout, re.MULTILINE)) == 3  # once, not once per rank
     assert (tmp_path / "out" / "model.safetensors").exists()

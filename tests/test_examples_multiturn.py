@@ -4,11 +4,10 @@ import os
 import random
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from trlx_hybrid.testing.processes import Script
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -18,8 +17,7 @@ REPORT = re.compile(r"^.+: mean reward \d\.\d{3} before GRPO, \d\.\d{3} after$",
 
 def start(*command):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    arguments = [sys.executable, *map(str, command)]
-    done = subprocess.run(arguments, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=240)
+    done = Script(*command, environment=environment).wait(240)
     assert done.returncode == 0, done.stderr[-4000:]
     return done
 

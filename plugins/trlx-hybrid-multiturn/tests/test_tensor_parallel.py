@@ -3,22 +3,13 @@
 import json
 import os
 import runpy
-import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from trlx_hybrid.testing.processes import rank_reports
 
 SCRIPT = Path(__file__).parent / "scripts" / "multiturn_distributed.py"
 DEADLINE = 240  # seconds: for a rank that waits for ever
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -31,21 +22,9 @@ def alone(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
     folder = tmp_path_factory.mktemp("ranks")
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    with open(folder / "log", "w") as log:
-        launcher = subprocess.Popen(
-            [*command, str(SCRIPT), str(folder)], stdout=log, stderr=log, env=environment, start_new_session=True
-        )
-        try:
-            launcher.wait(DEADLINE)
-        finally:  # with its ranks, which a launcher that is killed leaves behind
-            if launcher.poll() is None:
-                os.killpg(launcher.pid, signal.SIGKILL)
-                launcher.wait()
-    assert launcher.returncode == 0, (folder / "log").read_text()[-4000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return rank_reports(SCRIPT, folder, count=2, environment=environment, timeout=DEADLINE)
 
 
 def assert_same_rows(ranks, alone, index):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ranks import finish, start
+from ranks import ends
 
 DEADLINE = 2.0  # as in scripts/failing.py
 FAULTS = {
@@ -23,8 +23,8 @@ FAULTS = {
 def seen(tmp_path_factory):
     """How the first two of three ranks ended, fault by fault; the third is killed in the last one."""
     folder = tmp_path_factory.mktemp("failing")
-    codes, errors = finish(start("failing.py", folder, 3))
-    assert codes == [0, 0, 9], "\n".join(error[-3000:] for error in errors)
+    ended = ends("failing.py", folder, 3)
+    assert [end.returncode for end in ended] == [0, 0, 9], "\n".join(end.stderr[-3000:] for end in ended)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from ranks import finish, start
+from ranks import ends
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
     """(reports, stderr) of two ranks."""
     folder = tmp_path_factory.mktemp("looping")
-    codes, errors = finish(start("looping.py", folder, 2))
-    assert codes == [0, 0], "\n".join(error[-3000:] for error in errors)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)], errors
+    ended = ends("looping.py", folder, 2)
+    assert [end.returncode for end in ended] == [0, 0], "\n".join(end.stderr[-3000:] for end in ended)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)], [e.stderr for e in ended]
 
 
 def test_layouts_that_are_not_so_are_refused_on_every_rank(seen):

@@ -1,38 +1,33 @@
-"""HybridEngine under torchrun and accelerate launch: real processes, DDP over gloo."""
+"""HybridEngine under accelerate launch and under torchrun's variables: real processes, DDP over gloo."""
 
 import json
 import os
 import runpy
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from trlx_hybrid.testing.processes import free_port, start_ranks, wait_all
 
 SCRIPT = Path(__file__).parent / "scripts" / "loop_distributed.py"
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return str(s.getsockname()[1])
 
 
 def launch(folder, launcher, *options):
     """The reports of two ranks, in rank order."""
     folder.mkdir()
-    # `accelerate launch --cpu` starts one process whatever `--num_processes` says; with the GPU's launcher it is two.
-    settings = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
-    command = {
-        "torchrun": ["torch.distributed.run", "--nproc_per_node", "2", "--master_port", free_port()],
-        "accelerate": ["accelerate.commands.launch", *settings.split(), "--main_process_port", free_port()],
-    }[launcher]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    command = [sys.executable, "-m", *command, str(SCRIPT), str(folder), *options]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert done.stderr.count("trlx_hybrid 0.1.0 · plugins:") == 1  # rank 0 alone
+    if launcher == "accelerate":
+        # `accelerate launch --cpu` starts one process whatever `--num_processes` says; with the GPU's launcher it is two.
+        settings = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
+        command = [sys.executable, "-m", "accelerate.commands.launch", *settings.split()]
+        command += ["--main_process_port", str(free_port()), str(SCRIPT), str(folder), *options]
+        ends = [subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240)]
+    else:
+        ends = wait_all(start_ranks(SCRIPT, folder, *options, count=2, environment=environment), 240)
+    log = "".join(end.stderr for end in ends)
+    assert not any(end.returncode for end in ends), log[-4000:]
+    assert log.count("trlx_hybrid 0.1.0 · plugins:") == 1  # rank 0 alone
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -48,8 +43,13 @@ def single(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("launcher", "options"),
-    [("accelerate", []), pytest.param("torchrun", ["raw"], marks=pytest.mark.slow), ("torchrun", ["tp=2"])],
-    ids=["accelerate", "torch-alone", "tensor-parallel"],
+    [
+        ("environment", []),
+        pytest.param("accelerate", [], marks=pytest.mark.slow),
+        ("environment", ["raw"]),
+        ("environment", ["tp=2"]),
+    ],
+    ids=["torchrun", "accelerate", "torch-alone", "tensor-parallel"],
 )
 def test_two_ranks_sample_train_and_stay_equal(tmp_path, single, launcher, options):
     first, second = launch(tmp_path / "out", launcher, *options)

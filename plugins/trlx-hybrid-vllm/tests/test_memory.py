@@ -2,11 +2,10 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from trlx_hybrid.testing.processes import Script
 
 SCRIPT = Path(__file__).parent / "scripts" / "memory_edges.py"
 MIB = 1 << 20
@@ -48,9 +47,7 @@ MOVES = {  # who comes or goes at each
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     out = tmp_path_factory.mktemp("memory") / "edges.json"
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(SCRIPT), str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    done = Script(SCRIPT, out, environment=os.environ | {"OMP_NUM_THREADS": "1"}).wait(300)
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(out.read_text())
     for path in MOVES:

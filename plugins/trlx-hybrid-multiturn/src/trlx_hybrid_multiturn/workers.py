@@ -144,7 +144,7 @@ class Workers:
 
     def _staff(self) -> None:
         """Under the lock: as many threads as the queue needs and `limit` allows."""
-        self._work.notify(len(self._queue))
+        self._work.notify()
         for _ in range(min(len(self._queue) - self._idle, self._limit - len(self._threads))):
             thread = threading.Thread(target=self._serve, name=f"tool-{len(self._threads)}", daemon=True)
             thread.start()

@@ -1,0 +1,145 @@
+"""Real processes for tests, which start with the training stack imported: forks of one process that holds it.
+
+A rank spends some ten seconds of a core on imports, and often less than one on what a test asks of it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import multiprocessing
+import os
+import runpy
+import socket
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+STACK = ("accelerate", "datasets", "peft", "torch.distributed.fsdp", "trl.trainer.grpo_trainer", "vllm.entrypoints.llm")
+_born: dict[str, str] = {}  # the environment that the process with the imports was started in
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a script ended.
+
+    Attributes:
+        returncode: as of `subprocess`: the negative number of a signal that killed it.
+        stdout, stderr: what it wrote.
+    """
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+class Script:
+    """`python SCRIPT ARGUMENTS`, running, forked from a process that has imported `STACK`.
+
+    Args:
+        environment: in place of this process's.
+    """
+
+    def __init__(self, script: Path | str, *arguments: object, environment: Mapping[str, str] | None = None) -> None:
+        context = multiprocessing.get_context("forkserver")
+        if not _born:
+            context.set_forkserver_preload(list(STACK))
+            _born.update(os.environ)
+            forkserver.ensure_running()
+        variables = dict(os.environ if environment is None else environment)
+        self._folder = tempfile.TemporaryDirectory(prefix="trlx-hybrid-")
+        self._outputs = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
+        self._process = context.Process(
+            target=_run,
+            args=(str(script), [str(a) for a in arguments], variables, set(_born) - set(variables), self._outputs),
+        )
+        self._process.start()
+
+    def wait(self, timeout: float) -> Ended:
+        """Its end, after which it is gone in any case.
+
+        Args:
+            timeout: seconds.
+
+        Raises:
+            TimeoutError: it had not ended and was killed; with the last lines of its stderr.
+        """
+        self._process.join(timeout)
+        late = self._process.exitcode is None
+        self._process.kill()
+        self._process.join()
+        with self._folder:
+            stdout, stderr = (path.read_text() if path.exists() else "" for path in self._outputs)
+        if late:
+            raise TimeoutError(f"The script was still running after {timeout:g} s. Its stderr ends:\n{stderr[-3000:]}")
+        return Ended(self._process.exitcode or 0, stdout, stderr)
+
+
+def start_ranks(
+    script: Path | str, *arguments: object, count: int, environment: Mapping[str, str] | None = None
+) -> list[Script]:
+    """Rank 0 to `count` - 1 of a script, with the variables that torchrun would give them."""
+    common = dict(os.environ if environment is None else environment)
+    common |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)} for rank in range(count))
+    return [Script(script, *arguments, environment=common | rank) for rank in ranks]
+
+
+def wait_all(scripts: list[Script], timeout: float) -> list[Ended]:
+    """How all of them ended; where one is late, all are killed.
+
+    Raises:
+        TimeoutError: as `Script.wait`.
+    """
+    ends, late = [], None
+    for script in scripts:
+        try:
+            ends.append(script.wait(timeout if late is None else 0.0))
+        except TimeoutError as error:
+            late = late or error
+    if late is not None:
+        raise late
+    return ends
+
+
+def rank_reports(
+    script: Path | str,
+    folder: Path,
+    *arguments: object,
+    count: int,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 240.0,
+) -> list[Any]:
+    """What each rank of `SCRIPT FOLDER ARGUMENTS` wrote to `FOLDER/rank<rank>.json`. All must end well."""
+    ends = wait_all(start_ranks(script, folder, *arguments, count=count, environment=environment), timeout)
+    if any(end.returncode for end in ends):
+        raise AssertionError("\n".join(f"exit code {end.returncode}\n{end.stderr[-3000:]}" for end in ends))
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)]
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _run(script: str, arguments: list[str], environment: dict[str, str], gone: set[str], outputs: list[Path]) -> None:
+    """In the forked process: what `python SCRIPT ARGUMENTS` does after its imports."""
+    for number, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    for name in gone:
+        os.environ.pop(name, None)
+    os.environ.update(environment)
+    sys.argv = [script, *arguments]
+    sys.path[:0] = [str(Path(script).parent), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    try:
+        runpy.run_path(script, run_name="__main__")
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()

@@ -18,7 +18,7 @@ def launch(folder, launcher, *options):
     folder.mkdir()
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     if launcher == "accelerate":
-        # `accelerate launch --cpu` starts one process whatever `--num_processes` says; with the GPU's launcher it is two.
+        # With `--cpu` it would start one process whatever `--num_processes` says; with the GPU's launcher it is two.
         settings = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
         command = [sys.executable, "-m", "accelerate.commands.launch", *settings.split()]
         command += ["--main_process_port", str(free_port()), str(SCRIPT), str(folder), *options]

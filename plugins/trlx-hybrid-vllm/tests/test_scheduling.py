@@ -4,6 +4,7 @@ from contextlib import contextmanager
 
 import pytest
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid.types import Request
 from trlx_hybrid_vllm import internals
 from trlx_hybrid_vllm.streaming import EngineStream
 from trlx_hybrid_vllm.streaming import collect as collect_from
@@ -61,8 +62,24 @@ def engine(checkpoint, monkeypatch):
     return build
 
 
+class Given:
+    """In place of a stream's `Requests`: each has parameters of its own."""
+
+    def __init__(self, llm, params):
+        self.llm, self.params = llm, params
+
+    def add(self, request):
+        from vllm.inputs.engine import tokens_input
+
+        return self.llm._add_request(tokens_input(request.prompt_ids), self.params[request.row])
+
+
 def collect(llm, prompts, params):
-    return collect_from(EngineStream(llm, {"detokenize": False, "logprobs": 0}), zip(prompts, params))
+    stream = EngineStream(llm, {"detokenize": False, "logprobs": 0})
+    stream._requests = Given(llm, params)
+    return collect_from(
+        stream, [Request(prompt_ids=p["prompt_token_ids"], seed=0, row=i) for i, p in enumerate(prompts)]
+    )
 
 
 def core_of(llm):

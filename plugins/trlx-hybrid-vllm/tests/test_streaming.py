@@ -10,6 +10,7 @@ from trlx_hybrid.errors import EngineError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.types import Request, Sampling
 from trlx_hybrid_vllm import internals
+from trlx_hybrid_vllm.requests import Requests
 from trlx_hybrid_vllm.sampling import completion_of, prompt_of, sampling_params, with_seed
 from trlx_hybrid_vllm.streaming import EngineStream
 from vllm.exceptions import VLLMValidationError
@@ -282,3 +283,59 @@ def test_what_the_prefix_cache_saved_is_counted(llm, text):
     # The last sampled token has no keys and values yet: 40 + 8, 66 + 8, 92 + 8 tokens can be shared.
     shared = [0, 48 // 32 * 32, 74 // 32 * 32, 100 // 32 * 32]
     assert counted == [(sum(shared[: i + 1]), sum(lengths[: i + 1])) for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"logprobs": 3, "repetition_penalty": 1.2, "min_p": 0.1},
+        {"temperature": 0.0, "top_k": 3},
+        {"extra": {"stop": ["1"], "min_tokens": 5, "stop_token_ids": [7, 9], "ignore_eos": True}},
+        {"extra": {"logit_bias": {5: 2.0}, "bad_words": ["1"]}},
+        {"regex": "[0-9]{3}"},
+    ],
+)
+def test_a_request_is_queued_as_vllm_would(llm, given):
+    """Field by field, and with the same blocks to look for; the pattern was made of another prompt."""
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    params = params_of(**given)
+    requests = Requests(llm, params, None)
+    for request in [*requests_of(2, length=40), *requests_of(2, first=2, length=70, max_tokens=4)]:
+        ours = requests.add(request)
+        theirs = llm.enqueue([prompt_of(request)], [with_seed(params, request)], use_tqdm=False)[0]
+        found, expected = (scheduler.requests[name] for name in (ours, theirs))
+        differing = {
+            name
+            for name, value in vars(expected).items()
+            if name not in ("request_id", "arrival_time", "structured_output_request", "_block_hasher")
+            and not same_state(getattr(found, name), value)
+        }
+        assert differing == set()
+        assert found.block_hashes
+        assert (found.structured_output_request is None) == (expected.structured_output_request is None)
+        llm.llm_engine.abort_request([ours, theirs], internal=True)
+
+
+def same_state(one, other):
+    """Equal, or objects of one class that hold what is equal."""
+    if one == other:
+        return True
+    return (
+        type(one) is type(other)
+        and hasattr(one, "__dict__")
+        and vars(one).keys() == vars(other).keys()
+        and all(same_state(value, vars(other)[name]) for name, value in vars(one).items())
+    )
+
+
+def test_what_vllm_would_not_take_is_not_queued(llm):
+    requests = Requests(llm, params_of(), None)
+    for good in (False, True):  # as the first of a stream, and after others
+        if good:
+            llm.llm_engine.abort_request([requests.add(requests_of(1)[0])], internal=True)
+        for prompt, reason in (([5] * 161, "longer than"), ([5, 10**6], "out of vocabulary"), ([5, -1], "vocabulary")):
+            with pytest.raises(VLLMValidationError, match=reason):
+                requests.add(Request(prompt_ids=prompt, seed=0))
+    with pytest.raises((ValueError, VLLMValidationError), match="top_p"):
+        Requests(llm, params_of(top_p=7.0), None).add(requests_of(1)[0])

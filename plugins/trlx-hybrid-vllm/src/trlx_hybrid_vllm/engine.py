@@ -26,7 +26,7 @@ from .options import VLLMOptions
 from .parameters import Places
 from .preflight import engine_dtype
 from .regions import refuses, regions
-from .sampling import prompt_of, sampling_params, with_seed
+from .sampling import sampling_params
 from .streaming import EngineStream, collect
 
 
@@ -82,10 +82,8 @@ class VLLMEngine:
         """Sample; the ranks of a replica pool their requests, and each keeps its own rows."""
         self._require_awake()
         requests, mine = self._pooled(list(requests))
-        params = sampling_params(sampling)
-        prompts = [(prompt_of(request), with_seed(params, request)) for request in requests]
         with internals.running():
-            return collect(EngineStream(self.llm, params, self.adapter), prompts)[mine]
+            return collect(EngineStream(self.llm, sampling_params(sampling), self.adapter), requests)[mine]
 
     @contextmanager
     def stream(self, sampling: Sampling) -> Iterator[EngineStream]:

@@ -38,13 +38,39 @@ def adapter_slots_of(module: torch.nn.Module) -> list[torch.Tensor]:
     return [tensor for tensor in stacked if isinstance(tensor, torch.Tensor)]
 
 
-def add_request(llm: Any, prompt: dict[str, Any], params: Any, adapter: Any) -> str:
-    """`LLM.enqueue` of one prompt; returns vLLM's request id. Token ids alone need none of its rendering."""
-    if prompt.keys() == {"prompt_token_ids"}:
-        from vllm.inputs.engine import tokens_input
+def processed(llm: Any, prompt_ids: list[int], params: Any, adapter: Any) -> Any:
+    """vLLM's `EngineCoreRequest` of a prompt, checked and complete, but not queued."""
+    from vllm.inputs.engine import tokens_input
 
-        return str(llm._add_request(tokens_input(prompt["prompt_token_ids"]), params, adapter))
-    return str(llm.enqueue([prompt], [params], adapter, use_tqdm=False)[0])
+    engine = llm.llm_engine
+    return engine.input_processor.process_inputs(
+        "pattern",
+        tokens_input(prompt_ids),
+        params,
+        supported_tasks=engine.get_supported_tasks(),
+        lora_request=adapter,
+    )
+
+
+def add_like(llm: Any, pattern: Any, prompt_ids: list[int], params: Any, now: float) -> str:
+    """`LLM.enqueue` of a prompt that differs from a processed one in what is given here; returns vLLM's request id."""
+    import msgspec
+    from vllm.inputs.engine import tokens_input
+
+    engine = llm.llm_engine
+    engine.input_processor._validate_model_inputs(None, tokens_input(prompt_ids))
+    request_id = f"trlx-{next(llm.request_counter)}"
+    request = msgspec.structs.replace(
+        pattern,
+        request_id=request_id,
+        external_req_id=request_id,
+        prompt_token_ids=prompt_ids,
+        sampling_params=params,
+        arrival_time=now,
+    )
+    engine.output_processor.add_request(request, None, None, 0)
+    engine.engine_core.add_request(request)
+    return request_id
 
 
 def drain(llm: Any, steps: int = 16) -> None:

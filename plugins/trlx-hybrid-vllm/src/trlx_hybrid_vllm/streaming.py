@@ -18,8 +18,8 @@ import torch
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.types import Completion, Request
 
-from . import internals
-from .sampling import completion_of, prompt_of, with_seed
+from .requests import Requests
+from .sampling import completion_of
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class EngineStream:
     shared = False
 
     def __init__(self, llm: Any, params: Mapping[str, Any], adapter: Any = None) -> None:
-        self._llm, self._engine, self._params, self._adapter = llm, llm.llm_engine, params, adapter
+        self._engine, self._requests = llm.llm_engine, Requests(llm, params, adapter)
         self._core = self._engine.engine_core
         self._text = bool(params["detokenize"] or params["logprobs"])
         self._arriving: dict[str, _Arriving] = {}  # by vLLM's request id
@@ -70,11 +70,7 @@ class EngineStream:
 
     def add(self, request: Request) -> int:
         """Queue a request."""
-        return self.enqueue(prompt_of(request), with_seed(self._params, request))
-
-    def enqueue(self, prompt: dict[str, Any], params: Any) -> int:
-        """Queue a prompt in vLLM's form with `SamplingParams` of its own."""
-        request_id = internals.add_request(self._llm, prompt, params, self._adapter)
+        request_id = self._requests.add(request)
         key, self._next = self._next, self._next + 1
         self._arriving[request_id] = _Arriving(key)
         if self._text:
@@ -157,10 +153,10 @@ class EngineStream:
                 self.abort(key)
 
 
-def collect(stream: EngineStream, prompts: Iterable[tuple[dict[str, Any], Any]]) -> list[Completion]:
-    """One completion per prompt and its `SamplingParams`, in order."""
+def collect(stream: EngineStream, requests: Iterable[Request]) -> list[Completion]:
+    """One completion per request, in order."""
     with stream.open():
-        keys = [stream.enqueue(prompt, params) for prompt, params in prompts]
+        keys = [stream.add(request) for request in requests]
         completions: dict[int, Completion] = {}
         while len(completions) < len(keys):
             completions.update(stream.step(True)[0])

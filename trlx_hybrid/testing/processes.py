@@ -70,13 +70,17 @@ class Script:
         """
         self._process.join(timeout)
         late = self._process.exitcode is None
-        self._process.kill()
-        self._process.join()
+        self.kill()
         with self._folder:
             stdout, stderr = (path.read_text() if path.exists() else "" for path in self._outputs)
         if late:
             raise TimeoutError(f"The script was still running after {timeout:g} s. Its stderr ends:\n{stderr[-3000:]}")
         return Ended(self._process.exitcode or 0, stdout, stderr)
+
+    def kill(self) -> None:
+        """End it now, if it has not ended."""
+        self._process.kill()
+        self._process.join()
 
 
 def start_ranks(

@@ -8,8 +8,9 @@ import torch
 
 
 class Recording:
-    """Hundreds of copies and messages cost the host more time than NVLink needs for their bytes; recorded, they cost it
-    one launch. NCCL's point-to-point operations can be recorded as they are.
+    """Hundreds of copies and messages cost the host about 5 ms for a model of 7B; recorded, they cost it one launch. A
+    sync gets no shorter by that alone, as long as the device is as busy as the host was. NCCL's point-to-point
+    operations can be recorded as they are.
 
     Memory that the launches name must stay where it is. Close the recording before the process group is destroyed,
     which waits for it.

@@ -1,0 +1,102 @@
+"""Two ranks on two GPUs, of which the second does not do its part; how the first ends. Started by test_faults_on_gpus.py,
+or by hand:
+
+python failing_on_gpus.py FOLDER [FAULT...]
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+DEADLINE = 12.0  # seconds that a rank is waited for
+CULPRIT = 1
+FAULTS = ("killed", "away", "killed_in_the_sync", "away_in_the_sync")
+SHAPE = {"hidden_size": 2048, "intermediate_size": 5504, "num_attention_heads": 16, "num_key_value_heads": 8}
+SHAPE |= {"num_hidden_layers": 4, "vocab_size": 8192}
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def away():
+    time.sleep(3 * DEADLINE)
+
+
+def run(folder, fault):
+    """One rank: a sync for its proofs, two that are recorded, then one with the fault."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from trlx_hybrid import HybridConfig, HybridEngine
+    from trlx_hybrid.errors import SyncError
+    from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+
+    rank = int(os.environ["RANK"])
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("cuda:nccl,cpu:gloo", device_id=device)
+    model = tiny_model(**SHAPE).to(device, torch.bfloat16)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    options = {"tensor_parallel_size": 2, "enforce_eager": True, "max_model_len": 256, "max_num_seqs": 8}
+    config = HybridConfig(
+        engine="vllm",
+        engine_options=options | {"kv_cache_memory_bytes": 1 << 30},
+        weights="reshard",
+        weights_options={"deadline": DEADLINE},
+    )
+    engine = HybridEngine(model, character_tokenizer(), config=config, max_tokens=8)
+    with engine.rollout_context():
+        pass
+    session = engine.session
+    for _ in range(2):
+        session.weights_changed()
+        session.weights.sync()
+    dist.barrier()
+    session.weights_changed()
+    if rank == CULPRIT:
+        misbehave = kill if fault.startswith("killed") else away
+        if fault.endswith("in_the_sync"):
+            session.weights.moves.run = misbehave
+            session.weights.sync()
+        misbehave()
+        return
+    started, said = time.monotonic(), None
+    try:
+        session.weights.sync()
+    except SyncError as error:
+        said = str(error)
+    seconds = time.monotonic() - started
+    report = {"fault": fault, "error": said, "seconds": seconds, "until": time.time()}
+    (folder / f"{fault}.json").write_text(json.dumps(report))
+    engine.close()
+
+
+def main(folder, faults):
+    """All faults, one pair of processes after another; what the first rank saw, and how long it then took to exit."""
+    from trlx_hybrid.testing.processes import start_ranks
+
+    found = {}
+    for fault in faults:
+        survivor, culprit = start_ranks(__file__, folder, fault, count=2)
+        try:
+            ended = survivor.wait(240)
+            found[fault] = json.loads((folder / f"{fault}.json").read_text())
+            found[fault] |= {"returncode": ended.returncode, "exit_seconds": time.time() - found[fault].pop("until")}
+        except (TimeoutError, FileNotFoundError) as error:
+            found[fault] = {"error": None, "hung": str(error)[-2000:]}
+        culprit.kill()
+        print(json.dumps(found[fault]), flush=True)
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    if "RANK" in os.environ:
+        run(Path(sys.argv[1]), sys.argv[2])
+    else:
+        main(Path(sys.argv[1]), sys.argv[2:] or FAULTS)

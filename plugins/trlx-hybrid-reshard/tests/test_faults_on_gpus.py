@@ -1,4 +1,4 @@
-"""As test_faults.py, over NCCL: its kernels wait on the device, where no deadline of NCCL's own would end them in time."""
+"""As test_faults.py, over NCCL: its kernels wait on the device, and no deadline of its own ends them in time."""
 
 import json
 import re
@@ -9,9 +9,10 @@ import pytest
 import torch
 from trlx_hybrid.testing.processes import Script
 
-SCRIPT = Path(__file__).parent / "scripts" / "failing_on_gpus.py"
-sys.path.insert(0, str(SCRIPT.parent))
+sys.path.insert(0, str(Path(__file__).parent / "scripts"))
 from failing_on_gpus import DEADLINE, FAULTS
+
+SCRIPT = Path(__file__).parent / "scripts" / "failing_on_gpus.py"
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 

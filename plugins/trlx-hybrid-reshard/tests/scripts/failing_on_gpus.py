@@ -1,5 +1,6 @@
-"""Two ranks on two GPUs, of which the second does not do its part; how the first ends. Started by test_faults_on_gpus.py,
-or by hand:
+"""Two ranks on two GPUs, of which the second does not do its part; how the first ends.
+
+Started by test_faults_on_gpus.py, or by hand:
 
 python failing_on_gpus.py FOLDER [FAULT...]
 """

@@ -170,13 +170,13 @@ class Hybrid(Contestant):
         return self._timed(self._generate_seedless, sequences, tokens, other_prompts)
 
     def _generate_seedless(self, prompts: list[list[int]]) -> list[list[int]]:
+        from trlx_hybrid.types import Request
         from trlx_hybrid_vllm.internals import running
         from trlx_hybrid_vllm.sampling import sampling_params
         from trlx_hybrid_vllm.streaming import EngineStream, collect
-        from vllm import SamplingParams
 
         session = self._trainer.session
-        params = sampling_params(session.sampler.sampling)
-        inputs = [({"prompt_token_ids": prompt}, SamplingParams(**params)) for prompt in prompts]
+        stream = EngineStream(session.live_engine.llm, sampling_params(session.sampler.sampling))
+        requests = [Request(prompt_ids=prompt, seed=None) for prompt in prompts]  # type: ignore[arg-type]
         with running():
-            return [c.token_ids for c in collect(EngineStream(session.live_engine.llm, params), inputs)]
+            return [c.token_ids for c in collect(stream, requests)]

@@ -3,13 +3,12 @@
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from trlx_hybrid.testing.processes import Script
 
 from benchmarks import replay
 from benchmarks.goals import load
@@ -141,8 +140,8 @@ if __name__ == "__main__":
 def test_a_tiny_run_leaves_a_complete_result(tmp_path):
     """In a process of its own, which the engine and its threads end with. Its arms' tokens are compared inside."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "BENCH_COMMIT": "none"}
-    command = [sys.executable, "-c", TINY_RUN, str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+    (tmp_path / "run.py").write_text(TINY_RUN)
+    done = Script(tmp_path / "run.py", tmp_path, environment=environment).wait(180)
     assert done.returncode == 0, done.stderr[-2000:]
     (file,) = tmp_path.glob("multiturn_part-cpu-*.json")
     result = json.loads(file.read_text())

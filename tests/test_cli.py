@@ -17,8 +17,9 @@ def test_plugins_lists_plugins_and_components(capsys):
     report = json.loads(capsys.readouterr().out)
     assert [p["name"] for p in report["plugins"]] == ["multiturn", "ray", "reshard", "vllm"]
     assert {"name": "vllm", "distribution": "trlx-hybrid-vllm"}.items() <= report["plugins"][3].items()
-    weights = {"alias", "lora", "copy", "reshard", "gather"}
-    assert {c["name"] for c in report["components"]} == weights | {"vllm", "single_turn", "multi_turn"}
+    weights = {"alias", "lora", "copy", "reshard", "transfer", "gather"}
+    engines = {"vllm", "remote"}
+    assert {c["name"] for c in report["components"]} == weights | engines | {"single_turn", "multi_turn"}
 
 
 def test_plugins_by_hook(capsys):

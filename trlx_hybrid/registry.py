@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from .errors import ComponentError
 
-Slot = Literal["engine", "weights", "rollout"]
+Slot = Literal["engine", "weights", "rollout", "server"]
 SLOTS: tuple[Slot, ...] = get_args(Slot)
 BUILTIN = "builtin"
 
@@ -26,6 +26,7 @@ class Component:
         refuses: called with the session and the options when the trainer is built, before the component is;
             returns why it cannot serve this model, or None.
         streams: of an engine: whether it serves requests one at a time (`Engine.stream`).
+        by_name: whether only its name chooses it: `auto` passes it over.
         plugin: who offered it.
     """
 
@@ -39,6 +40,7 @@ class Component:
     unavailable: Callable[[], str | None] = lambda: None
     refuses: Callable[[Any, Any], str | None] = lambda session, options: None
     streams: bool = False
+    by_name: bool = False
 
 
 class Registry:
@@ -60,6 +62,7 @@ class Registry:
         unavailable: Callable[[], str | None] = lambda: None,
         refuses: Callable[[Any, Any], str | None] = lambda session, options: None,
         streams: bool = False,
+        by_name: bool = False,
     ) -> None:
         """Offer a component under `name`; arguments as in `Component`.
 
@@ -85,6 +88,7 @@ class Registry:
             unavailable=unavailable,
             refuses=refuses,
             streams=streams,
+            by_name=by_name,
         )
 
     def components(self, slot: Slot) -> list[Component]:
@@ -99,7 +103,7 @@ class Registry:
         """
         offered = self._components[slot]
         if name == "auto":
-            external = [c for c in self.components(slot) if c.plugin != BUILTIN]
+            external = [c for c in self.components(slot) if c.plugin != BUILTIN and not c.by_name]
             if len(external) != 1:
                 found = " and ".join(f"{c.name!r} (plugin {c.plugin!r})" for c in external) or "none"
                 raise ComponentError(

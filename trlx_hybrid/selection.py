@@ -86,8 +86,8 @@ def select(config: HybridConfig, arguments: TrainerArguments, registry: Registry
         return Selection(engine=None, weights=None, rollout=None, stock_reason=why)
     if server:
         raise ConfigError(
-            f"HybridConfig.engine={name!r} lives in the trainer's process and contradicts vllm_mode='server'. "
-            "Set vllm_mode='colocate', or leave HybridConfig.engine out to keep TRL's server path."
+            f"HybridConfig.engine={name!r} contradicts vllm_mode='server': this package starts its own engines. Set "
+            "vllm_mode='colocate', or leave HybridConfig.engine out to keep TRL's server path."
         )
     engine = _choice(registry, "engine", name, config.options("engine"), why, defaults=arguments.engine_options)
     weights = (

@@ -7,8 +7,42 @@ from typing import TYPE_CHECKING, Any
 
 from trlx_hybrid.hookspecs import hookimpl
 
+from .engines.options import RemoteOptions
+
 if TYPE_CHECKING:
     from trlx_hybrid.environment import Finding
+    from trlx_hybrid.registry import Registry
+    from trlx_hybrid.session import Session
+
+    from .engines.engine import RemoteEngine
+
+
+def _remote(session: Session, options: RemoteOptions) -> RemoteEngine:
+    from .engines.engine import RemoteEngine
+
+    return RemoteEngine(session, options)
+
+
+def _refuses(session: Session, options: RemoteOptions) -> str | None:
+    from .engines.engine import served_by
+
+    component, server_options = served_by(session, options)
+    return component.refuses(session, server_options)
+
+
+@hookimpl
+def trlx_register(registry: Registry) -> None:
+    """Offer rollout engines in actors."""
+    registry.offer(
+        "engine",
+        "remote",
+        _remote,
+        options=RemoteOptions,
+        refuses=_refuses,
+        streams=True,
+        by_name=True,
+        summary="engines in Ray actors, on GPUs of their own or on other nodes",
+    )
 
 
 @hookimpl

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trlx_hybrid.hookspecs import hookimpl
 
 from .options import VLLMOptions
+from .serving.options import TransferOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from trlx_hybrid.session import Session
 
     from .engine import VLLMEngine
+    from .serving.plan import VLLMServerPlan
 
 SUPPORTED = (0, 31)
 SMALL_RATE = 1e-5  # below, an AdamW step is smaller than half the distance of most bf16 weights to their neighbour
@@ -72,6 +74,27 @@ def _lora(session: Session, options: Any) -> WeightSync:
     return LoraSync(session)
 
 
+def _server(session: Session, options: VLLMOptions) -> VLLMServerPlan:
+    from .serving.backends import backend_of
+    from .serving.plan import plan
+
+    return plan(session, options, backend_of(session))
+
+
+def _server_refuses(session: Session, options: VLLMOptions) -> str | None:
+    from .preflight import refuses
+
+    if options.enable_sleep_mode:
+        return "remote engines have memory of their own and do not sleep. Leave enable_sleep_mode out."
+    return refuses(session.policy, options.tensor_parallel_size, options)
+
+
+def _transfer(session: Session, options: TransferOptions) -> WeightSync:
+    from .sync.transfer import TransferSync
+
+    return TransferSync(session, options)
+
+
 @hookimpl
 def trlx_report_header(session: Session) -> str | None:
     """Warn where aliasing meets an optimizer whose steps are lost in the weights' rounding."""
@@ -105,4 +128,21 @@ def trlx_register(registry: Registry) -> None:
         refuses=_refuses,
         streams=True,
         summary="vLLM inside the trainer's process, on the trainer's device",
+    )
+    registry.offer(
+        "weights",
+        "transfer",
+        _transfer,
+        order=60,
+        options=TransferOptions,
+        summary="full tensors to engines in other processes, through vLLM's weight-transfer engines",
+    )
+    registry.offer(
+        "server",
+        "vllm",
+        _server,
+        options=VLLMOptions,
+        unavailable=unavailable,
+        refuses=_server_refuses,
+        summary="vLLM in processes of its own, for remote engines",
     )

@@ -1,0 +1,58 @@
+"""Options of the remote engine. Imports no Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trlx_hybrid.errors import ConfigError
+
+from ..role import STRATEGIES, Strategy
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteOptions:
+    """`HybridConfig.engine_options` for `engine="remote"`.
+
+    Attributes:
+        replicas: how many engines.
+        tensor_parallel_size: GPUs of each, on one node. TRL's `vllm_tensor_parallel_size` fills it.
+        gpus: that each of those processes takes; by default 1, or 0 where the server computes on CPUs.
+        cpus: that each of them takes.
+        strategy: "pack" puts engines on as few nodes as it can, "spread" on as many.
+        server: what runs in the actors: a `server` component by name.
+        server_options: its options. For "vllm" those of `engine="vllm"`; TRL's `vllm_*` arguments fill the fields of
+            their names, all but sleep mode: these engines have memory of their own.
+        start_deadline: seconds for engines to start, imports included.
+        deadline: seconds that an engine may work without finishing a request; then it counts as dead.
+        restarts: how many engines may be replaced in one run; after that it goes on with those that are left.
+    """
+
+    replicas: int = 1
+    tensor_parallel_size: int = 1
+    gpus: float | None = None
+    cpus: float = 1.0
+    strategy: Strategy = "pack"
+    server: str = "vllm"
+    server_options: Mapping[str, Any] = field(default_factory=dict)
+    start_deadline: float = 600.0
+    deadline: float = 600.0
+    restarts: int = 10
+
+    def __post_init__(self) -> None:
+        where = "HybridConfig.engine_options for engine 'remote'"
+        for name in ("replicas", "tensor_parallel_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{where}: {name}={getattr(self, name)}: at least one is needed.")
+        for name in ("start_deadline", "deadline"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{where}: {name}={getattr(self, name)}: seconds above 0, or math.inf.")
+        if self.restarts < 0:
+            raise ConfigError(f"{where}: restarts={self.restarts}: 0 or more.")
+        if self.strategy not in STRATEGIES:
+            raise ConfigError(f"{where}: strategy={self.strategy!r}; choose one of {', '.join(STRATEGIES)}.")
+        if self.gpus is not None and not 0 <= self.gpus <= 1:
+            raise ConfigError(f"{where}: gpus={self.gpus:g}: each process uses one GPU, a share of one, or none.")
+        if "tensor_parallel_size" in self.server_options:
+            raise ConfigError(f"{where}: tensor_parallel_size stands beside server_options, not in it.")

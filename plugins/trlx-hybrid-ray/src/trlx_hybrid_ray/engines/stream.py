@@ -1,0 +1,179 @@
+"""Requests on their way to engines and back: dealt out, collected as they finish, sent again where an engine dies."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from trlx_hybrid.errors import EngineError
+from trlx_hybrid.types import Completion, Request, Sampling
+
+from .. import debugging
+from ..errors import brief
+from .actor import Answer
+from .crew import CHECK_SECONDS, Crew
+from .routing import Router
+
+TICK = 0.01  # seconds that a step waits for a completion: tools that have answered wait for it to end
+COLLECT_SECONDS = 1.0  # that a call waits in the actor for something to collect
+WAIT = 1.0  # seconds at a time, where nobody else has anything to do
+
+
+class RemoteStream:
+    """A stream over all engines that hold the current weights. Ranks share the engines, and know nothing of each other.
+
+    A request carries its seed, so an engine that takes it over from one that died samples the same tokens. What it had
+    sampled is sampled again.
+
+    Args:
+        servers: numbers of the engines to use.
+        channel: a name that no other stream has.
+        deadline: seconds that an engine may work without finishing a request.
+        revive: called when no engine is left; returns the numbers of others that hold the current weights, or raises.
+    """
+
+    shared = False
+
+    def __init__(
+        self,
+        crew: Crew,
+        servers: Sequence[int],
+        sampling: Sampling,
+        channel: str,
+        deadline: float,
+        revive: Callable[[], Sequence[int]],
+    ) -> None:
+        self._crew, self._sampling, self._channel, self._revive = crew, sampling, channel, revive
+        self._deadline = debugging.patience(deadline)
+        self._router = Router(servers)
+        self._requests: dict[int, Request] = {}  # unfinished
+        self._unsent: list[int] = []
+        self._collecting: dict[Any, int] = {}  # what a call will return -> engine
+        self._progress: dict[int, float] = {}  # engine -> when it last finished something, or got something to do
+        self._heard: dict[int, float] = {}  # engine -> when it last answered a call
+        self._next = 0
+
+    def add(self, request: Request) -> int:
+        """Queue a request; it leaves with the next step."""
+        key, self._next = self._next, self._next + 1
+        self._requests[key] = request
+        self._unsent.append(key)
+        return key
+
+    def abort(self, key: int) -> None:
+        """Free what a request holds; nothing if it has finished."""
+        if self._requests.pop(key, None) is None:
+            return
+        server = self._router.done(key)
+        if server is None:
+            self._unsent.remove(key)
+        elif server in self._crew.members:
+            self._crew.members[server].handle.abort.remote(self._channel, [key])
+
+    def step(self, more: bool) -> tuple[list[tuple[int, Completion]], bool]:
+        """Send what is queued, and take what has finished: at once if something has, or a moment later."""
+        return self.advance(TICK), more
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._requests)
+
+    def advance(self, wait: float) -> list[tuple[int, Completion]]:
+        """As `step`, with at most so many seconds of waiting."""
+        import ray
+
+        self._send()
+        if not self._requests:
+            return []
+        for server in self._router.servers:
+            if self._router.at(server) and server not in self._collecting.values():
+                handle = self._crew.members[server].handle
+                self._collecting[handle.collect.remote(self._channel, COLLECT_SECONDS)] = server
+        ready, _ = ray.wait(list(self._collecting), num_returns=1, timeout=wait)
+        if ready:
+            ready, _ = ray.wait(list(self._collecting), num_returns=len(self._collecting), timeout=0)
+        finished: list[tuple[int, Completion]] = []
+        for reference in ready:
+            sender = self._collecting.pop(reference, None)
+            if sender is not None:
+                finished += self._taken(sender, reference)
+        self._notice_silence()
+        return finished
+
+    @contextmanager
+    def open(self) -> Iterator[RemoteStream]:
+        """While it is used; what is unfinished at the end is aborted."""
+        try:
+            yield self
+        finally:
+            for server in self._router.servers:
+                if server in self._crew.members:
+                    self._crew.members[server].handle.leave.remote(self._channel)
+            self._requests.clear()
+
+    # --- to the engines and back ------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        for server in [s for s in self._router.servers if s not in self._crew.members]:
+            self._resend(server)  # found dead by somebody else, as by a weight sync
+        if not self._unsent:
+            return
+        if not self._router.servers:
+            for server in self._revive():
+                self._router.join(server)
+        keys, self._unsent = self._unsent, []
+        parcels: dict[int, list[tuple[int, Request]]] = {}
+        for key in keys:
+            request = self._requests[key]
+            parcels.setdefault(self._router.assign(key, request.row), []).append((key, request))
+        now = time.monotonic()
+        for server, parcel in parcels.items():
+            self._crew.members[server].handle.add.remote(self._channel, parcel, self._sampling)
+            if self._router.at(server) == len(parcel):  # it had nothing to do
+                self._progress[server] = self._heard[server] = now
+
+    def _taken(self, server: int, reference: Any) -> list[tuple[int, Completion]]:
+        import ray
+
+        try:
+            answers: list[Answer] = ray.get(reference)
+        except (ray.exceptions.RayError, EngineError) as error:
+            self._lose(server, brief(error))
+            return []
+        self._heard[server] = time.monotonic()
+        finished = []
+        for answer in answers:
+            if answer.died:
+                self._lose(server, answer.error)
+                break
+            if self._requests.pop(answer.key, None) is None:
+                continue  # aborted while it was on its way
+            self._router.done(answer.key)
+            self._progress[server] = self._heard[server]
+            if answer.completion is None:
+                raise EngineError(f"{self._crew.members[server]} refused a request: {answer.error}")
+            finished.append((answer.key, answer.completion))
+        return finished
+
+    def _notice_silence(self) -> None:
+        now = time.monotonic()
+        for server in self._router.servers:
+            if not self._router.at(server):
+                continue
+            if now - self._heard[server] > debugging.patience(CHECK_SECONDS) + COLLECT_SECONDS:
+                self._lose(server, f"it did not answer for {CHECK_SECONDS:g} s")
+            elif now - self._progress[server] > self._deadline:
+                self._lose(
+                    server, f"it finished no request in {self._deadline:g} s. Raise deadline= if they are that long"
+                )
+
+    def _lose(self, server: int, cause: str) -> None:
+        self._crew.lose(server, cause)
+        self._resend(server)
+
+    def _resend(self, server: int) -> None:
+        self._collecting = {reference: s for reference, s in self._collecting.items() if s != server}
+        self._unsent = [*self._router.lose(server), *self._unsent]

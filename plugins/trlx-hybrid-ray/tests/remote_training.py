@@ -1,0 +1,89 @@
+"""A small GRPO run with engines in actors, and what to look at in them."""
+
+import time
+
+import psutil
+from datasets import Dataset
+from trl import GRPOConfig
+from trlx_hybrid import GRPOTrainer
+from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid.types import Request
+
+STEPS = 2
+
+
+class Trained:
+    """A trainer that has trained, and what its reward function saw."""
+
+    def __init__(self, folder, hybrid, **settings):
+        self.completions, self.rewards = [], []
+        self.trainer = GRPOTrainer(
+            model=tiny_model(),
+            reward_funcs=self._digits,
+            args=GRPOConfig(
+                output_dir=str(folder),
+                **{
+                    "per_device_train_batch_size": 8,
+                    "num_generations": 4,
+                    "max_completion_length": 12,
+                    "max_steps": STEPS,
+                    "learning_rate": 3e-3,
+                    "logging_steps": 1,
+                    "report_to": [],
+                    "use_cpu": True,
+                    "bf16": False,
+                    "save_strategy": "no",
+                    "vllm_max_model_length": 64,
+                    "disable_tqdm": True,
+                }
+                | settings,
+            ),
+            train_dataset=Dataset.from_dict({"prompt": [f"sort {i * 7919 % 1000}=" for i in range(32)]}),
+            processing_class=character_tokenizer(),
+            hybrid=hybrid,
+        )
+        self.trainer.train()
+        self.session = self.trainer.session
+        self.losses = [log["loss"] for log in self.trainer.state.log_history if "loss" in log]
+
+    def _digits(self, completions, completion_ids, **_):
+        rewards = [sum(c.isdigit() for c in text) + len(ids) / 100 for text, ids in zip(completions, completion_ids)]
+        self.completions += [list(ids) for ids in completion_ids]
+        self.rewards += rewards
+        return rewards
+
+
+def pids(engine):
+    """Of all processes of each engine: its actor first."""
+    actors = [psutil.Process(int(m.where.rpartition(" ")[2])) for _, m in sorted(engine.crew.members.items())]
+    return [[actor.pid, *(child.pid for child in actor.children(recursive=True))] for actor in actors]
+
+
+def core_of(processes):
+    """vLLM's engine core among the processes of one engine."""
+    (core,) = [pid for pid in processes if "EngineCore" in " ".join(psutil.Process(pid).cmdline())]
+    return core
+
+
+def gone(groups, seconds=15):
+    """Wait until none of these processes runs."""
+    deadline = time.monotonic() + seconds
+    while left := [pid for group in groups for pid in group if running(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def running(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def requests_of(count):
+    """Different prompts, seeds and rows."""
+    return [Request(prompt_ids=[5 + (i * 7 + j) % 80 for j in range(6 + i % 5)], seed=i, row=i) for i in range(count)]
+
+
+def tokens(completions):
+    return [(c.token_ids, c.finish_reason) for c in completions]

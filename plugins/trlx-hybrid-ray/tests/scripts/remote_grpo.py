@@ -1,0 +1,136 @@
+"""GRPO with engines in Ray actors; prints rewards, and seconds and bytes of each weight sync.
+
+    python remote_grpo.py OUT [engine=remote] [replicas=1] [tp=1] [model=tiny|1.5b] [steps=4] [backend=auto] [fsdp=1]
+
+One trainer on the first GPU and the engines on others, weights by `nccl`; without GPUs everything on the CPU. Under
+`trlx-hybrid launch` every rank trains, and all sample from the same engines.
+"""
+
+import functools
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from datasets import Dataset
+from trl import GRPOConfig
+from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
+from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+
+SHAPES = {
+    "tiny": {},
+    "1.5b": {
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "max_position_embeddings": 4096,
+        "initializer_range": 0.02,
+    },
+}
+
+
+def use_fsdp_on_cpu():
+    """accelerate 1.15 turns its FSDP setting into DDP on a CPU in silence; honoured, FSDP2 over gloo is real."""
+    import accelerate.state as state
+    from accelerate.utils import DistributedType
+
+    original = state.AcceleratorState.__init__
+
+    @functools.wraps(original)
+    def init(self, *args, fsdp_plugin=None, **kwargs):
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU and fsdp_plugin is not None:
+            self.distributed_type = DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+            state.PartialState._shared_state["distributed_type"] = self.distributed_type
+
+    state.AcceleratorState.__init__ = init
+
+
+class Syncs:
+    """Says what each weight sync took."""
+
+    def __init__(self):
+        self.reports = []
+
+    @hookimpl
+    def trlx_sync_end(self, session, report):
+        self.reports.append(report)
+        if session.ranks.rank == 0:
+            gap = "" if report.logprob_gap is None else f", log-prob gap {report.logprob_gap:.2g}"
+            seconds, size = report.seconds, report.bytes / 1e9
+            print(f"sync {report.version}: {seconds:.3f} s, {size:.3f} GB, {report.verified} checked{gap}", flush=True)
+
+
+def main():
+    out = Path(sys.argv[1])
+    out.mkdir(parents=True, exist_ok=True)
+    options = {"engine": "remote", "replicas": "1", "tp": "1", "model": "tiny", "steps": "4", "backend": "auto"}
+    options |= dict(option.split("=") for option in sys.argv[2:])
+    cuda, rank = torch.cuda.is_available(), int(os.environ.get("RANK", "0"))
+    if options.get("fsdp") and not cuda:
+        use_fsdp_on_cpu()
+    rewards, syncs = [], Syncs()
+
+    def digits(completions, **_):
+        rewards.append([float(sum(c.isdigit() for c in text)) + len(text) / 100 for text in completions])
+        return rewards[-1]
+
+    if options["engine"] == "remote":
+        given = {"replicas": int(options["replicas"]), "tensor_parallel_size": int(options["tp"])}
+        hybrid = HybridConfig(
+            engine="remote",
+            engine_options=given,
+            weights="transfer",
+            weights_options={"backend": options["backend"]},
+            verify_every=1,
+        )
+    else:
+        hybrid = HybridConfig(engine="vllm", verify_every=1)
+    trainer = GRPOTrainer(
+        model=tiny_model(dtype=torch.bfloat16 if cuda else torch.float32, **SHAPES[options["model"]]),
+        reward_funcs=digits,
+        args=GRPOConfig(
+            output_dir=str(out / "run"),
+            per_device_train_batch_size=8,
+            num_generations=4,
+            max_completion_length=16,
+            max_steps=int(options["steps"]),
+            learning_rate=1e-2,
+            optim="sgd",
+            logging_steps=1,
+            report_to=[],
+            use_cpu=not cuda,
+            bf16=cuda,
+            disable_tqdm=True,
+            vllm_max_model_length=64,
+            save_strategy="no",
+        ),
+        train_dataset=Dataset.from_dict({"prompt": [f"sort {i * 7919 % 1000}=" for i in range(64)]}),
+        processing_class=character_tokenizer(),
+        hybrid=hybrid,
+        plugins=[syncs],
+    )
+    trainer.train()
+    report = {
+        "weights": trainer.session.weights.name,
+        "sharded": all(hasattr(p, "full_tensor") for p in trainer.model.parameters()),
+        "rewards": rewards,
+        "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
+        "sync_seconds": [r.seconds for r in syncs.reports],
+        "sync_bytes": [r.bytes for r in syncs.reports],
+    }
+    trainer.session.close()
+    (out / f"report.{rank}").write_text(json.dumps(report))
+    print(f"rank {rank}: rewards {[round(sum(batch) / len(batch), 3) for batch in rewards]}", flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""Two engines in actors, held against one in the trainer: the same tokens, whoever samples and whoever dies."""
+
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from trlx_hybrid import HybridConfig
+from trlx_hybrid.errors import EngineError, SyncError
+from trlx_hybrid.types import Request, Sampling
+
+sys.path.insert(0, str(Path(__file__).parent))
+from remote_training import STEPS, Trained, gone, pids, requests_of, tokens
+
+
+@pytest.fixture(scope="module")
+def local(session_cluster, tmp_path_factory):
+    """First: an engine that is built in this process ends every other trainer's."""
+    trained = Trained(tmp_path_factory.mktemp("local"), HybridConfig(engine="vllm"))
+    trained.session.close()
+    return trained
+
+
+@pytest.fixture(scope="module")
+def remote(local, tmp_path_factory):
+    options = {"replicas": 2, "restarts": 0}  # a replacement takes as long to start as these two
+    trained = Trained(tmp_path_factory.mktemp("remote"), HybridConfig(engine="remote", engine_options=options))
+    yield trained
+    started = pids(trained.session.live_engine)
+    trained.session.close()
+    gone(started)
+
+
+@pytest.fixture
+def engine(remote):
+    """With the trained weights, in a rollout."""
+    with remote.session.rollout_phase(training=False):
+        yield remote.session.live_engine
+
+
+def test_training_is_that_of_the_engine_inside(remote, local):
+    assert remote.session.weights.name == "transfer"
+    assert remote.completions == local.completions
+    assert remote.rewards == local.rewards
+    assert len(set(remote.rewards)) > 4
+    assert remote.losses == pytest.approx(local.losses, abs=1e-5)
+    assert len(remote.losses) == STEPS
+    for (name, mine), theirs in zip(remote.trainer.model.named_parameters(), local.trainer.model.parameters()):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-3, msg=name)
+
+
+def test_log_probs_are_the_policys(remote, engine):
+    sampling = Sampling(max_tokens=16, temperature=0.7, logprobs=0)
+    requests = requests_of(6)
+    for request, completion in zip(requests, engine.generate(requests, sampling), strict=True):
+        expected = remote.session.policy.log_probs(request.prompt_ids, completion.token_ids, temperature=0.7)
+        assert [p[0] for p in completion.logprobs] == pytest.approx(expected.tolist(), abs=1e-5)
+        assert [ids[0] for ids in completion.logprob_token_ids] == completion.token_ids
+
+
+def test_every_engine_holds_the_policys_bits(remote, engine):
+    weights = remote.session.weights
+    names = remote.session.policy.checkpoint_names()
+    assert weights.check(full=True) == len(names)
+    assert 0 < weights.check(full=False) < len(names)
+    with torch.no_grad():
+        remote.trainer.model.model.layers[1].mlp.up_proj.weight[3, 5] += 1e-7
+    try:
+        with pytest.raises(SyncError, match=r"layers\.1\.mlp\.up_proj\.weight"):
+            weights.check(full=True)
+    finally:
+        with torch.no_grad():
+            remote.trainer.model.model.layers[1].mlp.up_proj.weight[3, 5] -= 1e-7
+        remote.session.weights_changed()
+
+
+def test_order_and_company_do_not_matter(engine):
+    sampling = Sampling(max_tokens=16, logprobs=0)
+    requests = requests_of(12)
+    expected = tokens(engine.generate(requests, sampling))
+    shuffled = random.Random(0).sample(range(12), 12)
+    found = tokens(engine.generate([requests[i] for i in shuffled], sampling))
+    assert found == [expected[i] for i in shuffled]
+    assert tokens(engine.generate(requests[4:5], sampling)) == expected[4:5]
+
+
+def test_a_stream_takes_requests_as_they_come_and_forgets_those_aborted(engine):
+    sampling = Sampling(max_tokens=16, logprobs=None)
+    requests = requests_of(8)
+    expected = tokens(engine.generate(requests, sampling))
+    found = {}
+    with engine.stream(sampling) as stream:
+        assert not stream.shared
+        assert stream.step(True) == ([], True)
+        keys = {stream.add(request): i for i, request in enumerate(requests[:5])}
+        dropped = next(key for key, i in keys.items() if i == 1)
+        stream.step(True)
+        stream.abort(dropped)
+        stream.abort(dropped)
+        late = False
+        while stream.busy:
+            finished, more = stream.step(True)
+            assert more
+            for key, completion in finished:
+                found[keys[key]] = completion
+            if finished and not late:
+                late = True
+                keys |= {stream.add(request): 5 + i for i, request in enumerate(requests[5:])}
+        assert stream.step(False) == ([], False)
+    assert sorted(found) == [0, 2, 3, 4, 5, 6, 7]
+    assert [tokens([found[i]])[0] for i in sorted(found)] == [expected[i] for i in sorted(found)]
+
+
+def test_a_request_that_cannot_be_served_is_an_error_and_the_engine_lives_on(engine):
+    with pytest.raises(EngineError, match=r"engine \d .*refused a request: .*(length|token|long)"):
+        engine.generate([Request(prompt_ids=[5] * 80, seed=0)], Sampling(max_tokens=4))
+    assert len(engine.generate(requests_of(2), Sampling(max_tokens=4))) == 2
+
+
+def test_conversations_on_their_own_clocks(engine):
+    """The multi-turn plugin's loop over a stream of two engines: later turns extend earlier ones."""
+    from trlx_hybrid_multiturn import waits
+    from trlx_hybrid_multiturn.loop import Loop
+
+    class Silent:
+        def stepped(self, seconds, sampling, finished): ...
+
+        def moved(self, done, sampling, calling): ...
+
+    def trajectory(row, turns, heard):
+        async def talk():
+            prompt = [5 + row, 20, 30]
+            for turn in range(turns):
+                request = Request(prompt_ids=list(prompt), seed=100 * row + turn, row=row, turn=turn, max_tokens=6)
+                completion = await waits.Sampling(request)
+                heard.append((turn, completion.token_ids))
+                prompt += [*completion.token_ids, 40 + turn]
+
+        return talk()
+
+    sampling = Sampling(max_tokens=12, logprobs=0)
+    heard = [[] for _ in range(6)]
+    with engine.stream(sampling) as stream:
+        Loop(stream, Silent(), width=4).run([trajectory(row, 1 + row % 3, heard[row]) for row in range(6)])
+    for row, turns in enumerate(heard):
+        assert len(turns) == 1 + row % 3
+        prompt = [5 + row, 20, 30]
+        for turn, ids in turns:
+            request = Request(prompt_ids=list(prompt), seed=100 * row + turn, row=row, turn=turn, max_tokens=6)
+            assert engine.generate([request], sampling)[0].token_ids == ids
+            prompt += [*ids, 40 + turn]
+
+
+def test_nothing_is_lost_with_an_engine_that_is_killed(remote, capfd):
+    """Last: afterwards one engine is left."""
+    session, sampling = remote.session, Sampling(max_tokens=40, logprobs=0, extra={"ignore_eos": True})
+    engine, requests = session.live_engine, requests_of(24)
+    with session.rollout_phase(training=False):
+        expected = tokens(engine.generate(requests, sampling))
+        _, second = engine.servers
+        victims = pids(engine)[0]
+        assert len(victims) >= 2  # the actor and vLLM's engine core
+        with engine.stream(sampling) as stream:
+            keys = [stream.add(request) for request in requests]
+            found = dict(stream.step(True)[0])
+            os.kill(victims[0], signal.SIGKILL)
+            while stream.busy:
+                found.update(stream.step(True)[0])
+        assert tokens([found[key] for key in keys]) == expected
+        assert engine.servers == (second,)
+    gone([victims])
+    assert "engine 0 (node" in capfd.readouterr().err
+    session.weights_changed()
+    with session.rollout_phase(training=False):
+        assert engine.servers == (second,)
+        assert session.weights.check(full=True) == len(session.policy.checkpoint_names())
+        assert tokens(engine.generate(requests, sampling)) == expected

@@ -1,0 +1,61 @@
+"""Remote engines that cannot be had, and settings that contradict each other: said at once, with the way out."""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from trlx_hybrid import HybridConfig
+from trlx_hybrid.errors import ComponentError, ConfigError
+from trlx_hybrid_ray.engines.berths import Berths
+from trlx_hybrid_ray.engines.options import RemoteOptions
+from trlx_hybrid_ray.errors import PlacementError
+
+sys.path.insert(0, str(Path(__file__).parent))
+from remote_training import Trained
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cpus": 1000}, r"1e\+03 CPUs|1000 CPUs"),
+        ({"gpus": 1, "replicas": 40}, r"40 GPUs are asked for, the cluster has 32"),
+        ({"gpus": 1, "tensor_parallel_size": 2, "cpus": 0, "replicas": 17}, r"34 GPUs are asked for"),
+    ],
+)
+def test_what_cannot_be_had_is_refused_with_the_table(session_cluster, tmp_path, options, message):
+    with pytest.raises(PlacementError, match=message) as caught:
+        Trained(tmp_path, HybridConfig(engine="remote", engine_options=options))
+    assert "asked" in str(caught.value)
+    assert "engine" in str(caught.value)
+    assert "free GPUs" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("hybrid", "error", "message"),
+    [
+        ({"engine_options": {"replica": 2}}, ConfigError, "Did you mean 'replicas'"),
+        ({"engine_options": {"replicas": 0}}, ConfigError, "at least one"),
+        ({"engine_options": {"server": "vlm"}}, ComponentError, "Did you mean 'vllm'"),
+        ({"engine_options": {"server_options": {"dtyp": "auto"}}}, ConfigError, "Did you mean 'dtype'"),
+        ({"engine_options": {"server_options": {"enable_sleep_mode": True}}}, ComponentError, "do not sleep"),
+        ({"engine_options": {"tensor_parallel_size": 3}}, ComponentError, "does not divide the model's 4 attention"),
+        ({"weights": "transfer", "weights_options": {"deadline": 0}}, ConfigError, "seconds above 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_is_built(tmp_path, hybrid, error, message):
+    with pytest.raises(error, match=message):
+        Trained(tmp_path, HybridConfig(engine="remote", **hybrid))
+
+
+def test_engines_get_gpus_of_one_node_that_no_trainer_outside_of_ray_uses(two_nodes):
+    plan = SimpleNamespace(ranks=2, gpus=1.0)
+    berths = Berths(plan, RemoteOptions(replicas=2, tensor_parallel_size=2), {two_nodes.nodes[0]: 3})
+    try:
+        assert [berths.gpus(replica) for replica in range(2)] == [("3", "4"), ("5", "6")]
+        options = [berths.options(replica) for replica in range(2)]
+        assert all(found["num_gpus"] == 1 and found["num_cpus"] == 1 for found in options)
+        bundles = [found["scheduling_strategy"].placement_group_bundle_index for found in options]
+        assert len(set(bundles)) == 2
+    finally:
+        berths.close()

@@ -1,0 +1,239 @@
+"""Weights over gloo, for engines on CPUs: vLLM's own transfer engines all need GPUs.
+
+Registered with vLLM's two factories and driven as its `nccl` engine is: the trainer's rank 0 hosts a store, every
+worker of every engine joins it, and an update is a series of broadcasts. Every wait ends with the deadline.
+"""
+
+from __future__ import annotations
+
+import functools
+import socket
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer import (
+    TrainerWeightTransferEngine,
+    VLLMWeightSyncClient,
+    WeightSource,
+    WeightTransferEngine,
+    WeightTransferEngineFactory,
+    WeightTransferTrainerFactory,
+)
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from .buckets import Described, buckets
+from .together import together
+
+NAME = "gloo"
+BUCKET = 64 << 20  # bytes of a message
+
+
+@functools.cache
+def register() -> None:
+    """Make it known to vLLM's factories in this process.
+
+    Raises:
+        ValueError: somebody else's has the name.
+    """
+    WeightTransferEngineFactory.register_engine(NAME, GlooWeightTransferEngine)
+    WeightTransferTrainerFactory.register_engine(NAME, GlooTrainerWeightTransferEngine)
+
+
+class Group:
+    """The trainer's rank 0 and all workers, apart from any process group that they have.
+
+    Args:
+        listener: of rank 0, a listening socket; the others connect to it.
+        deadline: seconds for everything that waits for another process.
+    """
+
+    def __init__(
+        self, host: str, port: int, rank: int, world: int, deadline: float, listener: socket.socket | None = None
+    ) -> None:
+        from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+        from torch.distributed.distributed_c10d import ProcessGroupGloo
+
+        self._timeout = timedelta(seconds=deadline)
+        self._store = TCPStore(
+            host,
+            port,
+            world,
+            is_master=listener is not None,
+            wait_for_workers=False,
+            timeout=self._timeout,
+            master_listen_fd=listener.detach() if listener is not None else None,
+        )
+        self._group: Any = ProcessGroupGloo(PrefixStore("weights", self._store), rank, world, self._timeout)
+
+    def broadcast(self, message: Tensor) -> None:
+        """From rank 0, in place."""
+        from torch.distributed.distributed_c10d import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
+        self._group.broadcast([message], options).wait()
+
+
+# --- an engine's worker -----------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
+    """Where the trainer waits. `rank_offset` is the rank of this engine's first worker."""
+
+    master_address: str
+    master_port: int
+    rank_offset: int
+    world_size: int
+    deadline: float
+    bucket_bytes: int
+
+
+@dataclass(kw_only=True)
+class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """What is about to be sent."""
+
+    names: list[str]
+    dtype_names: list[str]
+    shapes: list[list[int]]
+
+    def described(self) -> Iterator[Described]:
+        """The same, tensor by tensor."""
+        for name, dtype, shape in zip(self.names, self.dtype_names, self.shapes, strict=True):
+            yield Described(name, getattr(torch, dtype), tuple(shape))
+
+
+class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
+    """In a worker: writes what arrives through the model's own loader, in place."""
+
+    init_info_cls = GlooInitInfo
+    update_info_cls = GlooUpdateInfo
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._group: Group | None = None
+        self._bucket_bytes = BUCKET
+
+    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
+        """Join the trainer; leaves a group that was joined before."""
+        config = self.parallel_config
+        rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
+        self._bucket_bytes = init_info.bucket_bytes
+        self._group = None
+        self._group = Group(
+            init_info.master_address, init_info.master_port, rank, init_info.world_size, init_info.deadline
+        )
+
+    def start_weight_update(self) -> None:
+        """Nothing to prepare: weights are written where they lie."""
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive and load all of it. There is no accelerator to wait for, as the base class would."""
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+        """One load per message, of which one is held at a time."""
+        if self._group is None:
+            raise RuntimeError("init_weight_transfer_engine comes before update_weights")
+        for bucket in buckets(update_info.described(), self._bucket_bytes):
+            message = torch.empty(bucket.bytes, dtype=torch.uint8)
+            if bucket.bytes:
+                self._group.broadcast(message)
+            self.model.load_weights(bucket.unpack(message))
+
+    def finish_weight_update(self) -> None:
+        """Nothing is left to do."""
+
+    def shutdown(self) -> None:
+        """Leave the group."""
+        self._group = None
+
+
+# --- the trainer ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class GlooTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
+    """`master_address` is this machine's, as engines reach it; `world_size` counts rank 0 and all workers."""
+
+    backend: ClassVar[str] = NAME
+
+    master_address: str
+    world_size: int
+    deadline: float
+    bucket_bytes: int = BUCKET
+
+
+class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
+    """In the trainer: rank 0 sends, the others read along, since reading sharded weights takes all of them."""
+
+    init_info_cls = GlooTrainerInitInfo
+
+    def __init__(self, *, client: VLLMWeightSyncClient, source: WeightSource, info: GlooTrainerInitInfo) -> None:
+        super().__init__(client=client, source=source, is_sender=info.is_sender)
+        self._info = info
+        self._group: Group | None = None
+
+    @classmethod
+    def trainer_init(
+        cls, init_info: GlooTrainerInitInfo, *, client: VLLMWeightSyncClient, source: WeightSource | None = None
+    ) -> GlooTrainerWeightTransferEngine:
+        """Host the store and wait for every worker."""
+        assert source is not None, "the whole model is sent each time, from a source"
+        engine = cls(client=client, source=source, info=init_info)
+        if not engine.is_sender:
+            return engine
+        host, world, deadline = init_info.master_address, init_info.world_size, init_info.deadline
+        listener = socket.create_server((host, 0), backlog=1024)
+        port = listener.getsockname()[1]
+        worker = GlooInitInfo(
+            master_address=host,
+            master_port=port,
+            rank_offset=1,
+            world_size=world,
+            deadline=deadline,
+            bucket_bytes=init_info.bucket_bytes,
+        )
+        _, engine._group = together(
+            lambda: client.init_weight_transfer_engine(asdict(worker)),
+            lambda: Group(host, port, 0, world, deadline, listener),
+        )
+        return engine
+
+    def send_weights(self) -> None:
+        """Send all of the source. Engines load each message while the next one is read."""
+        meta = self.source.metadata()
+        if not self.is_sender:
+            for _ in self.source:
+                pass
+            return
+        described = [Described(m.name, m.dtype, tuple(m.shape)) for m in meta]
+        update = {
+            "names": [t.name for t in described],
+            "dtype_names": [str(t.dtype).removeprefix("torch.") for t in described],
+            "shapes": [list(t.shape) for t in described],
+        }
+        self.client.start_weight_update()
+        together(lambda: self.client.update_weights(update), lambda: self._broadcast(described))
+        self.client.finish_weight_update()
+
+    def _broadcast(self, described: list[Described]) -> None:
+        assert self._group is not None
+        weights = iter(self.source)
+        for bucket in buckets(described, self._info.bucket_bytes):
+            tensors = []
+            for expected in bucket.tensors:
+                name, tensor = next(weights)
+                if (name, tensor.dtype, tuple(tensor.shape)) != (expected.name, expected.dtype, expected.shape):
+                    raise ValueError(f"{name!r} came where {expected} was announced")
+                tensors.append(tensor)
+            if bucket.bytes:
+                self._group.broadcast(bucket.pack(tensors))
+
+    def shutdown(self) -> None:
+        """Leave the group; engines that wait in it see it close."""
+        self._group = None

@@ -1,0 +1,136 @@
+"""What the servers of one run are built from, made in the trainer's process."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..arguments import BLOCK, CPU_KV_CACHE_LIMIT, UNCHECKED, kv_cache_bytes
+from ..checkpoint import write_without_weights
+from ..preflight import engine_dtype
+
+if TYPE_CHECKING:
+    from trlx_hybrid.session import Session
+
+    from ..options import VLLMOptions
+    from .server import VLLMServer
+
+SHARE = 0.9  # of each GPU: an engine of its own has it to itself
+FOLLOWING = ("VLLM_", "HF_")
+"""Beginnings of variables that change what vLLM does, and so must be the same where it runs."""
+STAYING = ("VLLM_DIST_IDENT", "VLLM_HOST_IP", "VLLM_PORT", "HF_HOME", "HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE")
+"""Of those, what belongs to a process, a machine or a user."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VLLMServerPlan:
+    """See `trlx_hybrid.serving.ServerPlan`.
+
+    Attributes:
+        architecture: of the model, for messages.
+        arguments: of vLLM's `AsyncEngineArgs`, the model's folder left out.
+        files: that folder, by relative path: config, generation config and tokenizer.
+        environment: variables to set before vLLM is imported.
+        ranks: tensor-parallel size.
+    """
+
+    architecture: str
+    arguments: Mapping[str, Any]
+    ranks: int
+    gpus: float
+    max_model_len: int
+    dtype: torch.dtype
+    quantized: bool
+    files: Mapping[str, bytes] = field(repr=False)
+    environment: Mapping[str, str] = field(repr=False)
+
+    def server(self, gpus: Sequence[str]) -> VLLMServer:
+        """A server that has not started; `gpus` are what this process sees already."""
+        from .server import VLLMServer
+
+        return VLLMServer(self)
+
+
+def plan(session: Session, options: VLLMOptions, backend: str) -> VLLMServerPlan:
+    """Settle what every server is built with.
+
+    Args:
+        backend: of the weight transfer, as vLLM's factories know it.
+    """
+    from vllm.platforms import current_platform
+
+    cpu: bool = current_platform.is_cpu()
+    dtype = engine_dtype(options, session.policy, session.args)
+    config: Any = session.policy.base.config.get_text_config()
+    length = int(options.max_model_len or config.max_position_embeddings)
+    size = options.tensor_parallel_size
+    tokens = min(options.max_num_batched_tokens, (options.max_num_seqs or options.max_num_batched_tokens) * length)
+    arguments: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": str(dtype).removeprefix("torch."),
+        "tensor_parallel_size": size,
+        "distributed_executor_backend": "mp" if size > 1 else "uni",
+        "max_model_len": options.max_model_len,
+        "max_num_seqs": options.max_num_seqs,
+        "max_num_batched_tokens": max(tokens, length) if cpu else tokens,
+        "enforce_eager": bool(options.enforce_eager) or cpu,
+        "model_impl": options.model_impl,
+        "trust_remote_code": options.trust_remote_code,
+        "quantization": options.quantization,
+        "logprobs_mode": "processed_logprobs",
+        "seed": 0,  # every request brings its own
+        "worker_extension_cls": "trlx_hybrid_vllm.serving.worker.ServedWorker",
+        "weight_transfer_config": {"backend": backend},
+        "disable_log_stats": True,
+    }
+    if options.speculative_config is not None:
+        arguments["speculative_config"] = dict(options.speculative_config)
+    if cpu:
+        arguments |= {
+            "worker_cls": "trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker",
+            "block_size": BLOCK,
+            "enable_chunked_prefill": False,  # vLLM's CPU sampler fails on a seeded prompt read in parts
+        }
+    size_given = options.kv_cache_memory_bytes
+    if size_given is None and cpu:
+        size_given = min(kv_cache_bytes(session, options, dtype), CPU_KV_CACHE_LIMIT)
+    arguments |= {
+        "kv_cache_memory_bytes": size_given,
+        "gpu_memory_utilization": UNCHECKED if size_given else options.gpu_memory_utilization or SHARE,
+    }
+    return VLLMServerPlan(
+        architecture=session.policy.architecture,
+        arguments=arguments | dict(options.engine_args),
+        ranks=size,
+        gpus=0.0 if cpu else 1.0,
+        max_model_len=length,
+        dtype=dtype,
+        quantized=options.quantization is not None,
+        files=_folder(session),
+        environment=_environment(cpu, size),
+    )
+
+
+def _folder(session: Session) -> dict[str, bytes]:
+    with tempfile.TemporaryDirectory(prefix="trlx-hybrid-") as name:
+        folder = Path(name)
+        write_without_weights(session.policy, folder)
+        return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
+
+
+def _environment(cpu: bool, ranks: int) -> dict[str, str]:
+    found = {name: value for name, value in os.environ.items() if name.startswith(FOLLOWING) and name not in STAYING}
+    if cpu:
+        found |= {
+            "TORCHDYNAMO_DISABLE": "1",  # compiling costs 14 s at the first request
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # engines that bind their threads would all take the first cores
+            # "0" lets a single worker live in the engine core's process; vLLM starts another for it otherwise.
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1" if ranks > 1 else "0",
+        }
+    return found

@@ -1,0 +1,140 @@
+"""One vLLM `AsyncLLM`, in whatever process holds it."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import tempfile
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trlx_hybrid.errors import EngineError
+from trlx_hybrid.serving import ServerDiedError
+from trlx_hybrid.types import Completion, Request, Sampling
+
+if TYPE_CHECKING:
+    from .plan import VLLMServerPlan
+
+
+class VLLMServer:
+    """See `trlx_hybrid.serving.EngineServer`. vLLM's engine core runs in a child of this process, and its workers in
+    children of that where there are several."""
+
+    def __init__(self, plan: VLLMServerPlan) -> None:
+        self._plan = plan
+        self._llm: Any = None
+        self._numbers = itertools.count()
+        self._updating = False
+        self._methods: dict[str, Callable[..., Awaitable[Any]]] = {
+            "init_weight_transfer_engine": self._init_transfer,
+            "start_weight_update": self._start_update,
+            "update_weights": self._update,
+            "finish_weight_update": self._finish_update,
+            "learn": self._learn,
+            "digests": self._digests,
+        }
+
+    async def start(self) -> None:
+        """Start the engine core. Holds the event loop while it starts: there is nothing else to do yet.
+
+        Raises:
+            EngineError: vLLM could not build the engine.
+        """
+        os.environ.update(self._plan.environment)
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        with tempfile.TemporaryDirectory(prefix="trlx-hybrid-") as folder:
+            for name, body in self._plan.files.items():
+                path = Path(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(body)
+            try:
+                arguments = AsyncEngineArgs(model=folder, **self._plan.arguments)
+                self._llm = AsyncLLM.from_engine_args(arguments)
+            except Exception as error:
+                raise EngineError(
+                    f"vLLM could not build an engine for {self._plan.architecture}: {str(error)[:500]} The actor's log "
+                    "has what its processes printed. Change server_options in HybridConfig.engine_options (or TRL's "
+                    "vllm_* arguments)."
+                ) from error
+
+    async def generate(self, request: Request, sampling: Sampling) -> Completion:
+        """Sample one completion. Its tokens depend on the request alone: it brings its own seed."""
+        from ..sampling import completion_of, prompt_of, sampling_params, with_seed
+
+        params = with_seed(sampling_params(sampling), request)
+        final: Any = None
+        try:
+            async for output in self._llm.generate(prompt_of(request), params, str(next(self._numbers))):
+                final = output
+        except Exception as error:
+            raise self._explained(error, "sample") from error
+        return completion_of(final.outputs[0])
+
+    async def check(self) -> None:
+        """Nothing, where the engine core lives."""
+        try:
+            await self._llm.check_health()
+        except Exception as error:
+            raise self._explained(error, "answer") from error
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """One of the weight sync's calls, by name.
+
+        - `init_weight_transfer_engine`, `start_weight_update`, `update_weights`, `finish_weight_update`: as vLLM's
+          `VLLMWeightSyncClient` has them; the last one drops the prefix cache, too.
+        - `learn(names, dtypes, shapes)` and `digests(names)`: see `ServedWorker`; a list with an entry per worker.
+        """
+        if method not in self._methods:
+            raise EngineError(f"vLLM's server knows no {method!r}; it knows {', '.join(self._methods)}.")
+        try:
+            return await self._methods[method](*arguments)
+        except Exception as error:
+            raise self._explained(error, method) from error
+
+    def close(self) -> None:
+        """End the engine core and its workers."""
+        llm, self._llm = self._llm, None
+        if llm is not None:
+            llm.shutdown()
+
+    def _explained(self, error: Exception, doing: str) -> EngineError:
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if isinstance(error, EngineDeadError) or self._llm is None or self._llm.errored:
+            return ServerDiedError("vLLM's engine core died. The actor's log has what it printed last.")
+        reason = f"{type(error.__cause__ or error).__name__}: {error.__cause__ or error}"
+        return EngineError(f"vLLM could not {doing.replace('_', ' ')}: {reason[:1000]}")
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    async def _init_transfer(self, init_info: dict[str, Any]) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+
+    async def _start_update(self) -> None:
+        if self._updating:  # the last one was given up half-way, because another server died
+            with contextlib.suppress(Exception):  # or had failed here, and is over
+                await self._llm.finish_weight_update()
+        self._updating = True
+        await self._llm.start_weight_update()
+
+    async def _update(self, update_info: Any) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._llm.update_weights(WeightTransferUpdateRequest(update_info=update_info))
+
+    async def _finish_update(self, weight_version: str | None = None) -> None:
+        await self._llm.finish_weight_update(weight_version)
+        self._updating = False
+        await self._llm.reset_prefix_cache()  # its keys and values belong to the old weights
+
+    async def _learn(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> Any:
+        return await self._llm.collective_rpc("served_learn", args=(list(names), list(dtypes), [*map(list, shapes)]))
+
+    async def _digests(self, names: Sequence[str]) -> Any:
+        return await self._llm.collective_rpc("served_digests", args=(list(names),))

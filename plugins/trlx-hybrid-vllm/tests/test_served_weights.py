@@ -1,0 +1,208 @@
+"""Weights on their way to other processes: packed into messages, described, and told apart by digests."""
+
+import itertools
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trlx_hybrid.errors import ConfigError, SyncError
+from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid_vllm.serving.backends import init_info
+from trlx_hybrid_vllm.serving.buckets import Described, buckets
+from trlx_hybrid_vllm.serving.client import GroupClient
+from trlx_hybrid_vllm.serving.digest import digest
+from trlx_hybrid_vllm.serving.proof import Routes, differing
+from trlx_hybrid_vllm.serving.together import together
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
+shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
+
+
+@st.composite
+def described(draw):
+    given = draw(st.lists(st.tuples(st.sampled_from(DTYPES), shapes), max_size=12))
+    return [Described(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(given)]
+
+
+def filled(tensor, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 100, tensor.shape, generator=generator).to(tensor.dtype)
+
+
+@given(described(), st.integers(1, 400))
+def test_what_is_packed_comes_out_again(tensors, limit):
+    values = [filled(t, i) for i, t in enumerate(tensors)]
+    given, found = iter(values), []
+    for bucket in buckets(tensors, limit):
+        assert bucket.bytes <= limit or len(bucket.tensors) == 1
+        message = bucket.pack([next(given) for _ in bucket.tensors])
+        assert message.shape == (bucket.bytes,)
+        found += bucket.unpack(message)
+    assert [name for name, _ in found] == [t.name for t in tensors]
+    for (_, tensor), value in zip(found, values, strict=True):
+        assert tensor.dtype == value.dtype
+        assert torch.equal(tensor, value)
+
+
+def test_no_bucket_could_have_held_the_next_tensor():
+    tensors = [Described(f"t{i}", torch.float32, (i % 7,)) for i in range(50)]
+    found = list(buckets(tensors, 64))
+    for bucket, after in itertools.pairwise(found):
+        first = after.tensors[0]
+        assert bucket.bytes + -(-first.bytes // 16) * 16 > 64
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 40), st.integers(0, 2**32), st.data())
+def test_a_digest_tells_any_change_of_one_element_and_any_swap(size, seed, data):
+    generator = torch.Generator().manual_seed(seed)
+    tensor = torch.randn(size, generator=generator)
+    index = data.draw(st.integers(0, size - 1))
+    bits = tensor.view(torch.int32).clone()
+    bits[index] ^= 1 << data.draw(st.integers(0, 31))
+    assert digest(bits) != digest(tensor)
+    other = data.draw(st.integers(0, size - 1))
+    swapped = tensor.clone()
+    swapped[[index, other]] = tensor[[other, index]]
+    assert (digest(swapped) == digest(tensor)) == torch.equal(swapped, tensor)
+
+
+def test_a_digest_is_of_bits_in_row_major_order_however_they_lie():
+    tensor = torch.randn(6, 5)
+    assert digest(tensor.t().contiguous().t()) == digest(tensor)
+    assert digest(torch.tensor([0.0])) != digest(torch.tensor([-0.0]))
+    nan = torch.tensor([float("nan"), 1.0])
+    assert digest(nan) == digest(nan.clone())
+
+
+def test_a_digest_of_many_pieces_is_that_of_one(monkeypatch):
+    tensor = torch.randn(1000)
+    whole = digest(tensor)
+    monkeypatch.setattr("trlx_hybrid_vllm.serving.digest.PIECE", 7)
+    assert digest(tensor) == whole
+
+
+# --- routes -----------------------------------------------------------------------------------------------------------
+
+
+def route(dtype, shape, stride, offset):
+    return [dtype, list(shape), list(stride), offset]
+
+
+def two_workers(dtype="float32", unwritten=()):
+    """A (4, 2) tensor "a" in halves of its rows, and "b" whole on both."""
+    whole = route(dtype, (3,), (1,), 0)
+    return [[[[route(dtype, (2, 2), (2, 1), 4 * r)], [whole]], list(unwritten)] for r in range(2)]
+
+
+def test_digests_along_routes_find_the_tensor_and_only_that():
+    routes = Routes.learned(["a", "b"], [two_workers(), two_workers()])
+    weights = {"a": torch.randn(4, 2), "b": torch.randn(3)}
+    expected = routes.digests(weights.items())
+    answer = [[expected[name][rank] for name in weights] for rank in range(2)]
+    assert differing(expected, [answer, answer]) == []
+    changed = routes.digests({**weights, "a": weights["a"] + torch.eye(4)[:, :2] * 0.5}.items())
+    wrong = [[changed["a"][0], expected["b"][0]], answer[1]]
+    assert differing(expected, [answer, wrong]) == ["a"]
+
+
+def test_what_engines_keep_in_a_narrower_dtype_is_sent_in_it():
+    routes = Routes.learned(["a", "b"], [two_workers("bfloat16")])
+    assert routes.wire({"a": torch.float32, "b": torch.bfloat16}) == {"a": torch.bfloat16}
+    mixed = two_workers("bfloat16")
+    mixed[1][0][0] = [route("float32", (2, 2), (2, 1), 4)]
+    assert Routes.learned(["a", "b"], [mixed]).wire({"a": torch.float32, "b": torch.float32}) == {"b": torch.bfloat16}
+
+
+def test_engines_that_keep_weights_differently_or_not_at_all_are_refused():
+    with pytest.raises(SyncError, match="different layouts"):
+        Routes.learned(["a", "b"], [two_workers(), two_workers("bfloat16")])
+    with pytest.raises(SyncError, match=r"unwritten: model\.norm\.weight"):
+        Routes.learned(["a", "b"], [two_workers(unwritten=["model.norm.weight"])])
+
+
+# --- vLLM's factories -------------------------------------------------------------------------------------------------
+
+FIELDS = {"rank": 0, "master_address": "127.0.0.1", "master_port": 1234, "world_size": 3, "deadline": 5.0}
+
+
+def test_init_info_of_any_registered_backend_gets_the_fields_that_it_has():
+    nccl = init_info("nccl", FIELDS, {"packed": False})
+    assert (nccl.world_size, nccl.master_port, nccl.packed, nccl.is_sender) == (3, 1234, False, True)
+    with pytest.raises(ConfigError, match=r"no weight-transfer backend 'ncl'.*nccl"):
+        init_info("ncl", FIELDS, {})
+    with pytest.raises(ConfigError, match=r"'nccl'.*bogus.*backend_options"):
+        init_info("nccl", FIELDS, {"bogus": 1})
+
+
+def test_gloo_is_registered_once_with_both_factories():
+    from trlx_hybrid_vllm.serving import gloo
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+
+    gloo.register()
+    gloo.register()
+    assert WeightTransferEngineFactory._registry["gloo"]() is gloo.GlooWeightTransferEngine
+    assert init_info("gloo", FIELDS, {"bucket_bytes": 7}).bucket_bytes == 7
+
+
+class Servers:
+    """Stands for an engine of three servers with two workers each; remembers what it is asked."""
+
+    servers = (0, 4, 5)
+    plan = SimpleNamespace(ranks=2)
+
+    def call(self, method, arguments, deadline):
+        self.asked = (method, [list(given) for given in arguments], deadline)
+        return [None] * 3
+
+
+def test_every_worker_of_every_server_has_a_rank_of_its_own():
+    engine = Servers()
+    client = GroupClient(engine, 9.0)
+    client.init_weight_transfer_engine({"rank_offset": 1, "world_size": 7})
+    method, given, deadline = engine.asked
+    assert (method, deadline) == ("init_weight_transfer_engine", 9.0)
+    assert [info["rank_offset"] for (info,) in given] == [1, 3, 5]
+    client.update_weights([{"worker": i} for i in range(6)])
+    assert [[info["worker"] for info in infos] for (infos,) in engine.asked[1]] == [[0, 1], [2, 3], [4, 5]]
+    client.update_weights({"names": []})
+    assert engine.asked[1] == [[{"names": []}]] * 3
+    client.finish_weight_update("7")
+    assert engine.asked[1] == [["7"]] * 3
+
+
+def test_an_error_of_one_end_does_not_wait_for_the_other():
+    never, started = threading.Event(), time.monotonic()
+
+    def fails():
+        raise ValueError("gone")
+
+    with pytest.raises(ValueError, match="gone"):
+        together(lambda: never.wait(60), fails)
+    assert time.monotonic() - started < 30
+    never.set()
+    assert together(lambda: 1, lambda: 2) == [1, 2]
+
+
+def test_a_source_reads_what_is_left_of_a_pass():
+    from trlx_hybrid.policy import Policy
+    from trlx_hybrid_vllm.serving.source import PolicySource
+
+    model = tiny_model(dtype=torch.float32)
+    source = PolicySource(Policy(lambda: model, None, torch.device("cpu")))
+    names = [m.name for m in source.metadata()]
+    assert names == [name for name, _ in model.named_parameters()]
+    source.wire = {names[0]: torch.bfloat16}
+    source.begin()
+    (name, tensor), *_ = (pair for _, pair in zip(range(3), source))
+    assert (name, tensor.dtype) == (names[0], torch.bfloat16)
+    assert source.metadata()[0].dtype is torch.bfloat16
+    source.finish()
+    assert list(source) == []
+    source.begin()
+    assert [name for name, _ in source] == names
+    assert source.bytes == sum(p.numel() * 4 for p in model.parameters()) - 2 * tensor.numel()

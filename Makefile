@@ -41,7 +41,8 @@ test-slow: .venv/dev
 
 test-faults: .venv/dev
 	FAULT_SEEDS=20 $(CPU) $(BIN)/python -m pytest plugins/trlx-hybrid-multiturn/tests/test_faults.py $(ARGS)
-	FAULT_SEEDS=50 $(CPU) $(BIN)/python -m pytest -m "slow or not slow" plugins/trlx-hybrid-ray/tests/test_launch_faults.py $(ARGS)
+	FAULT_SEEDS=50 $(CPU) $(BIN)/python -m pytest -m "slow or not slow" plugins/trlx-hybrid-ray/tests/test_launch_faults.py \
+		plugins/trlx-hybrid-ray/tests/test_remote_faults.py $(ARGS)
 
 # OpenEnv and verifiers ask for versions that clash with vLLM's: each has an environment of its own, without torch.
 .venv-%/run: requirements/%.lock

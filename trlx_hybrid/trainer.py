@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import trl
-from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.chat_template_utils import get_training_chat_template, parse_response
 from trl.distributed import DistributedBackend
@@ -26,11 +25,13 @@ from trl.extras.profiling import profiling_context
 
 from . import tool_calling
 from .arguments import check_skipped, refuse_empty, sampling_of, trainer_arguments
+from .callback import Follower
 from .config import HybridConfig
 from .errors import ConfigError
 from .host import Host, check_ranks_agree
 from .policy import Policy
 from .ranks import Ranks
+from .resuming import resumed
 from .rewards import checked_reward
 from .seam import Generation
 from .selection import select
@@ -127,7 +128,7 @@ class HybridTrainer:
             optimizer=lambda: this().optimizer,
         )
         weakref.finalize(trainer, self.session.close)
-        trainer.add_callback(_Follow(self.session))
+        trainer.add_callback(Follower(self.session))
         if not selection.stock:
             check_skipped(args)
             args.use_vllm, args.vllm_mode = True, "colocate"  # what the checkpoint records is what ran
@@ -220,6 +221,13 @@ class HybridTrainer:
             weight_version=self.session.freshness.version,
         )
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As in TRL; where a launcher has started the run again and nothing is said here, from its last checkpoint."""
+        trainer: Any = self
+        if resume_from_checkpoint is None and trainer.state.global_step == 0:
+            resume_from_checkpoint = resumed(self.session.ranks, trainer.args.output_dir)
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As in TRL; an out-of-memory error says who held what."""
         with self.session.memory.reporting():
@@ -250,19 +258,6 @@ class HybridTrainer:
         if trainer.args.should_save and not self.session.selection.stock:
             folder = Path(trainer._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
             self.session.save_state(folder)
-
-
-class _Follow(TrainerCallback):  # type: ignore[misc]
-    """Tells the session what the training loop does."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self._session.open()  # the model is prepared: sharded, its checkpoint loaded
-
-    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self._session.weights_changed()
 
 
 GRPOTrainer = hybrid(trl.GRPOTrainer)

@@ -442,6 +442,14 @@ async def cancelled_later():
     raise asyncio.CancelledError
 
 
+class LostError(asyncio.CancelledError):
+    """As a remote environment raises it."""
+
+
+async def lost_later():
+    raise LostError("its worker died")
+
+
 @pytest.mark.parametrize("mode", ["thread", "process", "main"])
 def test_a_result_without_a_text_ends_its_trajectory(pool, mode):
     calls = [call("add", a=1, b=2), call("unprintable"), call("add", a=1, b=2)]
@@ -474,7 +482,7 @@ def test_in_the_trainers_thread_wanting_to_exit_is_the_users_own(pool, tool, rai
 
 
 def test_what_goes_wrong_on_the_event_loop_ends_one_trajectory_and_never_the_loop(pool, event_loop):
-    tools = [unprintable_later, silent_later, leave_later, interrupt_later, cancelled_later, fetch]
+    tools = [unprintable_later, silent_later, leave_later, interrupt_later, cancelled_later, lost_later, fetch]
     batches = [[call("fetch", what="text"), call(tool.__name__)] for tool in tools[:-1]]
     found = run_many(pool(), [*batches, [call("fetch", what="text")]], tools, event_loop[0])
     assert [messages for messages, _ in found[:-1]] == [
@@ -483,6 +491,7 @@ def test_what_goes_wrong_on_the_event_loop_ends_one_trajectory_and_never_the_loo
         "tool 'leave_later' raised SystemExit: 3.",
         "tool 'interrupt_later' raised KeyboardInterrupt: stop.",
         "tool 'cancelled_later' was cancelled, by itself or by something else.",
+        "tool 'lost_later' raised LostError: its worker died.",
     ]
     assert found[-1][0][0]["content"] == VALUES["text"]
     assert event_loop[1].is_alive()

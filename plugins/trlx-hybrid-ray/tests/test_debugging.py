@@ -1,10 +1,11 @@
 """Ray's two debuggers, each on its own, with the real thing attached."""
 
-import importlib.util
+import json
 import os
 import pty
 import re
 import select
+import socket
 import subprocess
 import sys
 import time
@@ -56,16 +57,72 @@ class Terminal:
         os.close(self._own)
 
 
+class Editor:
+    """Attaches to a worker as an editor does: the Debug Adapter Protocol, over a socket."""
+
+    def __init__(self, host, port):
+        self._socket = socket.create_connection((host, int(port)), timeout=60)
+        self._stream = self._socket.makefile("rwb")
+        self._sent = 0
+        self.ask("initialize", adapterID="debugpy")
+        self.send("attach", justMyCode=False)  # answered when the configuration is done
+        self.event("initialized")
+        self.ask("setExceptionBreakpoints", filters=["uncaught"])  # as VS Code does unless told otherwise
+        self.ask("configurationDone")
+
+    def send(self, command, **arguments):
+        self._sent += 1
+        request = {"seq": self._sent, "type": "request", "command": command, "arguments": arguments}
+        body = json.dumps(request).encode()
+        self._stream.write(b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+        self._stream.flush()
+        return self._sent
+
+    def ask(self, command, **arguments):
+        """What a request is answered."""
+        number = self.send(command, **arguments)
+        answer = self._until(lambda message: message.get("request_seq") == number)
+        assert answer["success"], answer
+        return answer.get("body", {})
+
+    def event(self, name):
+        return self._until(lambda message: message.get("event") == name).get("body", {})
+
+    def _until(self, wanted):
+        """Read on to the first message that is wanted."""
+        while True:
+            header = b""
+            while not header.endswith(b"\r\n\r\n"):
+                header += self._stream.read(1) or pytest.fail(f"the debugger has hung up after {header!r}")
+            message = json.loads(self._stream.read(int(header.partition(b"Content-Length: ")[2].split()[0])))
+            if wanted(message):
+                return message
+
+    def close(self):
+        self._stream.close()
+        self._socket.close()
+
+
+def attached(command, environment):
+    """`ray debug` as it was told to be typed, at the first breakpoint."""
+    given = dict(setting.split("=", 1) for setting in command.group(1).split())
+    debugger = Terminal([str(Path(sys.executable).parent / "ray"), "debug", *command.group(2, 3)], environment | given)
+    debugger.until("Enter breakpoint index")
+    debugger.type("0")
+    debugger.until(r"\(Pdb\) ")
+    return debugger
+
+
+STOPS = [
+    ("reward", 40, "[41.0]"),
+    ("environment", 50, "51"),
+    ("register", 60, "[61]"),
+    ("post-mortem", 40, "ValueError('marker 40')"),
+]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("where", "marker", "result"),
-    [
-        ("reward", 40, "[41.0]"),
-        ("environment", 50, "51"),
-        ("register", 60, "[61]"),
-        ("post-mortem", 40, "ValueError('marker 40')"),
-    ],
-)
+@pytest.mark.parametrize(("where", "marker", "result"), STOPS)
 def test_ray_debug_attaches_and_continues(where, marker, result, environment):
     told = environment | {"RAY_DEBUG": "legacy"} | ({"RAY_DEBUG_POST_MORTEM": "1"} if where == "post-mortem" else {})
     run = Terminal([sys.executable, str(SCRIPT), where], told)
@@ -74,12 +131,7 @@ def test_ray_debug_attaches_and_continues(where, marker, result, environment):
         command = run.until(r"debugger: (.*) ray debug (\S+) (\S+)\r")
         run.until("RemotePdb session open")
         assert run.process.poll() is None
-        given = dict(setting.split("=", 1) for setting in command.group(1).split())
-        ray = str(Path(sys.executable).parent / "ray")
-        debugger = Terminal([ray, "debug", *command.group(2, 3)], environment | given)
-        debugger.until("Enter breakpoint index")
-        debugger.type("0")
-        debugger.until(r"\(Pdb\) ")
+        debugger = attached(command, environment)
         debugger.type("p marker")
         debugger.until(rf"(?m)^{marker}\r")
         debugger.type("continue")
@@ -92,14 +144,47 @@ def test_ray_debug_attaches_and_continues(where, marker, result, environment):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("debugpy") is None, reason="debugpy is not installed: pip install debugpy")
-def test_a_worker_listens_for_the_distributed_debugger(environment):
-    run = Terminal([sys.executable, str(SCRIPT), "reward"], environment | {"RAY_DEBUG": "1"})
+@pytest.mark.parametrize(("where", "marker", "result"), STOPS)
+def test_an_editor_attaches_and_continues(where, marker, result, environment):
+    told = environment | {"RAY_DEBUG": "1"} | ({"RAY_DEBUG_POST_MORTEM": "1"} if where == "post-mortem" else {})
+    run = Terminal([sys.executable, str(SCRIPT), where], told)
+    editor = None
     try:
-        run.until(r"Ray debugger is listening on (\S+):(\d+)", seconds=90)
+        assert run.until(r"dashboard (http://\S+)")
+        host, port = run.until(r"Ray debugger is listening on (\S+):(\d+)", seconds=90).groups()
         assert run.process.poll() is None
+        editor = Editor(host, port)
+        thread = editor.event("stopped")["threadId"]
+        frames = editor.ask("stackTrace", threadId=thread)["stackFrames"]
+        (frame,) = [frame["id"] for frame in frames if frame["name"].rpartition(".")[2] in ("score", "run")][:1]
+        assert editor.ask("evaluate", expression="marker", frameId=frame)["result"] == str(marker)
+        editor.ask("continue", threadId=thread)
+        run.until(rf"result {re.escape(result)}")
+        assert run.process.wait(timeout=60) == 0
     finally:
         run.close()
+        if editor is not None:
+            editor.close()
+
+
+@pytest.mark.slow
+def test_a_launched_rank_that_fails_is_looked_at_where_it_failed(environment, tmp_path):
+    (tmp_path / "train.py").write_text("def train():\n    marker = 70\n    raise ValueError('no reward')\ntrain()\n")
+    launch = [sys.executable, "-m", "trlx_hybrid.cli", "launch", "--cpu", "--processes-per-node", "1", "--debug"]
+    run, debugger = Terminal([*launch, str(tmp_path / "train.py")], environment | {"RAY_DEBUG": "legacy"}), None
+    try:
+        command = run.until(r"debugger: (.*) ray debug (\S+) (\S+)\r")
+        run.until("RemotePdb session open")
+        debugger = attached(command, environment)
+        debugger.type("p marker")
+        debugger.until(r"(?m)^70\r")
+        debugger.type("continue")
+        run.until(r"Rank 0 failed first .* ValueError: no reward")
+        assert run.process.wait(timeout=60) == 1
+    finally:
+        run.close()
+        if debugger is not None:
+            debugger.close()
 
 
 @pytest.mark.slow
@@ -123,9 +208,10 @@ def test_an_unknown_debugger_is_refused(monkeypatch):
         debugging.check()
 
 
-@pytest.mark.skipif(importlib.util.find_spec("debugpy") is not None, reason="debugpy is installed")
 def test_a_debugger_that_is_missing_is_refused_rather_than_passed_over(monkeypatch):
     monkeypatch.setenv("RAY_DEBUG", "1")
+    debugging.check()
+    monkeypatch.setitem(sys.modules, "debugpy", None)  # as if it were not installed
     with pytest.raises(ConfigError, match="needs debugpy"):
         debugging.check()
 

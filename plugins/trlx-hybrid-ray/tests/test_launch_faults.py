@@ -98,7 +98,9 @@ def result(folder):
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_a_run_that_loses_a_rank_or_a_node_ends_in_time_and_says_which(roomy, run, undisturbed, tmp_path, seed):
+def test_a_run_that_loses_a_rank_or_a_node_ends_in_time_and_says_which(
+    roomy, run, undisturbed, tmp_path, seed, record_property
+):
     cluster, nodes = roomy
     draw = random.Random(seed)
     script = "phases.py" if seed < CHEAP else "launched_grpo.py"
@@ -118,6 +120,9 @@ def test_a_run_that_loses_a_rank_or_a_node_ends_in_time_and_says_which(roomy, ru
     killer.over.set()
     killer.join(20)
     assert killer.struck is not None, done.err[-3000:]
+    figures = {"script": script, "phase": phase, "kind": kind, "code": done.code, "seconds": ended - killer.struck}
+    for name, value in figures.items():
+        record_property(name, value)
     named = [line for line in done.err.splitlines() if "failed first" in line or "was lost" in line]
     if kind == "node":
         assert "was lost, with rank" in named[0]

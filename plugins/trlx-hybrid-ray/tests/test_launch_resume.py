@@ -1,55 +1,71 @@
-"""A restarted run goes on from the newest checkpoint that was written to its end."""
+"""A run that is killed, and started again by the launcher, ends as one that nobody disturbed."""
 
 import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
 
 import pytest
-import torch
-from trlx_hybrid_ray.launch.resume import RESUME_VARIABLE, checkpoint_to_resume, newest_checkpoint
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launching import SCRIPTS, launch, nothing_left, segments
+from test_launch_grpo import CONFIG, reports
+from trlx_hybrid.resuming import newest_checkpoint
 
 
-@pytest.fixture
-def save(tmp_path):
-    def make(step, ranks=1, *, state=True, generators=True):
-        folder = tmp_path / f"checkpoint-{step}"
+class Killer(threading.Thread):
+    """Kills a rank once the checkpoint of a step is whole."""
+
+    def __init__(self, folder, step, rank):
+        super().__init__(daemon=True)
+        self.folder, self.checkpoint, self.mark = folder, f"checkpoint-{step}", folder / f"start.{rank}"
+        self.over = threading.Event()
+
+    def run(self):
+        while not self.over.wait(0.01):
+            newest = newest_checkpoint(self.folder / "run", ranks=2)
+            if newest is not None and newest.name == self.checkpoint:
+                os.kill(json.loads(self.mark.read_text())["pid"], signal.SIGKILL)
+                return
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_at_a_step_ends_as_if_nothing_had_happened(two_nodes, capfd, tmp_path):
+    before = segments()
+    config = tmp_path / "accelerate.yaml"
+    config.write_text(json.dumps(CONFIG))
+    found = {}
+    for name in ("undisturbed", "killed"):
+        folder = tmp_path / name
         folder.mkdir()
-        for rank in range(ranks if generators else 0):
-            name = "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
-            torch.save({"cpu": torch.random.get_rng_state()}, folder / name)
-        if state:
-            (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
-        return folder
-
-    return make
-
-
-def test_the_newest_is_taken_by_number(tmp_path, save):
-    save(9)
-    newest = save(10)
-    (tmp_path / "checkpoint-best").mkdir()
-    assert newest_checkpoint(tmp_path) == newest
-
-
-def test_one_that_was_cut_short_is_passed_over(tmp_path, save):
-    whole = save(2, ranks=2)
-    save(4, ranks=2, state=False)
-    truncated = save(6, ranks=2) / "rng_state_1.pth"
-    truncated.write_bytes(truncated.read_bytes()[:100])
-    (save(8, ranks=2) / "rng_state_0.pth").unlink()
-    (save(10, ranks=2) / "trainer_state.json").write_text('{"global_st')
-    assert newest_checkpoint(tmp_path, ranks=2) == whole
-
-
-def test_one_without_training_state_counts(tmp_path, save):
-    assert newest_checkpoint(tmp_path) is None
-    assert newest_checkpoint(tmp_path / "nowhere") is None
-    assert newest_checkpoint(tmp_path) is None
-    weights_only = save(3, generators=False)
-    assert newest_checkpoint(tmp_path, ranks=4) == weights_only
-
-
-def test_a_first_start_resumes_nothing(tmp_path, save, monkeypatch):
-    newest = save(5)
-    monkeypatch.delenv(RESUME_VARIABLE, raising=False)
-    assert checkpoint_to_resume(tmp_path) is None
-    monkeypatch.setenv(RESUME_VARIABLE, "1")
-    assert checkpoint_to_resume(tmp_path) == str(newest)
+        killer = Killer(folder, step=2, rank=1)
+        if name == "killed":
+            killer.start()
+        done = launch(
+            capfd,
+            tmp_path,
+            SCRIPTS / "launched_grpo.py",
+            folder,
+            "save=1",
+            "steps=4",
+            "pause=0.3",
+            nodes=2,
+            config_file=str(config),
+            restarts=1,
+        )
+        killer.over.set()
+        assert done.code == 0, done.err[-4000:]
+        found[name] = reports(folder), done.err
+    (whole, said), (again, said_again) = found["undisturbed"], found["killed"]
+    assert "Starting again" not in said
+    assert "Rank 1 failed first" in said_again
+    assert "started again, going on from" in said_again
+    for rank in range(2):
+        assert whole[rank]["resumed"] == 0
+        assert again[rank]["resumed"] == 2
+        assert again[rank]["rewards"] == whole[rank]["rewards"][2:]
+        assert again[rank]["logs"] == whole[rank]["logs"]
+        assert len(whole[rank]["logs"]) == 4
+    assert nothing_left(str(tmp_path), before) == []

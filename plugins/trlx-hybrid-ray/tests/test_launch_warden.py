@@ -77,8 +77,15 @@ def test_a_rank_ends_with_its_launcher(warded):
     assert process.wait(20) == -signal.SIGTERM
 
 
-@pytest.mark.slow
-def test_signals_arrive(warded):
+@pytest.fixture
+def interruptible():
+    """A process that was started in the background ignores SIGINT, and so do its children."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_signals_arrive(interruptible, warded):
     process, board = warded("sleep")
     listen(board, "asleep")
     assert board.send(0, signal.SIGINT)

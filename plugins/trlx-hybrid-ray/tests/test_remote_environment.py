@@ -66,6 +66,11 @@ class Counter:
         self.total += number
         return self.total
 
+    async def arrive(self) -> int:
+        """Say how many came before."""
+        self.total += 1
+        return self.total - 1
+
     @staticmethod
     def twice(number: int) -> int:
         """
@@ -131,6 +136,18 @@ def test_each_has_a_state_of_its_own(counters):
         first.total = 3
 
 
+def test_asynchronous_calls_of_one_turn_start_in_their_order(counters):
+    """As on an event loop here: what they answer can depend on it, and with it the tokens that follow."""
+
+    async def together(environment):
+        return await asyncio.gather(*(environment.arrive() for _ in range(6)))
+
+    environment = counters()
+    for turn in range(10):
+        environment.reset(start=6 * turn)
+        assert asyncio.run(together(environment)) == [6 * turn + i for i in range(6)]
+
+
 def test_errors_are_the_environments_own(counters):
     environment = counters()
     environment.reset()
@@ -185,6 +202,13 @@ def test_a_call_that_hangs_ends_its_episode():
         assert other.add(1) == 1  # the worker goes on
         with pytest.raises(ConfigError, match="2 environments"):
             environment.reset()  # what hangs keeps its place
+    with remote_environment(Counter, deadline=1, per_worker=1) as found:
+        environment = found()
+        with pytest.raises(EnvironmentLostError, match="did not return within 1 s"):
+            environment.hang()
+        with pytest.raises(EnvironmentLostError, match="did not return within 1 s"):
+            environment.add(1)  # is not asked again
+        assert environment.reset(start=3) == "from 3"  # nobody else is in that worker: another takes its place
 
 
 def test_reward_workers_can_ask_environments(counters):

@@ -108,5 +108,9 @@ async def _ended(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, BaseExceptio
     """What it returned, and what it raised. Raised by a task, the last two would end the loop of everybody's tools."""
     try:
         return await coroutine, None
+    except asyncio.CancelledError as error:
+        if type(error) is asyncio.CancelledError:
+            raise
+        return None, error  # of a kind that says why, as of an environment that is lost: raised, not cancelled
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         return None, error

@@ -10,6 +10,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 
 from trlx_hybrid.errors import ConfigError
 
@@ -56,10 +57,10 @@ def check() -> None:
         )
 
 
-def attach_command(address: str, token: str | None) -> str:
+def attach_command(address: str, token: Path | None) -> str:
     """What to type in another terminal for the debugger there."""
     told = {LOOPBACK_VARIABLE: "0"} if address.startswith("127.") else {}
-    told |= {MODE: "token", PATH: token} if token else {}
+    told |= {MODE: "token", PATH: str(token)} if token else {}
     told[CHOICE] = LEGACY
     return " ".join([*(f"{name}={value}" for name, value in told.items()), f"ray debug --address {address}"])
 

@@ -2,44 +2,26 @@
 
     launcher scripts/launched_grpo.py OUT [steps=3] [save=1] [pause=0.2]
 
-With `save`, a checkpoint each step; a run that is started again goes on from the last one. Each phase that a rank
-enters leaves a file with its name in OUT, for tests that kill it there.
+With `save`, a checkpoint each step; nothing here says what a run that is started again goes on from. Each phase that a
+rank enters leaves a file with its name in OUT, for tests that kill it there.
 """
 
-import functools
 import json
 import os
 import sys
 import time
 from pathlib import Path
 
-import accelerate.state as state
 import torch
-from accelerate.utils import DistributedType
-from datasets import Dataset
 from transformers import TrainerCallback
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
+from trlx_hybrid.testing.launched import sorting_prompts, tiny_grpo, use_fsdp_on_cpu
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 
 OUT = Path(sys.argv[1])
 OPTIONS = dict(option.split("=") for option in sys.argv[2:])
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-
-
-def use_fsdp_on_cpu():
-    """accelerate 1.15 turns its FSDP setting into DDP on a CPU in silence; honoured, FSDP2 over gloo is real."""
-    original = state.AcceleratorState.__init__
-
-    @functools.wraps(original)
-    def init(self, *args, fsdp_plugin=None, **kwargs):
-        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if self.distributed_type == DistributedType.MULTI_CPU and fsdp_plugin is not None:
-            self.distributed_type = DistributedType.FSDP
-            self.fsdp_plugin = fsdp_plugin
-            state.PartialState._shared_state["distributed_type"] = self.distributed_type
-
-    state.AcceleratorState.__init__ = init
 
 
 def enter(phase):
@@ -48,7 +30,9 @@ def enter(phase):
 
 
 class Phases(TrainerCallback):
-    """Says in which phase the run is."""
+    """Says in which phase the run is, and remembers the step that it began at."""
+
+    began = 0
 
     @hookimpl
     def trlx_sync_start(self, session, plan):
@@ -57,6 +41,9 @@ class Phases(TrainerCallback):
     @hookimpl
     def trlx_enter_phase(self, session, phase, step):
         enter(phase.name.lower())
+
+    def on_train_begin(self, args, state, *rest, **kwargs):
+        self.began = state.global_step
 
     def on_optimizer_step(self, *args, **kwargs):
         enter("optimizer")
@@ -75,40 +62,27 @@ def main():
         return rewards[-1]
 
     phases = Phases()
+    settings = tiny_grpo(
+        OUT / "run",
+        per_device_train_batch_size=4,
+        max_steps=int(OPTIONS.get("steps", 3)),
+        learning_rate=1e-3,
+        optim="adamw_torch",  # has a state to lose, without which accelerate resumes no FSDP2
+        vllm_tensor_parallel_size=WORLD,
+        save_strategy="steps" if "save" in OPTIONS else "no",
+        save_steps=1,
+    )
     trainer = GRPOTrainer(
         model=tiny_model(),
         reward_funcs=digits,
-        args=GRPOConfig(
-            output_dir=str(OUT / "run"),
-            per_device_train_batch_size=4,
-            num_generations=4,
-            max_completion_length=8,
-            max_steps=int(OPTIONS.get("steps", 3)),
-            learning_rate=1e-2,
-            optim="sgd",
-            logging_steps=1,
-            report_to=[],
-            use_cpu=True,
-            bf16=False,
-            disable_tqdm=True,
-            use_vllm=True,
-            vllm_max_model_length=48,
-            vllm_tensor_parallel_size=WORLD,
-            save_strategy="steps" if "save" in OPTIONS else "no",
-            save_steps=1,
-        ),
-        train_dataset=Dataset.from_dict({"prompt": [f"sort {i * 7919 % 1000}=" for i in range(32)]}),
+        args=GRPOConfig(**settings),
+        train_dataset=sorting_prompts(),
         processing_class=character_tokenizer(),
         hybrid=HybridConfig(verify_every=1),
         callbacks=[phases],
         plugins=[phases],
     )
-    checkpoint = None
-    if "save" in OPTIONS:
-        from trlx_hybrid_ray.launch.resume import checkpoint_to_resume
-
-        checkpoint = checkpoint_to_resume(OUT / "run")
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
     report = {
         "distributed_type": str(trainer.accelerator.distributed_type),
@@ -117,7 +91,7 @@ def main():
         "threads": torch.get_num_threads(),
         "rewards": rewards,
         "logs": [{k: log[k] for k in ("loss", "grad_norm", "reward")} for log in logs],
-        "resumed": checkpoint,
+        "resumed": phases.began,
     }
     trainer.session.close()
     (OUT / f"report.{RANK}").write_text(json.dumps(report))

@@ -112,6 +112,7 @@ def run(options: Any) -> int:
     job = job_of(options)
     _check_debugger(job)
     # Heavy imports only now: `trlx-hybrid --help` and wrong options must not wait for torch.
+    from .. import debugging
     from ..cluster import LOCAL, connect
     from .rank_environment import shared_environment
     from .restart import run as run_job
@@ -122,6 +123,8 @@ def run(options: Any) -> int:
     try:
         with connect(job.address or LOCAL, token_file=options.token_file, **wanted) as cluster:
             _say(str(cluster))
+            if job.debug and debugging.legacy():
+                _say(f"debugger: {debugging.attach_command(cluster.address, cluster.token)}")
             return run_job(job, shared, _folder(job), _say)
     except KeyboardInterrupt:
         _say("SIGINT: stopped before the ranks ran.")

@@ -53,7 +53,7 @@ def connected() -> None:
         atexit.register(_made.close)
     _say(str(cluster))
     if debugging.legacy():
-        _say(f"debugger: {debugging.attach_command(cluster.address, str(cluster.token) if cluster.token else None)}")
+        _say(f"debugger: {debugging.attach_command(cluster.address, cluster.token)}")
 
 
 def disconnect() -> None:

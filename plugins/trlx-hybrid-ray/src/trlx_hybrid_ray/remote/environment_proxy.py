@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -13,17 +14,21 @@ from ..workers.register import timeout
 from .fleet import Fleet, Seat, Worker, answered, lost_error, result_of
 from .lost import EnvironmentLostError
 
-UNSCORED = ("get_reward",)
+logger = logging.getLogger(__name__)
+OPTIONAL = ("get_reward", "close")
+"""Methods that a lost environment answers with None: it cannot be scored, and need not be closed."""
 
 
 class RemoteEnvironment:
     """Base of all. Methods go to the worker; other attributes are read there, and cannot be set here."""
 
-    __slots__ = ("__weakref__", "_finalizer", "_fleet", "_lost", "_name", "_seat", "_worker")
+    __slots__ = ("__weakref__", "_finalizer", "_fleet", "_lost", "_name", "_seat", "_turn", "_worker")
 
     _fleet: Fleet | None
     _worker: Worker | None
     _seat: Seat
+    _lost: str | None  # why, once it is
+    _turn: int | None  # of the next asynchronous call; only its maker's process keeps them in order
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet, self._name = fleet, fleet.name
@@ -32,11 +37,12 @@ class RemoteEnvironment:
     def _move_in(self) -> None:
         assert self._fleet is not None, "only its maker's process gives an environment a place"
         self._worker, self._seat = self._fleet.seat()
-        self._lost = False
+        self._lost, self._turn = None, 0
         self._finalizer = weakref.finalize(self, self._fleet.free, self._worker, self._seat.key)
         self._finalizer.atexit = False
 
     def _ask(self, verb: str, method: str, *details: Any) -> Any:
+        self._refuse_lost()
         try:
             reference = getattr(self._seat.handle, verb).remote(self._seat.key, method, *details)
             return answered(self._name, method, self._seat, reference)
@@ -47,7 +53,10 @@ class RemoteEnvironment:
     async def _ask_later(self, method: str, args: Any, kwargs: Any) -> Any:
         from ray.exceptions import RayError
 
-        reference = self._seat.handle.call.remote(self._seat.key, method, args, kwargs)
+        self._refuse_lost()
+        reference = self._seat.handle.call.remote(self._seat.key, method, args, kwargs, self._turn)
+        if self._turn is not None:
+            self._turn += 1
         try:
             waiting = asyncio.wrap_future(reference.future())
             return result_of(self._name, method, await asyncio.wait_for(waiting, timeout(self._seat.deadline)))
@@ -57,16 +66,30 @@ class RemoteEnvironment:
             self._give_up(lost)
             raise lost from error
 
+    def _refuse_lost(self) -> None:
+        if self._lost is not None:
+            raise EnvironmentLostError(self._lost)
+
     def _give_up(self, error: EnvironmentLostError) -> None:
         """After a death, and after a call that may still run, nothing more can be asked of this environment."""
         if error.__cause__ is None:
             return  # it returned what cannot be sent, and is well
-        self._lost = True
+        self._lost = str(error)
         if self._fleet is not None and self._worker is not None:
             self._fleet.lost(self._worker, died=not isinstance(error.__cause__, TimeoutError))
 
+    def _missing(self, error: EnvironmentLostError) -> None:
+        """What an environment answers that turns out to be lost when its episode is over: None, said aloud.
+
+        Raises:
+            EnvironmentLostError: it is well, and returned what cannot be sent.
+        """
+        if self._lost is None:
+            raise error
+        logger.warning("The episode of an environment is over, and cannot be scored by it: %s", error)
+
     def _renew(self) -> None:
-        """Another environment in the place of one that is lost. What hangs keeps its own place: it may return."""
+        """Another environment in the place of one that is lost. What hangs beside others keeps its place."""
         if not isinstance(self._worker, Worker) or self._worker.dead:
             self._finalizer()
         else:
@@ -76,7 +99,13 @@ class RemoteEnvironment:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return None if self._lost else self._ask("read", name)
+        if self._lost is not None:
+            return None
+        try:
+            return self._ask("read", name)
+        except EnvironmentLostError as error:
+            self._missing(error)
+            return None
 
     def __reduce__(self) -> Any:
         return _visiting, (type(self), self._name, self._seat, self._lost)
@@ -85,10 +114,11 @@ class RemoteEnvironment:
         return f"<remote environment {self._name!r} in {self._seat.where}>"
 
 
-def _visiting(kind: type[RemoteEnvironment], name: str, seat: Seat, lost: bool) -> RemoteEnvironment:
+def _visiting(kind: type[RemoteEnvironment], name: str, seat: Seat, lost: str | None) -> RemoteEnvironment:
     """The same environment, seen from another process: a reward function's worker."""
     found = object.__new__(kind)
     found._fleet, found._worker, found._name, found._seat, found._lost = None, None, name, seat, lost
+    found._turn = None
     return found
 
 
@@ -110,17 +140,23 @@ def _method(environment: type, name: str, function: Callable[..., Any]) -> Calla
 
         @functools.wraps(function)
         async def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._lost and name in UNSCORED:
+            if self._lost is not None and name in OPTIONAL:
                 return None
-            if self._lost and name == "reset" and self._fleet is not None:
+            if self._lost is not None and name == "reset" and self._fleet is not None:
                 await asyncio.to_thread(self._renew)
-            return await self._ask_later(name, args, kwargs)
+            try:
+                return await self._ask_later(name, args, kwargs)
+            except EnvironmentLostError as error:
+                if name not in OPTIONAL:
+                    raise
+                self._missing(error)
+                return None
 
     elif name == "reset":
 
         @functools.wraps(function)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if not self._lost or self._fleet is None:
+            if self._lost is None or self._fleet is None:
                 try:
                     return self._ask("call", name, args, kwargs)
                 except EnvironmentLostError:
@@ -133,7 +169,15 @@ def _method(environment: type, name: str, function: Callable[..., Any]) -> Calla
 
         @functools.wraps(function)
         def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-            return None if self._lost and name in UNSCORED else self._ask("call", name, args, kwargs)
+            if self._lost is not None and name in OPTIONAL:
+                return None
+            try:
+                return self._ask("call", name, args, kwargs)
+            except EnvironmentLostError as error:
+                if name not in OPTIONAL:
+                    raise
+                self._missing(error)
+                return None
 
     if isinstance(inspect.getattr_static(environment, name), staticmethod):  # it has no `self` that could be left out
         signature = inspect.signature(function)

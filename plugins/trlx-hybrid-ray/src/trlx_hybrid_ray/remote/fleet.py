@@ -12,6 +12,7 @@ from typing import Any
 from trlx_hybrid.errors import ConfigError, listed
 
 from .. import debugging
+from ..errors import brief
 from ..workers import DeadlineError, WorkerDiedError
 from ..workers.register import timeout
 from .environment_host import EnvironmentHost
@@ -136,7 +137,15 @@ class Fleet:
         return worker, seat
 
     def lost(self, worker: Worker, *, died: bool) -> None:
-        """Note what a call found out: a dead worker is replaced when the next environment is made."""
+        """Note what a call found out: a dead worker is replaced when the next environment is made.
+
+        A call that hangs may still run, and a thread cannot be ended: only a worker with one environment can.
+        """
+        if not died and self._per_worker == 1 and not worker.dead:
+            import ray
+
+            ray.kill(worker.handle)
+            died = True
         worker.dead = worker.dead or died
 
     def free(self, worker: Worker, key: int) -> None:
@@ -243,8 +252,7 @@ def lost_error(name: str, method: str, seat: Seat, error: BaseException) -> Envi
             f"environment '{name}.{method}' did not return within {seat.deadline:g} s, in {seat.where}; the call may "
             "still run. Give it a timeout of its own, or raise deadline=."
         )
-    reason = " ".join(str(error).split())[:300]
     return EnvironmentLostError(
-        f"environment '{name}.{method}': {seat.where} died: {type(error).__name__}: {reason}. Its log and the node's "
-        "say why; out of memory is the usual cause."
+        f"environment '{name}.{method}': {seat.where} died: {brief(error).rstrip('.')}. Its log and the node's say "
+        "why; out of memory is the usual cause"
     )

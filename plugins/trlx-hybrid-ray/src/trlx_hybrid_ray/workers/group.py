@@ -13,6 +13,7 @@ from .dispatch import Deal
 from .failure import Call, Home
 from .future import Answers, Future
 from .grid import Grid
+from .pool import Pool, pool_of
 from .register import Rule, rules, seconds
 
 W = TypeVar("W")
@@ -29,6 +30,14 @@ class Crew(Protocol):
     @property
     def homes(self) -> Sequence[Home]:
         """Where each rank runs."""
+
+    def start(self, seconds: float) -> None:
+        """Wait until every worker is constructed.
+
+        Raises:
+            WorkerError: a constructor raised; names the rank.
+            DeadlineError: not all are constructed in time.
+        """
 
     def check(self) -> None:
         """Raise what stands against calling anybody: a worker that died (`WorkerDiedError`), or `close`."""
@@ -109,23 +118,46 @@ class GroupCall:
 class Group(Generic[W]):
     """Base of both groups. `with` gives the group as type checkers see it best: as its worker class.
 
+    Arguments and errors of the constructor: see `WorkerGroup`.
+
     Attributes:
         grid: its shape.
     """
 
     grid: Grid
 
-    def _open(self, worker: type[W], grid: Grid, crew: Crew, deadline: float) -> None:
-        self.grid, self._worker, self._crew = grid, worker, crew
-        self._calls = {
-            name: GroupCall(rule, worker.__name__, grid, crew, deadline) for name, rule in rules(worker).items()
-        }
-        taken = [name for name in self._calls if name == "grid" or hasattr(Group, name)]
+    def __init__(
+        self,
+        worker: type[W],
+        pool: Pool | int,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        tensor_parallel: int = 1,
+        deadline: float = DEADLINE,
+        start_deadline: float = START_SECONDS,
+    ) -> None:
+        methods, pool = rules(worker), pool_of(pool)
+        taken = [name for name in methods if name == "grid" or hasattr(Group, name)]
         if taken:
             raise ConfigError(
                 f"{worker.__name__}.{taken[0]} cannot be registered: a group has a {taken[0]!r} of its own. Rename it."
             )
+        self.grid, self._worker = Grid(len(pool), tensor_parallel), worker
+        self._crew = self._hired(worker, pool, args, kwargs or {})
+        try:
+            self._crew.start(start_deadline)
+        except BaseException:
+            self._crew.close(at_once=True)
+            raise
+        self._calls = {
+            name: GroupCall(rule, worker.__name__, self.grid, self._crew, deadline) for name, rule in methods.items()
+        }
         vars(self).update(self._calls)
+
+    def _hired(self, worker: type[W], pool: Pool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Crew:
+        """The workers; `Crew.start` waits for them."""
+        raise NotImplementedError
 
     @property
     def workers(self) -> type[W]:

@@ -26,17 +26,21 @@ class LocalCrew:
     Args:
         worker: name of their class.
         methods: by name, taking the worker first.
+        constructors: of the workers, by rank; each is called in its worker's thread.
 
     Attributes:
         workers: by rank; set once they are constructed.
     """
 
-    def __init__(self, worker: str, methods: Mapping[str, Callable[..., Any]], ranks: int) -> None:
+    def __init__(
+        self, worker: str, methods: Mapping[str, Callable[..., Any]], constructors: Sequence[Callable[[], Any]]
+    ) -> None:
+        ranks = len(constructors)
         self.homes: Sequence[Home] = [Home("this process", "", 0)] * ranks
         self.lost: WorkerDiedError | None = None
         self.workers: Sequence[Any] = ()
         self.over = False
-        self._worker, self._methods = worker, methods
+        self._worker, self._methods, self._constructors = worker, methods, constructors
         self._queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(ranks)]
         self._threads = [
             threading.Thread(target=_serve, args=(todo,), name=f"worker-{rank}", daemon=True)
@@ -44,6 +48,12 @@ class LocalCrew:
         ]
         for thread in self._threads:
             thread.start()
+
+    def start(self, seconds: float) -> None:
+        """See `Crew`."""
+        call = Call(self._worker, "__init__", range(len(self._queues)), self.homes)
+        promises = [self.enqueue(rank, construct) for rank, construct in enumerate(self._constructors)]
+        self.workers = LocalAnswers(self, call, promises, None).all(seconds)
 
     def check(self) -> None:
         """See `Crew`."""

@@ -45,7 +45,7 @@ class RayCrew:
         self.lost: WorkerDiedError | None = None
 
     def start(self, seconds: float) -> None:
-        """Wait until every worker is constructed, then find out where it runs."""
+        """See `Crew`. Finds out where they run, too."""
         until, ranks = time.monotonic() + seconds, range(len(self.handles))
         homes = [handle.__trlx_home__.remote() for handle in self.handles]
         built = [handle.__trlx_built__.remote() for handle in self.handles]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from .grid import Grid
-from .group import DEADLINE, START_SECONDS, Group
+from .group import Group
 from .hosted import hosted
 from .member import Member
-from .pool import Pool, pool_of
-from .register import rules
+from .pool import Pool
 from .sending import once
+
+if TYPE_CHECKING:
+    from .ray_crew import RayCrew
 
 W = TypeVar("W")
 
@@ -41,41 +42,23 @@ class WorkerGroup(Group[W]):
         DeadlineError: Ray did not start all workers in time.
     """
 
-    def __init__(
-        self,
-        worker: type[W],
-        pool: Pool | int,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-        *,
-        tensor_parallel: int = 1,
-        deadline: float = DEADLINE,
-        start_deadline: float = START_SECONDS,
-    ) -> None:
+    _crew: RayCrew
+
+    def _hired(self, worker: type[W], pool: Pool, args: Sequence[Any], kwargs: Mapping[str, Any]) -> RayCrew:
         import ray  # only here: worker classes are imported where no Ray is wanted
 
         from .ray_crew import RayCrew
 
-        rules(worker)
-        pool = pool_of(pool)
-        grid = Grid(len(pool), tensor_parallel)
         actors: Any = ray.remote(hosted(worker))
         args = [once(value, len(pool)) for value in args]
-        kwargs = {name: once(value, len(pool)) for name, value in (kwargs or {}).items()}
+        kwargs = {name: once(value, len(pool)) for name, value in kwargs.items()}
         handles = [
-            actors.options(**pool.options(rank)).remote(Member(rank, grid, pool.gpus(rank)), *args, **kwargs)
+            actors.options(**pool.options(rank)).remote(Member(rank, self.grid, pool.gpus(rank)), *args, **kwargs)
             for rank in range(len(pool))
         ]
-        crew = RayCrew(worker.__name__, handles)
-        try:
-            crew.start(start_deadline)
-            self._open(worker, grid, crew, deadline)
-        except BaseException:
-            crew.close(at_once=True)
-            raise
-        self._actors = crew
+        return RayCrew(worker.__name__, handles)
 
     @property
     def handles(self) -> Sequence[Any]:
         """The actors, by rank; none once the group is closed."""
-        return self._actors.handles
+        return self._crew.handles

@@ -1,23 +1,51 @@
-"""The checkpoint that a restarted run goes on from."""
+"""The checkpoint that a run goes on from when its launcher has started it again."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+import sys
 import zipfile
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .errors import ConfigError, listed
+
+if TYPE_CHECKING:
+    from .ranks import Ranks
 
 RESUME_VARIABLE = "TRLX_HYBRID_RESUME"
 """Set to 1 by `trlx-hybrid launch --restart N` from the second start on; not set at the first."""
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 
-def checkpoint_to_resume(output_dir: str | Path) -> str | None:
-    """What to pass to `trainer.train(resume_from_checkpoint=...)`.
+def resumed(ranks: Ranks, output_dir: str | Path) -> str | None:
+    """The checkpoint that a trainer goes on from which was not told one. Collective where a launcher asks for it.
 
-    None unless the launcher has started this run again, and where nothing was saved yet: the run then starts over.
+    None at a run's first start, and where nothing was saved yet: the run then starts over, and says so.
+
+    Raises:
+        ConfigError: ranks see different checkpoints, so part of them would start over.
     """
+    if os.environ.get(RESUME_VARIABLE) != "1":
+        return None
+    found = ranks.gather(newest_checkpoint(output_dir, ranks.world))
+    if len(set(found)) > 1:
+        seen = [f"rank {rank}: {path.name if path else 'none'}" for rank, path in enumerate(found)]
+        raise ConfigError(
+            f"The ranks see different checkpoints in {os.path.abspath(output_dir)} ({listed(seen, 8)}), so this run "
+            "cannot go on from one. Let output_dir be a folder that all nodes share."
+        )
+    checkpoint = found[0]
+    if ranks.rank == 0:
+        goes_on = f"going on from {checkpoint}" if checkpoint else f"no whole checkpoint in {output_dir}: starting over"
+        print(f"trlx_hybrid: started again, {goes_on}", file=sys.stderr, flush=True)
+    return None if checkpoint is None else str(checkpoint)
+
+
+def checkpoint_to_resume(output_dir: str | Path) -> str | None:
+    """The same for a trainer of another kind: what to pass to `trainer.train(resume_from_checkpoint=...)`."""
     if os.environ.get(RESUME_VARIABLE) != "1":
         return None
     newest = newest_checkpoint(output_dir, ranks=int(os.environ.get("WORLD_SIZE", "1")))

@@ -1,0 +1,103 @@
+"""A run that its launcher started again goes on from the newest checkpoint that was written to its end."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from trlx_hybrid import GRPOTrainer
+from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.resuming import RESUME_VARIABLE, checkpoint_to_resume, newest_checkpoint, resumed
+
+
+@pytest.fixture(autouse=True)
+def first_start(monkeypatch):
+    monkeypatch.delenv(RESUME_VARIABLE, raising=False)
+
+
+@pytest.fixture
+def save(tmp_path):
+    def make(step, ranks=1, *, state=True, generators=True):
+        folder = tmp_path / f"checkpoint-{step}"
+        folder.mkdir()
+        for rank in range(ranks if generators else 0):
+            name = "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
+            torch.save({"cpu": torch.random.get_rng_state()}, folder / name)
+        if state:
+            (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
+        return folder
+
+    return make
+
+
+def test_the_newest_is_taken_by_number(tmp_path, save):
+    save(9)
+    newest = save(10)
+    (tmp_path / "checkpoint-best").mkdir()
+    assert newest_checkpoint(tmp_path) == newest
+
+
+def test_one_that_was_cut_short_is_passed_over(tmp_path, save):
+    whole = save(2, ranks=2)
+    save(4, ranks=2, state=False)
+    truncated = save(6, ranks=2) / "rng_state_1.pth"
+    truncated.write_bytes(truncated.read_bytes()[:100])
+    (save(8, ranks=2) / "rng_state_0.pth").unlink()
+    (save(10, ranks=2) / "trainer_state.json").write_text('{"global_st')
+    assert newest_checkpoint(tmp_path, ranks=2) == whole
+
+
+def test_one_without_training_state_counts(tmp_path, save):
+    assert newest_checkpoint(tmp_path) is None
+    assert newest_checkpoint(tmp_path / "nowhere") is None
+    assert newest_checkpoint(tmp_path) is None
+    weights_only = save(3, generators=False)
+    assert newest_checkpoint(tmp_path, ranks=4) == weights_only
+
+
+def test_a_first_start_resumes_nothing(tmp_path, save, monkeypatch):
+    newest = save(5)
+    assert checkpoint_to_resume(tmp_path) is None
+    monkeypatch.setenv(RESUME_VARIABLE, "1")
+    assert checkpoint_to_resume(tmp_path) == str(newest)
+
+
+def test_a_run_that_is_started_again_ends_like_one_that_nothing_happened_to(run, tmp_path, monkeypatch, capsys):
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1}
+    whole = run(GRPOTrainer, output_dir=str(tmp_path / "whole"), **settings)
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    shutil.rmtree(tmp_path / "killed" / "checkpoint-4")
+    (tmp_path / "killed" / "checkpoint-3" / "trainer_state.json").unlink()  # it died while it saved this one
+    monkeypatch.setenv(RESUME_VARIABLE, "1")
+    capsys.readouterr()
+    again = run(GRPOTrainer, output_dir=str(tmp_path / "killed"), **settings)
+    assert f"started again, going on from {tmp_path / 'killed' / 'checkpoint-2'}\n" in capsys.readouterr().err
+    assert again.recorder.completions == whole.recorder.completions[2 * 8 :]
+    assert again.logs[:-1] == whole.logs[:-1]  # the last is the mean loss of the steps that this process took
+    assert all(torch.equal(value, whole.weights()[name]) for name, value in again.weights().items())
+
+
+def test_a_run_without_a_checkpoint_starts_over_and_says_so(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv(RESUME_VARIABLE, "1")
+    started = run(GRPOTrainer, max_steps=1)
+    assert f"no whole checkpoint in {started.trainer.args.output_dir}: starting over" in capsys.readouterr().err
+    assert started.trainer.state.global_step == 1
+
+
+def test_what_the_script_says_itself_counts(run, tmp_path, monkeypatch, capsys):
+    settings = {"max_steps": 1, "save_strategy": "steps", "save_steps": 1, "output_dir": str(tmp_path / "same")}
+    first = run(GRPOTrainer, **settings)
+    monkeypatch.setenv(RESUME_VARIABLE, "1")
+    capsys.readouterr()
+    again = run(GRPOTrainer, resume=False, **settings)
+    assert "started again" not in capsys.readouterr().err
+    assert again.recorder.completions == first.recorder.completions
+
+
+def test_ranks_that_see_different_checkpoints_are_refused(tmp_path, save, monkeypatch):
+    monkeypatch.setenv(RESUME_VARIABLE, "1")
+    save(5, ranks=2)
+    apart = SimpleNamespace(rank=0, world=2, gather=lambda found: [found, None])
+    with pytest.raises(ConfigError, match=r"\(rank 0: checkpoint-5, rank 1: none\).*folder that all nodes share"):
+        resumed(apart, tmp_path)

@@ -1,0 +1,56 @@
+"""For scripts that tests launch in several processes: what they have in common."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+
+def use_fsdp_on_cpu() -> None:
+    """Honour accelerate's FSDP setting on a CPU, where 1.15 turns it into DDP in silence. FSDP2 over gloo is real."""
+    from accelerate import state
+    from accelerate.utils import DistributedType
+
+    original = state.AcceleratorState.__init__
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if self.distributed_type == DistributedType.MULTI_CPU and fsdp_plugin is not None:
+            self.distributed_type = DistributedType.FSDP
+            self.fsdp_plugin = fsdp_plugin
+            state.PartialState._shared_state["distributed_type"] = self.distributed_type
+
+    state.AcceleratorState.__init__ = init
+
+
+def tiny_grpo(folder: Path, **settings: Any) -> dict[str, Any]:
+    """Arguments of a GRPOConfig: a few steps of a tiny model through vLLM on a CPU, the same on any number of ranks.
+
+    Args:
+        folder: for its output.
+        settings: further arguments, or other values.
+    """
+    return {
+        "output_dir": str(folder),
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "max_steps": 3,
+        "optim": "sgd",  # Adam divides rounding noise by itself where a gradient is zero
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "disable_tqdm": True,
+        "use_vllm": True,
+        "vllm_max_model_length": 48,
+    } | settings
+
+
+def sorting_prompts(count: int = 32) -> Any:
+    """A `datasets.Dataset` of different prompts that `character_tokenizer` can read."""
+    from datasets import Dataset
+
+    return Dataset.from_dict({"prompt": [f"sort {i * 7919 % 1000}=" for i in range(count)]})

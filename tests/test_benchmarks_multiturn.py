@@ -137,6 +137,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_tiny_run_leaves_a_complete_result(tmp_path):
     """In a process of its own, which the engine and its threads end with. Its arms' tokens are compared inside."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "BENCH_COMMIT": "none"}

@@ -82,6 +82,7 @@ def test_two_trainers_one_after_another_under_ddp(tmp_path, single):
     assert rows(reports, 0) == rows(reports, 1) == rows(single)
 
 
+@pytest.mark.slow
 def test_lora_under_fsdp2(tmp_path):
     one = launch(tmp_path / "one", 1, "lora")
     two = launch(tmp_path / "two", 2, "lora", "fsdp")

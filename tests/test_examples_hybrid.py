@@ -82,7 +82,10 @@ LAUNCHERS = {
 LOOP = "--steps 3 --num_generations 4 --max_tokens 12 --learning_rate 3e-3"
 
 
-@pytest.mark.parametrize("launcher", ["python", pytest.param("torchrun", marks=pytest.mark.slow), "accelerate"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("torchrun", "accelerate")]
+
+
+@pytest.mark.parametrize("launcher", ["python", *SLOW])
 def test_custom_loop(material, tmp_path, launcher):
     words = LAUNCHERS[launcher].replace("PORT", str(free_port())).split()
     folders = ["--model_name_or_path", material / "model", "--output_dir", tmp_path / "out"]

@@ -183,6 +183,7 @@ class Maze:
         return Step(observation=f"door {len(completion)}", done=self.steps > 2, reward=0.5)
 
 
+@pytest.mark.slow
 def test_an_episode_ends_with_its_environment(run, caplog):
     turns = ["left", "right", "forward"]
     tokenizer, kept = chat_tokenizer(turns), {}

@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ranks import reports
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_tensors_arrive_and_nothing_else_is_touched(tmp_path, world):
     seen = reports("moving.py", tmp_path, world)
     assert {report["examples"] for report in seen} == {31}

@@ -46,7 +46,7 @@ def single(tmp_path_factory):
     [
         ("environment", []),
         pytest.param("accelerate", [], marks=pytest.mark.slow),
-        ("environment", ["raw"]),
+        pytest.param("environment", ["raw"], marks=pytest.mark.slow),
         ("environment", ["tp=2"]),
     ],
     ids=["torchrun", "accelerate", "torch-alone", "tensor-parallel"],

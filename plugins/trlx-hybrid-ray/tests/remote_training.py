@@ -3,9 +3,9 @@
 import time
 
 import psutil
-from datasets import Dataset
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer
+from trlx_hybrid.testing.launched import sorting_prompts
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.types import Request
 
@@ -38,7 +38,7 @@ class Trained:
                 }
                 | settings,
             ),
-            train_dataset=Dataset.from_dict({"prompt": [f"sort {i * 7919 % 1000}=" for i in range(32)]}),
+            train_dataset=sorting_prompts(),
             processing_class=character_tokenizer(),
             hybrid=hybrid,
         )

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import socket
 import subprocess
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import trlx_hybrid
 from datasets import Dataset
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
+from trlx_hybrid.testing.processes import free_port
 from trlx_hybrid_multiturn import episode_reward, episodes
 from trlx_hybrid_multiturn.adapters.openenv import from_openenv
 from trlx_hybrid_multiturn.adapters.verifiers import from_verifiers
@@ -70,9 +70,7 @@ def test_verifiers(train):
 
 
 def test_openenv(train):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
+    port = str(free_port())
     server = subprocess.Popen([interpreter("openenv"), str(HERE / "openenv_game.py"), port, "8"])
     try:
         game = from_openenv(f"http://127.0.0.1:{port}", columns=["seed"], connect_seconds=60)

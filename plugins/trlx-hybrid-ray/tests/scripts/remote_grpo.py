@@ -6,16 +6,15 @@ One trainer on the first GPU and the engines on others, weights by `nccl`; witho
 `trlx-hybrid launch` every rank trains, and all sample from the same engines.
 """
 
-import functools
 import json
 import os
 import sys
 from pathlib import Path
 
 import torch
-from datasets import Dataset
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
+from trlx_hybrid.testing.launched import sorting_prompts, use_fsdp_on_cpu
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 
 SHAPES = {
@@ -32,24 +31,6 @@ SHAPES = {
         "initializer_range": 0.02,
     },
 }
-
-
-def use_fsdp_on_cpu():
-    """accelerate 1.15 turns its FSDP setting into DDP on a CPU in silence; honoured, FSDP2 over gloo is real."""
-    import accelerate.state as state
-    from accelerate.utils import DistributedType
-
-    original = state.AcceleratorState.__init__
-
-    @functools.wraps(original)
-    def init(self, *args, fsdp_plugin=None, **kwargs):
-        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        if self.distributed_type == DistributedType.MULTI_CPU and fsdp_plugin is not None:
-            self.distributed_type = DistributedType.FSDP
-            self.fsdp_plugin = fsdp_plugin
-            state.PartialState._shared_state["distributed_type"] = self.distributed_type
-
-    state.AcceleratorState.__init__ = init
 
 
 class Syncs:
@@ -111,7 +92,7 @@ def main():
             vllm_max_model_length=64,
             save_strategy="no",
         ),
-        train_dataset=Dataset.from_dict({"prompt": [f"sort {i * 7919 % 1000}=" for i in range(64)]}),
+        train_dataset=sorting_prompts(64),
         processing_class=character_tokenizer(),
         hybrid=hybrid,
         plugins=[syncs],

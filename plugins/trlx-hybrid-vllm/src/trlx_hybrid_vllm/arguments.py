@@ -29,16 +29,26 @@ def engine_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype)
     from vllm.platforms import current_platform
 
     cpu: bool = current_platform.is_cpu()
+    arguments = shared_arguments(session, options, dtype, cpu) | {
+        "distributed_executor_backend": "external_launcher",
+        "enable_sleep_mode": options.enable_sleep_mode and not cpu,
+    }
+    arguments |= _memory(session, options, dtype, cpu) | dict(options.engine_args)
+    if not cpu and _schedules_ahead(arguments):
+        arguments.setdefault("scheduler_cls", "trlx_hybrid_vllm.scheduling.DecodeScheduler")
+    return arguments
+
+
+def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: bool) -> dict[str, Any]:
+    """Those that do not depend on whose process the engine lives in, nor on the memory there."""
     arguments: dict[str, Any] = {
         "load_format": "dummy",
         "dtype": str(dtype).removeprefix("torch."),
         "tensor_parallel_size": options.tensor_parallel_size,
-        "distributed_executor_backend": "external_launcher",
         "max_model_len": options.max_model_len,
         "max_num_seqs": options.max_num_seqs,
         "max_num_batched_tokens": _batched_tokens(session, options, whole_prompts=cpu),
         "enforce_eager": bool(options.enforce_eager) or cpu,
-        "enable_sleep_mode": options.enable_sleep_mode and not cpu,
         "model_impl": options.model_impl,
         "trust_remote_code": options.trust_remote_code,
         "quantization": options.quantization,
@@ -51,9 +61,6 @@ def engine_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype)
         arguments["worker_cls"] = "trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker"
         arguments["block_size"] = BLOCK
         arguments["enable_chunked_prefill"] = False  # vLLM's CPU sampler fails on a seeded prompt read in parts
-    arguments |= _memory(session, options, dtype, cpu) | dict(options.engine_args)
-    if not cpu and _schedules_ahead(arguments):
-        arguments.setdefault("scheduler_cls", "trlx_hybrid_vllm.scheduling.DecodeScheduler")
     return arguments
 
 
@@ -67,7 +74,8 @@ def _schedules_ahead(arguments: dict[str, Any]) -> bool:
     )
 
 
-def _context_length(session: Session, options: VLLMOptions) -> int:
+def context_length(session: Session, options: VLLMOptions) -> int:
+    """Longest prompt plus completion, in tokens: as told, or what the model supports."""
     config: Any = session.policy.base.config.get_text_config()
     return int(options.max_model_len or config.max_position_embeddings)
 
@@ -76,7 +84,7 @@ def _batched_tokens(session: Session, options: VLLMOptions, whole_prompts: bool)
     """As many as asked for, or as one prompt may have where prompts are read whole.
 
     Never more than can be scheduled: vLLM's GPU profiling run reads beyond its block tables otherwise."""
-    length = _context_length(session, options)
+    length = context_length(session, options)
     sequences = options.max_num_seqs or options.max_num_batched_tokens
     wanted = min(options.max_num_batched_tokens, sequences * length)
     return max(wanted, length) if whole_prompts else wanted
@@ -124,7 +132,7 @@ def kv_cache_bytes(session: Session, options: VLLMOptions, dtype: torch.dtype) -
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     heads = -(-heads // options.tensor_parallel_size)
     head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    blocks = (options.max_num_seqs or 256) * -(-_context_length(session, options) // BLOCK) + 8
+    blocks = (options.max_num_seqs or 256) * -(-context_length(session, options) // BLOCK) + 8
     return int(blocks * 2 * config.num_hidden_layers * heads * head_size * BLOCK * dtype.itemsize)
 
 

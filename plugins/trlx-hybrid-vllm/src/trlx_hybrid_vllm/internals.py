@@ -152,7 +152,7 @@ def launcher_environment(rank: int, local_rank: int, world: int) -> Iterator[Non
     """
     wanted: dict[str, int | str] = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world}
     if "MASTER_PORT" not in os.environ or world == 1:
-        wanted |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port()}
+        wanted |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port("127.0.0.1")}
     saved = {name: os.environ.get(name) for name in [*wanted, "VLLM_ENABLE_V1_MULTIPROCESSING"]}
     os.environ.update({name: str(value) for name, value in wanted.items()})
     try:
@@ -165,9 +165,10 @@ def launcher_environment(rank: int, local_rank: int, world: int) -> Iterator[Non
                 os.environ[name] = value
 
 
-def _free_port() -> int:
+def free_port(host: str) -> int:
+    """A port that nobody listens on now; for what opens it itself a moment later."""
     with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
+        s.bind((host, 0))
         return int(s.getsockname()[1])
 
 

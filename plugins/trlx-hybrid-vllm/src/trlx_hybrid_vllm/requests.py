@@ -10,7 +10,7 @@ from typing import Any
 from trlx_hybrid.types import Request
 
 from . import internals
-from .sampling import prompt_of, with_seed
+from .sampling import own_params, prompt_of, with_seed
 
 
 class Requests:
@@ -45,10 +45,7 @@ class Requests:
         return internals.add_like(self._llm, self._pattern, request.prompt_ids, self._own(request), time.time())
 
     def _own(self, request: Request) -> Any:
-        """The pattern's parameters with what is a request's own, as in `sampling.with_seed`."""
         params = copy.copy(self._pattern.sampling_params)
-        most = self._params["max_tokens"]
-        params.max_tokens = most if request.max_tokens is None else min(most, request.max_tokens)
-        params.min_tokens = min(self._params.get("min_tokens") or 0, params.max_tokens)
-        params.seed = request.seed
+        for name, value in own_params(self._params, request).items():
+            setattr(params, name, value)
         return params

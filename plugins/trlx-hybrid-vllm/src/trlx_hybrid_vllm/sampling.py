@@ -39,13 +39,16 @@ def sampling_params(sampling: Sampling) -> dict[str, Any]:
 
 
 def with_seed(params: Mapping[str, Any], request: Request) -> SamplingParams:
-    """The parameters of one request: its own seed, and its own limit where that is lower."""
-    if request.max_tokens is None or request.max_tokens >= params["max_tokens"]:
-        return SamplingParams(**params, seed=request.seed)
-    own: dict[str, Any] = {"max_tokens": request.max_tokens, "seed": request.seed}
-    if params.get("min_tokens"):
-        own["min_tokens"] = min(params["min_tokens"], request.max_tokens)
-    return SamplingParams(**{**params, **own})
+    """The parameters of one request: those that all share, and its own."""
+    return SamplingParams(**{**params, **own_params(params, request)})
+
+
+def own_params(params: Mapping[str, Any], request: Request) -> dict[str, Any]:
+    """What differs between the requests of a run: its own seed, and its own limit where that is lower."""
+    most, least = params["max_tokens"], params.get("min_tokens") or 0
+    if request.max_tokens is not None and request.max_tokens < most:
+        most, least = request.max_tokens, min(least, request.max_tokens)
+    return {"max_tokens": most, "min_tokens": least, "seed": request.seed}
 
 
 def prompt_of(request: Request) -> dict[str, Any]:

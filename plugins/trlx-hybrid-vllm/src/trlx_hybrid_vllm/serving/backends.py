@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +43,3 @@ def init_info(backend: str, fields: Mapping[str, Any], options: Mapping[str, Any
             f"Weight-transfer backend {backend!r}: {error}. Give what it needs in HybridConfig.weights_options: "
             "{'backend_options': {...}}."
         ) from error
-
-
-def free_port(host: str) -> int:
-    """A port that nobody listens on now; for backends that open it themselves a moment later."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])

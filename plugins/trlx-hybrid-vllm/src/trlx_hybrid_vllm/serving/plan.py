@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..arguments import BLOCK, CPU_KV_CACHE_LIMIT, UNCHECKED, kv_cache_bytes
+from ..arguments import CPU_KV_CACHE_LIMIT, UNCHECKED, context_length, kv_cache_bytes, shared_arguments
 from ..checkpoint import write_without_weights
 from ..preflight import engine_dtype
 
@@ -67,36 +67,13 @@ def plan(session: Session, options: VLLMOptions, backend: str) -> VLLMServerPlan
 
     cpu: bool = current_platform.is_cpu()
     dtype = engine_dtype(options, session.policy, session.args)
-    config: Any = session.policy.base.config.get_text_config()
-    length = int(options.max_model_len or config.max_position_embeddings)
     size = options.tensor_parallel_size
-    tokens = min(options.max_num_batched_tokens, (options.max_num_seqs or options.max_num_batched_tokens) * length)
-    arguments: dict[str, Any] = {
-        "load_format": "dummy",
-        "dtype": str(dtype).removeprefix("torch."),
-        "tensor_parallel_size": size,
+    arguments = shared_arguments(session, options, dtype, cpu) | {
         "distributed_executor_backend": "mp" if size > 1 else "uni",
-        "max_model_len": options.max_model_len,
-        "max_num_seqs": options.max_num_seqs,
-        "max_num_batched_tokens": max(tokens, length) if cpu else tokens,
-        "enforce_eager": bool(options.enforce_eager) or cpu,
-        "model_impl": options.model_impl,
-        "trust_remote_code": options.trust_remote_code,
-        "quantization": options.quantization,
-        "logprobs_mode": "processed_logprobs",
-        "seed": 0,  # every request brings its own
         "worker_extension_cls": "trlx_hybrid_vllm.serving.worker.ServedWorker",
         "weight_transfer_config": {"backend": backend},
         "disable_log_stats": True,
     }
-    if options.speculative_config is not None:
-        arguments["speculative_config"] = dict(options.speculative_config)
-    if cpu:
-        arguments |= {
-            "worker_cls": "trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker",
-            "block_size": BLOCK,
-            "enable_chunked_prefill": False,  # vLLM's CPU sampler fails on a seeded prompt read in parts
-        }
     size_given = options.kv_cache_memory_bytes
     if size_given is None and cpu:
         size_given = min(kv_cache_bytes(session, options, dtype), CPU_KV_CACHE_LIMIT)
@@ -109,7 +86,7 @@ def plan(session: Session, options: VLLMOptions, backend: str) -> VLLMServerPlan
         arguments=arguments | dict(options.engine_args),
         ranks=size,
         gpus=0.0 if cpu else 1.0,
-        max_model_len=length,
+        max_model_len=context_length(session, options),
         dtype=dtype,
         quantized=options.quantization is not None,
         files=_folder(session),

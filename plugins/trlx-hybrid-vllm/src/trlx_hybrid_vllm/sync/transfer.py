@@ -14,7 +14,8 @@ from trlx_hybrid.protocols import WeightSync
 from trlx_hybrid.serving import ServedEngine, ServerDiedError
 from trlx_hybrid.types import LoadReport
 
-from ..serving.backends import backend_of, free_port, init_info
+from ..internals import free_port
+from ..serving.backends import backend_of, init_info
 from ..serving.options import TransferOptions
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -103,14 +104,28 @@ class Editor:
         self._socket.close()
 
 
-def attached(command, environment):
-    """`ray debug` as it was told to be typed, at the first breakpoint."""
-    given = dict(setting.split("=", 1) for setting in command.group(1).split())
-    debugger = Terminal([str(Path(sys.executable).parent / "ray"), "debug", *command.group(2, 3)], environment | given)
-    debugger.until("Enter breakpoint index")
-    debugger.type("0")
-    debugger.until(r"\(Pdb\) ")
-    return debugger
+@contextmanager
+def looked_at(run, environment, marker):
+    """Type `ray debug` as the run says, look at `marker` at the first breakpoint, and let the worker go on."""
+    debugger = None
+    try:
+        command = run.until(r"debugger: (.*) ray debug (\S+) (\S+)\r")
+        run.until("RemotePdb session open")
+        assert run.process.poll() is None
+        given = dict(setting.split("=", 1) for setting in command.group(1).split())
+        ray = str(Path(sys.executable).parent / "ray")
+        debugger = Terminal([ray, "debug", *command.group(2, 3)], environment | given)
+        debugger.until("Enter breakpoint index")
+        debugger.type("0")
+        debugger.until(r"\(Pdb\) ")
+        debugger.type("p marker")
+        debugger.until(rf"(?m)^{marker}\r")
+        debugger.type("continue")
+        yield
+    finally:
+        run.close()
+        if debugger is not None:
+            debugger.close()
 
 
 STOPS = [
@@ -126,21 +141,9 @@ STOPS = [
 def test_ray_debug_attaches_and_continues(where, marker, result, environment):
     told = environment | {"RAY_DEBUG": "legacy"} | ({"RAY_DEBUG_POST_MORTEM": "1"} if where == "post-mortem" else {})
     run = Terminal([sys.executable, str(SCRIPT), where], told)
-    debugger = None
-    try:
-        command = run.until(r"debugger: (.*) ray debug (\S+) (\S+)\r")
-        run.until("RemotePdb session open")
-        assert run.process.poll() is None
-        debugger = attached(command, environment)
-        debugger.type("p marker")
-        debugger.until(rf"(?m)^{marker}\r")
-        debugger.type("continue")
+    with looked_at(run, environment, marker):
         run.until(rf"result {re.escape(result)}")
         assert run.process.wait(timeout=60) == 0
-    finally:
-        run.close()
-        if debugger is not None:
-            debugger.close()
 
 
 @pytest.mark.slow
@@ -171,20 +174,10 @@ def test_an_editor_attaches_and_continues(where, marker, result, environment):
 def test_a_launched_rank_that_fails_is_looked_at_where_it_failed(environment, tmp_path):
     (tmp_path / "train.py").write_text("def train():\n    marker = 70\n    raise ValueError('no reward')\ntrain()\n")
     launch = [sys.executable, "-m", "trlx_hybrid.cli", "launch", "--cpu", "--processes-per-node", "1", "--debug"]
-    run, debugger = Terminal([*launch, str(tmp_path / "train.py")], environment | {"RAY_DEBUG": "legacy"}), None
-    try:
-        command = run.until(r"debugger: (.*) ray debug (\S+) (\S+)\r")
-        run.until("RemotePdb session open")
-        debugger = attached(command, environment)
-        debugger.type("p marker")
-        debugger.until(r"(?m)^70\r")
-        debugger.type("continue")
+    run = Terminal([*launch, str(tmp_path / "train.py")], environment | {"RAY_DEBUG": "legacy"})
+    with looked_at(run, environment, 70):
         run.until(r"Rank 0 failed first .* ValueError: no reward")
         assert run.process.wait(timeout=60) == 1
-    finally:
-        run.close()
-        if debugger is not None:
-            debugger.close()
 
 
 @pytest.mark.slow

@@ -41,8 +41,8 @@ test-slow: .venv/dev
 
 test-faults: .venv/dev
 	FAULT_SEEDS=20 $(CPU) $(BIN)/python -m pytest plugins/trlx-hybrid-multiturn/tests/test_faults.py $(ARGS)
-	FAULT_SEEDS=50 $(CPU) $(BIN)/python -m pytest -m "slow or not slow" plugins/trlx-hybrid-ray/tests/test_launch_faults.py \
-		plugins/trlx-hybrid-ray/tests/test_remote_faults.py $(ARGS)
+	FAULT_SEEDS=50 $(CPU) $(BIN)/python -m pytest -m "slow or not slow" \
+		$(patsubst %,plugins/trlx-hybrid-ray/tests/test_%.py,launch_faults remote_faults remote_engine_seeds) $(ARGS)
 
 # OpenEnv and verifiers ask for versions that clash with vLLM's: each has an environment of its own, without torch.
 .venv-%/run: requirements/%.lock

@@ -87,8 +87,36 @@ def prompts() -> Any:
     return Dataset.from_dict({"prompt": [f"sort {i * 7919 % 1000}=" for i in range(32)], "index": list(range(32))})
 
 
+@pytest.fixture(scope="session")
+def started_once() -> Iterator[None]:
+    """Take out of every engine's start what it does to the modules of this process, which many tests share.
+
+    Starting and closing an engine collects garbage ten times, 0.3 s each over what the stack's import leaves; and
+    vLLM's CPU platform looks for its Triton kernels in every module anew. So the imports are frozen, for good.
+    """
+    import functools
+    import gc
+    import importlib
+
+    from trlx_hybrid.testing.processes import STACK
+
+    for name in STACK:
+        importlib.import_module(name)
+    from vllm.platforms.cpu import CpuPlatform
+
+    changed = pytest.MonkeyPatch()
+    gc.collect()
+    gc.freeze()
+    changed.setattr(gc, "freeze", lambda: None)
+    changed.setattr(gc, "unfreeze", lambda: None)  # it would take the imports with it
+    replace_kernels = functools.cache(CpuPlatform.register_triton_kernel_overrides)
+    changed.setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(replace_kernels))
+    yield
+    changed.undo()
+
+
 @pytest.fixture
-def run(tmp_path: Path, prompts: Any) -> Iterator[Callable[..., Run]]:
+def run(tmp_path: Path, prompts: Any, started_once: None) -> Iterator[Callable[..., Run]]:
     """Build a trainer on a tiny model, train it, return the Run. Runs are closed at the end of the test."""
     from trl import GRPOConfig
     from trlx_hybrid.testing.models import character_tokenizer, tiny_model

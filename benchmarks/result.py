@@ -90,9 +90,19 @@ class Result:
         content = self.as_dict()
         if add and file.exists():
             content = joined(json.loads(file.read_text()), content)
-        file.write_text(json.dumps(content, indent=2) + "\n")
+        file.write_text(written(content))
         print(f"{self.benchmark} on {self.device}\n\n{self.table()}\n\nwritten to {file}")
         return file
+
+
+NUMBERS = re.compile(r"\[[\s\d.,e+-]+\]")
+
+
+def written(content: Mapping[str, Any]) -> str:
+    """As JSON for people: indented, but a list of numbers in one line; repetitions to five digits."""
+    short = [{**m, "seconds": [float(f"{s:.5g}") for s in m["seconds"]]} for m in content["measurements"]]
+    text = json.dumps({**content, "measurements": short}, indent=2)
+    return NUMBERS.sub(lambda numbers: re.sub(r"\s+", " ", numbers[0]), text) + "\n"
 
 
 def joined(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ A rank spends some ten seconds of a core on imports, and often less than one on 
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import multiprocessing
 import os
@@ -141,6 +142,7 @@ def _run(script: str, arguments: list[str], environment: dict[str, str], gone: s
     os.environ.update(environment)
     sys.argv = [script, *arguments]
     sys.path[:0] = [str(Path(script).parent), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    gc.freeze()  # each start of an engine collects garbage: not among what was imported
     try:
         runpy.run_path(script, run_name="__main__")
     finally:

@@ -160,6 +160,7 @@ def converse(run, tmp_path):
             "max_steps": 2,
             "num_generations": 4,
             "learning_rate": 1e-4,
+            "gradient_checkpointing": False,  # TRL's default computes these long conversations a second time
         }
         settings |= {"use_vllm": True, "vllm_max_model_length": 3200, "max_tool_calling_iterations": 4} | given
         if settings.get("config_class") is trl.DistillationConfig:

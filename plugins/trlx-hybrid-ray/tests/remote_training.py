@@ -27,7 +27,8 @@ class Trained:
                     "num_generations": 4,
                     "max_completion_length": 12,
                     "max_steps": STEPS,
-                    "learning_rate": 3e-3,
+                    "learning_rate": 0.1,
+                    "optim": "sgd",  # Adam divides rounding noise by itself where a gradient is zero
                     "logging_steps": 1,
                     "report_to": [],
                     "use_cpu": True,

@@ -78,7 +78,7 @@ class Loop:
 
 
 @pytest.fixture
-def loop():
+def loop(started_once):
     loops = []
 
     def start(**given):

@@ -25,7 +25,7 @@ def checkpoint(tmp_path_factory):
 
 
 @pytest.fixture
-def engine(checkpoint, monkeypatch):
+def engine(checkpoint, monkeypatch, started_once):
     """Builds an engine with the scheduler of this name; asynchronous, which vLLM refuses on a CPU but can do."""
 
     @contextmanager

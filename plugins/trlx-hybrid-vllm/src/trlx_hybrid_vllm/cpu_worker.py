@@ -5,21 +5,43 @@ vLLM hands `worker_cls` to its executor by name; this is its public way to repla
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
+from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+IDENTITY = "VLLM_DIST_IDENT"
+"""What vLLM's names of shared memory begin with."""
+MAPS = Path("/proc/self/maps")
+SEGMENTS = "/dev/shm/"
 
 
 class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
     """Keeps linear weights as live parameters, and gives storages back on sleep."""
 
     def init_device(self) -> None:
-        """As in vLLM, without replacing `torch.set_num_threads` for the whole process."""
-        set_num_threads = torch.set_num_threads
+        """As in vLLM, without replacing `torch.set_num_threads` for the whole process; and jobs do not meet.
+
+        vLLM names the memory that its ranks share after their rendezvous, which is "env://" in every job of a machine.
+        A second job would fail with errno 17, and so would all later ones where a killed one left the name behind.
+        """
+        set_num_threads, connect = torch.set_num_threads, cpu_worker.init_worker_distributed_environment
+
+        def connect_this_job(*args: Any, **kwargs: Any) -> None:
+            if self.distributed_init_method == "env://":
+                master = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
+                os.environ[IDENTITY] = "-".join(master)
+            connect(*args, **kwargs)
+            unlink_segments(os.environ[IDENTITY])
+
         try:
-            super().init_device()
+            with patch.object(cpu_worker, "init_worker_distributed_environment", connect_this_job):
+                super().init_device()
         finally:
             torch.set_num_threads = set_num_threads
 
@@ -47,6 +69,19 @@ class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
                 storage.resize_(size)
                 raw = torch.empty(0, dtype=torch.uint8).set_(storage)
                 raw.fill_(255 if tag == "weights" else 0)
+
+
+def unlink_segments(identity: str) -> None:
+    """Take the names off the shared memory that this process has mapped. Its peers must have mapped it, too.
+
+    Args:
+        identity: what the names begin with.
+    """
+    for line in MAPS.read_text().splitlines() if MAPS.exists() else ():
+        _, _, name = line.partition(SEGMENTS)
+        if name.startswith(f"{identity}-") and not name.endswith(" (deleted)"):
+            with suppress(FileNotFoundError):  # a peer was faster
+                os.unlink(SEGMENTS + name)
 
 
 def _free(tensors: list[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]:

@@ -45,6 +45,8 @@ def main(out, options):
         model, character_tokenizer(), optimizer, max_tokens=8, engine_options=settings, accelerator=accelerator
     ) as engine:
         engine.on_reshard_end(lambda sync: report["syncs"].append([sync.weights, sync.bytes]))
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        report["shared"] = [line.endswith(" (deleted)") for line in maps if "/dev/shm/" in line and "-cpushm_" in line]
         for _ in range(4):
             with engine.rollout_context():
                 completions = engine.generate(prompts, num_generations=2)

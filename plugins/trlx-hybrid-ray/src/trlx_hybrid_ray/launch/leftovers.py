@@ -1,7 +1,7 @@
 """What a rank can leave behind on a node: processes that it started, and shared-memory segments. Linux only.
 
-A killed process cleans nothing up. Its children live on, and a POSIX segment keeps its name: vLLM's CPU engines all use
-one host-wide name for tensor parallelism, so a single segment that stays makes every later engine fail with errno 17.
+A killed process cleans nothing up. Its children live on, and a POSIX segment keeps its name and its memory. vLLM's own
+CPU worker uses one name in every job of a machine, so that one which stays makes every later engine fail with errno 17.
 """
 
 from __future__ import annotations

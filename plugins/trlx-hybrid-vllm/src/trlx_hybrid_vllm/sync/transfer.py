@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -192,40 +192,50 @@ class TransferSync(WeightSync):
     # --- proof ------------------------------------------------------------------------------------------------------
 
     def check(self, full: bool) -> int:
-        """Compare digests of all tensors, or of a few, on every worker of every engine.
+        """Compare digests of all tensors, or of a few, on every worker of every engine. One that dies is replaced.
 
         Raises:
             SyncError: names the tensors that differ.
         """
-        from ..serving.proof import differing
-
         engine, session, source = self._engine, self._session, self._source
         if engine.quantized or source is None:
             return 0
         names = [m.name for m in source.described]
-        chosen = names if full else proof.sampled_names(names, session.freshness.version)
-        weights = session.policy.full_weights(None if full else set(chosen))
-        found: list[str] | str = []
-        if session.ranks.rank:
-            for _ in weights:
-                pass
-        else:
-            assert self._routes is not None
-            expected = self._routes.digests(weights)
-            try:
-                answers = engine.call("digests", [(list(expected),)] * len(engine.servers), self._options.deadline)
-                found = differing(expected, answers)
-            except HybridError as error:
-                found = str(error)
-        told = session.ranks.gather(found)[0]
-        if isinstance(told, str):
-            raise SyncError(f"What the remote engines hold could not be checked: {told}")
+        chosen = set(names if full else proof.sampled_names(names, session.freshness.version))
+        found: list[str] = []
+
+        def compare() -> None:
+            found[:] = self._differing(chosen)
+
+        for _ in range(ATTEMPTS):
+            error = self._failure(compare)
+            died, outcome, told = session.ranks.gather((isinstance(error, ServerDiedError), _told(error), found))[0]
+            if not died:
+                break
+            self.sync()  # whoever takes its place has no weights yet
+        if outcome:
+            raise SyncError(f"What the remote engines hold could not be checked: {outcome}") from error
         if told:
             raise SyncError(
                 f"After the weight sync a remote engine holds other bits than the policy in {listed(told)}. Sampling "
                 "would be off policy without a trace, so the run stops. Report it with `trlx-hybrid env`."
             )
         return len(chosen)
+
+    def _differing(self, names: Set[str]) -> list[str]:
+        """On rank 0, those of these tensors of which an engine holds other bits. Collective: they may be sharded."""
+        from ..serving.proof import differing
+
+        weights = self._session.policy.full_weights(names)
+        if self._session.ranks.rank:
+            for _ in weights:
+                pass
+            return []
+        assert self._routes is not None
+        expected, engine = self._routes.digests(weights), self._engine
+        return differing(
+            expected, engine.call("digests", [(list(expected),)] * len(engine.servers), self._options.deadline)
+        )
 
     def release(self) -> None:
         """The engine was closed."""

@@ -113,6 +113,7 @@ def started_once() -> Iterator[None]:
     changed.setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(replace_kernels))
     yield
     changed.undo()
+    gc.unfreeze()  # libraries that count what is left at the end would complain
 
 
 @pytest.fixture

@@ -78,6 +78,21 @@ def test_a_run_that_is_started_again_ends_like_one_that_nothing_happened_to(run,
     assert all(torch.equal(value, whole.weights()[name]) for name, value in again.weights().items())
 
 
+@pytest.mark.parametrize(("count", "length"), [(32, {"max_steps": 2}), (4, {"max_steps": -1, "num_train_epochs": 1})])
+def test_a_run_that_had_ended_takes_no_further_step(run, prompts, tmp_path, monkeypatch, count, length):
+    settings = {"output_dir": str(tmp_path / "ended"), "save_strategy": "steps", "save_steps": 1} | length
+    settings["train_dataset"] = prompts.select(range(count))
+    ended = run(GRPOTrainer, **settings)
+    assert ended.trainer.state.global_step == 2
+    monkeypatch.setenv(RESUME_VARIABLE, "1")
+    again = run(GRPOTrainer, **settings)
+    assert again.trainer.state.global_step == 2
+    assert again.recorder.completions == []
+    assert again.logs[:2] == ended.logs[:2]
+    assert all(torch.equal(value, ended.weights()[name]) for name, value in again.weights().items())
+    assert sorted(path.name for path in (tmp_path / "ended").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+
+
 def test_a_run_without_a_checkpoint_starts_over_and_says_so(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv(RESUME_VARIABLE, "1")
     started = run(GRPOTrainer, max_steps=1)

@@ -14,11 +14,9 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import trl
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl.chat_template_utils import get_training_chat_template, parse_response
 from trl.distributed import DistributedBackend
 from trl.extras.profiling import profiling_context
@@ -26,12 +24,12 @@ from trl.extras.profiling import profiling_context
 from . import tool_calling
 from .arguments import check_skipped, refuse_empty, sampling_of, trainer_arguments
 from .callback import Follower
+from .checkpointing import Checkpointing
 from .config import HybridConfig
 from .errors import ConfigError
 from .host import Host, check_ranks_agree
 from .policy import Policy
 from .ranks import Ranks
-from .resuming import resumed
 from .rewards import checked_reward
 from .seam import Generation
 from .selection import select
@@ -72,7 +70,7 @@ def hybrid(trainer_class: type[Any]) -> type[Any]:
     return type(trainer_class.__name__, (HybridTrainer, trainer_class), namespace)
 
 
-class HybridTrainer:
+class HybridTrainer(Checkpointing):
     """What `hybrid` puts in front of a TRL trainer.
 
     Attributes:
@@ -221,13 +219,6 @@ class HybridTrainer:
             weight_version=self.session.freshness.version,
         )
 
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As in TRL; where a launcher has started the run again and nothing is said here, from its last checkpoint."""
-        trainer: Any = self
-        if resume_from_checkpoint is None and trainer.state.global_step == 0:
-            resume_from_checkpoint = resumed(self.session.ranks, trainer.args.output_dir)
-        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
-
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As in TRL; an out-of-memory error says who held what."""
         with self.session.memory.reporting():
@@ -236,28 +227,6 @@ class HybridTrainer:
     def training_chat_template(self) -> str | None:
         """TRL's template that preserves prefixes, None where the tokenizer's own does; ValueError where it has none."""
         return get_training_chat_template(self.processing_class)  # type: ignore[attr-defined, no-any-return]
-
-    # --- weights that change without an optimizer step --------------------------------------------------------------
-
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
-        self.session.weights_changed()
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()  # type: ignore[misc]
-        self.session.weights_changed()
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
-        if checkpoint is not None:
-            self.session.load_state(Path(checkpoint), self.state.global_step)  # type: ignore[attr-defined]
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]
-        trainer: Any = self
-        if trainer.args.should_save and not self.session.selection.stock:
-            folder = Path(trainer._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-            self.session.save_state(folder)
 
 
 GRPOTrainer = hybrid(trl.GRPOTrainer)

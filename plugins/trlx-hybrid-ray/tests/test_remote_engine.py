@@ -16,11 +16,15 @@ from trlx_hybrid.types import Request, Sampling
 sys.path.insert(0, str(Path(__file__).parent))
 from remote_training import STEPS, Trained, gone, pids, requests_of, tokens
 
+GREEDY = Sampling(max_tokens=16, temperature=0.0)
+
 
 @pytest.fixture(scope="module")
 def local(session_cluster, tmp_path_factory):
     """First: an engine that is built in this process ends every other trainer's."""
     trained = Trained(tmp_path_factory.mktemp("local"), HybridConfig(engine="vllm"))
+    with trained.session.rollout_phase(training=False):
+        trained.greedy = tokens(trained.session.live_engine.generate(requests_of(12), GREEDY))
     trained.session.close()
     return trained
 
@@ -54,6 +58,11 @@ def test_training_is_that_of_the_engine_inside(remote, local):
         torch.testing.assert_close(mine, theirs, atol=1e-6, rtol=0.0, msg=name)
         if name.endswith("proj.weight"):
             assert (theirs - untrained.get_parameter(name)).abs().max() > 1e-4, name
+
+
+def test_greedy_tokens_are_those_of_the_engine_inside(engine, local):
+    assert tokens(engine.generate(requests_of(12), GREEDY)) == local.greedy
+    assert len({tuple(ids) for ids, _ in local.greedy}) > 6
 
 
 def test_log_probs_are_the_policys(remote, engine):

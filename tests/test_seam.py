@@ -11,7 +11,15 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trlx_hybrid.seam import Generation
 from trlx_hybrid.trainer import GENERATING, OWN_ENGINE
 
-METHODS = ("_generate", "_generate_and_score_completions", "_load_optimizer_and_scheduler", "_save_checkpoint")
+METHODS = (
+    "_generate",
+    "_generate_and_score_completions",
+    "_load_best_model",
+    "_load_from_checkpoint",
+    "_load_optimizer_and_scheduler",
+    "_run_epoch",
+    "_save_checkpoint",
+)
 
 
 def source(function):

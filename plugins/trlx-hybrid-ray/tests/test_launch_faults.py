@@ -138,24 +138,23 @@ def test_a_run_that_loses_a_rank_or_a_node_ends_in_time_and_says_which(
     for name, value in figures.items():
         record_property(name, value)
     named = [line for line in done.err.splitlines() if "failed first" in line or "was lost" in line]
-    if kind == "node" and phase == "end" and done.code == 0:  # the ranks had ended before Ray let go of the node
+    whole = kind == "node" and phase == "end" and done.code == 0  # the ranks had ended before Ray let go of the node
+    if whole:
         assert named == []
-        assert result(tmp_path)[0] == expected(script)
     elif kind == "node":
         assert "was lost, with rank" in named[0]
         assert f"with rank {victim}:" in named[0]
     else:
         assert named[0].startswith(f"Rank {victim} failed first"), done.err[-3000:]
         assert "ended without a Python error" in named[0]
-    if kind == "recover":
-        assert done.code == 0, done.err[-3000:]
+    assert (done.code == 0) == (whole or kind == "recover"), done.err[-3000:]
+    if kind != "recover":
+        assert ended - killer.struck < ENDS_IN
+    if done.code == 0:
         results, resumed = result(tmp_path)
-        if phase in ("saved", "end"):
+        if kind == "recover" and phase in ("saved", "end"):
             assert all(resumed)
         assert results == expected(script)
-    elif named:
-        assert done.code != 0
-        assert ended - killer.struck < ENDS_IN
     assert nothing_left(str(tmp_path), before) == []
 
 

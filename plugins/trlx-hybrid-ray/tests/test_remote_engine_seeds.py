@@ -60,18 +60,9 @@ def rig(session_cluster, tmp_path_factory):
     assert segments() - before == set()
 
 
-class Killer(threading.Thread):
-    """Strikes after `pause` seconds."""
-
-    def __init__(self, victims, pause):
-        super().__init__(daemon=True)
-        self.victims, self.pause = victims, pause
-        self.start()
-
-    def run(self):
-        time.sleep(self.pause)
-        for pid in self.victims:
-            os.kill(pid, signal.SIGKILL)
+def kill(victims):
+    for pid in victims:
+        os.kill(pid, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -83,16 +74,18 @@ def test_nothing_is_lost_whenever_an_engine_dies(rig, capfd, seed, record_proper
     pause = draw.random() * rig.seconds["sync" if phase == "sync" else "rollout"]
     began = time.monotonic()
     rig.session.weights_changed()
+    strike = threading.Timer(pause, kill, [victims])
     if phase == "idle":
-        Killer(victims, 0.0).join()
+        kill(victims)
         time.sleep(pause)
-    killer = Killer(victims, pause) if phase == "sync" else None
+    if phase == "sync":
+        strike.start()
     with rig.session.rollout_phase(training=False):
         if phase in ("rollout", "both"):
-            killer = Killer(victims, pause)
+            strike.start()
         assert rig.sample() == rig.expected
-        if killer is not None:
-            killer.join()
+        if phase != "idle":
+            strike.join()
     record_property("phase", phase)
     record_property("seconds", time.monotonic() - began)
     with rig.session.rollout_phase(training=False):

@@ -178,5 +178,5 @@ class Hybrid(Contestant):
         session = self._trainer.session
         stream = EngineStream(session.live_engine.llm, sampling_params(session.sampler.sampling))
         requests = [Request(prompt_ids=prompt, seed=None) for prompt in prompts]  # type: ignore[arg-type]
-        with running():
+        with running(session.live_engine.dtype):
             return [c.token_ids for c in collect(stream, requests)]

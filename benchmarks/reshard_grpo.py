@@ -3,7 +3,11 @@
 One process per GPU, started by `accelerate launch`. The model has random weights, kept in fp32 and computed with in
 bf16. The first step, in which the engine is built and proven, is left out of the medians.
 
+With both launchers the run is made under each, and compared: sampled tokens, rewards, losses and gradient norms of all
+ranks, digit by digit. That takes attention whose gradients are the same each time, which eager attention's are.
+
     python -m benchmarks.reshard_grpo --processes 4 --tp 2 --add
+    python -m benchmarks.reshard_grpo --processes 4 --tp 2 --attention eager --launchers accelerate trlx-hybrid --add
 """
 
 from __future__ import annotations
@@ -19,48 +23,80 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .harness import Measurement
 from .result import Result, accelerator
 from .rollout import SCALES
 
-LAUNCH = {
-    "num_machines": 1,
+CONFIG = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "FSDP",
     "mixed_precision": "bf16",
-    "dynamo_backend": "no",
+    "num_machines": 1,
+    "machine_rank": 0,
     "main_process_port": 0,
-    "fsdp_version": 2,
-    "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-    "fsdp_transformer_layer_cls_to_wrap": "Qwen2DecoderLayer",
-    "fsdp_reshard_after_forward": "true",
-    "fsdp_cpu_ram_efficient_loading": "false",
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": "Qwen2DecoderLayer",
+        "fsdp_reshard_after_forward": True,
+        "fsdp_cpu_ram_efficient_loading": False,
+    },
 }
-"""What `accelerate config` would have asked for."""
+"""What `accelerate config` would have written."""
 
 LAUNCH_SECONDS = 540.0
+LAUNCHERS = ("accelerate", "trlx-hybrid")
+SCRIPT = """import json, sys
+from benchmarks.reshard_grpo_rank import main
+main(json.loads(sys.argv[1]))
+"""
+SHOWN = ("seconds", "reshard_seconds", "share", "received_gb", "reward", "loss", "gap_mean", "gap_max")
+COMPARED = ("sampled", "reward", "loss", "grad_norm")
 
 
-def measure(order: Mapping[str, Any]) -> dict[str, Any]:
+def command(launcher: str, processes: int, config: Path) -> list[str]:
+    """Starts a script in so many processes."""
+    python, file = [sys.executable, "-m"], ["--config_file", str(config)]
+    if launcher == "accelerate":
+        return [*python, "accelerate.commands.launch", "--num_processes", str(processes), *file]
+    places = ["--gpus-per-node"] if torch.cuda.is_available() else ["--cpu", "--processes-per-node"]
+    return [*python, "trlx_hybrid", "launch", *places, str(processes), *file]
+
+
+def measure(order: Mapping[str, Any], launcher: str) -> dict[str, Any]:
     """Train in so many processes; what rank 0 wrote, see `reshard_grpo_rank`.
 
     Raises:
         RuntimeError: a process failed; its output was shown.
     """
-    flags = [part for name, value in LAUNCH.items() for part in (f"--{name}", str(value))]
-    processes = ["--num_processes", str(order["processes"])]
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--use_fsdp", *processes, *flags]
     environment = dict(os.environ)
     environment.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")  # or its kernels are compiled first
+    root = str(Path(__file__).parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory(prefix="benchmark-reshard-grpo-") as folder:
-        module = ["-m", "benchmarks.reshard_grpo_rank", json.dumps({**order, "folder": folder})]
-        ended = subprocess.run([*command, *module], env=environment, timeout=LAUNCH_SECONDS, check=False)
+        script, config = Path(folder) / "train.py", Path(folder) / "accelerate.yaml"
+        script.write_text(SCRIPT)
+        cpu = not torch.cuda.is_available()
+        config.write_text(json.dumps(CONFIG | {"num_processes": order["processes"], "use_cpu": cpu}))
+        arguments = [str(script), json.dumps({**order, "folder": folder})]
+        launch = command(launcher, order["processes"], config)
+        ended = subprocess.run([*launch, *arguments], env=environment, timeout=LAUNCH_SECONDS, check=False)
         if ended.returncode:
-            raise RuntimeError(f"Training ended with exit code {ended.returncode}.")
+            raise RuntimeError(f"Training under {launcher} ended with exit code {ended.returncode}.")
         found: dict[str, Any] = json.loads((Path(folder) / "found.json").read_text())
         return found
 
 
-def result_of(order: Mapping[str, Any], found: Mapping[str, Any]) -> Result:
-    """Medians of all steps but the first, extremes of the log-probs' gap over all of them."""
+def alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
+    """How many steps, from the first on, sampled, rewarded and trained the same on every rank, to the last digit."""
+    same = [all(a[name] == b[name] for name in COMPARED) for a, b in zip(one["steps"], other["steps"], strict=True)]
+    return [*same, False].index(False)
+
+
+def result_of(order: Mapping[str, Any], found: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> Result:
+    """Medians of all steps but the first, extremes of the log-probs' gap over all of them, and who did the same."""
     case, name = f"({order['processes']},{order['tp']})", f"{order['processes']}_{order['tp']}"
     steps, later = found["steps"], found["steps"][1:]
     return Result(
@@ -78,6 +114,7 @@ def result_of(order: Mapping[str, Any], found: Mapping[str, Any]) -> Result:
             f"logprob_gap_max_{name}": max(step["gap_max"] for step in steps),
             f"reward_first_{name}": steps[0]["reward"],
             f"reward_last_{name}": steps[-1]["reward"],
+            **{f"steps_alike_{name}": float(alike(found, other)) for other in others},
         },
         settings={"cases": {case: {**order, **found}}},
     )
@@ -96,13 +133,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of each completion")
     parser.add_argument("--graphs", action="store_true", help="with CUDA graphs: a slower start, faster steps")
     parser.add_argument("--kv-cache-mib", type=int, default=4096)
+    parser.add_argument("--attention", default="sdpa", help="the trainer's, as of transformers")
+    parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=["accelerate"])
     parser.add_argument("--add", action="store_true", help="keep the other cases of this commit's result file")
     given = vars(parser.parse_args(argv))
-    add = given.pop("add")
-    found = measure(given)
-    for number, step in enumerate(found["steps"], start=1):
-        print(f"step {number}: " + ", ".join(f"{name} = {value:.4g}" for name, value in step.items()))
-    result_of(given, found).publish(add=add)
+    add, launchers = given.pop("add"), given.pop("launchers")
+    first, *others = [measure(given, launcher) for launcher in launchers]
+    for number, step in enumerate(first["steps"], start=1):
+        print(f"step {number}: " + ", ".join(f"{name} = {step[name]:.4g}" for name in SHOWN))
+    result_of(given, first, others).publish(add=add)
 
 
 if __name__ == "__main__":

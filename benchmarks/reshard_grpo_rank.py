@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import sys
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
+from trlx_hybrid.testing.launched import use_fsdp_on_cpu
 
 from .harness import synchronise
 from .rollout import SCALES, tokenizer
@@ -52,12 +54,20 @@ class _Syncs:
         self.reports.append(report)
 
 
-def even(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The share of even ids: half of them at first, and something to learn."""
-    return [sum(i % 2 == 0 for i in ids) / max(1, len(ids)) for ids in completion_ids]
+class _Even:
+    """The share of even ids: half of them at first, and something to learn. Remembers what it saw, as digests."""
+
+    __name__ = "even"
+
+    def __init__(self) -> None:
+        self.digests: list[str] = []
+
+    def __call__(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
+        self.digests.append(hashlib.sha256(json.dumps(completion_ids).encode()).hexdigest())
+        return [sum(i % 2 == 0 for i in ids) / max(1, len(ids)) for ids in completion_ids]
 
 
-def build(fields: Mapping[str, Any]) -> Any:
+def build(fields: Mapping[str, Any], attention: str) -> Any:
     """The same random weights on every rank, each on its own device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -68,7 +78,7 @@ def build(fields: Mapping[str, Any]) -> Any:
     torch.manual_seed(0)
     with device:
         config = AutoConfig.for_model("qwen2", **fields, eos_token_id=0, pad_token_id=0)
-        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
 
 
 def prompts(order: Mapping[str, Any]) -> Dataset:
@@ -81,11 +91,11 @@ def prompts(order: Mapping[str, Any]) -> Dataset:
     return Dataset.from_dict({"prompt": [" ".join(draw.choices(words, k=scale.prompt_tokens)) for _ in range(count)]})
 
 
-def trainer_of(order: Mapping[str, Any], clock: _Clock, syncs: _Syncs) -> Any:
+def trainer_of(order: Mapping[str, Any], even: _Even, clock: _Clock, syncs: _Syncs) -> Any:
     """GRPO as anyone would set it up; weights="auto" finds its path by itself."""
     scale, cuda = SCALES[order["model"]], torch.cuda.is_available()
     return GRPOTrainer(
-        model=build(scale.config),
+        model=build(scale.config, order["attention"]),
         reward_funcs=even,
         args=GRPOConfig(
             output_dir=order["folder"],
@@ -134,24 +144,30 @@ def check(trainer: Any, syncs: _Syncs) -> None:
 
 
 def main(order: Mapping[str, Any]) -> None:
-    clock, syncs = _Clock(), _Syncs()
-    trainer = trainer_of(order, clock, syncs)
+    even, clock, syncs = _Even(), _Clock(), _Syncs()
+    if not torch.cuda.is_available():
+        use_fsdp_on_cpu()
+    trainer = trainer_of(order, even, clock, syncs)
     trainer.remove_callback(PrinterCallback)  # the result has what counts
     trainer.train()
     check(trainer, syncs)
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [(report.seconds, report.bytes) for report in syncs.reports])
+    mine = [(report.seconds, report.bytes, seen) for report, seen in zip(syncs.reports, even.digests, strict=True)]
+    dist.all_gather_object(everyone, mine)
     logs = [log for log in trainer.state.log_history if "reward" in log]
     steps = []
     for seconds, ranks, log in zip(clock.seconds, zip(*everyone, strict=True), logs, strict=True):
-        slowest = max(taken for taken, _ in ranks)
+        slowest = max(taken for taken, *_ in ranks)
         steps.append(
             {
                 "seconds": seconds,
                 "reshard_seconds": slowest,
                 "share": slowest / seconds,
-                "received_gb": max(moved for _, moved in ranks) / 1e9,
+                "received_gb": max(moved for _, moved, _ in ranks) / 1e9,
+                "sampled": [digest for *_, digest in ranks],
                 "reward": log["reward"],
+                "loss": log["loss"],
+                "grad_norm": log["grad_norm"],
                 "gap_mean": log[f"{GAP}/mean"],
                 "gap_max": log[f"{GAP}/max"],
             }

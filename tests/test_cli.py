@@ -1,4 +1,6 @@
 import json
+import runpy
+import sys
 
 import pytest
 from trlx_hybrid import environment
@@ -99,3 +101,10 @@ def test_help_of_every_command(capsys):
         with pytest.raises(SystemExit, match="0"):
             main([*command, "--help"])
     assert "bug report" in capsys.readouterr().out
+
+
+def test_without_the_command_on_the_path(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["-m", "env"])
+    with pytest.raises(SystemExit, match="0"):
+        runpy.run_module("trlx_hybrid", run_name="__main__")
+    assert "plugins:" in capsys.readouterr().out

@@ -46,7 +46,7 @@ class Served:
         assert isinstance(arguments, dict), arguments
         self.policy = policy
         write_without_weights(policy, folder)
-        with internals.launcher_environment(0, 0, 1), internals.running():
+        with internals.launcher_environment(0, 0, 1), internals.running(torch.float32):
             self.llm = LLM(
                 model=str(folder),
                 load_format="dummy",
@@ -77,7 +77,7 @@ class Served:
 
         params = SamplingParams(max_tokens=8, logprobs=0, ignore_eos=True, seed=version, detokenize=False)
         prompts = [{"prompt_token_ids": p} for p in PROMPTS]
-        with internals.running():
+        with internals.running(torch.float32):
             outputs = self.llm.generate(prompts, params, use_tqdm=False, lora_request=self.slots.request(version))
         worst = 0.0
         for prompt, output in zip(PROMPTS, outputs, strict=True):

@@ -2,10 +2,12 @@
 
 import dataclasses
 
+import pytest
 import torch
 import trlx_hybrid
 from trlx_hybrid import hookimpl
 from trlx_hybrid.types import Phase, Request, Sampling
+from trlx_hybrid_vllm import internals
 from trlx_hybrid_vllm.sampling import sampling_params
 
 
@@ -180,6 +182,22 @@ def test_vllm_internals_are_where_they_were(run):
     assert hasattr(engine.output_processor, "process_outputs")
     assert all(hasattr(parallel_state, name) for name in ("_WORLD", "_NODE_COUNT", "destroy_model_parallel"))
     assert all(hasattr(CPUWorker, name) for name in ("init_device", "load_model", "sleep", "wake_up"))
+
+
+def test_a_float32_engine_does_not_compute_in_tf32(monkeypatch):
+    """What Triton compiles meanwhile, and no longer; what the user says counts for more."""
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    knobs = pytest.importorskip("triton.knobs")
+
+    def precision(dtype):
+        with internals.running(dtype):
+            return knobs.language.fp32_default
+
+    assert precision(torch.float32) == "ieee"
+    assert precision(torch.bfloat16) is None
+    assert knobs.language.fp32_default is None
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32x3")
+    assert precision(torch.float32) == "tf32x3"
 
 
 def test_batches_of_one_weight_version_share_no_draws(run):

@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 
 import pytest
+import torch
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.types import Request
 from trlx_hybrid_vllm import internals
@@ -39,7 +40,7 @@ def engine(checkpoint, monkeypatch, started_once):
             stock(cls, config)
             config.scheduler_config.async_scheduling = ahead
 
-        with monkeypatch.context() as patch, internals.launcher_environment(0, 0, 1), internals.running():
+        with monkeypatch.context() as patch, internals.launcher_environment(0, 0, 1), internals.running(torch.float32):
             patch.setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))
             llm = LLM(
                 model=checkpoint,

@@ -36,7 +36,11 @@ def llm(tmp_path_factory, request):
         stock(cls, config)
         config.scheduler_config.async_scheduling = ahead
 
-    with pytest.MonkeyPatch.context() as patch, internals.launcher_environment(0, 0, 1), internals.running():
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        internals.launcher_environment(0, 0, 1),
+        internals.running(torch.float32),
+    ):
         patch.setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))
         llm = LLM(
             model=str(folder),

@@ -136,7 +136,9 @@ class ReshardSync(WeightSync):
         if self._agreement.group is not None and self._device.type == "cuda":
             # NCCL's own watchdog ends the process without a word to the others: it comes after our deadline.
             patience = timedelta(seconds=2 * self._options.deadline + 60)
-            self._group = dist.new_group(backend="nccl", timeout=patience)
+            # Messages come before the local copies, which would keep all of the device's processors busy.
+            urgent = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # type: ignore[attr-defined]
+            self._group = dist.new_group(backend="nccl", timeout=patience, pg_options=urgent)
             dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)  # point-to-point cannot be first
             self._agreement.use(self._group, self._device)
         self.moves = self._plan(self._everything)

@@ -8,11 +8,15 @@ python failing_on_gpus.py FOLDER [FAULT...]
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+from trlx_hybrid.testing.processes import free_port
+
 DEADLINE = 12.0  # seconds that a rank is waited for
+LIMIT = 240  # seconds for a fault, with the start of its engines
 CULPRIT = 1
 FAULTS = ("killed", "away", "killed_in_the_sync", "away_in_the_sync")
 SHAPE = {"hidden_size": 2048, "intermediate_size": 5504, "num_attention_heads": 16, "num_key_value_heads": 8}
@@ -80,20 +84,33 @@ def run(folder, fault):
 
 def main(folder, faults):
     """All faults, one pair of processes after another; what the first rank saw, and how long it then took to exit."""
-    from trlx_hybrid.testing.processes import start_ranks
-
+    folder.mkdir(parents=True, exist_ok=True)
     found = {}
     for fault in faults:
-        survivor, culprit = start_ranks(__file__, folder, fault, count=2)
+        pair = start(folder, fault)
         try:
-            ended = survivor.wait(240)
+            code = pair[0].wait(LIMIT)
             found[fault] = json.loads((folder / f"{fault}.json").read_text())
-            found[fault] |= {"returncode": ended.returncode, "exit_seconds": time.time() - found[fault].pop("until")}
-        except (TimeoutError, FileNotFoundError) as error:
-            found[fault] = {"error": None, "hung": str(error)[-2000:]}
-        culprit.kill()
+            found[fault] |= {"returncode": code, "exit_seconds": time.time() - found[fault].pop("until")}
+        except (subprocess.TimeoutExpired, FileNotFoundError) as error:
+            found[fault] = {"error": None, "hung": str(error), "said": (folder / f"{fault}.0.log").read_text()[-2000:]}
+        for process in pair:
+            process.kill()
+            process.wait()
         print(json.dumps(found[fault]), flush=True)
     (folder / "found.json").write_text(json.dumps(found))
+
+
+def start(folder, fault):
+    """Both ranks. Not forked from a process that has imported the stack, which may have asked for GPUs."""
+    world = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = []
+    for rank in range(2):
+        environment = os.environ | world | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with (folder / f"{fault}.{rank}.log").open("w") as log:
+            command = [sys.executable, __file__, str(folder), fault]
+            processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+    return processes
 
 
 if __name__ == "__main__":

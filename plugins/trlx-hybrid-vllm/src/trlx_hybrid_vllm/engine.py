@@ -60,7 +60,7 @@ class VLLMEngine:
         with (
             tempfile.TemporaryDirectory(prefix="trlx-hybrid-") as folder,
             internals.launcher_environment(ranks.rank, ranks.local_rank, ranks.world),
-            internals.running(),
+            internals.running(self.dtype),
         ):
             write_without_weights(session.policy, Path(folder))
             try:
@@ -82,7 +82,7 @@ class VLLMEngine:
         """Sample; the ranks of a replica pool their requests, and each keeps its own rows."""
         self._require_awake()
         requests, mine = self._pooled(list(requests))
-        with internals.running():
+        with internals.running(self.dtype):
             return collect(EngineStream(self.llm, sampling_params(sampling), self.adapter), requests)[mine]
 
     @contextmanager
@@ -93,7 +93,7 @@ class VLLMEngine:
         stream = EngineStream(self.llm, params, self.adapter)
         if self.tensor_parallel_size > 1:
             stream = AgreeingStream(self.llm, params, self.adapter, internals.tensor_parallel_group())
-        with internals.running(collecting=True), stream.open():
+        with internals.running(self.dtype, collecting=True), stream.open():
             yield stream
 
     def _require_awake(self) -> None:

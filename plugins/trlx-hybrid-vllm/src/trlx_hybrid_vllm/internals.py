@@ -8,7 +8,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -153,8 +153,16 @@ def launcher_environment(rank: int, local_rank: int, world: int) -> Iterator[Non
     wanted: dict[str, int | str] = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world}
     if "MASTER_PORT" not in os.environ or world == 1:
         wanted |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port("127.0.0.1")}
-    saved = {name: os.environ.get(name) for name in [*wanted, "VLLM_ENABLE_V1_MULTIPROCESSING"]}
-    os.environ.update({name: str(value) for name, value in wanted.items()})
+    # vLLM sets the last by itself.
+    with restored([*wanted, "VLLM_ENABLE_V1_MULTIPROCESSING"]):
+        os.environ.update({name: str(value) for name, value in wanted.items()})
+        yield
+
+
+@contextmanager
+def restored(names: Iterable[str]) -> Iterator[None]:
+    """These variables of the environment are afterwards what they are now."""
+    saved = {name: os.environ.get(name) for name in names}
     try:
         yield
     finally:
@@ -172,9 +180,15 @@ def free_port(host: str) -> int:
         return int(s.getsockname()[1])
 
 
+FLOAT32_PRODUCTS = "TRITON_F32_DEFAULT"
+"""How exact Triton's products of float32 are, read when a kernel is compiled. Left alone they are TF32, and attention,
+and so each log-prob, is off by 1e-3. PyTorch's own, and so the trainer's, are exact unless told otherwise."""
+EXACT = "ieee"
+
+
 @contextmanager
-def running(collecting: bool = False) -> Iterator[None]:
-    """Around every engine call.
+def running(dtype: torch.dtype, collecting: bool = False) -> Iterator[None]:
+    """Around every call of an engine that computes in this dtype.
 
     A rollout allocates a few objects per token, and each full garbage collection walks the whole trainer's heap: so the
     collector pauses or, for calls that run long and run the user's code (`collecting`), passes over what is there now.
@@ -183,7 +197,9 @@ def running(collecting: bool = False) -> Iterator[None]:
     from vllm.platforms import current_platform
 
     stance: Any = torch.compiler.set_stance("force_eager") if current_platform.is_cpu() else nullcontext()
-    with stance, heap_frozen() if collecting else _collector_paused():
+    with stance, heap_frozen() if collecting else _collector_paused(), restored([FLOAT32_PRODUCTS]):
+        if dtype == torch.float32:
+            os.environ.setdefault(FLOAT32_PRODUCTS, EXACT)
         yield
 
 

@@ -13,6 +13,7 @@ import torch
 
 from ..arguments import CPU_KV_CACHE_LIMIT, UNCHECKED, context_length, kv_cache_bytes, shared_arguments
 from ..checkpoint import write_without_weights
+from ..internals import EXACT, FLOAT32_PRODUCTS
 from ..preflight import engine_dtype
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from .server import VLLMServer
 
 SHARE = 0.9  # of each GPU: an engine of its own has it to itself
-FOLLOWING = ("VLLM_", "HF_")
+FOLLOWING = ("VLLM_", "HF_", FLOAT32_PRODUCTS)
 """Beginnings of variables that change what vLLM does, and so must be the same where it runs."""
 STAYING = ("VLLM_DIST_IDENT", "VLLM_HOST_IP", "VLLM_PORT", "HF_HOME", "HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE")
 """Of those, what belongs to a process, a machine or a user."""
@@ -90,7 +91,7 @@ def plan(session: Session, options: VLLMOptions, backend: str) -> VLLMServerPlan
         dtype=dtype,
         quantized=options.quantization is not None,
         files=_folder(session),
-        environment=_environment(cpu, size),
+        environment=_environment(cpu, size, dtype),
     )
 
 
@@ -101,8 +102,10 @@ def _folder(session: Session) -> dict[str, bytes]:
         return {str(f.relative_to(folder)): f.read_bytes() for f in sorted(folder.rglob("*")) if f.is_file()}
 
 
-def _environment(cpu: bool, ranks: int) -> dict[str, str]:
+def _environment(cpu: bool, ranks: int, dtype: torch.dtype) -> dict[str, str]:
     found = {name: value for name, value in os.environ.items() if name.startswith(FOLLOWING) and name not in STAYING}
+    if dtype == torch.float32:
+        found.setdefault(FLOAT32_PRODUCTS, EXACT)
     if cpu:
         found |= {
             "TORCHDYNAMO_DISABLE": "1",  # compiling costs 14 s at the first request

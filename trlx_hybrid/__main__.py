@@ -1,0 +1,7 @@
+"""`python -m trlx_hybrid` is `trlx-hybrid`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

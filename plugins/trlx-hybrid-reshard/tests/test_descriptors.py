@@ -120,6 +120,23 @@ def test_the_slices_are_the_bytes_of_the_plan_peer_by_peer(reshard):
             assert (by_peer(slices.sends, train.world) == made.sends).all()
 
 
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(reshards())
+def test_what_a_rank_packs_has_its_place_in_the_buckets(reshard):
+    """What goes to several ranks is packed once."""
+    model, train, rollout, node = reshard
+    for source, target in ((train, rollout), (rollout, train)):
+        buckets = bucketed(model, source, target, 1 << 40, cast=True)
+        assert buckets.count == 1
+        for rank in range(train.world):
+            sends = lower(model, source, target, rank, buckets, ranks_per_node=node).sends
+            packed = {tuple(s[name].tobytes() for name in CONTENT): 2 * (s["stop"] - s["start"]).prod() for s in sends}
+            assert sum(packed.values()) <= buckets.staged
+
+
+CONTENT = ("parameter", "layer", "start", "stop")
+
+
 def by_peer(slices, world):
     sizes = (slices["stop"] - slices["start"]).prod(axis=1) * 2
     return np.bincount(slices["peer"], weights=sizes, minlength=world)

@@ -121,7 +121,7 @@ def main(out: Path) -> None:
             vllm_max_model_length=2048,
             vllm_tensor_parallel_size=world,
         ),
-        hybrid={"rollout_options": {"max_failed": 0.0}},
+        hybrid={"rollout_options": {"max_failed": 0.0}, "engine_options": {"enforce_eager": True}},
     )
     trainer.train()
     report["rollout"] = trainer.session.rollout.name
@@ -207,7 +207,7 @@ def play(out: Path, world: int, rank: int) -> list:
             vllm_max_model_length=400,
             vllm_tensor_parallel_size=world,
         ),
-        hybrid={"engine": "vllm", "rollout": "multi_turn"},
+        hybrid={"engine": "vllm", "rollout": "multi_turn", "engine_options": {"enforce_eager": True}},
     )
     trainer.train()
     (_, ids, masks, _, logprobs, *_), *_ = batches

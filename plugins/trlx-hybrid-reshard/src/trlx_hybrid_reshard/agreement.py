@@ -92,7 +92,7 @@ class Agreement:
         dist.all_reduce(there, dist.ReduceOp.MAX, group=group)
         back = torch.empty_like(values, pin_memory=True)
         back.copy_(there, non_blocking=True)
-        if not arrived(torch.cuda.current_stream(device).record_event(), group, self._deadline):
+        if not arrived(torch.cuda.current_stream(device).record_event(), self._deadline):
             raise RuntimeError("the all-reduce did not complete")
         values.copy_(back)
 

@@ -96,7 +96,11 @@ def _cost(source: Sharding, target: Sharding, itemsize: int, cast: bool) -> tupl
     received = int((wanted - own).max()) * itemsize
     if received == 0:
         return 0, 0
-    packed = 0 if not cast and _unbroken(source, target) else int(_one_layer(source).max()) * itemsize
+    packed = 0
+    if cast or not _unbroken(source, target):
+        stages = 1 if target.coordinates[0] is None else len(target.parts[0])  # which all fill at the same time
+        once = stages == 1 and not target.replicated  # what a rank keeps, nobody else wants
+        packed = int((_one_layer(source) - own * once).max()) * stages * itemsize
     return received + packed, packed + (0 if _unbroken(target, source) else received)
 
 

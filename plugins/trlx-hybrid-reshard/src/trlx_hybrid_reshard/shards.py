@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from .live import LiveLayout, read
@@ -20,7 +21,6 @@ class Shards:
     Attributes:
         shapes: of the whole parameters, by their names; tied ones once.
         local: what this rank holds of each; a view or the parameter itself.
-        frozen: names of parameters that no optimizer changes.
         moved: how often some local tensor has become another one.
     """
 
@@ -35,10 +35,12 @@ class Shards:
                 owners.setdefault(id(parameter), (module, key))
         self._owners = {name: owners[id(p)] for name, p in names.items()}
         self._merged = MergedShards(policy)
-        self._seen: dict[str, tuple[int, ...]] = {}
-        self._versions: dict[str, tuple[int, ...]] = {}
+        self._names = [name for name in names if name not in self._merged.names]
+        self._slots = [(self._owners[name][0]._parameters, self._owners[name][1]) for name in self._names]
+        self._tensors: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._frozen: dict[str, tuple[int, int, int]] = {}
         self.local: dict[str, Tensor] = {}
-        self.frozen: set[str] = set()
         self.moved = 0
         self.refresh()
 
@@ -48,26 +50,34 @@ class Shards:
             module.reshard()  # type: ignore[operator]
 
     def refresh(self) -> bool:
-        """Look again; returns whether a parameter that is frozen now may hold other bits than at the last look."""
+        """Look again; returns whether a parameter that is frozen now may hold other bits than at the last look.
+
+        This is on the way of every sync, hence list by list. A tensor whose storage was emptied and filled again (see
+        `trlx_hybrid.offload`) lies elsewhere without being another one: views of it are right, a recording is not.
+        """
         self._gather_up()
-        before, self.frozen, changed = self.frozen, set(), False
         moved = self._merged.refresh()
         self.local.update((name, self._merged[name]) for name in self._merged.names)
-        for name, (module, key) in self._owners.items():
-            if name in self._merged.names:
-                continue
-            parameter: Any = module._parameters[key]
-            tensor: Tensor = getattr(parameter, "_local_tensor", parameter)
-            place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), *tensor.stride())
-            if self._seen.get(name) != place or self.local[name].dtype != tensor.dtype:
-                self._seen[name], self.local[name], moved = place, tensor.detach(), True
-            if not parameter.requires_grad:
-                self.frozen.add(name)
-                version = (*place, tensor._version)
-                changed |= name not in before or self._versions.get(name) != version
-                self._versions[name] = version
+        parameters: list[Any] = [held[key] for held, key in self._slots]
+        tensors: list[Tensor] = [getattr(p, "_local_tensor", p) for p in parameters]
+        addresses = [t.data_ptr() for t in tensors]
+        frozen = {
+            name: (id(t), t.untyped_storage()._cdata, t._version)
+            for name, p, t in zip(self._names, parameters, tensors, strict=True)
+            if not p.requires_grad
+        }
+        if addresses != self._addresses or not all(map(is_, tensors, self._tensors)):
+            self.local.update((name, t.detach()) for name, t in zip(self._names, tensors, strict=True))
+            self._tensors, self._addresses, moved = tensors, addresses, True
+        changed = any(self._frozen.get(name) != state for name, state in frozen.items())
+        self._frozen = frozen
         self.moved += moved
         return changed
+
+    @property
+    def frozen(self) -> Set[str]:
+        """Names of parameters that no optimizer changes."""
+        return self._frozen.keys()
 
     def parameters(self, names: Sequence[str]) -> list[Parameter]:
         """For a plan: each parameter a class of its own."""

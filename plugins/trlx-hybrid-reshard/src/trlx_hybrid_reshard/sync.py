@@ -13,6 +13,7 @@ from trlx_hybrid.protocols import Regions, WeightSync
 from trlx_hybrid.types import LoadReport
 
 from .agreement import Agreement
+from .arrival import abort
 from .live import LiveLayout
 from .merged import unmergeable
 from .moves import Moves
@@ -136,9 +137,7 @@ class ReshardSync(WeightSync):
         if self._agreement.group is not None and self._device.type == "cuda":
             # NCCL's own watchdog ends the process without a word to the others: it comes after our deadline.
             patience = timedelta(seconds=2 * self._options.deadline + 60)
-            # Messages come before the local copies, which would keep all of the device's processors busy.
-            urgent = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # type: ignore[attr-defined]
-            self._group = dist.new_group(backend="nccl", timeout=patience, pg_options=urgent)
+            self._group = dist.new_group(backend="nccl", timeout=patience)
             dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)  # point-to-point cannot be first
             self._agreement.use(self._group, self._device)
         self.moves = self._plan(self._everything)
@@ -168,7 +167,7 @@ class ReshardSync(WeightSync):
             assert moves is not None
             moves.run()
         except SyncError:
-            self._lost = True
+            self._give_up()
             raise
         if self._regions is not None and self._regions.padding:
             torch._foreach_zero_(list(self._regions.padding))
@@ -189,6 +188,14 @@ class ReshardSync(WeightSync):
         if not same:
             self._disagree(self._agreement.exchange("the comparison of the ranks' plans", mine))
         self.moves = whole if anyone else small
+
+    def _give_up(self) -> None:
+        """A rank is lost, or all are at odds: no kernel of a sync is left waiting for a peer."""
+        self._lost = True
+        for moves in self._known.values():
+            moves.close()
+        if self._agreement is not None and self._group is not self._agreement.group:
+            abort(self._group)
 
     def _disagree(self, theirs: list[list[int]]) -> None:
         other = next(rank for rank, numbers in enumerate(theirs) if numbers != theirs[0])

@@ -111,7 +111,7 @@ class Transport:
         else:
             self._recording.replay()
         end = torch.cuda.current_stream(self._device).record_event()
-        if not arrived(end, self._group, self._deadline, progress=lambda: int(self._done)):
+        if not arrived(end, self._deadline, progress=lambda: int(self._done)):
             number = min(int(self._done), len(self._peers) - 1)
             raise self._failed(number, "exchange", ", ".join(sorted(set(self._peers[number]))), None)
         self._ran = True

@@ -5,6 +5,7 @@ Started by test_faults_on_gpus.py, or by hand:
 python failing_on_gpus.py FOLDER [FAULT...]
 """
 
+import faulthandler
 import json
 import os
 import signal
@@ -76,6 +77,7 @@ def run(folder, fault):
         session.weights.sync()
     except SyncError as error:
         said = str(error)
+        faulthandler.dump_traceback_later(10, repeat=True)  # where it is held up, if it is
     seconds = time.monotonic() - started
     report = {"fault": fault, "error": said, "seconds": seconds, "until": time.time()}
     (folder / f"{fault}.json").write_text(json.dumps(report))

@@ -1,0 +1,70 @@
+"""What is noticed of a policy between two syncs: what moved in memory, what is frozen, and what was written to."""
+
+import pytest
+import torch
+from trlx_hybrid.policy import Policy
+from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid_reshard.shards import Shards
+
+NORM = "model.norm.weight"
+
+
+@pytest.fixture
+def model():
+    return tiny_model()
+
+
+@pytest.fixture
+def shards(model):
+    return Shards(Policy(lambda: model, None, torch.device("cpu")))
+
+
+def test_nothing_moves_while_an_optimizer_works(model, shards):
+    before = shards.moved
+    for p in model.parameters():
+        p.data.add_(1)
+    assert shards.refresh() is False
+    assert shards.moved == before
+    assert torch.equal(shards.local[NORM], model.model.norm.weight)
+
+
+@pytest.mark.parametrize("replace", ["data", "parameter"])
+def test_what_is_replaced_is_followed(model, shards, replace):
+    before, other = shards.moved, torch.full_like(model.model.norm.weight, 7.0)
+    if replace == "data":
+        model.model.norm.weight.data = other
+    else:
+        model.model.norm.weight = torch.nn.Parameter(other)
+    shards.refresh()
+    assert shards.moved == before + 1
+    assert shards.local[NORM].data_ptr() == other.data_ptr()
+
+
+def test_what_was_offloaded_has_moved_and_is_no_other_weight(model, shards):
+    """A recorded sync names addresses, so it must be made again; a frozen weight need not be sent again."""
+    weight = model.model.norm.weight.requires_grad_(False)
+    assert shards.refresh() is True
+    before, address, bits = shards.moved, weight.data_ptr(), weight.detach().clone()
+    storage = weight.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    blocks = [torch.empty(size, dtype=torch.uint8) for _ in range(64)]  # one of them takes the place
+    storage.resize_(size)
+    torch.empty(0).set_(storage, 0, weight.shape).copy_(bits)
+    assert weight.data_ptr() != address, len(blocks)
+    assert shards.refresh() is False
+    assert shards.moved == before + 1
+    assert torch.equal(shards.local[NORM], bits)
+
+
+def test_a_frozen_weight_that_was_written_to_is_news_once(model, shards):
+    weight = model.model.norm.weight.requires_grad_(False)
+    assert shards.refresh() is True
+    assert shards.frozen == {NORM}
+    assert shards.refresh() is False
+    weight.add_(1)
+    assert shards.refresh() is True
+    assert shards.refresh() is False
+    weight.requires_grad_(True)
+    assert shards.refresh() is False
+    assert shards.frozen == set()

@@ -39,6 +39,10 @@ class SyncError(HybridError):
     """A weight sync left the engine with something else than the policy's weights."""
 
 
+class PeerLostError(SyncError):
+    """A rank is gone, or does something else than the others; names it. What waits for all would wait for ever."""
+
+
 class StaleWeightsError(SyncError):
     """Generation was asked of an engine whose weights are not the policy's."""
 

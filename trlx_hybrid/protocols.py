@@ -96,6 +96,9 @@ class Engine(Protocol):
     weights_lost: bool
     """Whether sleeping discarded the weights: a sync must follow the next `wake("weights")`."""
 
+    peers_lost: bool
+    """Set by whoever raises `PeerLostError`: `close` must then wait for no other rank."""
+
     sleeps: bool
     """Whether it gives memory back during TRAIN."""
 

@@ -33,4 +33,6 @@ def test_the_others_name_it_in_time(seen, fault):
     for rank, report in enumerate(seen):
         assert report[fault]["error"] is not None, report
         assert re.search(f"Rank {rank} {FAULTS[fault]}", report[fault]["error"]), report
+        if fault != "never_opens":  # where there is no engine yet
+            assert report[fault]["peers_lost"]  # or closing it would wait for a rank that does not come
         assert report[fault]["seconds"] < DEADLINE + 3  # a machine may be busy; a hang is longer

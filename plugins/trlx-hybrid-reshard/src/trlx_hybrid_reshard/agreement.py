@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from trlx_hybrid.errors import SyncError
+from trlx_hybrid.errors import PeerLostError
 
 from .arrival import arrived
 
@@ -57,7 +57,7 @@ class Agreement:
             what: what the ranks enter, for the message.
 
         Raises:
-            SyncError: a rank did not come; names it.
+            PeerLostError: a rank did not come; names it.
         """
         if self.group is None:
             return [value]
@@ -73,7 +73,7 @@ class Agreement:
         """Whether all ranks have these integers of 64 bits, and whether any has raised the flag; one all-reduce.
 
         Raises:
-            SyncError: see `exchange`.
+            PeerLostError: see `exchange`.
         """
         if self.group is None:
             return True, flag
@@ -107,7 +107,7 @@ class Agreement:
         if error is not None:
             missing = self._missing()
             who = " and ".join(f"rank {rank}" for rank in missing) or "a rank that left"
-            raise SyncError(
+            raise PeerLostError(
                 f"Rank {self._rank} waited up to {self._deadline:g} s at {what} for {who}"
                 f"{', which never entered it' if missing else ''} ({str(error).splitlines()[0][:200]}). It has "
                 "died, or does something else; its own output says what. Where it is only slow, raise `deadline` in "

@@ -85,7 +85,7 @@ class Moves:
         """Move them.
 
         Raises:
-            SyncError: see `Transport.run`.
+            PeerLostError: see `Transport.run`.
         """
         self._renew()
         assert self._transport is not None

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from trlx_hybrid.errors import ConfigError, EngineError, SyncError
+from trlx_hybrid.errors import ConfigError, EngineError, PeerLostError, SyncError
+from trlx_hybrid.groups import abort
 from trlx_hybrid.protocols import Regions, WeightSync
 from trlx_hybrid.types import LoadReport
 
+from . import differences
 from .agreement import Agreement
-from .arrival import abort
 from .live import LiveLayout
 from .merged import unmergeable
 from .moves import Moves
@@ -23,7 +26,6 @@ from .shards import Shards
 from .sync_log import SyncLog
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
 
     from trlx_hybrid.session import Session
 
@@ -62,15 +64,22 @@ class ReshardSync(WeightSync):
         """Why this path cannot serve this model and engine, or None. All ranks give the same answer.
 
         Raises:
-            SyncError: the ranks have different models, or one does not take part.
+            SyncError: the ranks have different models.
+            PeerLostError: one does not take part.
         """
         reason = self._refuses_at_sight()
         if reason is not None:
             return reason
+        with self._giving_up():
+            return self._refuses_together()
+
+    def _refuses_together(self) -> str | None:
         ranks = self._session.ranks
         self._agreement = agreement = Agreement(ranks.rank, ranks.world, self._options.deadline)
         self._shards = shards = Shards(self._session.policy)
-        self._compare_models(agreement, shards)
+        odd = differences.of_models(agreement.exchange("the comparison of the ranks' models", shards.shapes))
+        if odd is not None:
+            raise SyncError(odd)
         reason, boxes = self._inspect(shards)
         gathered = agreement.exchange("the comparison of what the engines hold", (reason, boxes))
         found = next((f"rank {rank}: {why}" for rank, (why, _) in enumerate(gathered) if why is not None), None)
@@ -98,18 +107,6 @@ class ReshardSync(WeightSync):
                 return f"{name} has {p.dim()} dimensions"
         return None
 
-    def _compare_models(self, agreement: Agreement, shards: Shards) -> None:
-        mine = shards.shapes
-        theirs = agreement.exchange("the comparison of the ranks' models", mine)
-        for rank, other in enumerate(theirs):
-            odd = [name for name in {**theirs[0], **other} if theirs[0].get(name) != other.get(name)]
-            if odd:
-                raise SyncError(
-                    f"Rank {rank} trains another model than rank 0: {odd[0]} is {other.get(odd[0], 'missing')} there "
-                    f"and {theirs[0].get(odd[0], 'missing')} on rank 0 ({len(odd)} such parameters). Load one revision "
-                    "on all ranks."
-                )
-
     def _inspect(self, shards: Shards) -> tuple[str | None, dict[str, Any]]:
         """This rank's reason against, and the boxes that its engine holds."""
         engine = self._session.live_engine
@@ -130,17 +127,21 @@ class ReshardSync(WeightSync):
         """Make the plan of a whole sync, and the group its bytes go over.
 
         Raises:
-            SyncError: a rank does not take part.
+            PeerLostError: a rank does not take part.
         """
         assert self._agreement is not None, "refuses() comes first"
-        self._group = self._agreement.group
-        if self._agreement.group is not None and self._device.type == "cuda":
+        with self._giving_up():
+            self._join(self._agreement)
+        self.moves = self._plan(self._everything)
+
+    def _join(self, agreement: Agreement) -> None:
+        self._group = agreement.group
+        if agreement.group is not None and self._device.type == "cuda":
             # NCCL's own watchdog ends the process without a word to the others: it comes after our deadline.
             patience = timedelta(seconds=2 * self._options.deadline + 60)
             self._group = dist.new_group(backend="nccl", timeout=patience)
             dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)  # point-to-point cannot be first
-            self._agreement.use(self._group, self._device)
-        self.moves = self._plan(self._everything)
+            agreement.use(self._group, self._device)
 
     @property
     def summary(self) -> str:
@@ -153,7 +154,8 @@ class ReshardSync(WeightSync):
         """Move what the ranks lack, and copy the rest from their own shards.
 
         Raises:
-            SyncError: a rank is missing, means something else, or went away; within the deadline.
+            SyncError: a rank means something else.
+            PeerLostError: a rank is missing, or went away; within the deadline.
         """
         assert self._agreement is not None
         assert self._shards is not None
@@ -161,14 +163,11 @@ class ReshardSync(WeightSync):
         started = time.perf_counter()
         changed = self._shards.refresh()
         everything, self._synced = changed or engine.weights_lost or not self._synced, False
-        try:
+        with self._giving_up():
             self._agree(everything)
             moves = self.moves
             assert moves is not None
             moves.run()
-        except SyncError:
-            self._give_up()
-            raise
         if self._regions is not None and self._regions.padding:
             torch._foreach_zero_(list(self._regions.padding))
         engine.weights_written()
@@ -186,24 +185,21 @@ class ReshardSync(WeightSync):
         mine = [self._session.freshness.version, whole.digest, small.digest]
         same, anyone = self._agreement.same("the start of the weight sync", mine, everything)
         if not same:
-            self._disagree(self._agreement.exchange("the comparison of the ranks' plans", mine))
+            raise SyncError(differences.of_plans(self._agreement.exchange("the comparison of the ranks' plans", mine)))
         self.moves = whole if anyone else small
 
-    def _give_up(self) -> None:
-        """A rank is lost, or all are at odds: no kernel of a sync is left waiting for a peer."""
-        self._lost = True
-        for moves in self._known.values():
-            moves.close()
-        if self._agreement is not None and self._group is not self._agreement.group:
-            abort(self._group)
-
-    def _disagree(self, theirs: list[list[int]]) -> None:
-        other = next(rank for rank, numbers in enumerate(theirs) if numbers != theirs[0])
-        raise SyncError(
-            f"The ranks disagree on the weight sync: rank 0 is at weight version {theirs[0][0]} with plan "
-            f"{_text(theirs[0][1:])}, rank {other} at version {theirs[other][0]} with plan {_text(theirs[other][1:])}. "
-            "All ranks must load, freeze and sync alike."
-        )
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Where a rank is lost, nothing of a sync is left waiting for it, on this device or when all is closed."""
+        try:
+            yield
+        except PeerLostError:
+            self._lost = self._session.live_engine.peers_lost = True
+            for moves in self._known.values():
+                moves.close()
+            if self._agreement is not None and self._group is not self._agreement.group:
+                abort([self._group])
+            raise
 
     def _plan(self, names: tuple[str, ...]) -> Moves:
         """The moves of some parameters, made at their first use."""
@@ -258,7 +254,3 @@ class ReshardSync(WeightSync):
             self._agreement.close()
         self._agreement = self._shards = self._regions = None
         self._held, self._synced, self._lost = [], False, False
-
-
-def _text(digests: Sequence[int]) -> str:
-    return "/".join(f"{digest & (2**64 - 1):016x}" for digest in digests)

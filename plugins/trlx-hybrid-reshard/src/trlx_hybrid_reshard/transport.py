@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from trlx_hybrid.errors import SyncError
+from trlx_hybrid.errors import PeerLostError
 
 from .arrival import arrived
 from .program import Bucket, Program
@@ -57,7 +57,7 @@ class Transport:
         """Move everything; when it returns, the engine's memory is written.
 
         Raises:
-            SyncError: a bucket did not arrive within the deadline, or a rank is gone; names rank, bucket and peer.
+            PeerLostError: a bucket did not arrive within the deadline, or a rank is gone; names rank, bucket and peer.
         """
         with self._program.staging.held():
             if self._streams is None:
@@ -140,9 +140,9 @@ class Transport:
             caller.wait_stream(stream)
         self._program.echoes.run()
 
-    def _failed(self, number: int, what: str, peers: str, error: Exception | None) -> SyncError:
+    def _failed(self, number: int, what: str, peers: str, error: Exception | None) -> PeerLostError:
         reason = f" ({str(error).splitlines()[0][:200]})" if error is not None else ""
-        return SyncError(
+        return PeerLostError(
             f"Rank {dist.get_rank()} did not complete bucket {number + 1} of {len(self._peers)} (deadline "
             f"{self._deadline:g} s): the {what} {peers} is missing{reason}. That rank has died or left the sync; its "
             "own error says why. Where it is only slow, raise `deadline` in HybridConfig.weights_options."

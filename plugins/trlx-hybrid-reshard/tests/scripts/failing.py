@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 from standins import RANK, WORLD, SlicedEngine, session_of
 from syncing import sharded
-from trlx_hybrid.errors import SyncError
+from trlx_hybrid.errors import PeerLostError
 from trlx_hybrid_reshard.agreement import Agreement
 
 DEADLINE, CULPRIT = 2.0, 2
@@ -19,7 +19,7 @@ def ended(call):
     started = time.monotonic()
     try:
         call()
-    except SyncError as error:
+    except PeerLostError as error:
         return {"error": str(error), "seconds": time.monotonic() - started}
     return {"error": None, "seconds": time.monotonic() - started}
 
@@ -61,7 +61,9 @@ def main(folder):
         assert sync.refuses() is None
         sync.open()
         session.freshness.version += 1
-        seen[fault.__name__] = fault(sync)
+        seen[fault.__name__] = found = fault(sync)
+        if found is not None:
+            found["peers_lost"] = getattr(session.live_engine, "peers_lost", False)
         if fault is not dies:
             dist.barrier()  # of the default group, which no fault has touched
     (folder / f"rank{RANK}.json").write_text(json.dumps(seen))

@@ -38,7 +38,7 @@ def run(folder, fault):
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
     from trlx_hybrid import HybridConfig, HybridEngine
-    from trlx_hybrid.errors import SyncError
+    from trlx_hybrid.errors import PeerLostError
     from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 
     rank = int(os.environ["RANK"])
@@ -75,7 +75,7 @@ def run(folder, fault):
     started, said = time.monotonic(), None
     try:
         session.weights.sync()
-    except SyncError as error:
+    except PeerLostError as error:
         said = str(error)
         faulthandler.dump_traceback_later(10, repeat=True)  # where it is held up, if it is
     seconds = time.monotonic() - started

@@ -20,6 +20,7 @@ from .adapters import lora_arguments
 from .agreeing import AgreeingStream
 from .arguments import engine_arguments
 from .checkpoint import write_without_weights
+from .closing import shut_down
 from .loading import WeightLoader, counted
 from .memory import EngineMemory
 from .options import VLLMOptions
@@ -35,6 +36,7 @@ class VLLMEngine:
 
     Attributes:
         llm: vLLM's own LLM, for custom rollouts.
+        peers_lost: a rank of this run is gone or elsewhere: `close` then waits for none.
     """
 
     def __init__(self, session: Session, options: VLLMOptions) -> None:
@@ -43,6 +45,7 @@ class VLLMEngine:
         self._options = options
         self.dtype = engine_dtype(options, session.policy, session.args)
         self.weights_lost = True
+        self.peers_lost = False
         self.adapter: Any = None
         chosen = session.selection.weights
         if chosen is None or chosen.component.name == "lora":
@@ -192,4 +195,4 @@ class VLLMEngine:
         """Free the engine and what it made."""
         llm, self.llm = self.llm, None
         if llm is not None:
-            internals.shut_down(llm, self._made_default_group)
+            shut_down(llm, self._made_default_group, self.peers_lost)

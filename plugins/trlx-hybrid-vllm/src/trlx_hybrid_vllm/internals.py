@@ -1,4 +1,4 @@
-"""Everything this plugin uses of vLLM 0.31 beyond its documented interface, in one place.
+"""Everything this plugin uses of vLLM 0.31 beyond its documented interface, in one place; ending it is in `closing.py`.
 
 The plugin's tests run all of it, on the pinned version.
 """
@@ -212,29 +212,3 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def shut_down(llm: Any, made_default_group: bool) -> None:
-    """Free the engine and the process groups it made.
-
-    vLLM's own shutdown destroys the default process group as well, which under DDP and FSDP is accelerate's; so its
-    parts are taken down here one by one.
-    """
-    from vllm.distributed import parallel_state
-
-    client = llm.llm_engine.engine_core
-    client._finalizer.detach()
-    core = client.engine_core
-    core.structured_output_manager.clear_backend()
-    core.model_executor.shutdown()
-    core.scheduler.shutdown()
-    gc.unfreeze()  # vLLM froze the heap when it started
-    parallel_state.destroy_model_parallel()
-    if parallel_state._WORLD is not None:
-        parallel_state._WORLD.destroy()
-    parallel_state._WORLD = parallel_state._NODE_COUNT = None
-    if made_default_group and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -93,6 +93,14 @@ class Counter:
         """Take too long."""
         time.sleep(30)
 
+    def nap(self, seconds: float) -> None:
+        """Sleep.
+
+        Args:
+            seconds: How long.
+        """
+        time.sleep(seconds)
+
     def get_reward(self) -> float:
         return self.total / 10
 
@@ -200,8 +208,7 @@ def test_a_call_that_hangs_ends_its_episode():
         with pytest.raises(EnvironmentLostError, match=r"'Counter\.hang' did not return within 1 s.*may still run"):
             environment.hang()
         assert other.add(1) == 1  # the worker goes on
-        with pytest.raises(ConfigError, match="2 environments"):
-            environment.reset()  # what hangs keeps its place
+        assert environment.reset(start=3) == "from 3"  # another, beside what hangs
     with remote_environment(Counter, deadline=1, per_worker=1) as found:
         environment = found()
         with pytest.raises(EnvironmentLostError, match="did not return within 1 s"):
@@ -209,6 +216,27 @@ def test_a_call_that_hangs_ends_its_episode():
         with pytest.raises(EnvironmentLostError, match="did not return within 1 s"):
             environment.add(1)  # is not asked again
         assert environment.reset(start=3) == "from 3"  # nobody else is in that worker: another takes its place
+
+
+def test_what_hangs_takes_places_beyond_two_and_gives_them_back():
+    with remote_environment(Counter, per_worker=2, deadline=0.5) as found:
+        environment, other = found(), found()
+        for seconds in (60, 60, 4):
+            with pytest.raises(EnvironmentLostError, match="did not return"):
+                environment.nap(seconds)
+            if seconds == 60:
+                environment.reset()
+        with pytest.raises(ConfigError, match=r"4 environments 'Counter' are in use.* 3 of them hang in a call"):
+            environment.reset()
+        until = time.monotonic() + 30
+        while True:
+            try:
+                assert environment.reset(start=7) == "from 7"
+                break
+            except ConfigError:
+                assert time.monotonic() < until
+                time.sleep(0.2)
+        assert (environment.add(1), other.add(1)) == (8, 1)
 
 
 def test_reward_workers_can_ask_environments(counters):

@@ -26,7 +26,6 @@ from .shards import Shards
 from .sync_log import SyncLog
 
 if TYPE_CHECKING:
-
     from trlx_hybrid.session import Session
 
     from .options import ReshardOptions

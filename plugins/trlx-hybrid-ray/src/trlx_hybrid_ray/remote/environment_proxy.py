@@ -43,11 +43,11 @@ class RemoteEnvironment:
 
     def _ask(self, verb: str, method: str, *details: Any) -> Any:
         self._refuse_lost()
+        reference = getattr(self._seat.handle, verb).remote(self._seat.key, method, *details)
         try:
-            reference = getattr(self._seat.handle, verb).remote(self._seat.key, method, *details)
             return answered(self._name, method, self._seat, reference)
         except EnvironmentLostError as error:
-            self._give_up(error)
+            self._give_up(error, reference)
             raise
 
     async def _ask_later(self, method: str, args: Any, kwargs: Any) -> Any:
@@ -63,20 +63,21 @@ class RemoteEnvironment:
         except (RayError, TimeoutError) as error:
             lost = lost_error(self._name, method, self._seat, error)
             lost.__cause__ = error
-            self._give_up(lost)
+            self._give_up(lost, reference)
             raise lost from error
 
     def _refuse_lost(self) -> None:
         if self._lost is not None:
             raise EnvironmentLostError(self._lost)
 
-    def _give_up(self, error: EnvironmentLostError) -> None:
+    def _give_up(self, error: EnvironmentLostError, call: Any) -> None:
         """After a death, and after a call that may still run, nothing more can be asked of this environment."""
         if error.__cause__ is None:
             return  # it returned what cannot be sent, and is well
         self._lost = str(error)
         if self._fleet is not None and self._worker is not None:
-            self._fleet.lost(self._worker, died=not isinstance(error.__cause__, TimeoutError))
+            died = not isinstance(error.__cause__, TimeoutError)
+            self._fleet.lost(self._worker, self._seat.key, call, died=died)
 
     def _missing(self, error: EnvironmentLostError) -> None:
         """What an environment answers that turns out to be lost when its episode is over: None, said aloud.
@@ -89,11 +90,8 @@ class RemoteEnvironment:
         logger.warning("The episode of an environment is over, and cannot be scored by it: %s", error)
 
     def _renew(self) -> None:
-        """Another environment in the place of one that is lost. What hangs beside others keeps its place."""
-        if not isinstance(self._worker, Worker) or self._worker.dead:
-            self._finalizer()
-        else:
-            self._finalizer.detach()
+        """Another environment in the place of one that is lost."""
+        self._finalizer()
         self._move_in()
 
     def __getattr__(self, name: str) -> Any:

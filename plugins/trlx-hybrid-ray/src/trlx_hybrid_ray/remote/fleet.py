@@ -22,6 +22,7 @@ from .reply import Reply
 from .shipment import Shipment
 
 SPARE = 4  # threads of a worker beside one for each environment: to make them and to let them go
+STUCK = 2  # of these, for calls that hang: so many environments more than it has places for
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +33,7 @@ class Worker:
         number: among the workers; a replacement takes the number of the one it replaces.
         where: node and process.
         keys: of the environments in it.
+        stuck: calls that were given up and may still run, by the environment that they hold a thread of.
         dead: it cannot be called any more.
     """
 
@@ -39,7 +41,13 @@ class Worker:
     handle: Any
     where: str = ""
     keys: set[int] = field(default_factory=set)
+    stuck: dict[int, Any] = field(default_factory=dict)
     dead: bool = False
+
+    @property
+    def taken(self) -> int:
+        """Places."""
+        return len(self.keys) - min(len(self.stuck), STUCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,33 +121,43 @@ class Fleet:
             if not self._workers:
                 raise ConfigError(f"The remote environments {self.name!r} were closed. Make new ones.")
             self._replace_dead()
-            if all(len(worker.keys) >= self._per_worker for worker in self._workers):
+            if all(worker.taken >= self._per_worker for worker in self._workers):
                 gc.collect()  # an error's traceback can hold an environment that nobody uses
                 self._let_go()
-            worker = min(self._workers, key=lambda worker: (len(worker.keys), worker.number))
-            if len(worker.keys) >= self._per_worker:
-                raise ConfigError(
-                    f"{len(self._workers) * self._per_worker} environments {self.name!r} are in use, all that "
-                    f"workers={len(self._workers)} with per_worker={self._per_worker} have places for: each completion "
-                    "of a batch takes one. Raise either."
-                )
+            worker = min(self._workers, key=lambda worker: (worker.taken, worker.number))
+            if worker.taken >= self._per_worker:
+                raise ConfigError(self._full())
             key = next(self._numbers)
             worker.keys.add(key)
         seat = Seat(worker.handle, key, f"worker {worker.number} ({worker.where})", self._deadline)
+        made = worker.handle.make.remote(key)
         try:
-            answered(self.name, "__init__", seat, worker.handle.make.remote(key))
+            answered(self.name, "__init__", seat, made)
         except EnvironmentLostError as error:
-            self.lost(worker, died=not isinstance(error.__cause__, TimeoutError))
+            self.lost(worker, key, made, died=not isinstance(error.__cause__, TimeoutError))
             raise
         except BaseException:
             self.free(worker, key)
             raise
         return worker, seat
 
-    def lost(self, worker: Worker, *, died: bool) -> None:
+    def _full(self) -> str:
+        stuck = sum(len(worker.stuck) for worker in self._workers)
+        hanging = f" {stuck} of them hang in a call that was given up, and keep a thread each." if stuck else ""
+        return (
+            f"{sum(len(worker.keys) for worker in self._workers)} environments {self.name!r} are in use, all that "
+            f"workers={len(self._workers)} with per_worker={self._per_worker} have places for: each completion of a "
+            f"batch takes one.{hanging} Raise either."
+        )
+
+    def lost(self, worker: Worker, key: int, call: Any, *, died: bool) -> None:
         """Note what a call found out: a dead worker is replaced when the next environment is made.
 
-        A call that hangs may still run, and a thread cannot be ended: only a worker with one environment can.
+        A call that hangs may still run, and a thread cannot be ended: only a worker with one environment can. Beside
+        others it is stuck, until it returns.
+
+        Args:
+            call: reference to its answer.
         """
         if not died and self._per_worker == 1 and not worker.dead:
             import ray
@@ -147,6 +165,8 @@ class Fleet:
             ray.kill(worker.handle)
             died = True
         worker.dead = worker.dead or died
+        if not worker.dead:
+            worker.stuck[key] = call
 
     def free(self, worker: Worker, key: int) -> None:
         """Nobody uses this environment any more. May be called by the garbage collector, so it only takes a note."""
@@ -164,9 +184,20 @@ class Fleet:
             self._quarters.close()
 
     def _let_go(self) -> None:
+        import ray
+
+        for worker in self._workers:
+            if worker.stuck:
+                late = set(ray.wait(list(worker.stuck.values()), num_returns=len(worker.stuck), timeout=0)[1])
+                returned = [key for key, call in worker.stuck.items() if call not in late]
+                for key in returned:
+                    del worker.stuck[key]
+                    self.free(worker, key)
         gone: dict[Worker, list[int]] = {}
         while self._freed:
             worker, key = self._freed.popleft()
+            if key in worker.stuck:  # freed when it returns
+                continue
             worker.keys.discard(key)
             gone.setdefault(worker, []).append(key)
         for worker, keys in gone.items():

@@ -11,6 +11,7 @@ from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid_vllm import internals
 from trlx_hybrid_vllm.adapters import AdapterSlots, lora_arguments
 from trlx_hybrid_vllm.checkpoint import write_without_weights
+from trlx_hybrid_vllm.closing import shut_down
 from trlx_hybrid_vllm.loading import WeightLoader
 
 PROMPTS = [[5, 6, 7, 40], list(range(10, 75)), [90]]  # a single token, and two full KV blocks of 32 to be cached
@@ -87,7 +88,7 @@ class Served:
         return worst
 
     def close(self):
-        internals.shut_down(self.llm, made_default_group=True)
+        shut_down(self.llm, made_default_group=True)
 
 
 def base_weights(policy):

@@ -7,6 +7,7 @@ import torch
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.types import Request
 from trlx_hybrid_vllm import internals
+from trlx_hybrid_vllm.closing import shut_down
 from trlx_hybrid_vllm.streaming import EngineStream
 from trlx_hybrid_vllm.streaming import collect as collect_from
 
@@ -58,7 +59,7 @@ def engine(checkpoint, monkeypatch, started_once):
             try:
                 yield llm
             finally:
-                internals.shut_down(llm, made_default_group=True)
+                shut_down(llm, made_default_group=True)
 
     return build
 

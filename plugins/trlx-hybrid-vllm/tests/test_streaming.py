@@ -10,6 +10,7 @@ from trlx_hybrid.errors import EngineError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.types import Request, Sampling
 from trlx_hybrid_vllm import internals
+from trlx_hybrid_vllm.closing import shut_down
 from trlx_hybrid_vllm.requests import Requests
 from trlx_hybrid_vllm.sampling import completion_of, prompt_of, sampling_params, with_seed
 from trlx_hybrid_vllm.streaming import EngineStream
@@ -57,7 +58,7 @@ def llm(tmp_path_factory, request):
         )
         assert llm.llm_engine.engine_core.engine_core.batch_queue_size == 1 + ahead
         yield llm
-        internals.shut_down(llm, made_default_group=True)
+        shut_down(llm, made_default_group=True)
 
 
 @pytest.fixture(autouse=True)

@@ -43,7 +43,7 @@ class Served:
     def __init__(self, policy, folder, dtype):
         from vllm import LLM
 
-        arguments = lora_arguments(policy, 1, dtype)
+        arguments = lora_arguments(policy, dtype)
         assert isinstance(arguments, dict), arguments
         self.policy = policy
         write_without_weights(policy, folder)

@@ -17,7 +17,7 @@ def policy_of(model, **config):
 
 def test_arguments_cover_the_largest_rank_and_wrap_only_what_is_adapted():
     policy = policy_of(tiny_model("llama"), target_modules=["q_proj", "down_proj"], rank_pattern={"down_proj": 17})
-    assert lora_arguments(policy, 1) == {
+    assert lora_arguments(policy) == {
         "enable_lora": True,
         "max_loras": 1,
         "max_cpu_loras": 1,
@@ -45,29 +45,28 @@ REFUSED = {
 @pytest.mark.parametrize("reason", REFUSED)
 def test_what_slots_cannot_hold_is_refused_by_name(reason):
     model = tiny_model("llama", attention_bias=True, mlp_bias=True)
-    assert reason in lora_arguments(policy_of(model, **REFUSED[reason]), 1)
+    assert reason in lora_arguments(policy_of(model, **REFUSED[reason]))
 
 
 def test_what_is_not_one_plain_lora_adapter_is_refused_by_name():
     from peft import IA3Config, PrefixTuningConfig
 
     plain = tiny_model("llama")
-    assert "not a PEFT model" in lora_arguments(Policy(lambda: plain, None, torch.device("cpu")), 1)
+    assert "not a PEFT model" in lora_arguments(Policy(lambda: plain, None, torch.device("cpu")))
     for config in (
         IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
         PrefixTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM"),
     ):
         other = get_peft_model(tiny_model("llama"), config)
-        reason = lora_arguments(Policy(lambda model=other: model, None, torch.device("cpu")), 1)
+        reason = lora_arguments(Policy(lambda model=other: model, None, torch.device("cpu")))
         assert f"of type {config.peft_type.value}" in reason
     policy = policy_of(tiny_model("llama"))
-    assert "tensor_parallel_size is 2" in lora_arguments(policy, 2)
-    policy.fsdp_version = 2
-    assert "sharded, so no rank holds a whole adapter" in lora_arguments(policy, 1)
+    policy.fsdp_version = 1
+    assert "FSDP1 flattens the adapter's parameters" in lora_arguments(policy)
     policy.fsdp_version = None
     policy.module.add_adapter("other", LoraConfig(r=4, target_modules=["q_proj"]))
     policy.module.base_model.set_adapter(["default", "other"])
-    assert "2 adapters are active (default, other)" in lora_arguments(policy, 1)
+    assert "2 adapters are active (default, other)" in lora_arguments(policy)
 
 
 def test_an_adapter_in_a_wrapped_or_plain_transformers_model_is_found():
@@ -77,6 +76,6 @@ def test_an_adapter_in_a_wrapped_or_plain_transformers_model_is_found():
     model = tiny_model("llama")
     model.add_adapter(LoraConfig(r=4, target_modules=["q_proj"]))
     policy = Policy(lambda: model, None, torch.device("cpu"))
-    assert lora_arguments(policy, 1)["lora_target_modules"] == ["q_proj"]
+    assert lora_arguments(policy)["lora_target_modules"] == ["q_proj"]
     apply_activation_checkpointing(model, check_fn=lambda m: type(m).__name__ == "LlamaDecoderLayer")
     assert list(lora_layers(policy)) == [f"model.layers.{i}.self_attn.q_proj" for i in range(2)]

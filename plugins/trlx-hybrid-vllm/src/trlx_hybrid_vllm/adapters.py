@@ -9,7 +9,6 @@ multiplies them by the scaling in place.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,12 +19,13 @@ from trlx_hybrid.policy import Policy
 from . import internals
 from .loading import differ
 from .lora_layers import active_adapters, allowed_ranks, largest_rank, lora_layers, unserved
+from .lora_slot import Cut, Slot, factors_of, place_of, weights_of
 
 ADAPTER_ID = 1
 """vLLM's warm-up adapters count from 1: a dummy run then finds this id taken, and uses it instead of evicting it."""
 
 
-def lora_arguments(policy: Policy, world_tp: int, dtype: torch.dtype | None = None) -> dict[str, Any] | str:
+def lora_arguments(policy: Policy, dtype: torch.dtype | None = None) -> dict[str, Any] | str:
     """Engine arguments with which vLLM can hold this policy's adapter, or why it cannot.
 
     Only the targeted layers are wrapped, and a fused one if any of its parts is: a wrapped layer costs two more kernels
@@ -33,10 +33,9 @@ def lora_arguments(policy: Policy, world_tp: int, dtype: torch.dtype | None = No
 
     Args:
         policy: the live policy, before the engine is built.
-        world_tp: tensor-parallel size of a replica.
         dtype: what the engine will compute in, if known.
     """
-    reason = unserved(policy, world_tp, dtype)
+    reason = unserved(policy, dtype)
     if reason is not None:
         return reason
     layers = lora_layers(policy)
@@ -48,16 +47,6 @@ def lora_arguments(policy: Policy, world_tp: int, dtype: torch.dtype | None = No
         "max_lora_rank": next(size for size in allowed_ranks() if size >= rank),
         "lora_target_modules": sorted({name.rpartition(".")[2] for name in layers}),
     }
-
-
-@dataclass(frozen=True, slots=True)
-class _Slot:
-    """Where one PEFT layer's adapter goes: `a` (r, in) and `b` (out, r) are views of vLLM's memory."""
-
-    name: str
-    layer: Any
-    a: Tensor
-    b: Tensor
 
 
 class AdapterSlots:
@@ -75,7 +64,7 @@ class AdapterSlots:
         self._manager = internals.adapter_manager(llm)
         self._layers = lora_layers(policy)
         self._adapter = self._active()
-        self._slots: list[_Slot] = []
+        self._slots: list[Slot] = []
         self._outside: list[tuple[str, Tensor]] = []
         self.reset()
 
@@ -111,6 +100,8 @@ class AdapterSlots:
     def write(self) -> int:
         """Copy the adapter into the slots, in a few multi-tensor launches; a disabled adapter is written as zeros.
 
+        Collective where the policy is sharded: each factor is gathered.
+
         Returns:
             Bytes of adapter tensors read.
 
@@ -120,28 +111,30 @@ class AdapterSlots:
         if not self._held():
             self.reset()
         live, idle = self._split()
-        factors = [(s, *_factors(s.layer, self._adapter)) for s in live]
-        for s, a, b, _ in factors:
+        factors = [factors_of(s.layer, self._adapter) for s in live]
+        parts = [s.parts(a, b) for s, (a, b, _) in zip(live, factors, strict=True)]
+        for s, (a, b) in zip(live, parts, strict=True):
             if a.shape != s.a.shape or b.shape != s.b.shape:
                 raise SyncError(
                     f"The adapter of {s.name} has A {tuple(a.shape)} and B {tuple(b.shape)} now; its slots are "
                     f"{tuple(s.a.shape)} and {tuple(s.b.shape)}. Build a new engine after changing an adapter's rank."
                 )
         with torch.no_grad():
-            if factors:
-                scaled = torch._foreach_mul([b for _, _, b, _ in factors], [scaling for *_, scaling in factors])
-                torch._foreach_copy_([s.a for s in live], [a for _, a, _, _ in factors])
+            if parts:
+                scaled = torch._foreach_mul([b for _, b in parts], [scaling for *_, scaling in factors])
+                torch._foreach_copy_([s.a for s in live], [a for a, _ in parts])
                 torch._foreach_copy_([s.b for s in live], list(scaled))
             if idle:
                 torch._foreach_zero_([t for s in idle for t in (s.a, s.b)])
-        return sum(t.numel() * t.element_size() for _, a, b, _ in factors for t in (a, b))
+        return sum(t.numel() * t.element_size() for a, b, _ in factors for t in (a, b))
 
     def differing(self) -> list[str]:
         """Adapted modules whose slots are not bitwise A and scaling * B, and slots with values outside the adapter."""
         live, idle = self._split()
         names, flags = [], []
         for s in live:
-            a, b, scaling = _factors(s.layer, self._adapter)
+            a, b, scaling = factors_of(s.layer, self._adapter)
+            a, b = s.parts(a, b)
             for ours, theirs in ((s.a, a), (s.b, torch._foreach_mul([b], [scaling])[0])):
                 names.append(s.name)
                 flags.append(differ(ours, theirs))
@@ -175,15 +168,16 @@ class AdapterSlots:
         """Find the slots of every adapted module, and everything in vLLM's slots that must stay zero."""
         wanted = {self._theirs(name): name for name, layer in self._layers.items() if self._adapter in layer.lora_A}
         self._slots, self._outside = [], []
-        for part, a, b in self._parts(index):
+        for part, a, b, cut in self._parts(index):
             name = wanted.get(part)
-            weights = _factors(self._layers[name], self._adapter)[:2] if name else None
-            if name is None or weights is None or not _fits(a, b, *weights):
+            whole = weights_of(self._layers[name], self._adapter) if name else None
+            place = place_of(a, b, *whole, cut) if whole else None
+            if name is None or whole is None or place is None:
                 self._outside += [(part, a), (part, b)]
                 continue
             del wanted[part]
-            rank = weights[0].shape[0]
-            self._slots.append(_Slot(name, self._layers[name], a[:rank], b[:, :rank]))
+            rank = whole[0].shape[0]
+            self._slots.append(Slot(name, self._layers[name], a[:rank], b[:, :rank], *place))
             self._outside += [(part, a[rank:]), (part, b[:, rank:])]
         if wanted:
             raise SyncError(
@@ -191,15 +185,17 @@ class AdapterSlots:
                 "weights='gather', which merges it, or leave these modules out of the adapter's target_modules."
             )
 
-    def _parts(self, index: int) -> Iterator[tuple[str, Tensor, Tensor]]:
-        """Every unfused module that vLLM can adapt: its name there, A (max rank, in) and B (out, max rank)."""
+    def _parts(self, index: int) -> Iterator[tuple[str, Tensor, Tensor, Cut]]:
+        """Every unfused module that vLLM can adapt: its name there, A (max rank, in) and B (out, max rank), and how
+        vLLM cuts whole factors for them."""
         from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
         for name, wrapper in self._manager.modules.items():
             parts = self._manager.packed_modules.get(name, [name])
             if isinstance(wrapper, BaseLinearLayerWithLoRA) and len(parts) == wrapper.n_slices:
-                for part, a, b in zip(parts, wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True):
-                    yield part, a[index, 0], b[index, 0]
+                slots = zip(parts, wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True)
+                for number, (part, a, b) in enumerate(slots):
+                    yield part, a[index, 0], b[index, 0], Cut(wrapper, number)
 
     def _theirs(self, name: str) -> str:
         """vLLM's name of a module, found as it finds those of an adapter on disk."""
@@ -217,10 +213,10 @@ class AdapterSlots:
             raise SyncError(f"{len(active)} adapters are active ({', '.join(active)}), vLLM holds one: `set_adapter`.")
         return active[0]
 
-    def _split(self) -> tuple[list[_Slot], list[_Slot]]:
+    def _split(self) -> tuple[list[Slot], list[Slot]]:
         """The slots whose adapter is applied now, and those whose is disabled."""
-        live: list[_Slot] = []
-        idle: list[_Slot] = []
+        live: list[Slot] = []
+        idle: list[Slot] = []
         for s in self._slots:
             if s.layer.merged:
                 raise SyncError(f"The adapter is merged into {s.name}, and would count twice: `unmerge_adapter` first.")
@@ -235,19 +231,6 @@ class AdapterSlots:
     def _stray(self) -> list[str]:
         names = [f"{part} (outside the adapter)" for part, _ in self._outside]
         return list(dict.fromkeys(_flagged(names, [t.any() for _, t in self._outside])))
-
-
-def _factors(layer: Any, adapter: str) -> tuple[Tensor, Tensor, float]:
-    """A (r, in), B (out, r) and the scaling, fetched anew: training may rebind any of them.
-
-    Past `nn.Module.__getattr__`, which for some 200 layers takes longer than the copies.
-    """
-    a, b = (layer._modules[part]._modules[adapter]._parameters["weight"] for part in ("lora_A", "lora_B"))
-    return a.data, b.data, float(layer.scaling[adapter])
-
-
-def _fits(slot_a: Tensor, slot_b: Tensor, a: Tensor, b: Tensor) -> bool:
-    return slot_a.shape[1] == a.shape[1] and slot_b.shape[0] == b.shape[0] and a.shape[0] <= slot_a.shape[0]
 
 
 def _flagged(names: list[str], flags: list[Tensor]) -> list[str]:

@@ -49,7 +49,7 @@ class VLLMEngine:
         self.adapter: Any = None
         chosen = session.selection.weights
         if chosen is None or chosen.component.name == "lora":
-            wanted = lora_arguments(session.policy, options.tensor_parallel_size, self.dtype)
+            wanted = lora_arguments(session.policy, self.dtype)
         else:
             wanted = f"weights={chosen.component.name!r} was chosen"
         self.adapters_refused = wanted if isinstance(wanted, str) else None

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import torch
-from trlx_hybrid.policy import Policy, is_sharded, unwrapped_name
+from trlx_hybrid.policy import Policy, unwrapped_name
 
 UNSERVED = {
     "use_dora": "DoRA scales the merged weight, which no LoRA slot holds",
@@ -39,17 +39,16 @@ def active_adapters(layers: dict[str, Any]) -> list[str]:
     return sorted({a for layer in layers.values() for a in layer.active_adapters if a in layer.r})
 
 
-def unserved(policy: Policy, tensor_parallel: int, dtype: torch.dtype | None) -> str | None:
+def unserved(policy: Policy, dtype: torch.dtype | None) -> str | None:
     """Why vLLM's LoRA slots cannot hold what this policy trains, or None.
 
     Args:
         policy: the live policy.
-        tensor_parallel: size of a replica.
         dtype: what the engine will compute in; None where that is not known yet.
     """
     if not policy.adapters:
         return "the policy is not a PEFT model: there is no adapter to serve"
-    return _config(policy) or _layers(policy) or _sharding(policy) or _engine(policy, tensor_parallel, dtype)
+    return _config(policy) or _layers(policy) or _sharding(policy) or _engine(policy, dtype)
 
 
 def _config(policy: Policy) -> str | None:
@@ -94,17 +93,17 @@ def _layers(policy: Policy) -> str | None:
 
 
 def _sharding(policy: Policy) -> str | None:
+    if policy.fsdp_version == 1:
+        return "FSDP1 flattens the adapter's parameters. Set `fsdp_version: 2` in the accelerate config"
     for name, p in policy.module.named_parameters():
-        if policy.fsdp_version is not None or is_sharded(p):
-            return f"{name} is sharded, so no rank holds a whole adapter: gather merges it instead"
+        if hasattr(p, "ds_id"):
+            return f"{name} is in ZeRO-3's flat buffers: gather merges the adapter instead. Or use FSDP2"
     return None
 
 
-def _engine(policy: Policy, tensor_parallel: int, dtype: torch.dtype | None) -> str | None:
+def _engine(policy: Policy, dtype: torch.dtype | None) -> str | None:
     from vllm.platforms import current_platform
 
-    if tensor_parallel != 1:
-        return f"tensor_parallel_size is {tensor_parallel}, and slots are not split over ranks yet: gather merges"
     if dtype is torch.float32 and not current_platform.is_cpu():
         return "vLLM's LoRA kernels compute in 16 bits, and the engine in float32. Set engine_options dtype='bfloat16'"
     layers = lora_layers(policy)

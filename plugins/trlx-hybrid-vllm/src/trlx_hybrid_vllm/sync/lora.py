@@ -5,21 +5,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trlx_hybrid.errors import SyncError, listed
+from trlx_hybrid.policy import is_sharded
 from trlx_hybrid.protocols import WeightSync
 from trlx_hybrid.types import LoadReport
 
 from ..adapters import AdapterSlots
 from .base import SharedWeights
+from .streamed import StreamedBase
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trlx_hybrid.policy import Policy
     from trlx_hybrid.session import Session
+
+    from ..engine import VLLMEngine
 
 
 class LoraSync(WeightSync):
     """The adapter goes from the trainer's memory into vLLM's LoRA slots.
 
-    The base is frozen: it is shared or copied once. `keeps_weights` holds for both, since nothing would bring a
-    discarded base back.
+    The base is frozen: it is shared or copied once, or streamed once where the policy is sharded or the engine holds
+    slices. `keeps_weights` holds for all: what moves at each sync is the adapter and nothing else.
     """
 
     name = "lora"
@@ -27,7 +34,7 @@ class LoraSync(WeightSync):
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._base: SharedWeights | None = None
+        self._base: SharedWeights | StreamedBase | None = None
         self._slots: AdapterSlots | None = None
 
     def refuses(self) -> str | None:
@@ -40,17 +47,24 @@ class LoraSync(WeightSync):
         if engine.adapters_refused is not None:
             return engine.adapters_refused
         policy = self._session.policy
-        self._base = SharedWeights(engine, policy, alias=True)
-        if self._base.refuses() is not None:
-            self._base = SharedWeights(engine, policy, alias=False)
-            reason = self._base.refuses()
-            if reason is not None:
-                return reason
+        for base in self._bases(engine, policy):
+            self._base, reason = base, base.refuses()
+            if reason is None:
+                break
+        else:
+            return reason
         try:
             self._slots = AdapterSlots(engine.llm, policy)
         except SyncError as error:
             return str(error)
         return None
+
+    def _bases(self, engine: VLLMEngine, policy: Policy) -> Iterator[SharedWeights | StreamedBase]:
+        if engine.tensor_parallel_size > 1 or any(is_sharded(p) for p in policy.module.parameters()):
+            yield StreamedBase(engine, policy)
+            return
+        yield SharedWeights(engine, policy, alias=True)
+        yield SharedWeights(engine, policy, alias=False)
 
     def open(self) -> None:
         """Make the base one memory."""

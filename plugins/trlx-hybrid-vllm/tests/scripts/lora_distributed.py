@@ -1,0 +1,107 @@
+"""Launched by test_lora_distributed.py: GRPO of an adapter with an engine over two ranks; each rank reports.
+
+    python lora_distributed.py OUT fsdp|ddp TENSOR_PARALLEL [KEY=VALUE ...]
+
+Further arguments are of the model's config.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from trl import GRPOConfig
+from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
+from trlx_hybrid.policy import is_sharded
+from trlx_hybrid.testing.launched import sorting_prompts, tiny_grpo, use_fsdp_on_cpu
+from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "Qwen3DecoderLayer",
+    "FSDP_RESHARD_AFTER_FORWARD": "True",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "False",
+}
+RANK = int(os.environ["RANK"])
+
+
+def digest(policy):
+    """Of all parameters in full: FSDP leaves some unsharded after a forward pass."""
+    state = hashlib.sha256()
+    for p in policy.module.parameters():
+        whole = p.full_tensor() if hasattr(p, "full_tensor") else p
+        state.update(whole.detach().clone().numpy().tobytes())  # what NumPy has seen cannot be resized, as FSDP does
+    return state.hexdigest()
+
+
+class Syncs:
+    """What each sync moved and left, and that the trainer's own weights stay as they are."""
+
+    def __init__(self):
+        self.reports, self.before = [], ""
+
+    @hookimpl
+    def trlx_sync_start(self, session, plan):
+        self.before = digest(session.policy)
+
+    @hookimpl
+    def trlx_sync_end(self, session, report):
+        unchanged = digest(session.policy) == self.before
+        self.reports.append([report.weights, report.bytes, report.verified, report.logprob_gap, unchanged])
+
+
+def main(folder, mode, size, shape):
+    syncs = Syncs()
+    settings = tiny_grpo(
+        folder / "run",
+        per_device_train_batch_size=4,
+        learning_rate=1e-2,
+        max_steps=4,
+        vllm_tensor_parallel_size=size,
+        vllm_enable_sleep_mode=True,
+    )
+    trainer = GRPOTrainer(
+        model=tiny_model(**shape),
+        reward_funcs=lambda completions, **_: [float(sum(c.isdigit() for c in text)) for text in completions],
+        args=GRPOConfig(**settings),
+        train_dataset=sorting_prompts(),
+        processing_class=character_tokenizer(),
+        hybrid=HybridConfig(verify_every=1),
+        plugins=[syncs],
+        peft_config=LoraConfig(
+            r=4,
+            lora_alpha=6,
+            target_modules="all-linear",
+            init_lora_weights="gaussian",
+            rank_pattern={"down_proj": 7},
+            alpha_pattern={"k_proj": 10},
+        ),
+    )
+    trainer.train()
+    parameters = dict(trainer.model.named_parameters())
+    report = {
+        "sharded": sum(is_sharded(p) for p in parameters.values()),
+        "parameters": len(parameters),
+        "adapter": sum(p.numel() * p.element_size() for p in parameters.values() if p.requires_grad),
+        "why": trainer.session.weights_why,
+        "syncs": syncs.reports,
+        "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
+    }
+    trainer.session.close()
+    (folder / f"rank{RANK}.json").write_text(json.dumps(report))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    out, mode, size, *rest = sys.argv[1:]
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    if mode == "fsdp":
+        os.environ.update(FSDP2)
+        use_fsdp_on_cpu()
+    main(Path(out), mode, int(size), {key: int(value) for key, value in (item.split("=") for item in rest)})

@@ -111,7 +111,7 @@ class AdapterSlots:
         if not self._held():
             self.reset()
         live, idle = self._split()
-        factors = [factors_of(s.layer, self._adapter) for s in live]
+        factors = factors_of(live, self._adapter)
         parts = [s.parts(a, b) for s, (a, b, _) in zip(live, factors, strict=True)]
         for s, (a, b) in zip(live, parts, strict=True):
             if a.shape != s.a.shape or b.shape != s.b.shape:
@@ -132,8 +132,7 @@ class AdapterSlots:
         """Adapted modules whose slots are not bitwise A and scaling * B, and slots with values outside the adapter."""
         live, idle = self._split()
         names, flags = [], []
-        for s in live:
-            a, b, scaling = factors_of(s.layer, self._adapter)
+        for s, (a, b, scaling) in zip(live, factors_of(live, self._adapter), strict=True):
             a, b = s.parts(a, b)
             for ours, theirs in ((s.a, a), (s.b, torch._foreach_mul([b], [scaling])[0])):
                 names.append(s.name)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from trlx_hybrid.gathering import whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +32,20 @@ class Slot:
         return (a[:, self.columns], b[self.rows]) if self.cut else (a, b)
 
 
-def factors_of(layer: Any, adapter: str) -> tuple[Tensor, Tensor, float]:
-    """A (r, in), B (out, r) and the scaling, fetched anew: training may rebind any of them.
-
-    Past `nn.Module.__getattr__`, which for some 200 layers takes longer than the copies.
-    """
-    a, b = (_whole(weight) for weight in weights_of(layer, adapter))
-    return a, b, float(layer.scaling[adapter])
+def factors_of(slots: Sequence[Slot], adapter: str) -> list[tuple[Tensor, Tensor, float]]:
+    """Of each slot's layer A (r, in), B (out, r) and the scaling. Collective where the policy is sharded."""
+    factors = whole([weight for s in slots for weight in weights_of(s.layer, adapter)])
+    scalings = [float(s.layer.scaling[adapter]) for s in slots]
+    return list(zip(factors[::2], factors[1::2], scalings, strict=True))
 
 
 def weights_of(layer: Any, adapter: str) -> tuple[Tensor, Tensor]:
-    """Both factors as they are, which may be sharded."""
+    """Both factors as they are, which may be sharded; fetched anew: training may rebind any of them.
+
+    Past `nn.Module.__getattr__`, which for some 200 layers takes longer than the copies.
+    """
     a, b = (layer._modules[part]._modules[adapter]._parameters["weight"] for part in ("lora_A", "lora_B"))
     return a.data, b.data
-
-
-def _whole(weight: Any) -> Tensor:
-    return weight.full_tensor() if hasattr(weight, "full_tensor") else weight  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,9 @@ def main(folder, index):
         args=GRPOConfig(**settings),
         train_dataset=sorting_prompts(),
         processing_class=character_tokenizer(),
-        hybrid=HybridConfig(engine_options=wanted["engine"], verify_every=1),
+        hybrid=HybridConfig(
+            engine_options=wanted["engine"], verify_every=1, weights="reshard" if lora else "auto"
+        ),  # merged, and not served: `auto` would serve it
         plugins=[plugin],
         peft_config=LoraConfig(r=4, lora_alpha=12, target_modules=list(ADAPTED)) if lora else None,
     )

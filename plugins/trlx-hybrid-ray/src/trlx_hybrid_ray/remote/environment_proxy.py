@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..workers.register import timeout
-from .fleet import Fleet, Seat, Worker, answered, lost_error, result_of
+from .fleet import Fleet, Worker
 from .lost import EnvironmentLostError
+from .seat import Seat, answered, lost_error, result_of
 
 logger = logging.getLogger(__name__)
 OPTIONAL = ("get_reward", "close")

@@ -12,13 +12,12 @@ from typing import Any
 from trlx_hybrid.errors import ConfigError, listed
 
 from .. import debugging
-from ..errors import brief
 from ..workers import DeadlineError, WorkerDiedError
 from ..workers.register import timeout
 from .environment_host import EnvironmentHost
 from .lost import EnvironmentLostError
 from .quarters import Quarters
-from .reply import Reply
+from .seat import Seat, answered
 from .shipment import Shipment
 
 SPARE = 4  # threads of a worker beside one for each environment: to make them and to let them go
@@ -48,23 +47,6 @@ class Worker:
     def taken(self) -> int:
         """Places."""
         return len(self.keys) - min(len(self.stuck), STUCK)
-
-
-@dataclass(frozen=True, slots=True)
-class Seat:
-    """An environment's place. Can be sent to other processes, which may call the environment too.
-
-    Attributes:
-        handle: the actor.
-        key: its number there.
-        where: for messages.
-        deadline: seconds that a call may take.
-    """
-
-    handle: Any
-    key: int
-    where: str
-    deadline: float
 
 
 class Fleet:
@@ -251,39 +233,3 @@ class Fleet:
                 ) from error
             if reply.text:
                 reply.result()
-
-
-def answered(name: str, method: str, seat: Seat, reference: Any) -> Any:
-    """What a call returned.
-
-    Raises:
-        EnvironmentLostError: the worker died, or did not answer in time.
-        what the method raised.
-    """
-    import ray
-
-    try:
-        reply = ray.get(reference, timeout=timeout(seat.deadline))
-    except (ray.exceptions.RayError, TimeoutError) as error:
-        raise lost_error(name, method, seat, error) from error
-    return result_of(name, method, reply)
-
-
-def result_of(name: str, method: str, reply: Reply) -> Any:
-    """The same of a reply that is here."""
-    if reply.unsendable:
-        raise EnvironmentLostError(f"environment '{name}.{method}' returned {reply.unsendable}. Return plain data.")
-    return reply.result()
-
-
-def lost_error(name: str, method: str, seat: Seat, error: BaseException) -> EnvironmentLostError:
-    """Why there is no answer."""
-    if isinstance(error, TimeoutError):
-        return EnvironmentLostError(
-            f"environment '{name}.{method}' did not return within {seat.deadline:g} s, in {seat.where}; the call may "
-            "still run. Give it a timeout of its own, or raise deadline=."
-        )
-    return EnvironmentLostError(
-        f"environment '{name}.{method}': {seat.where} died: {brief(error).rstrip('.')}. Its log and the node's say "
-        "why; out of memory is the usual cause"
-    )

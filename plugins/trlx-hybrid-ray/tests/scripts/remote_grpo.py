@@ -1,9 +1,10 @@
 """GRPO with engines in Ray actors; prints rewards, and seconds and bytes of each weight sync.
 
     python remote_grpo.py OUT [engine=remote] [replicas=1] [tp=1] [model=tiny|1.5b] [steps=4] [backend=auto] [fsdp=1]
+    trlx-hybrid launch --gpus-per-node 1 remote_grpo.py OUT [...]
 
-One trainer on the first GPU and the engines on others, weights by `nccl`; without GPUs everything on the CPU. Under
-`trlx-hybrid launch` every rank trains, and all sample from the same engines.
+Without GPUs everything on the CPU. Under `trlx-hybrid launch` every rank trains, and all sample from the same engines, on
+the GPUs that are left, with weights by `nccl`. Engines start without CUDA graphs, which would take minutes.
 """
 
 import json
@@ -63,7 +64,11 @@ def main():
         return rewards[-1]
 
     if options["engine"] == "remote":
-        given = {"replicas": int(options["replicas"]), "tensor_parallel_size": int(options["tp"])}
+        given = {
+            "replicas": int(options["replicas"]),
+            "tensor_parallel_size": int(options["tp"]),
+            "server_options": {"enforce_eager": True},
+        }
         hybrid = HybridConfig(
             engine="remote",
             engine_options=given,

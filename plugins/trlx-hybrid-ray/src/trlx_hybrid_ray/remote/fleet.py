@@ -169,10 +169,10 @@ class Fleet:
         import ray
 
         for worker in self._workers:
-            if worker.stuck:
-                late = set(ray.wait(list(worker.stuck.values()), num_returns=len(worker.stuck), timeout=0)[1])
-                returned = [key for key, call in worker.stuck.items() if call not in late]
-                for key in returned:
+            stuck = dict(worker.stuck)  # calls are given up in other threads
+            if stuck:
+                late = set(ray.wait(list(stuck.values()), num_returns=len(stuck), timeout=0)[1])
+                for key in [key for key, call in stuck.items() if call not in late]:
                     del worker.stuck[key]
                     self.free(worker, key)
         gone: dict[Worker, list[int]] = {}

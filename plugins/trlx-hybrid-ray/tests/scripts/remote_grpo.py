@@ -3,8 +3,8 @@
     python remote_grpo.py OUT [engine=remote] [replicas=1] [tp=1] [model=tiny|1.5b] [steps=4] [backend=auto] [fsdp=1]
     trlx-hybrid launch --gpus-per-node 1 remote_grpo.py OUT [...]
 
-Without GPUs everything on the CPU. Under `trlx-hybrid launch` every rank trains, and all sample from the same engines, on
-the GPUs that are left, with weights by `nccl`. Engines start without CUDA graphs, which would take minutes.
+Without GPUs everything on the CPU. Under `trlx-hybrid launch` every rank trains, and all sample from the same engines,
+on the GPUs that are left, with weights by `nccl`. Engines start without CUDA graphs, which would take minutes.
 """
 
 import json

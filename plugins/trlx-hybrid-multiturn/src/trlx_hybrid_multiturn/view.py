@@ -76,7 +76,10 @@ def _wrapped(line: str, width: int) -> Iterator[str]:
 
 
 def _columns(character: str) -> int:
-    """Columns that a terminal gives a character: 2 in East Asian scripts and for emoji, 0 for accents that combine."""
+    """Columns that a terminal gives a character: 2 in East Asian scripts and for emoji, 0 for accents that combine.
+
+    As Markus Kuhn's wcwidth has it, where the soft hyphen is seen.
+    """
     if unicodedata.east_asian_width(character) in "WF":
         return 2
-    return 0 if unicodedata.category(character) in ("Mn", "Me", "Cf") else 1
+    return 0 if unicodedata.category(character) in ("Mn", "Me", "Cf") and character != "\N{SOFT HYPHEN}" else 1

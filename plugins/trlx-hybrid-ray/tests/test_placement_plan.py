@@ -274,13 +274,14 @@ def requests(draw):
     """(nodes, roles) of which about half fit."""
     nodes = []
     for number in range(draw(st.integers(1, 4))):
-        gpus, cpus = draw(st.integers(0, 6)), draw(st.integers(1, 12))
+        gpus, cpus = draw(st.integers(0, 8)), draw(st.integers(2, 16))
         free = min(gpus, draw(st.sampled_from([gpus, gpus, gpus / 2, 1.5])))
-        nodes.append(node(number + 1, gpus=gpus, cpus=cpus, free_gpus=free, free_cpus=draw(st.integers(0, cpus))))
+        idle = draw(st.sampled_from([cpus, cpus, cpus, cpus // 2, 1, 0]))
+        nodes.append(node(number + 1, gpus=gpus, cpus=cpus, free_gpus=free, free_cpus=idle))
     roles = []
     for number in range(draw(st.integers(1, 3))):
         gpus = draw(fractions)
-        given = {"name": f"role{number}", "replicas": draw(st.integers(1, 4)), "size": draw(sizes)}
+        given = {"name": f"role{number}", "replicas": draw(st.sampled_from([1, 1, 2, 3])), "size": draw(sizes)}
         host = draw(st.sampled_from([None, *(r for r in roles if r.colocate_with is None and r.gpus in (0, 1))]))
         if host is not None and given["replicas"] * given["size"] <= host.workers:
             roles.append(Role(colocate_with=host.name, gpus=host.gpus, cpus=draw(st.sampled_from([0, 1])), **given))

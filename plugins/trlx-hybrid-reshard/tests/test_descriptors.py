@@ -120,7 +120,7 @@ def test_the_slices_are_the_bytes_of_the_plan_peer_by_peer(reshard):
             assert (by_peer(slices.sends, train.world) == made.sends).all()
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(reshards())
 def test_what_a_rank_packs_has_its_place_in_the_buckets(reshard):
     """What goes to several ranks is packed once."""

@@ -196,7 +196,7 @@ class ReshardSync(WeightSync):
             self._lost = self._session.live_engine.peers_lost = True
             for moves in self._known.values():
                 moves.close()
-            if self._agreement is not None and self._group is not self._agreement.group:
+            if self._agreement is not None and self._group not in (None, self._agreement.group):
                 abort([self._group])
             raise
 

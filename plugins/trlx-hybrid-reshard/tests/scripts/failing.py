@@ -39,6 +39,16 @@ def never_opens(sync):
     return ended(lambda: Agreement(RANK, WORLD, DEADLINE))
 
 
+def never_compares(sync):
+    """Opens a sync of its own with the others, and no more; the groups of others go on."""
+    if RANK == CULPRIT:
+        Agreement(RANK, WORLD, DEADLINE)
+        time.sleep(1.3 * DEADLINE)
+        return None
+    _, another = session_of(sharded(), SlicedEngine(tp=1), deadline=DEADLINE)
+    return ended(another.refuses)
+
+
 def stalls(sync):
     """Agrees on the sync, and moves nothing."""
     if RANK == CULPRIT:
@@ -56,7 +66,7 @@ def dies(sync):
 def main(folder):
     dist.init_process_group("gloo")
     seen = {}
-    for fault in (never_enters, never_opens, stalls, dies):
+    for fault in (never_enters, never_opens, never_compares, stalls, dies):
         session, sync = session_of(sharded(), SlicedEngine(tp=1), deadline=DEADLINE)
         assert sync.refuses() is None
         sync.open()

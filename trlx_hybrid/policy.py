@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from .gathering import full
 from .merging import adapted
 
 if TYPE_CHECKING:
@@ -138,9 +139,7 @@ class Policy:
             with self._gather([tensor]):  # type: ignore[list-item]
                 return tensor.data.clone()
         if hasattr(tensor, "full_tensor"):
-            if tensor.device.type != self.device.type:  # CPU-offloaded shards: the all-gather wants the device
-                tensor = tensor.to(self.device)
-            return tensor.full_tensor()  # type: ignore[no-any-return,attr-defined]
+            return full(tensor)
         return tensor
 
     def fingerprint(self) -> int:

@@ -6,6 +6,18 @@ import functools
 from pathlib import Path
 from typing import Any
 
+FSDP2 = {
+    "ACCELERATE_USE_CPU": "true",
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "Qwen3DecoderLayer",
+    "FSDP_RESHARD_AFTER_FORWARD": "True",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "False",
+}
+"""What `accelerate launch` would set for a `tiny_model` under FSDP2; `use_fsdp_on_cpu` comes with it."""
+
 
 def use_fsdp_on_cpu() -> None:
     """Honour accelerate's FSDP setting on a CPU, where 1.15 turns it into DDP in silence. FSDP2 over gloo is real."""

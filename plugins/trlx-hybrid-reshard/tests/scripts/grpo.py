@@ -10,20 +10,10 @@ from peft import LoraConfig
 from torch.distributed.tensor import DTensor
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
-from trlx_hybrid.testing.launched import sorting_prompts, tiny_grpo, use_fsdp_on_cpu
+from trlx_hybrid.testing.launched import FSDP2, sorting_prompts, tiny_grpo, use_fsdp_on_cpu
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid_vllm.internals import model_of
 
-FSDP2 = {
-    "ACCELERATE_USE_CPU": "true",
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "Qwen3DecoderLayer",
-    "FSDP_RESHARD_AFTER_FORWARD": "True",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "False",
-}
 FROZEN = "layers.1.mlp"
 ADAPTED = ("q_proj", "k_proj", "v_proj", "down_proj")
 RUNS = [

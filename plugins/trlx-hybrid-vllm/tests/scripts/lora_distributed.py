@@ -16,18 +16,9 @@ from peft import LoraConfig
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
 from trlx_hybrid.policy import is_sharded
-from trlx_hybrid.testing.launched import sorting_prompts, tiny_grpo, use_fsdp_on_cpu
+from trlx_hybrid.testing.launched import FSDP2, sorting_prompts, tiny_grpo, use_fsdp_on_cpu
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 
-FSDP2 = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "2",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "Qwen3DecoderLayer",
-    "FSDP_RESHARD_AFTER_FORWARD": "True",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "False",
-}
 RANK = int(os.environ["RANK"])
 
 
@@ -56,7 +47,7 @@ class Syncs:
         self.reports.append([report.weights, report.bytes, report.verified, report.logprob_gap, unchanged])
 
 
-def main(folder, mode, size, shape):
+def main(folder, size, shape):
     syncs = Syncs()
     settings = tiny_grpo(
         folder / "run",
@@ -104,4 +95,4 @@ if __name__ == "__main__":
     if mode == "fsdp":
         os.environ.update(FSDP2)
         use_fsdp_on_cpu()
-    main(Path(out), mode, int(size), {key: int(value) for key, value in (item.split("=") for item in rest)})
+    main(Path(out), int(size), {key: int(value) for key, value in (item.split("=") for item in rest)})

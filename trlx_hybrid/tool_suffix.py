@@ -51,26 +51,24 @@ class _Openings:
             if name not in self._known:
                 self._known[name] = self._inner.apply_chat_template(messages, **given)
             return self._known[name]
-        if not self._splits or self._openings.get(name, self) is None:
-            return self._inner.apply_chat_template(messages, **given)
-        text = self._inner.apply_chat_template(messages, **given | {"tokenize": False})
-        if name not in self._openings:
-            ids = self._inner.apply_chat_template(messages, **given)
-            self._openings[name] = self._opening(name, messages[:2], text, ids, given)
-            return ids
-        opening = self._openings[name]
-        if opening is None or not text.startswith(opening.text):
-            return self._inner.apply_chat_template(messages, **given)
-        return opening.ids + self._encoded(text[len(opening.text) :])
+        opening = self._openings.get(name)
+        if opening is not None:
+            text = self._inner.apply_chat_template(messages, **given | {"tokenize": False})
+            if text.startswith(opening.text):
+                return opening.ids + self._encoded(text[len(opening.text) :])
+        ids = self._inner.apply_chat_template(messages, **given)
+        if self._splits and name not in self._openings:
+            self._openings[name] = self._opening(name, messages, ids, given)
+        return ids
 
     def _opening(
-        self, name: str, messages: Sequence[dict[str, Any]], text: str, ids: list[int], given: dict[str, Any]
+        self, name: str, messages: Sequence[dict[str, Any]], ids: list[int], given: dict[str, Any]
     ) -> _Opening | None:
-        """What may be left out, if encoding the rest of this text gives the rest of its ids."""
+        """What may be left out, if encoding the rest of this conversation gives the rest of its ids."""
         end, end_id = self._inner.eos_token, self._inner.eos_token_id
-        before = self._inner.apply_chat_template(
-            messages, **given | {"tokenize": False, "add_generation_prompt": False}
-        )
+        as_text = given | {"tokenize": False}
+        text = self._inner.apply_chat_template(messages, **as_text)
+        before = self._inner.apply_chat_template(messages[:2], **as_text | {"add_generation_prompt": False})
         known = self._known.get(name, [])
         if end not in before or end_id not in known:
             return None

@@ -116,11 +116,12 @@ def measure(actors: int, payloads: Sequence[str], seconds: float) -> tuple[list[
     measured: list[Measurement] = []
     metrics: dict[str, float] = {}
     group = WorkerGroup(Target, FreePool(ranks=actors, cpus_each=0))
+    random = np.random.default_rng(0)
     try:
         handles = group.handles
         for method in ("length", "same"):
             for name in payloads:
-                payload = np.zeros((PAYLOADS[name] // ROW, ROW), dtype=np.uint8)
+                payload = random.integers(256, size=(PAYLOADS[name] // ROW, ROW), dtype=np.uint8)
                 case = f"{method} {actors} × {name}"
                 raw, ours = paired(arms(group.workers, handles, method, payload), seconds, case)
                 measured += [raw, ours]

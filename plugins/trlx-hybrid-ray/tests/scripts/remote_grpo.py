@@ -67,7 +67,7 @@ def main():
         given = {
             "replicas": int(options["replicas"]),
             "tensor_parallel_size": int(options["tp"]),
-            "server_options": {"enforce_eager": True},
+            "server_options": {"enforce_eager": True} | ({"kv_cache_memory_bytes": 1 << 30} if cuda else {}),
         }
         hybrid = HybridConfig(
             engine="remote",

@@ -2,7 +2,8 @@
 
     python lora_distributed.py OUT fsdp|ddp TENSOR_PARALLEL [KEY=VALUE ...]
 
-Further arguments are of the model's config.
+Further arguments are of the model's config. By `torchrun --nproc-per-node 2` with two GPUs it runs on them, in
+bfloat16, which vLLM's kernels for adapters ask for.
 """
 
 import hashlib
@@ -20,6 +21,7 @@ from trlx_hybrid.testing.launched import FSDP2, sorting_prompts, tiny_grpo, use_
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 
 RANK = int(os.environ["RANK"])
+CUDA = torch.cuda.is_available()
 
 
 def digest(policy):
@@ -27,7 +29,8 @@ def digest(policy):
     state = hashlib.sha256()
     for p in policy.module.parameters():
         whole = p.full_tensor() if hasattr(p, "full_tensor") else p
-        state.update(whole.detach().clone().numpy().tobytes())  # what NumPy has seen cannot be resized, as FSDP does
+        # A clone: what NumPy has seen cannot be resized, as FSDP does.
+        state.update(whole.detach().clone().cpu().flatten().view(torch.uint8).numpy().tobytes())
     return state.hexdigest()
 
 
@@ -56,9 +59,11 @@ def main(folder, size, shape):
         max_steps=4,
         vllm_tensor_parallel_size=size,
         vllm_enable_sleep_mode=True,
+        use_cpu=not CUDA,
+        bf16=CUDA,
     )
     trainer = GRPOTrainer(
-        model=tiny_model(**shape),
+        model=tiny_model(dtype=torch.bfloat16 if CUDA else torch.float32, **shape),
         reward_funcs=lambda completions, **_: [float(sum(c.isdigit() for c in text)) for text in completions],
         args=GRPOConfig(**settings),
         train_dataset=sorting_prompts(),
@@ -85,14 +90,16 @@ def main(folder, size, shape):
         "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],
     }
     trainer.session.close()
+    folder.mkdir(exist_ok=True)
     (folder / f"rank{RANK}.json").write_text(json.dumps(report))
     torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     out, mode, size, *rest = sys.argv[1:]
-    os.environ["ACCELERATE_USE_CPU"] = "true"
     if mode == "fsdp":
         os.environ.update(FSDP2)
+    os.environ["ACCELERATE_USE_CPU"] = "false" if CUDA else "true"
+    if not CUDA and mode == "fsdp":
         use_fsdp_on_cpu()
     main(Path(out), int(size), {key: int(value) for key, value in (item.split("=") for item in rest)})

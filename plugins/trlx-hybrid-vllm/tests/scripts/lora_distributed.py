@@ -68,7 +68,7 @@ def main(folder, size, shape):
         args=GRPOConfig(**settings),
         train_dataset=sorting_prompts(),
         processing_class=character_tokenizer(),
-        hybrid=HybridConfig(verify_every=1),
+        hybrid=HybridConfig(verify_every=1, engine_options={"enforce_eager": True}),
         plugins=[syncs],
         peft_config=LoraConfig(
             r=4,

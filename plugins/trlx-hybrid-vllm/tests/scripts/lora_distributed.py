@@ -68,7 +68,10 @@ def main(folder, size, shape):
         args=GRPOConfig(**settings),
         train_dataset=sorting_prompts(),
         processing_class=character_tokenizer(),
-        hybrid=HybridConfig(verify_every=1, engine_options={"enforce_eager": True}),
+        hybrid=HybridConfig(
+            verify_every=1,
+            engine_options={"enforce_eager": True} | ({"kv_cache_memory_bytes": 1 << 30} if CUDA else {}),
+        ),
         plugins=[syncs],
         peft_config=LoraConfig(
             r=4,

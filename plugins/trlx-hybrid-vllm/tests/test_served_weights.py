@@ -11,10 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trlx_hybrid.errors import ConfigError, SyncError
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid_vllm.serving.backends import init_info
+from trlx_hybrid_vllm.serving.backends import backend_of, init_info, nccl_missing
 from trlx_hybrid_vllm.serving.buckets import Described, buckets
 from trlx_hybrid_vllm.serving.client import GroupClient
 from trlx_hybrid_vllm.serving.digest import digest
+from trlx_hybrid_vllm.serving.options import TransferOptions
 from trlx_hybrid_vllm.serving.proof import Routes, differing
 from trlx_hybrid_vllm.serving.together import together
 
@@ -137,6 +138,30 @@ def test_init_info_of_any_registered_backend_gets_the_fields_that_it_has():
         init_info("ncl", FIELDS, {})
     with pytest.raises(ConfigError, match=r"'nccl'.*bogus.*backend_options"):
         init_info("nccl", FIELDS, {"bogus": 1})
+
+
+def session_that_chose(backend):
+    chosen = SimpleNamespace(component=SimpleNamespace(name="transfer"), options=TransferOptions(backend=backend))
+    return SimpleNamespace(selection=SimpleNamespace(weights=chosen))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an NCCL")
+def test_nccl_is_refused_where_vllm_would_send_nothing_with_it():
+    assert "libnccl" in nccl_missing() or "NCCL" in nccl_missing()
+    with pytest.raises(ConfigError, match=r"backend='nccl'.*VLLM_NCCL_SO_PATH.*backend='gloo'"):
+        backend_of(session_that_chose("nccl"))
+    assert backend_of(session_that_chose("auto")) == "gloo"
+    assert backend_of(session_that_chose("of_a_third_party")) == "of_a_third_party"
+
+
+def test_nccl_that_was_switched_off_is_refused(monkeypatch):
+    monkeypatch.setenv("VLLM_DISABLE_PYNCCL", "1")
+    nccl_missing.cache_clear()
+    try:
+        with pytest.raises(ConfigError, match="VLLM_DISABLE_PYNCCL is set"):
+            backend_of(session_that_chose("nccl"))
+    finally:
+        nccl_missing.cache_clear()
 
 
 def test_gloo_is_registered_once_with_both_factories():

@@ -1,17 +1,21 @@
 """GRPO with engines in Ray actors; prints rewards, and seconds and bytes of each weight sync.
 
     python remote_grpo.py OUT [engine=remote] [replicas=1] [tp=1] [model=tiny|1.5b] [steps=4] [backend=auto] [fsdp=1]
+        [lose=N]
     trlx-hybrid launch --gpus-per-node 1 remote_grpo.py OUT [...]
 
 Without GPUs everything on the CPU. Under `trlx-hybrid launch` every rank trains, and all sample from the same engines,
-on the GPUs that are left, with weights by `nccl`. Engines start without CUDA graphs, which would take minutes.
+on the GPUs that are left, with weights by `nccl`. Engines start without CUDA graphs, which would take minutes. With
+`lose` the engines' processes are killed LOSE_SECONDS after sync N began.
 """
 
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 
+import psutil
 import torch
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
@@ -34,11 +38,27 @@ SHAPES = {
 }
 
 
+LOSE_SECONDS = 0.03
+
+
+def kill_engines(session):
+    """All processes of all engines, at once."""
+    for member in list(session.live_engine.crew.members.values()):
+        actor = psutil.Process(int(member.where.rpartition("pid ")[2]))
+        for process in [*actor.children(recursive=True), actor]:
+            process.kill()
+
+
 class Syncs:
     """Says what each weight sync took."""
 
-    def __init__(self):
-        self.reports = []
+    def __init__(self, lose):
+        self.reports, self._lose = [], lose
+
+    @hookimpl
+    def trlx_sync_start(self, session, plan):
+        if plan.version == self._lose and session.ranks.rank == 0:
+            threading.Timer(LOSE_SECONDS, kill_engines, (session,)).start()
 
     @hookimpl
     def trlx_sync_end(self, session, report):
@@ -52,12 +72,13 @@ class Syncs:
 def main():
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
-    options = {"engine": "remote", "replicas": "1", "tp": "1", "model": "tiny", "steps": "4", "backend": "auto"}
+    options = {"engine": "remote", "replicas": "1", "tp": "1", "model": "tiny", "steps": "4"}
+    options |= {"backend": "auto", "lose": "-1"}
     options |= dict(option.split("=") for option in sys.argv[2:])
     cuda, rank = torch.cuda.is_available(), int(os.environ.get("RANK", "0"))
     if options.get("fsdp") and not cuda:
         use_fsdp_on_cpu()
-    rewards, syncs = [], Syncs()
+    rewards, syncs = [], Syncs(int(options["lose"]))
 
     def digits(completions, **_):
         rewards.append([float(sum(c.isdigit() for c in text)) + len(text) / 100 for text in completions])

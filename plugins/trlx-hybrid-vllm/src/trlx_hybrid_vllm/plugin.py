@@ -97,7 +97,11 @@ def _transfer(session: Session, options: TransferOptions) -> WeightSync:
 
 @hookimpl
 def trlx_report_header(session: Session) -> str | None:
-    """Warn where aliasing meets an optimizer whose steps are lost in the weights' rounding."""
+    """Warn where aliasing meets an optimizer whose steps are lost in the weights' rounding, and of slow transports."""
+    if session.weights is not None and session.weights.name == "transfer":
+        from .serving.backends import note
+
+        return note(session)
     rate = getattr(session.args, "learning_rate", None)
     if session.weights is None or session.weights.name != "alias" or session.policy.dtype.itemsize > 2:
         return None

@@ -1,4 +1,4 @@
-"""Weights over gloo, for engines on CPUs: vLLM's own transfer engines all need GPUs.
+"""Weights over gloo, through host memory: vLLM's own transfer engines all need GPUs, and an NCCL that it can use.
 
 Registered with vLLM's two factories and driven as its `nccl` engine is: the trainer's rank 0 hosts a store, every
 worker of every engine joins it, and an update is a series of broadcasts. Every wait ends with the deadline.
@@ -129,11 +129,17 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         )
 
     def start_weight_update(self) -> None:
-        """Nothing to prepare: weights are written where they lie."""
+        """On a GPU layers may keep weights in another form, which vLLM then makes anew layer by layer."""
+        if self.device.type != "cpu":
+            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+            initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive and load all of it. There is no accelerator to wait for, as the base class would."""
+        """Receive and load all of it. The base class would wait for an accelerator that may not be there."""
         self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
         """One load per message, of which one is held at a time."""
@@ -146,7 +152,11 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
             self.model.load_weights(bucket.unpack(message))
 
     def finish_weight_update(self) -> None:
-        """Nothing is left to do."""
+        """Put back what no weight came for."""
+        if self.device.type != "cpu":
+            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+            finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
         """Leave the group."""

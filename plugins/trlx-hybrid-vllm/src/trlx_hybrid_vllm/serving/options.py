@@ -15,7 +15,8 @@ class TransferOptions:
 
     Attributes:
         backend: one of vLLM's weight-transfer engines by name: "nccl", or any other that is registered with vLLM where
-            trainer and engines run. "auto" takes `nccl` on GPUs and this plugin's `gloo` on CPUs.
+            trainer and engines run. "auto" takes `nccl` on GPUs, and this plugin's `gloo`, through host memory, on CPUs
+            and where vLLM cannot use NCCL.
         backend_options: further fields of that backend's trainer-side init info.
         deadline: seconds that joining the engines may take, and each sync.
     """

@@ -46,6 +46,10 @@ class VLLMServer:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from .backends import REMEDY, nccl_missing
+
+        if self._plan.arguments["weight_transfer_config"] == {"backend": "nccl"} and (why := nccl_missing()):
+            raise EngineError(f"The engine could not get its weights by `nccl`: where it runs, {why} {REMEDY}.")
         with tempfile.TemporaryDirectory(prefix="trlx-hybrid-") as folder:
             for name, body in self._plan.files.items():
                 path = Path(folder, name)

@@ -244,8 +244,12 @@ class TransferSync(WeightSync):
 
     def _leave(self) -> None:
         sender, self._sender, self._joined = self._sender, None, ()
-        if sender is not None:
-            sender.shutdown()
+        if sender is None:
+            return
+        destroy = getattr(getattr(sender, "model_update_group", None), "destroy", None)
+        sender.shutdown()
+        if destroy is not None:  # of vLLM's NCCL, whose kernels would hold the device while they wait for a dead engine
+            destroy()
 
     @property
     def _engine(self) -> Any:

@@ -1,5 +1,6 @@
 """The command itself, in a process of its own: a cluster that it starts, one that it joins, and its own sudden end."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -78,6 +80,26 @@ def test_ctrl_c_in_a_terminal(two_nodes, tmp_path):
     out, err = process.communicate(timeout=40)
     assert process.returncode == 130, err
     assert out.count("unwound") == 2
+    assert nothing_left(str(tmp_path), before) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["group", "everything"])
+def test_sigterm_to_more_than_the_launcher(tmp_path, whom):
+    """`timeout` sends it to the whole process group, batch systems to all processes of a job: Ray's own, too."""
+    before = segments()
+    process = start(tmp_path, "--processes-per-node", "2", OBEDIENT, "wait", str(tmp_path), start_new_session=True)
+    wait_for(tmp_path / "waiting.1")
+    if whom == "group":
+        os.killpg(process.pid, signal.SIGTERM)
+    else:
+        launcher = psutil.Process(process.pid)
+        for each in [*launcher.children(recursive=True), launcher]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.terminate()
+    _, err = process.communicate(timeout=30)
+    assert process.returncode == 128 + signal.SIGTERM, err
+    assert "Stopped by SIGTERM" in err
     assert nothing_left(str(tmp_path), before) == []
 
 

@@ -18,12 +18,14 @@ from typing import Any
 from trlx_hybrid.errors import ConfigError
 
 from . import peers, token
+from .asking import ask
 from .errors import ClusterError
-from .internals import discovered, reachable
+from .internals import apart, discovered, reachable
 
 LOCAL = "local"
 AUTO = "auto"
 START_SECONDS = 60.0
+STOP_SECONDS = 15.0
 OBJECT_STORE = 1 << 30
 JOIN_VARIABLE, JOIN_SECONDS = "RAY_gcs_server_port_wait_time_s", "5"
 """Attempts, about a second each, that Ray makes to join once the port is open: a wrong token makes it try again too."""
@@ -129,9 +131,14 @@ def _initialised(
         )
     os.environ.pop(peers.ADDRESS, None)
     try:
-        context: Any = ray.init(
-            address=address, namespace=namespace, log_to_driver=forward_logs, logging_level=logging.ERROR, **settings
-        )
+        with apart():
+            context: Any = ray.init(
+                address=address,
+                namespace=namespace,
+                log_to_driver=forward_logs,
+                logging_level=logging.ERROR,
+                **settings,
+            )
     except (ray.exceptions.RayError, ConnectionError, RuntimeError, TimeoutError, ValueError, OSError) as error:
         if _unauthenticated(error):
             raise ClusterError(
@@ -151,7 +158,7 @@ def _initialised(
             started=bool(settings),
         )
     finally:
-        ray.shutdown(wait_for_processes=True)
+        ask(lambda: ray.shutdown(wait_for_processes=True), STOP_SECONDS)
 
 
 def _unauthenticated(error: BaseException | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 import sys
 import time
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from . import claims, landing, peers
+from .asking import ask
 from .errors import PlacementError
 from .node import Node, alive
 from .placement import Placement, Slot
@@ -192,4 +194,4 @@ def _remove(groups: Sequence[PlacementGroup]) -> None:
     from ray.util import remove_placement_group
 
     for group in groups:
-        remove_placement_group(group)
+        ask(functools.partial(remove_placement_group, group))

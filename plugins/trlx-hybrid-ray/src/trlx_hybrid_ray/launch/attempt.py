@@ -9,6 +9,7 @@ from typing import Any
 
 from trlx_hybrid.errors import listed
 
+from ..asking import ask
 from ..node import alive
 from ..placing import Placed, reserved
 from .course import Limits
@@ -141,4 +142,4 @@ def _kill(actor: Any) -> None:
     import ray
 
     with suppress(ray.exceptions.RayError):  # it is gone, which is what was wanted
-        ray.kill(actor)
+        ask(lambda: ray.kill(actor))

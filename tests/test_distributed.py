@@ -56,7 +56,7 @@ def assert_same_training(reports, single):
     assert max(gap for report in reports for gap in report["runs"][0]["gap"]) < 1e-5
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ddp_samples_and_trains_what_one_process_does(tmp_path, single, processes):
     reports = launch(tmp_path / "out", processes)
     assert reports[0]["distributed_type"] == "DistributedType.MULTI_CPU"
@@ -77,6 +77,7 @@ def test_a_resumed_run_samples_what_the_uninterrupted_one_did(tmp_path, single):
     assert resumed[0]["runs"][0]["version"] == single[0]["runs"][0]["version"]
 
 
+@pytest.mark.slow
 def test_two_trainers_one_after_another_under_ddp(tmp_path, single):
     reports = launch(tmp_path / "out", 2, "trainers=2")
     assert rows(reports, 0) == rows(reports, 1) == rows(single)

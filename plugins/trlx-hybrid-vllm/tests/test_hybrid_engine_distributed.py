@@ -77,6 +77,7 @@ def test_two_ranks_sample_train_and_stay_equal(tmp_path, single, launcher, optio
     assert_equal_and_as_one(launch(tmp_path, launcher, *options), single, "alias")
 
 
+@pytest.mark.slow
 def test_tensor_parallel_jobs_of_one_machine_do_not_meet(tmp_path, single):
     """Both at once. Where their ranks share memory (vLLM does with AVX-512), it has lost its names."""
     folders = [tmp_path / name for name in ("one", "another")]

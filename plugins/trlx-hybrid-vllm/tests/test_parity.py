@@ -108,6 +108,7 @@ def test_interrupted_and_resumed_like_stock(run, saved_model, stop_at):
         assert_same(mine, theirs)
 
 
+@pytest.mark.slow
 def test_best_model_at_end_is_what_is_sampled_afterwards(run, saved_model):
     load = saved_model()
     case = {

@@ -1,0 +1,95 @@
+"""Automatic offload on one GPU: it moves what it must, changes nothing else, and without it the run is refused.
+
+    python offload_on_gpu.py OUT [KV_GIB]
+
+Three runs of a 1.5B shape with an fp32 master: a KV cache of 8 GiB and no offload; one of KV_GIB (62 by default, for a
+card of 80 GB), which leaves no room for AdamW's state, with offload "auto"; and the same with "none".
+"""
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from trl import GRPOConfig
+from trlx_hybrid import GRPOTrainer, HybridConfig
+from trlx_hybrid.testing.launched import sorting_prompts
+from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+
+SHAPE = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
+SHAPE |= {"num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151936, "initializer_range": 0.02}
+OWNERS = ("optimizer", "kv_cache", "host_arena")
+SECONDS = 300  # for a run
+
+
+def run(out, kv_bytes, offload):
+    """One of the runs; prints what it sampled and learned, and where the optimizer's state was meanwhile."""
+    sampled = []
+
+    def reward(completion_ids, **_):
+        sampled.append(hashlib.sha256(json.dumps(completion_ids).encode()).hexdigest()[:12])
+        return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+    model = tiny_model(**SHAPE)
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=GRPOConfig(
+            output_dir=str(out / "run"),
+            per_device_train_batch_size=8,
+            num_generations=8,
+            max_completion_length=64,
+            max_steps=4,
+            learning_rate=1e-4,
+            bf16=True,
+            gradient_checkpointing=True,
+            generation_kwargs={"ignore_eos": True},
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        ),
+        train_dataset=sorting_prompts(64),
+        processing_class=character_tokenizer(),
+        hybrid=HybridConfig(
+            engine="vllm",
+            offload=offload,
+            engine_options={"kv_cache_memory_bytes": kv_bytes, "enforce_eager": True, "max_model_len": 128},
+        ),
+    )
+    trainer.train()
+    weights = hashlib.sha256()
+    for parameter in model.parameters():
+        weights.update(parameter.detach().cpu().numpy().tobytes())
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    held = {owner: logs[-1][f"hybrid/memory/rollout/{owner}_gib"] for owner in OWNERS}
+    learned = [(log["loss"], log["grad_norm"]) for log in logs]
+    print(json.dumps({"held": held, "same": [sampled, learned, weights.hexdigest()]}), flush=True)
+
+
+def main():
+    out, kv = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 62
+    ended = []
+    for size, offload in ((8, "none"), (kv, "auto"), (kv, "none")):
+        command = [sys.executable, __file__, str(out), str(size << 30), offload]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
+        ended.append(done)
+        print(f"{size} GiB, {offload}: {(done.stdout or done.stderr).strip().splitlines()[-1]}", flush=True)
+    free, moved = (json.loads(done.stdout.splitlines()[-1]) for done in ended[:2])
+    assert free["held"]["optimizer"] > 11, "nothing to move"
+    assert moved["held"]["optimizer"] == 0
+    assert moved["held"]["host_arena"] > 11
+    assert moved["same"] == free["same"], "offload changed the training"
+    assert all(norm == norm and norm > 0 for _, norm in free["same"][1]), "nothing was learned"
+    assert "MemoryPlanError" in ended[2].stderr
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 3:
+        run(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])
+    elif torch.cuda.is_available():
+        main()
+    else:
+        sys.exit("It needs a GPU.")

@@ -58,6 +58,7 @@ def test_not_installed_here() -> None:
     assert "hello" not in {entry_point.name for entry_point in entry_points(group="trlx_hybrid")}
 
 
+@pytest.mark.slow
 def test_takes_part_in_the_first_run_of_the_quickstart(installed: Path, tmp_path: Path) -> None:
     (script, *_) = re.findall(r"<!-- runnable -->\n```python\n(.*?)\n```", QUICKSTART.read_text(), re.DOTALL)
     done = run(installed, "-c", script, cwd=tmp_path)

@@ -112,7 +112,7 @@ def turns_of(template, names=("add", "fail", "fetch", "blocks", "nothing")):
 
 TEMPLATES = [
     pytest.param("qwen3", ("add", "fail", "fetch", "blocks", "nothing"), id="qwen3"),
-    pytest.param("llama3_1", ("add", "fetch", "nothing"), id="llama3_1"),
+    pytest.param("llama3_1", ("add", "fetch", "nothing"), id="llama3_1", marks=pytest.mark.slow),
 ]
 
 
@@ -209,9 +209,7 @@ def test_tools_equal_stock_trl(converse, stock_colocate, template, names):
     assert_same(ours, theirs, 1e-5)
 
 
-@pytest.mark.parametrize(
-    ("template", "names"), [TEMPLATES[0], pytest.param(*TEMPLATES[1].values, marks=pytest.mark.slow, id="llama3_1")]
-)
+@pytest.mark.parametrize(("template", "names"), TEMPLATES)
 def test_sampled_conversations_equal_those_of_trls_loop(converse, template, names):
     """Each request carries its own seed, so both loops sample the same tokens."""
     theirs = converse(

@@ -19,6 +19,7 @@ NODE = Node(id="01" * 28, address="10.0.0.1", cpus=64, gpus=8, free_cpus=64, fre
 OTHER = replace(NODE, id="02" * 28, address="10.0.0.2")
 
 
+@pytest.mark.slow
 def test_the_command_examines_a_cluster_and_raises_tp_until_it_breaks(two_nodes, disconnected, capsys, monkeypatch):
     """Two ranks work; 64 are more than there are GPUs."""
     monkeypatch.setattr("trlx_hybrid_ray.climb.steps", lambda largest: [2, largest])

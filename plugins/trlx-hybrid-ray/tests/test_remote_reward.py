@@ -263,6 +263,7 @@ def trl_scores(tmp_path):
     return scores
 
 
+@pytest.mark.slow
 def test_reward_model_scores_as_trl_does_bit_for_bit(saved_model, trl_scores):
     prompts = ["sort 1=", "sort 29141=", "1+1="]
     batch = {"prompts": prompts, "completions": ["1", "1149 2", ""], "completion_ids": [[1], [2], []]}

@@ -155,7 +155,9 @@ def test_nccl_is_refused_where_vllm_would_send_nothing_with_it():
 
 
 def test_nccl_that_was_switched_off_is_refused(monkeypatch):
-    monkeypatch.setenv("VLLM_DISABLE_PYNCCL", "1")
+    from vllm import envs
+
+    monkeypatch.setattr(envs, "VLLM_DISABLE_PYNCCL", True, raising=False)  # vLLM reads the environment once
     nccl_missing.cache_clear()
     try:
         with pytest.raises(ConfigError, match="VLLM_DISABLE_PYNCCL is set"):

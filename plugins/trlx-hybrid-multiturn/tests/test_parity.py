@@ -209,6 +209,7 @@ def test_tools_equal_stock_trl(converse, stock_colocate, template, names):
     assert_same(ours, theirs, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("template", "names"), TEMPLATES)
 def test_sampled_conversations_equal_those_of_trls_loop(converse, template, names):
     """Each request carries its own seed, so both loops sample the same tokens."""

@@ -38,6 +38,7 @@ def test_the_command_examines_a_cluster_and_raises_tp_until_it_breaks(two_nodes,
     assert status == 1
 
 
+@pytest.mark.slow
 def test_a_step_that_breaks_names_the_place_and_the_rank(two_nodes):
     """NCCL without a GPU: the processes start and meet, and the process group cannot be formed."""
     (finding,) = climb(2, backend="nccl")

@@ -140,6 +140,7 @@ def first_tool(messages):
     return next((m["name"] for m in messages if m["role"] == "tool"), None)
 
 
+@pytest.mark.slow
 def test_a_killed_environment_ends_its_trajectory_and_no_other(rig, caplog):
     rows, rewards = rig.roll({})
     called = [first_tool(messages) for _, _, messages in rows]

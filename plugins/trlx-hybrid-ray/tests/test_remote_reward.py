@@ -134,6 +134,7 @@ def test_too_few_rewards_are_refused():
         found(prompts=["a", "b"], completions=["a", "b"])
 
 
+@pytest.mark.slow
 def test_a_dead_workers_rows_are_scored_again(tmp_path, capfd):
     marker = str(tmp_path / "died")
     completions = ["a", "die", "ccc", "dddd", "eeeee"]

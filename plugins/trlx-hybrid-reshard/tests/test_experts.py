@@ -8,6 +8,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from ranks import reports
 
+pytestmark = pytest.mark.slow  # experts as data are in test_plan.py
+
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):

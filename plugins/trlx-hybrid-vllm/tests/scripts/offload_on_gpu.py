@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig
-from trlx_hybrid.testing.launched import sorting_prompts
+from trlx_hybrid.testing.launched import sorting_prompts, tiny_grpo
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 
 SHAPE = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
@@ -37,26 +37,27 @@ def run(out, kv_bytes, offload):
         model=model,
         reward_funcs=reward,
         args=GRPOConfig(
-            output_dir=str(out / "run"),
-            per_device_train_batch_size=8,
-            num_generations=8,
-            max_completion_length=64,
-            max_steps=4,
-            learning_rate=1e-4,
-            bf16=True,
-            gradient_checkpointing=True,
-            generation_kwargs={"ignore_eos": True},
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            disable_tqdm=True,
+            **tiny_grpo(
+                out / "run",
+                per_device_train_batch_size=8,
+                num_generations=8,
+                max_completion_length=64,
+                vllm_max_model_length=128,
+                max_steps=4,
+                optim="adamw_torch_fused",  # whose state is what moves
+                learning_rate=1e-4,
+                use_cpu=not torch.cuda.is_available(),
+                bf16=torch.cuda.is_available(),
+                gradient_checkpointing=True,
+                generation_kwargs={"ignore_eos": True},
+            )
         ),
         train_dataset=sorting_prompts(64),
         processing_class=character_tokenizer(),
         hybrid=HybridConfig(
             engine="vllm",
             offload=offload,
-            engine_options={"kv_cache_memory_bytes": kv_bytes, "enforce_eager": True, "max_model_len": 128},
+            engine_options={"kv_cache_memory_bytes": kv_bytes, "enforce_eager": True},
         ),
     )
     trainer.train()

@@ -3,7 +3,7 @@
 Each case is a set of processes, one per GPU, with a policy under FSDP2 and a vLLM engine of the given size in each. All
 arms write into the same engines, in turn: `gather` streams full tensors into vLLM's loader one after the other, as TRL
 does; `gather-bucketed` all-gathers 256 MiB at a time in the engine's dtype, as verl does; `reshard` moves what each
-rank lacks. Before each turn the engines hold NaN, after it the bits of all arms must be equal. A turn begins and ends
+rank lacks. Before each turn the engines sleep and wake, and hold NaN, after it the bits of all arms must be equal. A turn begins and ends
 with a barrier and counts the slowest rank; the ranks' agreement on plan and version is part of it. What NVLink and a
 device copy reach is measured in the same processes.
 
@@ -77,7 +77,7 @@ PAIRS = {4: ((4, 4, False), (4, 2, False), (4, 1, False)), 2: ((2, 2, False), (2
 """(ranks, tp, permuted mesh) by the number of GPUs. torch 2.11 cannot have the latter, see docs/resharding.md."""
 
 
-def measure(case: Case, repetitions: int) -> dict[str, Any]:
+def measure(case: Case, repetitions: int, unrecorded: bool = False) -> dict[str, Any]:
     """Run the processes of one case; what rank 0 wrote.
 
     Raises:
@@ -87,7 +87,10 @@ def measure(case: Case, repetitions: int) -> dict[str, Any]:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
     with tempfile.TemporaryDirectory(prefix="benchmark-reshard-") as folder:
-        order = json.dumps({"case": asdict(case), "repetitions": repetitions, "warmup": WARMUP, "folder": folder})
+        order = json.dumps(
+            {"case": asdict(case), "repetitions": repetitions, "warmup": WARMUP, "folder": folder}
+            | {"unrecorded": unrecorded}
+        )
         common = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(case.ranks)}
         common.setdefault("VLLM_ALLREDUCE_USE_FLASHINFER", "0")  # or its kernels are compiled first
         common.setdefault("OMP_NUM_THREADS", "1")
@@ -124,9 +127,9 @@ def metrics_of(case: Case, found: dict[str, Any]) -> dict[str, float]:
     return metrics
 
 
-def run(case: Case, repetitions: int) -> Result:
+def run(case: Case, repetitions: int, unrecorded: bool = False) -> Result:
     """Measure one case."""
-    found = measure(case, repetitions)
+    found = measure(case, repetitions, unrecorded)
     return Result(
         benchmark="reshard_tiny" if case.model == "tiny" else "reshard",
         device=accelerator(),
@@ -150,6 +153,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--pairs", nargs="+", help="of ranks and TP, as 4,2 or 4,2p for a permuted mesh; default: all")
     parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float32"), default=("bfloat16", "float32"))
     parser.add_argument("--repetitions", type=int, default=10)
+    parser.add_argument("--unrecorded", action="store_true", help="one arm more: every copy launched by itself")
     parser.add_argument("--add", action="store_true", help="keep the other cases of this commit's result file")
     given = parser.parse_args(argv)
     pairs = PAIRS[given.gpus]
@@ -161,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for (n, t, permuted), dtype in itertools.product(pairs, given.dtypes):
         case = Case(model=given.model, layers=layers, ranks=n, tp=t, dtype=dtype, permuted=permuted)
         try:
-            result = run(case, given.repetitions)
+            result = run(case, given.repetitions, given.unrecorded)
         except RuntimeError as error:
             failed.append(case.name)
             print(error, file=sys.stderr, flush=True)

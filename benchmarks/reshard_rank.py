@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from trlx_hybrid import HybridConfig, HybridEngine
 from trlx_hybrid.builtin.gather import GatherSync
+from trlx_hybrid_reshard.options import ReshardOptions
 from trlx_hybrid_reshard.shapes import SHAPES
+from trlx_hybrid_reshard.sync import ReshardSync
 
 from .digest import digest
 from .gathering import Gathering, shards_of
@@ -59,8 +61,17 @@ def build(case: Mapping[str, Any], device: torch.device) -> Any:
     return model
 
 
-def arms_of(session: Any, peaks: dict[str, int]) -> list[Arm]:
-    """Each syncs the same weights into the same engine; a new round changes them first."""
+def another(session: Any) -> ReshardSync:
+    """Beside the session's own, one that launches every copy by itself."""
+    sync = ReshardSync(session, ReshardOptions(record=False))
+    reason = sync.refuses()
+    assert reason is None, reason
+    sync.open()
+    return sync
+
+
+def arms_of(session: Any, peaks: dict[str, int], unrecorded: bool) -> list[Arm]:
+    """Each syncs the same weights into the same engine, which slept before; a new round changes them first."""
     from trlx_hybrid_vllm.internals import model_of
 
     engine, weights = session.live_engine, session.weights
@@ -73,6 +84,9 @@ def arms_of(session: Any, peaks: dict[str, int]) -> list[Arm]:
             at = turn
             perturb(session.policy, turn)
             session.weights_changed()
+        engine.wake("kv_cache")
+        engine.sleep()
+        engine.wake("weights")
         with torch.no_grad():
             for p in parameters.values():
                 p.fill_(torch.nan)
@@ -87,6 +101,8 @@ def arms_of(session: Any, peaks: dict[str, int]) -> list[Arm]:
         return Timed(float(seconds), digest(parameters.items()))
 
     syncs = {"gather": GatherSync(session).sync, "gather-bucketed": Gathering(session).sync, "reshard": weights.sync}
+    if unrecorded:
+        syncs["reshard-unrecorded"] = another(session).sync
     return [Arm(name, partial(run, name, sync)) for name, sync in syncs.items()]
 
 
@@ -166,6 +182,7 @@ def main(order: Mapping[str, Any]) -> None:
     _cpu_group()
     model = build(case, device)
     options = {"tensor_parallel_size": case["tp"], "dtype": "bfloat16", "enforce_eager": True}
+    options |= {"enable_sleep_mode": True}
     options |= {"max_model_len": 256, "max_num_seqs": 8, "kv_cache_memory_bytes": 1 << 30 if cuda else 16 << 20}
     if hasattr(model.config, "num_experts"):
         options["engine_args"] = {"moe_backend": "triton"}  # on some GPUs vLLM's own choice lays experts out anew
@@ -177,7 +194,7 @@ def main(order: Mapping[str, Any]) -> None:
         pass
     built = time.perf_counter() - started
     peaks: dict[str, int] = {}
-    measured = alternate(arms_of(session, peaks), warmup=order["warmup"], repetitions=order["repetitions"])
+    measured = alternate(arms_of(session, peaks, order["unrecorded"]), warmup=order["warmup"], repetitions=order["repetitions"])
     moved: list[Any] = [None] * WORLD
     mine = (session.weights.moves.received_bytes, session.weights.moves.sent_bytes)
     dist.all_gather_object(moved, mine, group=_cpu_group())

@@ -14,6 +14,6 @@ def reports(script, folder, count, *arguments):
     return rank_reports(HERE / "scripts" / script, folder, *arguments, count=count, environment=ENVIRONMENT)
 
 
-def ends(script, folder, count):
+def ends(script, folder, count, *arguments):
     """How each rank ended; a hang ends in TimeoutError."""
-    return wait_all(start_ranks(HERE / "scripts" / script, folder, count=count, environment=ENVIRONMENT), 120)
+    return wait_all(start_ranks(HERE / "scripts" / script, folder, *arguments, count=count, environment=ENVIRONMENT), 120)

@@ -1,11 +1,14 @@
 """Before bytes move: every rank is there, and all of them mean the same.
 
-A rank that waits for others gets to know who is missing. Each one leaves its name in the rendezvous store as it enters,
-so that when a collective times out, every rank that waits can tell which ranks never came.
+A rank that waits for others gets to know who is missing, and whether that one lives. Each rank leaves its name in the
+rendezvous store as it enters. And beside what NCCL does on the device, the ranks meet over gloo's sockets, which close
+with the process that holds them: so one that died is told from one that is slow, which is waited for.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -14,16 +17,23 @@ import torch
 import torch.distributed as dist
 from trlx_hybrid.errors import PeerLostError
 
-from .arrival import arrived
+from .arrival import POLL
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+TELL = 60.0
+"""Seconds between two lines that say whom a rank waits for."""
+ANSWER = 1.0
+"""Seconds after which every rank that found a sync broken has said so."""
 
 
 class Agreement:
     """All methods are collective. Its group is gloo's, which takes CPU tensors and keeps deadlines.
 
     Args:
-        deadline: seconds to wait for a rank.
+        deadline: seconds to wait for a rank that lives.
+        stall: seconds for what takes none once all ranks have come.
 
     Attributes:
         group: None for a single rank.
@@ -31,9 +41,9 @@ class Agreement:
 
     _made = 0  # in this process: all ranks make the same number, so it names the same one everywhere
 
-    def __init__(self, rank: int, world: int, deadline: float) -> None:
+    def __init__(self, rank: int, world: int, deadline: float, stall: float = 30.0) -> None:
         self.group: Any = None
-        self._rank, self._world, self._deadline = rank, world, deadline
+        self._rank, self._world, self._deadline, self._stall = rank, world, deadline, stall
         self._round = 0
         self._fast: tuple[Any, torch.device] | None = None
         if world == 1:
@@ -41,14 +51,14 @@ class Agreement:
         Agreement._made += 1
         store = dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
         self._store: Any = dist.PrefixStore(f"trlx_hybrid/reshard/{Agreement._made}", store)  # type: ignore[attr-defined]
+        limit = timedelta(seconds=deadline)
         everyone = [f"at/{rank}" for rank in range(world)]
-        # The group's own rendezvous would not say who is missing.
-        self._entered("the opening of the weight sync", lambda: self._store.wait(everyone, self._limit))
-        self.group = dist.new_group(backend="gloo", timeout=self._limit)
-
-    @property
-    def _limit(self) -> timedelta:
-        return timedelta(seconds=self._deadline)
+        self._enter()
+        try:  # the group's own rendezvous would not say who is missing
+            self._store.wait(everyone, limit)
+        except RuntimeError as error:
+            raise self._lost("the opening of the weight sync", "", error) from error
+        self.group = dist.new_group(backend="gloo", timeout=limit)
 
     def exchange(self, what: str, value: T) -> list[T]:
         """One picklable value per rank, on every rank.
@@ -61,8 +71,12 @@ class Agreement:
         """
         if self.group is None:
             return [value]
+        self.same(what, [], False)
         gathered: list[Any] = [None] * self._world
-        self._entered(what, lambda: dist.all_gather_object(gathered, value, group=self.group))
+        try:
+            dist.all_gather_object(gathered, value, group=self.group)
+        except RuntimeError as error:
+            raise self._lost(what, "", error) from error
         return gathered
 
     def use(self, group: Any, device: torch.device) -> None:
@@ -78,41 +92,94 @@ class Agreement:
         if self.group is None:
             return True, flag
         values = torch.tensor([*numbers, *(~n for n in numbers), flag], dtype=torch.int64)  # ~n falls as n rises
-        self._entered(what, lambda: self._most(values))
+        self._enter()
+        meeting = dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        event = None
+        if self._fast is not None:
+            values, event = self._on_device(values.clone())
+        self._wait(what, meeting, event, self._deadline)
         most, least, (raised,) = torch.split(values, [len(numbers), len(numbers), 1])
         return bool((most == ~least).all()), bool(raised)
 
-    def _most(self, values: torch.Tensor) -> None:
-        """The largest of each over all ranks, in place."""
-        if self._fast is None:
-            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
-            return
+    def roll_call(self) -> str:
+        """Who is still there, as a sentence: for a sync that all ranks entered and that does not go on."""
+        self._enter()
+        time.sleep(ANSWER)
+        missing = self._missing()
+        if missing:
+            return f"{self._names(missing)} answered no roll call: it died, or left the sync; its own output says why."
+        return "All ranks are there and wait as this one: it is the GPUs, their driver or the network (NCCL_DEBUG=INFO)."
+
+    def _on_device(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        """The all-reduce over NCCL: where the result will be, and the event of its arrival."""
+        assert self._fast is not None
         group, device = self._fast
         there = values.pin_memory().to(device, non_blocking=True)
         dist.all_reduce(there, dist.ReduceOp.MAX, group=group)
         back = torch.empty_like(values, pin_memory=True)
         back.copy_(there, non_blocking=True)
-        if not arrived(torch.cuda.current_stream(device).record_event(), self._deadline):
-            raise RuntimeError("the all-reduce did not complete")
-        values.copy_(back)
+        return back, torch.cuda.current_stream(device).record_event()
 
-    def _entered(self, what: str, collective: Any) -> None:
-        self._round += 1
-        error: RuntimeError | None = None
+    def _wait(self, what: str, meeting: Any, event: torch.cuda.Event | None, deadline: float) -> None:
+        """Until the event, or without one until all ranks have met. `meeting` fails where one has died.
+
+        Raises:
+            PeerLostError: a rank died, did not come in time, or all came and the event does not.
+        """
+        began = time.monotonic()
+        tell, met = began + TELL, None
+        while event is None or not event.query():  # type: ignore[no-untyped-call]
+            now = time.monotonic()
+            if met is None and meeting.is_completed():
+                self._met(what, meeting, now - began, deadline)
+                met = now
+                if event is None:
+                    return
+            if met is None and now - began > deadline:
+                raise self._lost(what, f"up to {deadline:g} s", None)
+            if met is not None and now - met > self._stall:
+                raise PeerLostError(
+                    f"All ranks entered {what}, and {self._stall:g} s later NCCL has not completed its all-reduce: look at "
+                    "the GPUs, their driver and the network (NCCL_DEBUG=INFO)."
+                )
+            if now > tell:
+                tell += TELL
+                whom = self._names(self._missing()) or "NCCL"
+                logger.warning(
+                    "Rank %d has waited %.0f s at %s for %s, which lives: its connection is open.",
+                    *(self._rank, now - began, what, whom),
+                )
+            time.sleep(POLL)
+
+    def _met(self, what: str, meeting: Any, seconds: float, deadline: float) -> None:
+        """The meeting is over: how."""
         try:
-            self._store.set(f"at/{self._rank}", str(self._round))  # does not wait for an answer
-            collective()
-        except RuntimeError as failed:  # of gloo or of the store
-            error = failed
+            meeting.wait()
+        except RuntimeError as error:
+            late = f"up to {deadline:g} s" if seconds >= deadline else f"{seconds:.1f} s"
+            raise self._lost(what, late, None if seconds >= deadline else error) from error
+
+    def _enter(self) -> None:
+        self._round += 1
+        self._store.set(f"at/{self._rank}", str(self._round))  # does not wait for an answer
+
+    def _lost(self, what: str, waited: str, error: Exception | None) -> PeerLostError:
         if error is not None:
-            missing = self._missing()
-            who = " and ".join(f"rank {rank}" for rank in missing) or "a rank that left"
-            raise PeerLostError(
-                f"Rank {self._rank} waited up to {self._deadline:g} s at {what} for {who}"
-                f"{', which never entered it' if missing else ''} ({str(error).splitlines()[0][:200]}). It has "
-                "died, or does something else; its own output says what. Where it is only slow, raise `deadline` in "
-                "HybridConfig.weights_options."
-            ) from error
+            time.sleep(ANSWER)  # a closed connection is known at once, before the others that live have entered
+        missing = self._missing()
+        who = self._names(missing) or "a rank that left"
+        text = f"Rank {self._rank} waited {waited or f'up to {self._deadline:g} s'} at {what} for {who}"
+        text += ", which never entered it. " if missing else ". "
+        if error is None:
+            return PeerLostError(
+                f"{text}It lives, and does something else: its own output says what. Where it is only slow, raise "
+                "`deadline` in HybridConfig.weights_options."
+            )
+        return PeerLostError(f"{text}It has died or left; its own output says why ({str(error).splitlines()[0][:200]}).")
+
+    @staticmethod
+    def _names(ranks: Sequence[int]) -> str:
+        return " and ".join(f"rank {rank}" for rank in ranks)
 
     def _missing(self) -> list[int]:
         try:

@@ -11,7 +11,7 @@ POLL = 2e-5
 """Seconds between two looks."""
 
 
-def arrived(event: torch.cuda.Event, seconds: float, progress: Callable[[], int] = lambda: 0) -> bool:
+def arrived(event: torch.cuda.Event, seconds: float, progress: Callable[[], int]) -> bool:
     """Wait for an event, as long as `progress` changes at least every so many seconds; False where it stood still."""
     seen, ends = progress(), time.monotonic() + seconds
     while not event.query():  # type: ignore[no-untyped-call]

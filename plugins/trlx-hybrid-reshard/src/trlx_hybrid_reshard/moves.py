@@ -57,14 +57,12 @@ class Moves:
         self.floor_bytes = plan(model, *layouts, rank).floor_bytes
         self.digest = _digest(model, layouts, self._buckets)
         self._made = -1
-        self._transport: Transport | None = None
         self._renew()
 
     def _renew(self) -> None:
         """Make the views anew where the trainer's tensors have become others."""
         if self._made == self._shards.moved:
             return
-        self.close()
         self._made = self._shards.moved
         self._program: Program = program(
             self._names,
@@ -76,7 +74,7 @@ class Moves:
             self._device,
         )
         self._transport = Transport(
-            self._program, self._group, self._device, self._options.deadline, record=self._options.record
+            self._program, self._group, self._device, self._options.stall, record=self._options.record
         )
         self.received_bytes, self.sent_bytes = self._program.received_bytes, self._program.sent_bytes
         self.tensors = self._program.tensors
@@ -88,14 +86,7 @@ class Moves:
             PeerLostError: see `Transport.run`.
         """
         self._renew()
-        assert self._transport is not None
         self._transport.run()
-
-    def close(self) -> None:
-        """Give up what the process group must not outlive. The next run makes it again."""
-        if self._transport is not None:
-            self._transport.close()
-        self._transport, self._made = None, -1
 
     def __str__(self) -> str:
         received, floor, extra = self.received_bytes, self.floor_bytes, self._program.staging.bytes

@@ -13,6 +13,7 @@ from trlx_hybrid.protocols import Region
 
 from .descriptors import Descriptors
 from .messages import ALONE, Message, messages
+from .recording import Recording
 from .staging import Staging, aligned
 
 
@@ -22,6 +23,7 @@ class Copies:
 
     dense: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
     strided: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
+    _recording: Recording | None = None
 
     def add(self, to: Tensor, source: Tensor) -> None:
         """Copy `source` into `to`, of the same shape."""
@@ -32,8 +34,19 @@ class Copies:
         pair[0].append(to)
         pair[1].append(source)
 
+    def record(self, device: torch.device) -> None:
+        """From now on `run` is one launch. No tensor may move any more, nor be added."""
+        if len(self.strided[0]) + bool(self.dense[0]) > 1:
+            self._recording = Recording(self._launch, device)
+
     def run(self) -> None:
         """Launch them."""
+        if self._recording is None:
+            self._launch()
+        else:
+            self._recording.replay()
+
+    def _launch(self) -> None:
         for to, sources in (self.dense, self.strided):
             if to:
                 torch._foreach_copy_(to, sources)
@@ -100,10 +113,20 @@ class Program:
     received_bytes: int
     sent_bytes: int
 
+    @property
+    def copies(self) -> list[Copies]:
+        """All of them."""
+        return [self.local, self.echoes, *(c for b in self.buckets for c in (b.pack, b.unpack))]
+
     def on(self, device: torch.device) -> bool:
         """Whether all its memory is that device's."""
-        copies = [self.local, self.echoes, *(c for b in self.buckets for c in (b.pack, b.unpack))]
-        return all(t.device == device for c in copies for side in (*c.dense, *c.strided) for t in side)
+        return all(t.device == device for c in self.copies for side in (*c.dense, *c.strided) for t in side)
+
+    def record(self, device: torch.device) -> None:
+        """Replay the copies from now on. The staging buffers they name are kept, and must have memory now."""
+        self.staging.keep()
+        for copies in self.copies:
+            copies.record(device)
 
 
 def program(

@@ -74,7 +74,9 @@ class ReshardSync(WeightSync):
 
     def _refuses_together(self) -> str | None:
         ranks = self._session.ranks
-        self._agreement = agreement = Agreement(ranks.rank, ranks.world, self._options.deadline)
+        self._agreement = agreement = Agreement(
+            ranks.rank, ranks.world, self._options.deadline, self._options.stall
+        )
         self._shards = shards = Shards(self._session.policy)
         odd = differences.of_models(agreement.exchange("the comparison of the ranks' models", shards.shapes))
         if odd is not None:
@@ -154,7 +156,7 @@ class ReshardSync(WeightSync):
 
         Raises:
             SyncError: a rank means something else.
-            PeerLostError: a rank is missing, or went away; within the deadline.
+            PeerLostError: a rank has died, does not come within the deadline, or nothing moves any more.
         """
         assert self._agreement is not None
         assert self._shards is not None
@@ -164,15 +166,23 @@ class ReshardSync(WeightSync):
         everything, self._synced = changed or engine.weights_lost or not self._synced, False
         with self._giving_up():
             self._agree(everything)
-            moves = self.moves
-            assert moves is not None
-            moves.run()
+            moves = self._move()
         if self._regions is not None and self._regions.padding:
             torch._foreach_zero_(list(self._regions.padding))
         engine.weights_written()
         self._synced = True
         self._log.done(started, time.perf_counter(), str(moves))
         return LoadReport(tensors=moves.tensors, bytes=moves.received_bytes)
+
+    def _move(self) -> Moves:
+        """Carry it out. Where it stands still, every rank asks who is still there."""
+        assert self._agreement is not None
+        assert self.moves is not None
+        try:
+            self.moves.run()
+        except PeerLostError as error:
+            raise PeerLostError(f"{error} {self._agreement.roll_call()}") from error
+        return self.moves
 
     def _agree(self, everything: bool) -> None:
         """All ranks are there, at one weight version and one plan; if one must move everything, all do."""
@@ -194,8 +204,6 @@ class ReshardSync(WeightSync):
             yield
         except PeerLostError:
             self._lost = self._session.live_engine.peers_lost = True
-            for moves in self._known.values():
-                moves.close()
             if self._agreement is not None and self._group not in (None, self._agreement.group):
                 abort([self._group])
             raise
@@ -243,8 +251,6 @@ class ReshardSync(WeightSync):
     def release(self) -> None:
         """The engine was closed: forget its memory, and give the groups back."""
         own, self._group = self._group, None
-        for moves in self._known.values():
-            moves.close()
         self.moves, self._known = None, {}
         if self._agreement is not None:
             whole = not self._lost  # a group that lost a rank would be waited for

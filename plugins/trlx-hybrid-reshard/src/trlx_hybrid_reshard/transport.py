@@ -1,9 +1,9 @@
 """Replaying a program: pack a bucket, put it on the wire, write what came in, while the next is being packed.
 
 On a CUDA device packing, writing and the local copies have a stream each and NCCL has its own, so the host enqueues
-everything and waits once; from the second time on all of it is one graph. The local copies are most of the bytes and
-nobody waits for them, so they have the lowest priority. With gloo the host waits for each bucket after it has packed
-the next.
+everything and waits once; from the second time on the copies of each step are one graph. The local copies are most of
+the bytes and nobody waits for them, so they have the lowest priority. With gloo the host waits for each bucket after it
+has packed the next.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from trlx_hybrid.errors import PeerLostError
 
 from .arrival import arrived
 from .program import Bucket, Program
-from .recording import Recording
 
 
 class Transport:
@@ -26,14 +25,14 @@ class Transport:
 
     Args:
         group: all ranks, over NCCL for CUDA tensors and gloo for others; None for a single rank.
-        deadline: seconds that a bucket may take.
-        record: whether a CUDA device replays a recording, for which the staging buffers are kept between syncs.
+        stall: seconds without a bucket arriving after which it is given up.
+        record: whether a CUDA device replays its copies, for which the staging buffers are kept between syncs.
     """
 
     def __init__(
-        self, program: Program, group: Any, device: torch.device, deadline: float, *, record: bool = True
+        self, program: Program, group: Any, device: torch.device, stall: float, *, record: bool = True
     ) -> None:
-        self._program, self._group, self._deadline = program, group, deadline
+        self._program, self._group, self._stall = program, group, stall
         self._device = device
         self._peers = [
             [f"from rank {w.peer}" for w in b.receives] + [f"to rank {w.peer}" for w in b.sends]
@@ -41,8 +40,7 @@ class Transport:
         ]
         self._operations = [self._prepared(bucket) for bucket in program.buckets]
         self._streams: Any = None
-        self._record, self._ran = record and program.on(device), False
-        self._recording: Recording | None = None
+        self._to_record, self._ran = record and program.on(device), False
         if device.type == "cuda":
             self._streams = [torch.cuda.Stream(device, priority=p) for p in (-1, -1, 0)]  # type: ignore[no-untyped-call]
             self._numbers = torch.arange(len(program.buckets) + 1, dtype=torch.int32, device=device)
@@ -57,19 +55,13 @@ class Transport:
         """Move everything; when it returns, the engine's memory is written.
 
         Raises:
-            PeerLostError: a bucket did not arrive within the deadline, or a rank is gone; names rank, bucket and peer.
+            PeerLostError: nothing arrives any more, or a rank is gone; names rank, bucket and peer.
         """
         with self._program.staging.held():
             if self._streams is None:
                 self._run_on_host()
             else:
                 self._run_on_streams()
-
-    def close(self) -> None:
-        """Drop the recording, before the group that it uses."""
-        recording, self._recording, self._record = self._recording, None, False
-        if recording is not None:
-            recording.close()
 
     def _run_on_host(self) -> None:
         buckets = self._program.buckets
@@ -94,7 +86,7 @@ class Transport:
             raise self._failed(number, "exchange with", ", ".join(sorted(set(self._peers[number]))), error) from error
 
     def _wait(self, number: int, under_way: list[Any]) -> None:
-        ends = time.monotonic() + self._deadline
+        ends = time.monotonic() + self._stall
         for work, peer in zip(under_way, self._peers[number], strict=False):
             try:
                 work.wait(timedelta(seconds=max(0.001, ends - time.monotonic())))
@@ -102,16 +94,13 @@ class Transport:
                 raise self._failed(number, "message", peer, error) from error
 
     def _run_on_streams(self) -> None:
-        if self._record and self._ran and self._recording is None:
-            self._program.staging.keep()
-            self._recording = Recording(self._enqueue, self._device)
+        if self._to_record and self._ran:
+            self._program.record(self._device)
+            self._to_record = False
         self._done.zero_()
-        if self._recording is None:
-            self._enqueue()
-        else:
-            self._recording.replay()
+        self._enqueue()
         end = torch.cuda.current_stream(self._device).record_event()
-        if not arrived(end, self._deadline, progress=lambda: int(self._done)):
+        if not arrived(end, self._stall, progress=lambda: int(self._done)):
             number = min(int(self._done), len(self._peers) - 1)
             raise self._failed(number, "exchange", ", ".join(sorted(set(self._peers[number]))), None)
         self._ran = True
@@ -144,6 +133,6 @@ class Transport:
         reason = f" ({str(error).splitlines()[0][:200]})" if error is not None else ""
         return PeerLostError(
             f"Rank {dist.get_rank()} did not complete bucket {number + 1} of {len(self._peers)} (deadline "
-            f"{self._deadline:g} s): the {what} {peers} is missing{reason}. That rank has died or left the sync; its "
-            "own error says why. Where it is only slow, raise `deadline` in HybridConfig.weights_options."
+            f"{self._stall:g} s): the {what} {peers} is missing{reason}. Where the network is only slow, raise `stall` "
+            "in HybridConfig.weights_options."
         )

@@ -49,6 +49,14 @@ def never_compares(sync):
     return ended(another.refuses)
 
 
+def dies_outside(sync):
+    """Before the sync, which the others wait for with patience. Runs alone: it ends the process."""
+    if RANK == CULPRIT:
+        os._exit(9)
+    sync._agreement._deadline = 600.0
+    return ended(sync.sync)
+
+
 def stalls(sync):
     """Agrees on the sync, and moves nothing."""
     if RANK == CULPRIT:
@@ -63,22 +71,23 @@ def dies(sync):
     return ended(sync.sync)
 
 
-def main(folder):
+def main(folder, faults):
     dist.init_process_group("gloo")
     seen = {}
-    for fault in (never_enters, never_opens, never_compares, stalls, dies):
-        session, sync = session_of(sharded(), SlicedEngine(tp=1), deadline=DEADLINE)
+    for fault in [globals()[name] for name in faults]:
+        session, sync = session_of(sharded(), SlicedEngine(tp=1), deadline=DEADLINE, stall=DEADLINE)
         assert sync.refuses() is None
         sync.open()
         session.freshness.version += 1
         seen[fault.__name__] = found = fault(sync)
         if found is not None:
             found["peers_lost"] = getattr(session.live_engine, "peers_lost", False)
-        if fault is not dies:
+        if fault not in (dies, dies_outside):
             dist.barrier()  # of the default group, which no fault has touched
     (folder / f"rank{RANK}.json").write_text(json.dumps(seen))
+    time.sleep(DEADLINE)  # rank 0 holds the store, in which the others look who is missing
     os._exit(0)  # what is left of the groups would be waited for
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -145,6 +145,11 @@ class Engine(Protocol):
     def close(self) -> None:
         """Free everything; leaves process groups and settings it did not make untouched."""
 
+    def leave(self) -> None:
+        """The process ends: let go of what would keep it from ending, and wait for no other rank. Optional: an engine
+        without it is closed."""
+        self.close()
+
 
 class WeightSync(Protocol):
     """Brings the policy's current weights into the engine. Inherit from it to get what is optional."""

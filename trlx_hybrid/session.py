@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import sys
 import time
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -49,6 +52,7 @@ class Session:
     """
 
     _holder: weakref.ref[Session] | None = None  # whose engine lives in this process: one colocated engine at a time
+    _open: weakref.WeakSet[Session] = weakref.WeakSet()  # those that nobody has closed
 
     def __init__(
         self,
@@ -82,6 +86,10 @@ class Session:
         self._refuse_early()
         host.call("trlx_configure", session=self)
         self._stack.callback(host.call, "trlx_unconfigure", session=self)
+        if not Session._open:
+            atexit.unregister(leave_all)  # registered anew it comes before what was registered since
+            atexit.register(leave_all)
+        Session._open.add(self)
 
     # --- the rollout: the main loop of the package ------------------------------------------------------------------
 
@@ -259,8 +267,30 @@ class Session:
 
     def close(self) -> None:
         """End the run: tell the plugins, free the engine. Safe to call twice."""
+        Session._open.discard(self)
         try:
             self._stack.close()
         finally:
             self.release_engine()
             self.memory.close()
+
+    def leave(self) -> None:
+        """The process ends, perhaps after an error, and nobody closed the run: tell the plugins, let go of what would
+        keep the process, and wait for no other rank. Memory goes with the process."""
+        try:
+            self._stack.close()
+        finally:
+            if self.rollout is not None:
+                self.rollout.close()
+            if self.engine is not None:
+                getattr(self.engine, "leave", self.engine.close)()
+
+
+def leave_all() -> None:
+    """At the end of the process. An error in one run's end is printed and keeps no other from ending."""
+    for session in list(Session._open):
+        Session._open.discard(session)
+        try:
+            session.leave()
+        except Exception:
+            traceback.print_exc(file=sys.stderr)

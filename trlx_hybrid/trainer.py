@@ -125,7 +125,7 @@ class HybridTrainer(Checkpointing):
             step=lambda: this().state.global_step,
             optimizer=lambda: this().optimizer,
         )
-        weakref.finalize(trainer, self.session.close)
+        weakref.finalize(trainer, self.session.close).atexit = False  # then the session leaves by itself
         trainer.add_callback(Follower(self.session))
         if not selection.stock:
             check_skipped(args)

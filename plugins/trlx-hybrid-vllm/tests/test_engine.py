@@ -178,7 +178,7 @@ def test_vllm_internals_are_where_they_were(run):
     engine = session.live_engine.llm.llm_engine
     assert engine.model_executor.driver_worker.model_runner.model is not None
     assert {"structured_output_manager", "model_executor", "scheduler"} <= set(vars(engine.engine_core.engine_core))
-    assert engine.engine_core._finalizer.alive
+    assert not engine.engine_core._finalizer.alive  # at exit it would destroy every process group, accelerate's too
     assert hasattr(engine.output_processor, "process_outputs")
     assert all(hasattr(parallel_state, name) for name in ("_WORLD", "_NODE_COUNT", "destroy_model_parallel"))
     assert all(hasattr(CPUWorker, name) for name in ("init_device", "load_model", "sleep", "wake_up"))

@@ -1,4 +1,4 @@
-"""Taking an engine down in a process that goes on; of vLLM's internals, what that takes."""
+"""Taking an engine down, in a process that goes on or at its end; of vLLM's internals, what that takes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,33 @@ ABORT_SECONDS = 5.0
 """What vLLM gives an abort of its own communicators."""
 
 
+def own_end(llm: Any) -> None:
+    """From now on the engine ends when it is told to, and not when vLLM's client is collected or the interpreter exits:
+    vLLM would then destroy every process group of the process, those of accelerate and of other plugins included, and
+    wait in that for whatever still uses one."""
+    llm.llm_engine.engine_core._finalizer.detach()
+
+
+def let_go(llm: Any) -> None:
+    """Before the interpreter exits: nothing of the engine's may be waited for.
+
+    A communicator that a CUDA graph names is destroyed only after the graph (NCCL, `commDestroySync`), and one with a
+    rank that is elsewhere not at all. So the graphs go first, and the communicators are aborted.
+    """
+    _forget_graphs(llm)
+    abort(list(_device_groups()), ABORT_SECONDS)
+
+
+def _forget_graphs(llm: Any) -> None:
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+    if torch.cuda.is_available():
+        CUDAGraphWrapper.clear_all_graphs()  # those of parts of the model
+        manager = getattr(llm.llm_engine.model_executor.driver_worker.model_runner, "cudagraph_manager", None)
+        if manager is not None:
+            manager.graphs.clear()  # those of whole steps
+
+
 def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False) -> None:
     """Free the engine and the process groups it made.
 
@@ -24,9 +51,9 @@ def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False) -> N
     """
     from vllm.distributed import parallel_state
 
-    client = llm.llm_engine.engine_core
-    client._finalizer.detach()
-    core = client.engine_core
+    own_end(llm)
+    core = llm.llm_engine.engine_core.engine_core
+    _forget_graphs(llm)
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()
     core.scheduler.shutdown()

@@ -20,7 +20,7 @@ from .adapters import lora_arguments
 from .agreeing import AgreeingStream
 from .arguments import engine_arguments
 from .checkpoint import write_without_weights
-from .closing import shut_down
+from .closing import let_go, own_end, shut_down
 from .loading import WeightLoader, counted
 from .memory import EngineMemory
 from .options import VLLMOptions
@@ -74,6 +74,7 @@ class VLLMEngine:
                     "Change HybridConfig.engine_options (or TRL's vllm_* arguments), or generate with "
                     "engine='transformers'."
                 ) from error
+        own_end(self.llm)
         self.max_model_len: int = self.llm.llm_engine.model_config.max_model_len
         self.memory = EngineMemory(self.llm, options.enable_sleep_mode)
         self._loader = WeightLoader(internals.model_of(self.llm))
@@ -196,3 +197,7 @@ class VLLMEngine:
         llm, self.llm = self.llm, None
         if llm is not None:
             shut_down(llm, self._made_default_group, self.peers_lost)
+
+    def leave(self) -> None:
+        """The process ends: see `closing.let_go`."""
+        let_go(self.llm)

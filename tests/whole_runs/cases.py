@@ -1,0 +1,90 @@
+"""The combinations of settings that a user switches on together, and the flags that say so."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+STEPS = 7
+BASE = {
+    "max_steps": STEPS,
+    "eval_strategy": "steps",
+    "eval_steps": 3,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "logging_steps": 1,
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 8,
+    "num_generations": 4,
+    "max_completion_length": 48,
+    "vllm_max_model_length": 128,
+    "learning_rate": 1e-4,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_vllm": True,
+    "vllm_mode": "colocate",
+    "vllm_gpu_memory_utilization": 0.3,
+    "verify_every": 1,
+    "attn_implementation": "eager",  # its backward repeats bit for bit
+}
+FIXED = {"ignore_eos": True}
+RAGGED = {"stop_token_ids": list(range(10, 16))}  # of 98 tokens: lengths are geometric, cut at the limit
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination.
+
+    Attributes:
+        weights: "bf16" trains in the engine's dtype, "fp32" a master beside it, "lora" an adapter on a bf16 base.
+        tp: ranks per engine.
+        sharding: "one" process, "ddp" or "fsdp2" over two.
+    """
+
+    weights: str
+    sleep: bool
+    graphs: bool
+    ragged: bool = False
+    offload: str = "auto"
+    tp: int = 1
+    sharding: str = "one"
+
+    @property
+    def name(self) -> str:
+        """As pytest and docs/tested.md show it."""
+        words = [self.sharding, f"tp{self.tp}", self.weights]
+        words += ["sleep" if self.sleep else "awake", "graphs" if self.graphs else "eager"]
+        return "-".join([*words, "ragged" if self.ragged else "fixed", f"offload_{self.offload}"])
+
+    @property
+    def path(self) -> str:
+        """The weight sync that serves it."""
+        if self.weights == "lora":
+            return "lora"
+        if self.tp > 1 or self.sharding == "fsdp2":
+            return "reshard"
+        return "alias" if self.weights == "bf16" else "copy"
+
+    def settings(self) -> dict[str, object]:
+        """Of TRL's and our configs."""
+        chosen: dict[str, object] = {
+            "dtype": "float32" if self.weights == "fp32" else "bfloat16",
+            "bf16": True,
+            "vllm_enable_sleep_mode": self.sleep,
+            "vllm_tensor_parallel_size": self.tp,
+            "offload": self.offload,
+            "generation_kwargs": json.dumps(RAGGED if self.ragged else FIXED),
+            "engine_options": json.dumps({"enforce_eager": not self.graphs}),
+        }
+        if self.weights == "lora":
+            chosen |= {"use_peft": True, "lora_r": 16, "lora_target_modules": "all-linear"}
+        return BASE | chosen
+
+
+def flags(settings: dict[str, object], model: Path, out: Path) -> list[str]:
+    """As on a command line."""
+    words = ["--model_name_or_path", str(model), "--output_dir", str(out)]
+    for key, value in settings.items():
+        words += [f"--{key}", str(value)]
+    return words

@@ -1,0 +1,92 @@
+"""What the whole runs share: models on disk, and the GPUs of each test process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from filelock import FileLock
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import models
+import whole_run
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of all test processes."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
+@pytest.fixture
+def model(shared: Path) -> Callable[[str], Path]:
+    """The folder of a model, by its name in models.py."""
+
+    def find(name: str) -> Path:
+        with FileLock(shared / f"{name}.lock"):
+            return models.write(name, shared)
+
+    return find
+
+
+@pytest.fixture
+def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Show this test, and what it starts, GPUs of its own; skip it where there are not enough."""
+    width = request.module.GPUS
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    try:
+        names = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout.splitlines()
+    except FileNotFoundError:
+        names = []
+    mine = list(range(width * worker, width * (worker + 1)))
+    if mine[-1] >= len(names):
+        pytest.skip(f"needs {width} GPUs of its own, and there are {len(names)}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, mine)))
+    for name, value in {"VLLM_ALLREDUCE_USE_FLASHINFER": "0", "HF_HUB_OFFLINE": "1"}.items():
+        monkeypatch.setenv(name, os.environ.get(name, value))
+
+
+@pytest.fixture
+def seen(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
+    """Facts of a run for docs/tested.md, kept in the file that TRLX_WHOLE_RUNS names, if it names one."""
+    facts: dict[str, Any] = {}
+    started = time.time()
+    yield facts
+    file = os.environ.get("TRLX_WHOLE_RUNS")
+    if file and facts:
+        report = getattr(request.node, "reports", {}).get("call")
+        facts |= {"case": request.node.name, "passed": bool(report and report.passed), "started": started}
+        with FileLock(f"{file}.lock"), Path(file).open("a") as out:
+            out.write(json.dumps(facts) + "\n")
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    """Let fixtures see how the test went."""
+    outcome: Any = yield
+    report = outcome.get_result()
+    item.reports = getattr(item, "reports", {}) | {report.when: report}  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def whole(seen: dict[str, Any]) -> Callable[..., whole_run.Ended]:
+    """`whole_run.run`, checked to have ended well."""
+
+    def start(command: list[Any], limit: float, **given: Any) -> whole_run.Ended:
+        ended = whole_run.run(command, limit, **given)
+        leaving = None if ended.leaving is None else round(ended.leaving, 1)
+        run = {"returncode": ended.returncode, "hung": ended.hung, "seconds": round(ended.seconds, 1)}
+        seen.setdefault("runs", []).append(run | {"leaving": leaving})
+        whole_run.check_whole(ended)
+        return ended
+
+    return start

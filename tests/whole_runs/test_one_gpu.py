@@ -1,0 +1,100 @@
+"""Whole user scripts on one GPU, in combinations that cover every pair of settings."""
+
+import json
+import sys
+
+import pytest
+import whole_run
+from cases import BASE, STEPS, Case, flags
+from whole_run import SCRIPTS
+
+GPUS = 1
+LIMIT = 420
+CASES = [
+    Case("bf16", sleep=True, graphs=True, ragged=True, offload="auto"),
+    Case("bf16", sleep=False, graphs=False, ragged=False, offload="none"),
+    Case("bf16", sleep=True, graphs=False, ragged=True, offload="all"),
+    Case("fp32", sleep=True, graphs=False, ragged=False, offload="all"),
+    Case("fp32", sleep=False, graphs=True, ragged=True, offload="auto"),
+    Case("fp32", sleep=True, graphs=True, ragged=False, offload="none"),
+    Case("lora", sleep=True, graphs=True, ragged=False, offload="all"),
+    Case("lora", sleep=False, graphs=False, ragged=True, offload="auto"),
+    Case("lora", sleep=True, graphs=False, ragged=True, offload="none"),
+]
+SMALL = BASE | {"dtype": "bfloat16", "bf16": True, "engine_options": json.dumps({"enforce_eager": True})}
+
+pytestmark = pytest.mark.usefixtures("gpus")
+
+
+def python(script, settings, model, out):
+    return [sys.executable, SCRIPTS / script, *flags(settings, model, out)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_plain_script_trains_to_its_end(case, model, whole, seen, tmp_path):
+    ended = whole(python("grpo.py", case.settings(), model("plain"), tmp_path / "run"), LIMIT)
+    logs = whole_run.history(tmp_path / "run")
+    whole_run.check_training(logs, STEPS)
+    whole_run.check_proofs(ended, case.path)
+    seen["gap"] = max(log.get("sampling/sampling_logp_difference/mean", 0.0) for log in logs)
+    assert seen["gap"] < 0.1
+    if case.weights == "lora":  # merged and unmerged adapters round differently
+        return
+    other = whole(
+        python("grpo.py", case.settings() | {"weights": "gather"}, model("plain"), tmp_path / "gather"), LIMIT
+    )
+    whole_run.check_proofs(other, "gather")
+    assert whole_run.history(tmp_path / "gather") == logs
+
+
+@pytest.mark.parametrize("sleep", [True, False], ids=["sleep", "awake"])
+def test_tools(sleep, model, whole, tmp_path):
+    settings = SMALL | {"vllm_enable_sleep_mode": sleep, "max_completion_length": 400, "vllm_max_model_length": 2048}
+    whole(python("tools.py", settings, model("caller"), tmp_path / "run"), LIMIT)
+    logs = whole_run.history(tmp_path / "run")
+    whole_run.check_training(logs, STEPS)
+    assert max(log.get("tools/call_frequency", 0.0) for log in logs) > 0
+
+
+def test_an_environment(model, whole, tmp_path):
+    settings = SMALL | {"vllm_enable_sleep_mode": True, "max_completion_length": 200, "vllm_max_model_length": 512}
+    settings |= {"rollout": "multi_turn"}
+    whole(python("game.py", settings, model("plain"), tmp_path / "run"), LIMIT)
+    whole_run.check_training(whole_run.history(tmp_path / "run"), STEPS)
+
+
+def test_a_killed_run_resumes(model, whole, tmp_path):
+    settings = SMALL | {"vllm_enable_sleep_mode": True}
+    command = python("grpo.py", settings, model("plain"), tmp_path / "run")
+    killed = whole_run.run(command, LIMIT, kill_at="'epoch': '0.1562'")
+    assert killed.returncode == -9, killed.output[-4000:]
+    assert not (tmp_path / "run" / f"checkpoint-{STEPS}").exists()
+    whole([*command, "--resume_from_checkpoint", tmp_path / "run" / "checkpoint-3"], LIMIT)
+    whole(python("grpo.py", settings, model("plain"), tmp_path / "whole"), LIMIT)
+    assert whole_run.history(tmp_path / "run") == whole_run.history(tmp_path / "whole")
+
+
+def test_two_trainers_in_one_process(model, whole, tmp_path):
+    whole(python("two_trainers.py", SMALL | {"vllm_enable_sleep_mode": True}, model("plain"), tmp_path), LIMIT)
+    whole_run.check_training(whole_run.history(tmp_path / "second"), STEPS)
+    whole_run.check_training(whole_run.history(tmp_path / "first"), 6)
+
+
+@pytest.mark.parametrize("sleep", ["sleep", "awake"])
+def test_a_loop_without_a_trainer(sleep, model, whole):
+    ended = whole([sys.executable, SCRIPTS / "loop.py", model("plain"), sleep], LIMIT)
+    assert ended.output.count("'loss'") == 7
+
+
+def test_a_mixture_of_experts(model, whole, tmp_path):
+    whole(python("grpo.py", SMALL | {"vllm_enable_sleep_mode": True}, model("experts"), tmp_path / "run"), LIMIT)
+    whole_run.check_training(whole_run.history(tmp_path / "run"), STEPS)
+
+
+def test_a_failing_reward_ends_the_run(model, tmp_path):
+    """With its own error, at once."""
+    ended = whole_run.run(python("fails.py", SMALL, model("plain"), tmp_path / "run"), LIMIT)
+    assert not ended.hung, ended.output[-8000:]
+    assert ended.returncode == 1
+    assert "the third batch has no such column" in ended.output
+    assert not ended.left

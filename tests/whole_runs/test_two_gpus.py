@@ -1,0 +1,96 @@
+"""Whole user scripts on two GPUs, under every launcher."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import whole_run
+from cases import BASE, STEPS, Case, flags
+from whole_run import SCRIPTS
+
+GPUS = 2
+LIMIT = 480
+BIN = Path(sys.executable).parent
+CASES = [
+    Case("bf16", sleep=True, graphs=False, tp=2, sharding="fsdp2"),
+    Case("fp32", sleep=False, graphs=True, tp=2, sharding="fsdp2"),
+    Case("lora", sleep=True, graphs=False, tp=2, sharding="fsdp2"),
+    Case("bf16", sleep=False, graphs=True, tp=1, sharding="fsdp2", ragged=True),
+    Case("fp32", sleep=True, graphs=False, tp=1, sharding="fsdp2"),
+    Case("bf16", sleep=True, graphs=True, tp=2, sharding="ddp", ragged=True),
+    Case("lora", sleep=False, graphs=True, tp=1, sharding="ddp"),
+    Case("fp32", sleep=True, graphs=False, tp=1, sharding="ddp"),
+]
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": "false",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+}
+SHARDED = Case("bf16", sleep=True, graphs=False, tp=2, sharding="fsdp2")
+
+pytestmark = pytest.mark.usefixtures("gpus")
+
+
+def torchrun(script, settings, model, out):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return [*launcher, SCRIPTS / script, *flags(settings, model, out)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_plain_script_trains_to_its_end(case, model, whole, seen, tmp_path):
+    variables = FSDP2 if case.sharding == "fsdp2" else {}
+    ended = whole(torchrun("grpo.py", case.settings(), model("plain"), tmp_path / "run"), LIMIT, environment=variables)
+    logs = whole_run.history(tmp_path / "run")
+    whole_run.check_training(logs, STEPS)
+    whole_run.check_proofs(ended, case.path)
+    seen["gap"] = max(log.get("sampling/sampling_logp_difference/mean", 0.0) for log in logs)
+    assert seen["gap"] < 0.1
+    if case.weights == "lora":  # merged and unmerged adapters round differently
+        return
+    command = torchrun("grpo.py", case.settings() | {"weights": "gather"}, model("plain"), tmp_path / "gather")
+    whole_run.check_proofs(whole(command, LIMIT, environment=variables), "gather")
+    assert whole_run.history(tmp_path / "gather") == logs
+
+
+@pytest.mark.parametrize("launcher", ["accelerate", "trlx-hybrid"])
+def test_another_launcher(launcher, model, whole, tmp_path):
+    starts = {
+        "accelerate": [sys.executable, "-m", "accelerate.commands.launch", "--config_file", SCRIPTS / "fsdp2.yaml"],
+        "trlx-hybrid": [sys.executable, "-m", "trlx_hybrid", "launch", "--gpus-per-node", "2"]
+        + ["--config_file", str(SCRIPTS / "fsdp2.yaml")],
+    }
+    command = [*starts[launcher], SCRIPTS / "grpo.py", *flags(SHARDED.settings(), model("plain"), tmp_path / "run")]
+    ended = whole(command, LIMIT)
+    whole_run.check_training(whole_run.history(tmp_path / "run"), STEPS)
+    whole_run.check_proofs(ended, "reshard")
+
+
+def test_the_best_model_is_loaded_at_the_end(model, whole, tmp_path):
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_reward", "save_total_limit": 2}
+    command = torchrun("grpo.py", SHARDED.settings() | best, model("plain"), tmp_path / "run")
+    whole(command, LIMIT, environment=FSDP2)
+    whole_run.check_training(whole_run.history(tmp_path / "run"), STEPS)
+
+
+def test_an_engine_of_its_own(model, whole, tmp_path):
+    """The trainer on one GPU, the engine on the other."""
+    options = {"replicas": 1, "server_options": {"enforce_eager": True}}
+    settings = BASE | {"dtype": "bfloat16", "bf16": True, "engine": "remote", "engine_options": json.dumps(options)}
+    settings |= {"generation_kwargs": json.dumps({"ignore_eos": True})}
+    launcher = [sys.executable, "-m", "trlx_hybrid", "launch", "--gpus-per-node", "1"]
+    whole([*launcher, SCRIPTS / "grpo.py", *flags(settings, model("plain"), tmp_path / "run")], LIMIT)
+    whole_run.check_training(whole_run.history(tmp_path / "run"), STEPS)
+
+
+def test_a_failing_reward_on_one_rank_ends_the_run(model, tmp_path):
+    """While the other rank waits for it: with its own error, and nobody left."""
+    command = torchrun("fails.py", SHARDED.settings(), model("plain"), tmp_path / "run")
+    ended = whole_run.run(command, LIMIT, environment=FSDP2)
+    assert not ended.hung, ended.output[-8000:]
+    assert ended.returncode == 1
+    assert "the third batch has no such column" in ended.output
+    assert not ended.left

@@ -1,0 +1,196 @@
+"""A user's command from the shell to its end, and what it left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+SCRIPTS = Path(__file__).parent / "scripts"
+MARK = "TRLX_WHOLE_RUN"  # in the environment of every process of a run
+LEAVING = 20.0  # seconds from the last line of training to the end of the command
+STACKS = 10.0  # seconds to write them
+MEMORY_SLACK = 64  # MiB that a GPU's driver may keep or give back between two looks
+
+
+@dataclass
+class Ended:
+    """A command that has ended, by itself or not.
+
+    Attributes:
+        hung: it had to be ended; its output then closes with the Python stacks of all its processes.
+        output: standard output and error.
+        leaving: seconds from the line that closes training to the end; None where there was no such line.
+        left: what is still there of it, in words.
+    """
+
+    command: Sequence[str]
+    returncode: int
+    hung: bool
+    seconds: float
+    output: str
+    leaving: float | None = None
+    left: list[str] = field(default_factory=list)
+
+    def proofs(self) -> list[tuple[str, int, float | None]]:
+        """(path, tensors compared, log-prob gap) of each weight sync, as scripts/grpo.py prints it."""
+        found = re.findall(r"PROOF path=(\w+) verified=(\d+) gap=(\S+)", self.output)
+        return [(path, int(verified), None if gap == "None" else float(gap)) for path, verified, gap in found]
+
+
+def run(
+    command: Sequence[object], limit: float, environment: dict[str, str] | None = None, kill_at: str | None = None
+) -> Ended:
+    """Start it in a session of its own and wait for its end.
+
+    Args:
+        limit: seconds, after which every process is made to write its stacks and is killed.
+        kill_at: a text in the output at which all processes are killed at once.
+    """
+    mark = uuid.uuid4().hex
+    variables = os.environ | {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", MARK: mark} | (environment or {})
+    memory, shared = gpu_memory(), shared_memory()
+    words = [str(word) for word in command]
+    started = time.monotonic()
+    process = subprocess.Popen(
+        words, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    lines: list[str] = []
+    last: list[float] = []
+
+    def follow() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if "train_runtime" in line:
+                last.append(time.monotonic())
+            if kill_at is not None and kill_at in line:
+                kill(mark, signal.SIGKILL)
+
+    reader = threading.Thread(target=follow, daemon=True)
+    reader.start()
+    hung = False
+    try:
+        process.wait(limit)
+    except subprocess.TimeoutExpired:
+        hung = True
+        kill(mark, signal.SIGABRT)
+        time.sleep(STACKS)
+    ended = time.monotonic()
+    left = [] if hung else left_behind(mark, memory, shared)
+    kill(mark, signal.SIGKILL)
+    process.wait()
+    reader.join(10)
+    assert process.stdout is not None
+    process.stdout.close()
+    leaving = ended - last[-1] if last else None
+    return Ended(words, process.returncode, hung, ended - started, "".join(lines), leaving, left)
+
+
+def processes(mark: str) -> list[int]:
+    """Of a run, its children's children included."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        try:
+            if folder.name.isdigit() and f"{MARK}={mark}".encode() in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+        except OSError:  # it has just ended
+            continue
+    return found
+
+
+def kill(mark: str, number: int) -> None:
+    """Send a signal to all of them."""
+    for pid in processes(mark):
+        try:
+            os.kill(pid, number)
+        except ProcessLookupError:
+            continue
+
+
+def left_behind(mark: str, memory: dict[str, int], shared: set[str]) -> list[str]:
+    """What a run has not cleaned up; looked at again for some seconds, since drivers take their time."""
+    ends = time.monotonic() + 10
+    while True:
+        found = [f"process {pid}" for pid in processes(mark)]
+        found += [f"/dev/shm/{name}" for name in sorted(shared_memory() - shared)]
+        now = gpu_memory()
+        found += [f"GPU {n}: {now[n] - was} MiB" for n, was in memory.items() if now[n] > was + MEMORY_SLACK]
+        if not found or time.monotonic() > ends:
+            return found
+        time.sleep(0.5)
+
+
+def shared_memory() -> set[str]:
+    """Names of the shared-memory segments that nobody uses."""
+    folder = Path("/dev/shm")
+    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    if not names:
+        return names
+    for process in Path("/proc").iterdir():
+        try:
+            used = (process / "maps").read_text() if process.name.isdigit() else ""
+        except OSError:  # it has just ended
+            continue
+        names -= {name for name in names if f"/dev/shm/{name}" in used}
+    return names
+
+
+def gpu_memory() -> dict[str, int]:
+    """MiB in use on each GPU this process may use."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    query = ["nvidia-smi", "--query-gpu=index,memory.used", "--format=csv,noheader,nounits"]
+    try:
+        rows = subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.split("\n")
+    except FileNotFoundError:
+        return {}
+    used = dict(row.split(", ") for row in rows if row)
+    return {n: int(mib) for n, mib in used.items() if visible is None or n in visible.split(",")}
+
+
+def history(folder: Path) -> list[dict[str, float]]:
+    """What the trainer logged, without what tells the time; from its last checkpoint."""
+    states = sorted(folder.glob("checkpoint-*/trainer_state.json"), key=lambda p: int(p.parent.name.split("-")[1]))
+    assert states, f"no checkpoint in {folder}"
+    timing = ("runtime", "per_second", "step_time", "hybrid/")
+    return [
+        {key: value for key, value in log.items() if not any(word in key for word in timing)}
+        for log in json.loads(states[-1].read_text())["log_history"]
+    ]
+
+
+def check_whole(ended: Ended) -> None:
+    """It ended by itself, soon and clean."""
+    said = "\n".join([" ".join(ended.command), ended.output[-12000:]])
+    assert not ended.hung, f"it hung; the stacks of all ranks:\n{said}"
+    assert ended.returncode == 0, said
+    assert ended.leaving is None or ended.leaving < LEAVING, f"{ended.leaving:.0f} s from the last step to the end"
+    assert not ended.left, ended.left
+
+
+def check_training(logs: list[dict[str, float]], steps: int) -> None:
+    """Steps, an evaluation, and nothing but numbers."""
+    losses = [log for log in logs if "loss" in log]
+    assert len(losses) >= steps, logs
+    assert any("eval_reward" in log for log in logs), logs
+    for log in logs:
+        for key, value in log.items():
+            assert not isinstance(value, float) or abs(value) < float("inf"), (key, log)
+
+
+def check_proofs(ended: Ended, path: str) -> None:
+    """Every sync compared all tensors, and the engine scores as the policy does."""
+    proofs = ended.proofs()
+    assert len(proofs) >= 6, ended.output[-8000:]
+    assert {name for name, _, _ in proofs} == {path}, proofs
+    assert len({verified for _, verified, _ in proofs}) == 1, proofs
+    assert proofs[-1][1] > 0, proofs
+    assert all(gap is not None and gap < 0.5 for _, _, gap in proofs), proofs

@@ -38,19 +38,27 @@ def model(shared: Path) -> Callable[[str], Path]:
     return find
 
 
+def visible_gpus() -> list[str]:
+    """The numbers of those this process may use."""
+    if "CUDA_VISIBLE_DEVICES" in os.environ:
+        return [number for number in os.environ["CUDA_VISIBLE_DEVICES"].split(",") if number]
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout
+    except FileNotFoundError:
+        return []
+    return [str(number) for number in range(len(listed.splitlines()))]
+
+
 @pytest.fixture
 def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Show this test, and what it starts, GPUs of its own; skip it where there are not enough."""
     width = request.module.GPUS
     worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    try:
-        names = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=60).stdout.splitlines()
-    except FileNotFoundError:
-        names = []
-    mine = list(range(width * worker, width * (worker + 1)))
-    if mine[-1] >= len(names):
-        pytest.skip(f"needs {width} GPUs of its own, and there are {len(names)}")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, mine)))
+    there = visible_gpus()
+    mine = there[width * worker : width * (worker + 1)]
+    if len(mine) < width:
+        pytest.skip(f"needs {width} GPUs of its own, and there are {len(there)}")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(mine))
     for name, value in {"VLLM_ALLREDUCE_USE_FLASHINFER": "0", "HF_HUB_OFFLINE": "1"}.items():
         monkeypatch.setenv(name, os.environ.get(name, value))
 

@@ -94,6 +94,13 @@ def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
         ), page
 
 
+def test_files_that_a_page_includes_are_there(site: Path) -> None:
+    pages = {page: html.unescape(re.sub(r"<[^>]+>", "", page.read_text())) for page in site.rglob("*.html")}
+    assert not [page for page, text in pages.items() if re.search(r"8 ?< ?--", text)]
+    for file in ("pyproject.toml", "src/trlx_hello/plugin.py"):
+        assert (ROOT / "examples" / "plugin_hello" / file).read_text() in pages[site / "plugins" / "index.html"]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
 def test_runnable_code_compiles(page: Path) -> None:
     text = page.read_text()

@@ -106,7 +106,7 @@ def _advice(better: Sequence[Better]) -> Iterator[str]:
     for dim in sorted({dim for _, dim in chosen}):
         names = ", ".join(name.format("*") for name, its in chosen if its == dim)
         head = f"           shard_placement_fn: Shard({dim}) for "
-        yield from textwrap.wrap(names, 120, initial_indent=head, subsequent_indent=" " * len(head))
+        yield from textwrap.wrap(names, 100, initial_indent=head, subsequent_indent=" " * 13)
 
 
 def _count(number: int, noun: str) -> str:

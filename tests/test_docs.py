@@ -86,6 +86,11 @@ def test_every_page_is_in_the_navigation(site: Path) -> None:
             assert f'href="{page.relative_to(DOCS).with_suffix("")}/"' in home
 
 
+def test_tables_of_a_terminal_are_not_wrapped() -> None:
+    """Neither by the site's style nor by the theme's, which scrolls."""
+    assert "pre-wrap" not in (DOCS / "assets" / "extra.css").read_text()
+
+
 def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         assert not re.findall(r'<(?:script|img|iframe)[^>]+src="(?:https?:)?//', page.read_text()), page

@@ -173,6 +173,14 @@ def test_a_command_is_understood(command: str, read: Any) -> None:
     check(words, read)
 
 
+def test_no_example_writes_over_the_run_of_another(read: Any) -> None:
+    folders = []
+    for name in ("calculator", "custom_loop", "guessing_game", "quickstart", "ray_remote_environment"):
+        script = str(ROOT / "examples" / f"{name}.py")
+        folders.append(read(lambda: runpy.run_path(script, run_name="__main__"), []).output_dir)  # noqa: B023
+    assert len(set(folders)) == len(folders)
+
+
 QUICK = [line for line in commands() if re.match("trlx-hybrid (plugins|env|reshard-plan)", line)]
 
 

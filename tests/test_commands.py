@@ -173,6 +173,20 @@ def test_a_command_is_understood(command: str, read: Any) -> None:
     check(words, read)
 
 
+@pytest.mark.parametrize(
+    ("page", "command", "elsewhere"),
+    [("docs/ray/launching.md", "launch", {"-h"}), ("docs/resharding.md", "reshard-plan", {"-h", "--model"})],
+)
+def test_a_table_has_the_options_of_its_command(page: str, command: str, elsewhere: set[str], capsys: Any) -> None:
+    from trlx_hybrid.cli import main
+
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    known = set(re.findall(r"^  (--?[\w-]+)", capsys.readouterr().out, re.MULTILINE))
+    cells = " ".join(re.findall(r"^\| (`--[^|]*) \|", (ROOT / page).read_text(), re.MULTILINE))
+    assert set(re.findall(r"--[\w-]+", cells)) | elsewhere == known
+
+
 def test_no_example_writes_over_the_run_of_another(read: Any) -> None:
     folders = []
     for name in ("calculator", "custom_loop", "guessing_game", "quickstart", "ray_remote_environment"):

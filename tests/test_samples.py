@@ -1,5 +1,6 @@
 """The Python of the pages, executed as it stands: names that a page leaves to its reader come from the test."""
 
+import json
 import re
 import shlex
 import sys
@@ -94,6 +95,16 @@ def test_configs_in_the_text_can_be_made() -> None:
     assert len(found) >= 8
     for code in found:
         eval(code, {"HybridConfig": trlx_hybrid.HybridConfig})
+
+
+def test_changed_imports_and_json() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    imports = re.findall(r"^\+(from .*)", text, re.MULTILINE)
+    assert imports
+    for line in imports:
+        exec(line, {})
+    for block in re.findall(r"^ *```json\n(.*?)```", text, re.DOTALL | re.MULTILINE):
+        json.loads(block)
 
 
 def test_quickstart(execute, monkeypatch) -> None:

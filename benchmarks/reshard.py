@@ -48,7 +48,7 @@ class Case:
         layers: instead of the shape's own number; 0 keeps it.
         ranks, tp: of FSDP, and of each engine.
         dtype: of the policy; the engines are in bf16.
-        permuted: FSDP's mesh as `trlx-hybrid reshard-plan` advises.
+        permuted: FSDP's mesh in the order of the engines' slices.
     """
 
     model: str

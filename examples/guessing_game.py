@@ -16,7 +16,7 @@ flag works, and `--config file.yaml` too.
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,9 +88,11 @@ def demonstrate(rng: random.Random) -> Conversation:
     return game([str(guess) for guess in guesses], answers)
 
 
-def main() -> None:
+def main(rollout: Callable[..., Any] = episodes, output_dir: str = GameConfig.output_dir) -> None:
     """Learn from demonstrations, then play with GRPO."""
-    script, config = TrlParser((ScriptArguments, GameConfig)).parse_args_and_config()
+    parser = TrlParser((ScriptArguments, GameConfig))
+    parser.set_defaults(output_dir=output_dir)
+    script, config = parser.parse_args_and_config()
     quiet()
     numbers = [str(number) for number in range(1, HIGHEST + 1)]
     tokenizer = build_chat_tokenizer([game([BLANK, BLANK, BLANK], [HIGHER, LOWER, HIGHER])], words=numbers)
@@ -101,7 +103,7 @@ def main() -> None:
         model=model,
         args=config,
         reward_funcs=episode_reward,
-        rollout_func=episodes(GuessingGame, max_turns=GUESSES),
+        rollout_func=rollout(GuessingGame, max_turns=GUESSES),
         train_dataset=concatenate_datasets([games] * 16),  # a batch must find enough rows
         eval_dataset=games,
         processing_class=tokenizer,

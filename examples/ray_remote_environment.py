@@ -7,7 +7,6 @@
 games. A process that dies takes its games with it: these trajectories are masked and counted, and the run goes on.
 """
 
-import guessing_game
 from guessing_game import GuessingGame, main
 from trlx_hybrid_multiturn import episodes
 from trlx_hybrid_ray.remote import remote_environment
@@ -19,5 +18,4 @@ def in_actors(game: type[GuessingGame], **settings: object) -> object:
 
 
 if __name__ == "__main__":
-    guessing_game.episodes = in_actors
-    main()
+    main(in_actors, "runs/ray_remote_environment")

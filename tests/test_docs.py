@@ -86,12 +86,24 @@ def test_every_page_is_in_the_navigation(site: Path) -> None:
             assert f'href="{page.relative_to(DOCS).with_suffix("")}/"' in home
 
 
+def test_tables_of_a_terminal_are_not_wrapped() -> None:
+    """Neither by the site's style nor by the theme's, which scrolls."""
+    assert "pre-wrap" not in (DOCS / "assets" / "extra.css").read_text()
+
+
 def test_pages_fetch_nothing_from_elsewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         assert not re.findall(r'<(?:script|img|iframe)[^>]+src="(?:https?:)?//', page.read_text()), page
         assert not re.findall(
             r'<link[^>]+rel="(?:stylesheet|preconnect)"[^>]+href="(?:https?:)?//', page.read_text()
         ), page
+
+
+def test_files_that_a_page_includes_are_there(site: Path) -> None:
+    pages = {page: html.unescape(re.sub(r"<[^>]+>", "", page.read_text())) for page in site.rglob("*.html")}
+    assert not [page for page, text in pages.items() if re.search(r"8 ?< ?--", text)]
+    for file in ("pyproject.toml", "src/trlx_hello/plugin.py"):
+        assert (ROOT / "examples" / "plugin_hello" / file).read_text() in pages[site / "plugins" / "index.html"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))

@@ -1,4 +1,4 @@
-"""The example plugin as a third party would ship it: built, installed elsewhere, and seen at work."""
+"""The plugin of the page as a third party would ship it: built, installed elsewhere, and seen at work."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-EXAMPLE = ROOT / "examples" / "plugin_hello"
+PLUGIN_PAGE = ROOT / "docs" / "plugins.md"
 QUICKSTART = ROOT / "docs" / "quickstart.md"
 
 
@@ -27,10 +27,15 @@ def run(*command: object, cwd: Path) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of an environment that has the example's wheel on top of everything that is installed here."""
+    """The interpreter of an environment that has the wheel of the page's files on top of what is installed here."""
     folder = tmp_path_factory.mktemp("hello")
+    example = folder / "as on the page"
+    for title, source in re.findall(r'title="(.*?)"\n--8<-- "(.*?)"\n', PLUGIN_PAGE.read_text()):
+        (example / title).parent.mkdir(parents=True, exist_ok=True)
+        (example / title).write_text((ROOT / source).read_text())
+    (example / "src" / "trlx_hello" / "__init__.py").touch()
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--isolated")
-    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder, EXAMPLE, cwd=folder)
+    run(*pip, "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-w", folder, example, cwd=folder)
     (wheel,) = folder.glob("*.whl")
     venv.create(folder / "env", with_pip=False, symlinks=True)
     python = folder / "env" / "bin" / "python"

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
 
-from .errors import RewardError
+from .errors import ConfigError, RewardError
+
+
+def refuse_missing_package(functions: Any) -> None:
+    """Refuse TRL's accuracy rewards without math-verify. They say so themselves at their first batch only.
+
+    Args:
+        functions: what the trainer was given as `reward_funcs`.
+
+    Raises:
+        ConfigError: names the function and what to install.
+    """
+    for function in functions if isinstance(functions, (list, tuple)) else [functions]:
+        of_trl = getattr(function, "__module__", None) == "trl.rewards.accuracy_rewards"
+        if of_trl and importlib.util.find_spec("math_verify") is None:
+            raise ConfigError(
+                f"Reward function {function.__name__!r} needs the package math-verify, which is not installed: "
+                "pip install 'trl[math-verify]'"
+            )
 
 
 def checked_reward(function: Any) -> Any:

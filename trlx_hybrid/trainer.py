@@ -30,7 +30,7 @@ from .errors import ConfigError
 from .host import Host, check_ranks_agree
 from .policy import Policy
 from .ranks import Ranks
-from .rewards import checked_reward
+from .rewards import checked_reward, refuse_missing_package
 from .seam import Generation
 from .selection import select
 from .session import Session
@@ -96,6 +96,7 @@ class HybridTrainer(Checkpointing):
         self._selection = select(config, arguments, host.registry)
         if not self._selection.stock:
             refuse_empty(given.get("train_dataset"))
+            refuse_missing_package(given.get("reward_funcs"))
         super().__init__(*args, **kwargs)
         self._attach(host, config)
 

@@ -23,7 +23,7 @@ def seen(request, launched):
     return launched(request.param)
 
 
-@pytest.mark.parametrize("kind", ["sharded", "plain"])
+@pytest.mark.parametrize("kind", ["sharded", "sharded by columns", "plain"])
 def test_the_engine_holds_the_policy_after_every_change(seen, kind):
     for report in seen:
         run = report[kind]

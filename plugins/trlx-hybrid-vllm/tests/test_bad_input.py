@@ -1,6 +1,7 @@
 """Each mistake gets one message that names the culprit and the way out."""
 
 import importlib.metadata
+import sys
 
 import pytest
 import trlx_hybrid
@@ -86,6 +87,14 @@ def test_num_generations_that_does_not_divide(run):
 def test_an_empty_dataset(run):
     with pytest.raises(ConfigError, match="train_dataset is empty"):
         train(run, train_dataset=Dataset.from_dict({"prompt": []}))
+
+
+def test_a_reward_without_its_package_before_the_model_is_loaded(run, monkeypatch):
+    from trl.rewards import accuracy_reward
+
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ConfigError, match=r"'accuracy_reward' needs the package math-verify.*trl\[math-verify\]"):
+        train(run, model="nobody/such-model", reward_funcs=[accuracy_reward])
 
 
 def test_a_reward_of_the_wrong_length(run):

@@ -1,8 +1,8 @@
 """The training layout one would rather have: FSDP shards that lie inside the rank's rollout slice.
 
-Two means: a permuted device mesh would bring a rank's rows into its TP slice, where torch sorted no ranks of process
-groups (2.11 does, see `live.from_dtensor`); `fully_shard(shard_placement_fn=...)` shards row-parallel weights along the
-dimension that TP slices, where it divides. Both together reach (1/t − 1/n) of a dense model.
+The means is `fully_shard(shard_placement_fn=...)`, which shards a weight along another dimension than the first, where
+it divides. A permuted device mesh would bring a rank's rows into its TP slice as well, and is not advised: torch sorts
+the ranks of process groups, so the run refuses such a mesh (`live.from_dtensor`).
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import numpy as np
 
 from .intervals import Ints
 from .layout import Layout
-from .parameter import Model, Parameter, Stage
+from .parameter import Model, Parameter
 from .plan import plan
-
-NAMES = ("permuted mesh", "permuted mesh and shard dimensions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +36,7 @@ class Better:
 def alternatives(
     model: Model, train: Layout, rollout: Layout, *, ranks_per_node: int = 0, back: bool = False
 ) -> list[Better]:
-    """The training layout as it is, and after it those that move less than it, the least last.
+    """The training layout as it is, and after it one that moves less and that a run takes, if there is one.
 
     Only a layout with FSDP and without pipeline stages of its own has anything to choose. Of many ranks a sample is
     planned, see `sample`.
@@ -55,20 +53,10 @@ def alternatives(
     found = [measured("as is", train)]
     if train.fsdp == 1 or train.tp > 1 or train.pp > 1 or train.mesh is not None or train.shard_dims:
         return found
-    permuted = replace(train, mesh=aligned_mesh(train, rollout))
-    for name, layout in zip(NAMES, (permuted, replace(permuted, shard_dims=shard_dims(model, permuted, rollout)))):
-        candidate = measured(name, layout)
-        if max(candidate.receives_bytes, candidate.sends_bytes) < max(found[-1].receives_bytes, found[-1].sends_bytes):
-            found.append(candidate)
+    candidate = measured("shard dimensions", replace(train, shard_dims=shard_dims(model, train, rollout)))
+    if max(candidate.receives_bytes, candidate.sends_bytes) < max(found[0].receives_bytes, found[0].sends_bytes):
+        found.append(candidate)
     return found
-
-
-def aligned_mesh(train: Layout, rollout: Layout) -> tuple[int, ...]:
-    """Each FSDP group's ranks in the order of their TP slices, so that consecutive shards lie in one slice."""
-    tp = rollout.sharding(Parameter(name="slice", shape=(rollout.tp,), tp_dim=0, stage=Stage.ENDS)).coordinates[1]
-    slices = np.zeros(rollout.world, dtype=np.int64) if tp is None else tp
-    groups = np.arange(train.world).reshape(-1, train.fsdp)
-    return tuple(int(r) for group in groups for r in group[np.argsort(slices[group], kind="stable")])
 
 
 def shard_dims(model: Model, train: Layout, rollout: Layout) -> tuple[tuple[str, int], ...]:

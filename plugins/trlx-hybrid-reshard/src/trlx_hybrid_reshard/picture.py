@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -93,7 +94,7 @@ def _picture(traffic: Ints) -> Iterator[str]:
 def _advice(better: Sequence[Better]) -> Iterator[str]:
     now = better[0]
     if len(better) == 1:
-        yield "rather     this layout: no mesh order or shard dimension moves less"
+        yield "rather     this layout: no choice of shard dimensions moves less"
         return
     for option in better[1:]:
         saved, less = now.receives_bytes - option.receives_bytes, now.sends_bytes - option.sends_bytes
@@ -101,12 +102,11 @@ def _advice(better: Sequence[Better]) -> Iterator[str]:
             f"rather     {option.name}: the worst rank receives {gigabytes(option.receives_bytes)} (saves "
             f"{gigabytes(max(saved, 0))}), sends {gigabytes(option.sends_bytes)} (saves {gigabytes(max(less, 0))})"
         )
-    best = better[-1].layout
-    if best.mesh is not None and best.mesh != tuple(range(best.world)):
-        listed = ", ".join(map(str, best.mesh[:WIDEST])) + (", …" if len(best.mesh) > WIDEST else "")
-        yield f"           mesh: DeviceMesh(device, [{listed}]) row-major over {best.dp} × {best.fsdp}"
-    for name, dim in best.shard_dims:
-        yield f"           shard_placement_fn: Shard({dim}) for {name.format('*')}"
+    chosen = better[-1].layout.shard_dims
+    for dim in sorted({dim for _, dim in chosen}):
+        names = ", ".join(name.format("*") for name, its in chosen if its == dim)
+        head = f"           shard_placement_fn: Shard({dim}) for "
+        yield from textwrap.wrap(names, 100, initial_indent=head, subsequent_indent=" " * 13)
 
 
 def _count(number: int, noun: str) -> str:

@@ -159,11 +159,9 @@ def _as_dict(model: Model, source: Layout, target: Layout, found: Forecast) -> d
 
 
 def _better(option: Any) -> dict[str, Any]:
-    layout = option.layout
     return {
         "name": option.name,
         "receives_bytes": option.receives_bytes,
         "sends_bytes": option.sends_bytes,
-        "mesh": layout.mesh,
-        "shard_dims": dict(layout.shard_dims),
+        "shard_dims": dict(option.layout.shard_dims),
     }

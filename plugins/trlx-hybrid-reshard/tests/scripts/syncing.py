@@ -11,17 +11,20 @@ import torch
 import torch.distributed as dist
 from standins import RANK, WORLD, Model, SlicedEngine, session_of
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from trlx_hybrid.errors import SyncError
 
 IDS = torch.arange(4)[None]
 
 
-def sharded(**arguments):
+def sharded(columns=False, **arguments):
+    """By rows; or matrices by columns, as `trlx-hybrid reshard-plan` may advise."""
     model = Model(**arguments)
+    placed = {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 else None} if columns else {}
     if WORLD > 1:
         for layer in model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+            fully_shard(layer, **placed)
+        fully_shard(model, **placed)
     return model
 
 
@@ -127,6 +130,7 @@ def main(folder):
     if WORLD > 1:
         dist.init_process_group("gloo")
     seen = {"sharded": a_run(sharded())}
+    seen["sharded by columns"] = a_run(sharded(columns=True))
     seen["plain"] = a_run(Model())
     if WORLD == 2:
         seen["refusals"] = refusals()

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 SUPPORTED = (0, 31)
 SMALL_RATE = 1e-5  # below, an AdamW step is smaller than half the distance of most bf16 weights to their neighbour
-INSTALL = "`pip install 'trlx-hybrid-vllm[cuda]'` on a GPU machine, `pip install 'trlx-hybrid-vllm[cpu]'` on a CPU"
+INSTALL = (
+    "`pip install 'trlx-hybrid-vllm[cuda]'` on a GPU machine; on a CPU `pip install 'trlx-hybrid-vllm[cpu]'`, then "
+    "`pip uninstall torchvision torchaudio torchcodec`, which break transformers where they do not fit its torch"
+)
 
 
 def installed_vllm() -> tuple[str, str] | None:

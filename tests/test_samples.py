@@ -1,0 +1,283 @@
+"""The Python of the pages, executed as it stands: names that a page leaves to its reader come from the test."""
+
+import json
+import re
+import shlex
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import trlx_hybrid
+from datasets import Dataset
+from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
+from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("plugins/*/README.md"))]
+PYTHON = re.compile(r"^( *)```python\n(.*?)\n\1```", re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"`(HybridConfig\([^`]*\))`")
+REFUSED = {"train=Layout(fsdp=8)": "takes 4 ranks per engine, which do not divide 1"}
+"""Samples for several processes, by a part of them, with what one process is told."""
+NOT_RUN = {
+    "peers.rejoin()": "only a child process of an actor can; plugins/trlx-hybrid-ray/tests/test_peers.py has one"
+}
+"""Samples by a part of them, with the reason."""
+
+
+def tool(text: str) -> str:
+    """Work something out.
+
+    Args:
+        text: what.
+    """
+    return text
+
+
+def samples(page: str) -> list[str]:
+    """The Python blocks of a page. One with a title is a whole file, which has tests of its own."""
+    return [textwrap.dedent(code) for _, code in PYTHON.findall((ROOT / page).read_text())]
+
+
+@pytest.fixture
+def execute(run, monkeypatch, tmp_path) -> Callable[..., dict[str, Any]]:
+    """Executes a page's samples in order, with common names, and returns these.
+
+    `GRPOTrainer(..., setting=value)` makes a real trainer with these and `settings`, by default on a tiny model;
+    `trainers` among the names returned has all that were made. `edits` are made to the page's text.
+    """
+    monkeypatch.chdir(tmp_path)
+    real = trlx_hybrid.GRPOTrainer
+
+    def start(page: str, *, edits: Any = (), settings: Any = (), **names: Any) -> dict[str, Any]:
+        trainers: list[Any] = []
+
+        def build(*rest: Any, **given: Any) -> Any:
+            assert rest in ((), (...,))
+            chosen = {"max_steps": 1, "train": False} | dict(settings) | given
+            trainers.append(run(real, **chosen).trainer if rest else real(**given))
+            return trainers[-1]
+
+        monkeypatch.setattr(trlx_hybrid, "GRPOTrainer", build, raising=False)
+        names |= {"GRPOTrainer": build, "HybridConfig": trlx_hybrid.HybridConfig, "trainers": trainers}
+        names["__name__"] = "__main__"
+        assert all(any(old in code for code in samples(page)) for old in dict(edits))
+        for code in samples(page):
+            if any(part in code for part in NOT_RUN):
+                continue
+            for old, new in dict(edits).items():
+                code = code.replace(old, new)
+            message = next((text for part, text in REFUSED.items() if part in code), None)
+            if message is None:
+                exec(compile(code, page, "exec"), names)
+            else:
+                with pytest.raises(ConfigError, match=message):
+                    exec(compile(code, page, "exec"), names)
+        return names
+
+    return start
+
+
+def test_every_page_with_samples_is_executed_here() -> None:
+    executed = set(re.findall(r'execute\(\s*"(.*?)"', Path(__file__).read_text()))
+    assert executed == {str(page.relative_to(ROOT)) for page in PAGES if samples(page)}
+    for part in [*REFUSED, *NOT_RUN]:
+        assert any(part in code for page in PAGES for code in samples(page))
+
+
+def test_configs_in_the_text_can_be_made() -> None:
+    found = {" ".join(code.split()) for page in PAGES for code in INLINE.findall(page.read_text())}
+    assert len(found) >= 8
+    for code in found:
+        eval(code, {"HybridConfig": trlx_hybrid.HybridConfig})
+
+
+def test_changed_imports_and_json() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    imports = re.findall(r"^\+(from .*)", text, re.MULTILINE)
+    assert imports
+    for line in imports:
+        exec(line, {})
+    for block in re.findall(r"^ *```json\n(.*?)```", text, re.DOTALL | re.MULTILINE):
+        json.loads(block)
+
+
+def test_quickstart(execute, monkeypatch) -> None:
+    """The second script's model, dataset and reward would be downloaded."""
+    import datasets
+
+    rows = [{"prompt": f"{i}+1=", "solution": str(i + 1)} for i in range(8)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: Dataset.from_list(rows))
+    tiny_model(max_position_embeddings=2048).save_pretrained("model")
+    character_tokenizer().save_pretrained("model")
+    edits = {
+        '"Qwen/Qwen2.5-0.5B-Instruct"': '"model"',
+        "reward_funcs=accuracy_reward": "reward_funcs=digits",
+        "bf16=True": "bf16=True, use_cpu=True, max_steps=1, max_completion_length=8, report_to=[]",
+    }
+    first, second = execute("docs/quickstart.md", edits=edits)["trainers"]
+    assert first.state.global_step == second.state.global_step == 1
+    assert first.session.engine is None
+    assert second.session.live_engine.max_model_len == 2048
+    second.session.close()
+
+
+def test_plugins(execute, run) -> None:
+    """The rollout of the page, chosen as the page says, in a run."""
+    names = execute("docs/plugins.md")
+    plugin = ModuleType("sorted")
+    plugin.trlx_register = names["trlx_register"]
+    (chosen,) = [code for code in INLINE.findall((ROOT / "docs/plugins.md").read_text()) if "sorted" in code]
+    config = eval(" ".join(chosen.split()), names)
+    trainer = run(trlx_hybrid.GRPOTrainer, hybrid=config, plugins=[plugin], max_steps=1).trainer
+    assert isinstance(trainer.session.rollout, names["SortedRollout"])
+
+
+def test_hybrid_engine(execute) -> None:
+    """A trainer with sleep mode, and the plain loop."""
+    model, tokenizer = tiny_model(max_position_embeddings=1024), character_tokenizer()
+    before = model.lm_head.weight.detach().clone()
+    edits = {"max_tokens=512, engine_options": "max_tokens=8, engine_options"}
+    names = execute("docs/hybrid-engine.md", edits=edits, model=model, tokenizer=tokenizer, optimizer=None)
+    (trainer,) = names["trainers"]
+    trainer.train()
+    assert trainer.session.live_engine.sleeps
+    trainer.session.close()
+
+    def loss(model, completions):
+        import torch
+
+        assert [len(c.token_ids) for c in completions] == [len(c.logprobs) for c in completions]
+        return model(input_ids=torch.tensor([completions[0].token_ids])).logits.pow(2).mean()
+
+    names["train"](model, tokenizer, [[[5, 6], [7, 8]]] * 2, loss)
+    assert not before.equal(model.lm_head.weight)
+
+
+def test_multi_turn(execute) -> None:
+    """Tools and an environment, in a run each."""
+    turns = ["an egg", '<tool_call>\n{"name": "tool", "arguments": {"text": "egg"}}\n</tool_call>']
+    tokenizer = chat_tokenizer(turns)
+    rows = [{"prompt": [{"role": "user", "content": ""}], "word": "egg", "riddle": f"door {i}"} for i in range(8)]
+    settings = {
+        "model": chatty_model(tokenizer, turns),
+        "processing_class": tokenizer,
+        "train_dataset": Dataset.from_list(rows),
+        "max_completion_length": 200,
+        "vllm_max_model_length": 1200,
+    }
+
+    names = execute("docs/multi-turn.md", settings=settings, search=tool, calculate=tool)
+    for trainer in names["trainers"]:
+        trainer.train()
+        assert trainer.session.rollout.name == "multi_turn"
+        assert trainer.state.log_history[0]["hybrid/trajectories/failed"] == 0
+        trainer.session.close()
+
+
+def test_configuration(execute, monkeypatch) -> None:
+    """The three ways say the same."""
+    page = (ROOT / "docs/configuration.md").read_text()
+    (flags,) = re.findall(r"python train\.py (--engine .*)", page)
+    Path("run.yaml").write_text(textwrap.dedent(re.search(r"```yaml\n(.*?)```", page, re.DOTALL)[1]))
+    configs = []
+    for given in (shlex.split(flags), ["--config", "run.yaml"]):
+        monkeypatch.setattr(sys, "argv", ["train.py", *given, "--dataset_name", "data", "--use_cpu", "--bf16", "False"])
+        names = execute("docs/configuration.md")
+        configs += [names["hybrid_config"], names["trainers"][0].session.config]
+    assert configs[0].engine_options == configs[2].engine_options == {"max_model_len": 2048}
+    assert {(c.engine, c.weights, c.verify_every) for c in configs} == {("vllm", "copy", 50)}
+
+
+def test_resharding(execute) -> None:
+    execute("docs/resharding.md", model=tiny_model(), tokenizer=character_tokenizer(), optimizer=None)
+
+
+def test_plugin_readmes(execute) -> None:
+    tokenizer = chat_tokenizer(["no"])
+    settings = {"model": chatty_model(tokenizer, ["no"]), "processing_class": tokenizer}
+    execute("plugins/trlx-hybrid-multiturn/README.md", settings=settings, search=tool, run_tests=tool)
+    execute("plugins/trlx-hybrid-vllm/README.md")
+    config = tiny_model(num_attention_heads=4, num_key_value_heads=4).config
+    planned = execute("plugins/trlx-hybrid-reshard/README.md", config=config)["made"]
+    assert planned.receives.sum() == planned.floor_bytes
+
+
+# --- Ray ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Ray on this machine, pretending to have GPUs, for the pages that connect to one."""
+    from trlx_hybrid_ray.cluster import connect
+
+    with connect(cpus=64, gpus=10):
+        yield
+
+
+def test_engines(execute) -> None:
+    """Up to the start of the engines, for which there are no GPUs."""
+    (trainer,) = execute("docs/ray/engines.md")["trainers"]
+    assert trainer.session.selection.engine.options.replicas == 2
+
+
+def test_launching(execute, run) -> None:
+    trainer = run(trlx_hybrid.GRPOTrainer, train=False, max_steps=1).trainer
+    execute("docs/ray/launching.md", trainer=trainer, config=trainer.args)
+    assert trainer.state.global_step == 1
+
+
+def test_placement(execute, cluster) -> None:
+    started = []
+
+    class Trainer:
+        @staticmethod
+        def options(**given):
+            started.append(given)
+            return Trainer
+
+        remote = staticmethod(lambda: None)
+
+    names = execute(
+        "docs/ray/placement.md", edits={'connect("10.0.0.1:6379")': "cluster()"}, cluster=nullcontext, Trainer=Trainer
+    )
+    assert len(names["slots"]) == len(started) == 8
+
+
+def test_worker_groups(execute, cluster) -> None:
+    def load(model):
+        return lambda prompts, temperature: [temperature * len(prompt) for prompt in prompts]
+
+    edits = {"connect()": "cluster()", "WorkerGroup(Scorer, 4,": "WorkerGroup(Scorer, 2,"}
+    given = {"load": load, "prompts": ["a", "bb", "ccc"], "Tensor": Any, "Any": Any, "cluster": nullcontext}
+    names = execute("docs/ray/worker-groups.md", edits=edits, **given)
+    assert names["scores"] == pytest.approx([0.7, 1.4, 2.1])
+
+
+def test_remote(execute, cluster) -> None:
+    """With fewer workers, and a function in the place of the judge."""
+
+    def runs_the_tests(completions, **_):
+        return [1.0 for _ in completions]
+
+    class Sandbox:
+        def reset(self, **row):
+            return "ready"
+
+        def run(self, code: str) -> str:
+            """Run it.
+
+            Args:
+                code: what.
+            """
+            return code
+
+    edits = {"workers=8": "workers=1", "workers=16": "workers=1", '"my-org/judge-0.6b", gpus=0.5': "runs_the_tests"}
+    tokenizer = chat_tokenizer(["no"])
+    settings = {"model": chatty_model(tokenizer, ["no"]), "processing_class": tokenizer}
+    execute("docs/ray/remote.md", edits=edits, settings=settings, runs_the_tests=runs_the_tests, Sandbox=Sandbox)

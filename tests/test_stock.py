@@ -107,6 +107,56 @@ def test_classes_are_true_subclasses_made_once():
     assert issubclass(trlx_hybrid.hybrid(Mine), Mine)
 
 
+def test_own_trainers_pass_arguments_to_trl_as_they_like(prompts, tmp_path):
+    """Components are chosen from what reaches TRL's `__init__`, whatever the signatures in between."""
+    from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+
+    class Passing(trl.GRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+
+    class Deciding(trl.GRPOTrainer):
+        def __init__(self, model, reward_funcs, config):
+            super().__init__(model, reward_funcs, config, train_dataset=prompts, processing_class=character_tokenizer())
+
+    class Past(trl.GRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            trl.GRPOTrainer.__init__(self, *args, **kwargs)
+
+    config = trl.GRPOConfig(
+        str(tmp_path),
+        num_generations=4,
+        use_cpu=True,
+        bf16=False,
+        use_vllm=True,
+        vllm_max_model_length=77,
+        vllm_enable_sleep_mode=True,
+    )
+    rest = {"train_dataset": prompts, "processing_class": character_tokenizer()}
+    given = (tiny_model(), lambda completions, **_: [0.0] * len(completions), config)
+    named = dict(zip(("model", "reward_funcs", "args"), given, strict=True)) | rest
+    built = [
+        trlx_hybrid.hybrid(Passing)(**named),
+        trlx_hybrid.hybrid(Passing)(*given, **rest),
+        trlx_hybrid.hybrid(Deciding)(*given, hybrid={"engine": "vllm"}),
+    ]
+    for trainer in built:
+        options = trainer.session.selection.engine.options
+        assert (options.max_model_len, options.enable_sleep_mode, trainer.use_vllm) == (77, True, True)
+        trainer.session.close()
+    with pytest.raises(ConfigError, match=r"Past, or a class below it, calls.*by that class's name"):
+        trlx_hybrid.hybrid(Past)(**named)
+
+
+def test_a_trainer_made_without_init_is_trls_own():
+    """TRL's tests call single methods on such instances."""
+    trainer = object.__new__(trlx_hybrid.GRPOTrainer)
+    for value in (True, False):
+        trainer.use_vllm = value
+        assert trainer.use_vllm is value
+    assert not trainer._converses
+
+
 @pytest.mark.parametrize("module", ["sdpo.SDPO", "sdft.SDFT", "gold.GOLD", "iw_opd.IWOPD"])
 def test_trainers_that_build_their_own_engine_are_refused_by_name(module):
     import importlib

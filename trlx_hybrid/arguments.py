@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from typing import Any
 
 from .errors import ConfigError
@@ -28,6 +30,22 @@ def trainer_arguments(args: Any, tools: Any = None) -> TrainerArguments:
         "trust_remote_code": args.trust_remote_code,
     }
     return TrainerArguments(use_vllm=args.use_vllm, vllm_mode=args.vllm_mode, tools=bool(tools), engine_options=options)
+
+
+@functools.cache
+def selecting(base: type[Any]) -> type[Any]:
+    """`base`, a trainer of TRL's, choosing components from the arguments it is given.
+
+    It comes right before `base` in the order of method resolution, behind a user's subclasses: whatever those take and
+    pass on, by position, as `*args, **kwargs` or from values of their own, arrives here as TRL is going to read it.
+    """
+
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        start = functools.partial(base.__init__, self)
+        self._select(inspect.signature(start).bind_partial(*args, **kwargs).arguments)
+        start(*args, **kwargs)
+
+    return type(base.__name__, (base,), {"__module__": __name__, "__init__": initialize})
 
 
 def _is_default(args: Any, name: str) -> bool:

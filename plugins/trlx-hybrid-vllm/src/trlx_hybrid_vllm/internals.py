@@ -26,6 +26,23 @@ def kv_caches(llm: Any) -> list[torch.Tensor]:
     return list(llm.llm_engine.model_executor.driver_worker.model_runner.kv_caches)
 
 
+def attention_of(config: Any) -> list[tuple[int, int]]:
+    """Per layer of a model's config: its KV heads, and the elements each keeps of one token. Where vLLM compresses them
+    (multi-head latent attention), one head and its latent."""
+    import vllm.config  # noqa: F401 - first: the next import is part of a circle
+    from vllm.transformers_utils.model_arch_config_convertor import (
+        MODEL_ARCH_CONFIG_CONVERTORS,
+        ModelArchConfigConvertorBase,
+    )
+
+    convertor = MODEL_ARCH_CONFIG_CONVERTORS.get(config.model_type, ModelArchConfigConvertorBase)
+    model = convertor(config, config.get_text_config()).convert()
+    layers = [model[layer] for layer in range(model.total_num_hidden_layers)]
+    if model.is_deepseek_mla:
+        return [(1, layer.head_size) for layer in layers]
+    return [(layer.total_num_kv_heads, 2 * layer.head_size) for layer in layers]
+
+
 def prefixes(llm: Any) -> int:
     """How many blocks the prefix cache holds."""
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool

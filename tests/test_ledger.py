@@ -140,9 +140,13 @@ def test_shared_weights_cost_nothing_and_stay():
         predict(Workload(parameters=[BIG], offloaded=["KV cache"]))
 
 
-def test_an_engine_that_does_not_sleep_keeps_its_weights_and_knows_their_size():
-    predicted = predict(Workload(parameters=[BIG], engine_sleeps=False, engine_weight_bytes=3))
+def test_an_engine_that_does_not_sleep_keeps_its_weights_and_its_kv_cache():
+    predicted = predict(Workload(parameters=[BIG], asleep=(), engine_weight_bytes=3, kv_cache_bytes=5))
     assert [held["engine weights"] for held in predicted.phases.values()] == [3, 3, 3]
+    assert [held["KV cache"] for held in predicted.phases.values()] == [5, 5, 5]
+    assert predicted.away == {"edge": (), "rollout": (), "train": ()}
+    predicted = predict(Workload(parameters=[BIG], asleep=["KV cache"], engine_weight_bytes=3, kv_cache_bytes=5))
+    assert predicted.away == {"edge": ("KV cache",), "rollout": (), "train": ("KV cache",)}
 
 
 @pytest.mark.parametrize("name", [name.value for name in OptimizerNames])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from .errors import ConfigError
+from .errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 
@@ -104,8 +103,7 @@ def build(owner: type[T], values: Mapping[str, Any], where: str) -> T:
     known = [f.name for f in dataclasses.fields(owner) if f.init]  # type: ignore[arg-type]
     for key in values:
         if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(key, known)
             raise ConfigError(f"{where} has no setting {key!r}.{hint} Settings: {', '.join(known) or 'none'}.")
     return owner(**values)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import pluggy
 
 from . import builtin, hookspecs
-from .errors import HybridError, PluginError
+from .errors import HybridError, PluginError, did_you_mean
 from .registry import BUILTIN, Registry
 
 ENTRY_POINT_GROUP = "trlx_hybrid"
@@ -96,8 +95,7 @@ class Host:
         info = PluginInfo(name, distribution, version, self._implemented(plugin))
         unknown = [hook for hook in info.hooks if not hasattr(hookspecs, hook)]
         if unknown:
-            close = difflib.get_close_matches(unknown[0], [h for h in dir(hookspecs) if h.startswith("trlx_")], n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(unknown[0], [h for h in dir(hookspecs) if h.startswith("trlx_")])
             raise PluginError(
                 f"Plugin {name!r} ({distribution} {version}) implements {unknown[0]!r}, which is no hook.{hint} "
                 f"`trlx_hybrid.hookspecs` lists them all.",

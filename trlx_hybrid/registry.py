@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from .errors import ComponentError
+from .errors import ComponentError, did_you_mean
 
 Slot = Literal["engine", "weights", "rollout", "server"]
 SLOTS: tuple[Slot, ...] = get_args(Slot)
@@ -122,8 +121,7 @@ class Registry:
     @staticmethod
     def _missing(slot: Slot, name: str, offered: Iterable[str]) -> str:
         names = sorted(offered)
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(name, names)
         return (
             f"No plugin offers {slot} {name!r}.{hint} Offered: {', '.join(names) or 'none'}. "
             f"Install the plugin that brings it (for example `pip install trlx-hybrid-{name}`), "

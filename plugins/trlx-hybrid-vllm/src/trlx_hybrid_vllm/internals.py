@@ -109,17 +109,6 @@ def drain(llm: Any, steps: int = 16) -> None:
     )
 
 
-@contextmanager
-def heap_frozen() -> Iterator[None]:
-    """Around sleep and wake-up, in which vLLM runs full garbage collections: over a trainer's heap each takes longer
-    than the memory operation itself. Frozen objects are not walked."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 def adapter_manager(llm: Any) -> Any:
     """What holds the LoRA slots of an in-process engine built with `enable_lora`: vLLM's `LoRAModelManager`.
 
@@ -207,14 +196,14 @@ EXACT = "ieee"
 def running(dtype: torch.dtype, collecting: bool = False) -> Iterator[None]:
     """Around every call of an engine that computes in this dtype.
 
-    A rollout allocates a few objects per token, and each full garbage collection walks the whole trainer's heap: so the
-    collector pauses or, for calls that run long and run the user's code (`collecting`), passes over what is there now.
+    A rollout allocates a few objects per token, so the garbage collector pauses, except for calls that run long and run
+    the user's code (`collecting`). What was there when vLLM was built, it has frozen: no collection walks over that.
     On a CPU torch.compile is switched off: it costs 14 s at the first call.
     """
     from vllm.platforms import current_platform
 
     stance: Any = torch.compiler.set_stance("force_eager") if current_platform.is_cpu() else nullcontext()
-    with stance, heap_frozen() if collecting else _collector_paused(), restored([FLOAT32_PRODUCTS]):
+    with stance, nullcontext() if collecting else _collector_paused(), restored([FLOAT32_PRODUCTS]):
         if dtype == torch.float32:
             os.environ.setdefault(FLOAT32_PRODUCTS, EXACT)
         yield

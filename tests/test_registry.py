@@ -1,3 +1,4 @@
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -6,6 +7,7 @@ from trlx_hybrid.config import build
 from trlx_hybrid.errors import ComponentError, ConfigError
 from trlx_hybrid.host import Host
 from trlx_hybrid.selection import TrainerArguments, select
+from trlx_hybrid.weight_paths import choose
 
 
 def offering(*components):
@@ -82,6 +84,33 @@ def test_unknown_keys_suggest_the_nearest():
 
     with pytest.raises(ConfigError, match=r"'enforce_eagr'. Did you mean 'enforce_eager'"):
         build(VLLMOptions, {"enforce_eagr": True}, "options")
+
+
+def test_options_of_the_weight_sync_reach_the_path_that_auto_takes():
+    @dataclass
+    class Waiting:
+        deadline: float = 300.0
+
+    def path(name, refuses=None):
+        def factory(session, options):
+            return SimpleNamespace(name=name, options=options, refuses=lambda: refuses)
+
+        return factory
+
+    class Plugin:
+        @hookimpl
+        def trlx_register(self, registry):
+            registry.offer("engine", "x", path("x"))
+            registry.offer("weights", "first", path("first", "not here"), order=1)
+            registry.offer("weights", "second", path("second"), order=2, options=Waiting)
+
+    host = Host()
+    host.register(Plugin(), "a")
+    selection = chosen(host, HybridConfig(engine="x", weights_options={"deadline": 5}))
+    sync, why = choose(SimpleNamespace(selection=selection))
+    assert (sync.name, sync.options, why) == ("second", Waiting(deadline=5), "auto; not first: not here")
+    with pytest.raises(ConfigError, match=r"weights_options has no setting 'deadlin'. Did you mean 'deadline'"):
+        chosen(host, HybridConfig(engine="x", weights_options={"deadlin": 5}))
 
 
 def test_bad_json_and_wrong_types_are_refused():

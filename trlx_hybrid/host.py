@@ -111,7 +111,7 @@ class Host:
             hook = "trlx_register"
             if isinstance(error, pluggy.PluginValidationError):
                 hook = next((h for h in info.hooks if repr(h) in str(error)), hook)
-            raise self._fault(info, hook, error) from error
+            raise self.fault(info, hook, error) from error
         finally:
             self.registry._offering = BUILTIN
         self.plugins.append(info)
@@ -133,7 +133,7 @@ class Host:
             info = self._culprit(hook, error.__traceback__)
             if info is None:
                 raise
-            raise self._fault(info, hook, error) from error
+            raise self.fault(info, hook, error) from error
 
     def _culprit(self, hook: str, traceback: TracebackType | None) -> PluginInfo | None:
         """The plugin whose implementation of `hook` lies on the traceback: attribution that costs nothing before."""
@@ -144,8 +144,26 @@ class Host:
                 return next((p for p in self.plugins if p.name == implementation.plugin_name), None)
         return None
 
+    def only(self, hook: str) -> PluginInfo | None:
+        """The plugin that implements a hook of which one answer counts; None if there is none.
+
+        Raises:
+            PluginError: there are several.
+        """
+        found = [p for p in self.plugins if hook in p.hooks]
+        if len(found) > 1:
+            names = " and ".join(f"{p.name!r} ({p.distribution} {p.version})" for p in found)
+            raise PluginError(
+                f"Plugins {names} all implement {hook}, and only one answer is used. Switch off all but one, for "
+                f"example {DISABLE_VARIABLE}={found[-1].name}.",
+                plugin=found[-1].name,
+                hook=hook,
+            )
+        return found[0] if found else None
+
     @staticmethod
-    def _fault(info: PluginInfo, hook: str, error: Exception) -> PluginError:
+    def fault(info: PluginInfo, hook: str, error: Exception) -> PluginError:
+        """The error that says which plugin failed where, and what to do."""
         return PluginError(
             f"Plugin {info.name!r} ({info.distribution} {info.version}) failed in {hook}: "
             f"{type(error).__name__}: {' '.join(str(error).split())}. Report it to its author, or start without it: "

@@ -22,7 +22,7 @@ from .types import Completion, Phase, Sampling
 
 if TYPE_CHECKING:
     from .conversation import Conversation, Dialogue, Limits
-    from .host import Host
+    from .host import Host, PluginInfo
     from .policy import Policy
     from .protocols import Engine, Rollout, WeightSync
     from .ranks import Ranks
@@ -46,8 +46,10 @@ class Session:
         training: whether the current rollout is for training (or for evaluation).
         rows: the dataset's rows of this rank's batch, as TRL gave them, in the order of its prompts.
         metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs.
+        adviser: the plugin whose advantages the trainer uses, if any.
     """
 
+    adviser: PluginInfo | None = None
     _holder: weakref.ref[Session] | None = None  # whose engine lives in this process: one colocated engine at a time
 
     def __init__(

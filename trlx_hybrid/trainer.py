@@ -21,6 +21,7 @@ from trl.distributed import DistributedBackend
 from trl.extras.profiling import profiling_context
 
 from . import tool_calling
+from .advantages import HOOK, replaced, without_masked
 from .arguments import check_skipped, refuse_empty, sampling_of, selecting, trainer_arguments
 from .callback import Follower
 from .checkpointing import Checkpointing
@@ -135,6 +136,8 @@ class HybridTrainer(Checkpointing):
             step=lambda: this().state.global_step,
             optimizer=lambda: this().optimizer,
         )
+        if hasattr(trainer, "reward_funcs"):
+            self.session.adviser = host.only(HOOK)
         weakref.finalize(trainer, self.session.close)
         trainer.add_callback(Follower(self.session))
         if not selection.stock:
@@ -212,6 +215,8 @@ class HybridTrainer(Checkpointing):
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         self._rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+        if not self._selection.stock and self._name == "GRPO":  # type: ignore[attr-defined]
+            self._rewards = without_masked(self._rewards, self._generated[2], self.session)
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
@@ -222,11 +227,7 @@ class HybridTrainer(Checkpointing):
         session.rows = inputs
         batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         if "advantages" in batch:
-            advantages = session.host.call(
-                "trlx_advantages", session=session, batch={**batch, "rewards_per_func": self._rewards}
-            )
-            if advantages is not None:
-                batch["advantages"] = advantages.to(batch["advantages"])
+            batch["advantages"] = replaced(session, batch, self._rewards)
         session.host.call("trlx_rollout_end", session=session, trajectories=self._trajectories())
         metrics = trainer._metrics["train" if session.training else "eval"]
         for name, value in session.metrics.items():

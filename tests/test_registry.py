@@ -6,6 +6,7 @@ from trlx_hybrid import HybridConfig, hookimpl
 from trlx_hybrid.config import build
 from trlx_hybrid.errors import ComponentError, ConfigError
 from trlx_hybrid.host import Host
+from trlx_hybrid.registry import BRINGS
 from trlx_hybrid.selection import TrainerArguments, select
 from trlx_hybrid.weight_paths import choose
 
@@ -52,9 +53,24 @@ def test_auto_with_two_engines_names_both_and_the_setting():
     assert chosen(host_with(a=[("engine", "x", {})]), HybridConfig(engine="auto")).engine.component.name == "x"
 
 
-def test_an_unknown_engine_suggests_and_says_what_to_install():
-    with pytest.raises(ComponentError, match=r"'vlm'.*Did you mean 'vllm'.*pip install trlx-hybrid-vlm"):
+def test_an_unknown_engine_suggests_and_names_no_distribution_but_ours():
+    with pytest.raises(ComponentError, match=r"'vlm'.*Did you mean 'vllm'") as installed:
         chosen(host_with(a=[("engine", "vllm", {})]), HybridConfig(engine="vlm"))
+    assert "pip install" not in str(installed.value)
+    with pytest.raises(ComponentError, match=r"'vlm'.*Did you mean 'vllm'.*`pip install trlx-hybrid-vllm`"):
+        chosen(host_with(), HybridConfig(engine="vlm"))
+    with pytest.raises(ComponentError, match=r"'remote'. It comes with trlx-hybrid-ray: `pip install trlx-hybrid-ray`"):
+        chosen(host_with(), HybridConfig(engine="remote"))
+    with pytest.raises(ComponentError, match="'mine'") as unknown:
+        chosen(host_with(), HybridConfig(engine="mine"))
+    assert "pip install" not in str(unknown.value)
+
+
+def test_what_our_distributions_bring_is_what_they_offer():
+    offered = Host.load().registry
+    for slot, brings in BRINGS.items():
+        names = {c.name: c.plugin for c in offered.components(slot) if c.plugin != "builtin"}
+        assert {name: f"trlx-hybrid-{plugin}" for name, plugin in names.items()} == brings
 
 
 def test_an_engine_that_cannot_work_here_says_why():

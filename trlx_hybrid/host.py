@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -14,7 +15,7 @@ from typing import Any
 import pluggy
 
 from . import builtin, hookspecs
-from .errors import HybridError, PluginError, did_you_mean
+from .errors import ConfigError, HybridError, PluginError, did_you_mean
 from .registry import BUILTIN, Registry
 
 ENTRY_POINT_GROUP = "trlx_hybrid"
@@ -56,12 +57,19 @@ class Host:
 
         Raises:
             PluginError: a plugin does not load, or two distributions claim one name.
+            ConfigError: `disable` names what is not installed.
         """
-        host = cls(disable)
+        host, disable = cls(disable), list(disable)
         claims: defaultdict[str, list[EntryPoint]] = defaultdict(list)
         for entry_point in entry_points(group=ENTRY_POINT_GROUP):
             if entry_point not in claims[entry_point.name]:  # one distribution found twice on sys.path
                 claims[entry_point.name].append(entry_point)
+        for name in disable:  # not those of the variable, which may hold for several environments
+            if name not in claims:
+                raise ConfigError(
+                    f"HybridConfig.disable_plugins has {name!r}, and no plugin of that name is installed."
+                    f"{did_you_mean(name, claims)} Installed: {', '.join(sorted(claims)) or 'none'}."
+                )
         for name in sorted(set(claims) - set(host.disabled)):
             host._load(name, claims[name])
         return host
@@ -90,7 +98,8 @@ class Host:
         """Add a plugin: a module, or any object with hook implementations.
 
         Raises:
-            PluginError: a hook it implements does not exist or has other arguments, or its `trlx_register` failed.
+            PluginError: a hook it implements does not exist, has other arguments or lacks the marker, or its
+                `trlx_register` failed.
         """
         info = PluginInfo(name, distribution, version, self._implemented(plugin))
         unknown = [hook for hook in info.hooks if not hasattr(hookspecs, hook)]
@@ -101,6 +110,14 @@ class Host:
                 f"`trlx_hybrid.hookspecs` lists them all.",
                 plugin=name,
                 hook=unknown[0],
+            )
+        unmarked = [n for n in dir(plugin) if n.startswith("trlx_") and n not in info.hooks and _callable(plugin, n)]
+        if unmarked:
+            raise PluginError(
+                f"Plugin {name!r} ({distribution} {version}) has a function {unmarked[0]!r} without the marker "
+                "`@trlx_hybrid.hookimpl`, so it would never be called. Mark it, or, if it is no hook, rename it.",
+                plugin=name,
+                hook=unmarked[0],
             )
         self.registry._offering = name
         try:
@@ -171,6 +188,10 @@ class Host:
             plugin=info.name,
             hook=hook,
         )
+
+
+def _callable(owner: object, name: str) -> bool:
+    return inspect.isroutine(getattr(owner, name, None))
 
 
 def _origin(entry_point: EntryPoint) -> str:

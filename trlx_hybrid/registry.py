@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from .errors import ComponentError, did_you_mean
+from .errors import ComponentError
 
 Slot = Literal["engine", "weights", "rollout", "server"]
 SLOTS: tuple[Slot, ...] = get_args(Slot)
 BUILTIN = "builtin"
+
+BRINGS: dict[Slot, dict[str, str]] = {
+    "engine": {"vllm": "trlx-hybrid-vllm", "remote": "trlx-hybrid-ray"},
+    "weights": {
+        **dict.fromkeys(("alias", "lora", "copy", "transfer"), "trlx-hybrid-vllm"),
+        "reshard": "trlx-hybrid-reshard",
+    },
+    "rollout": {"multi_turn": "trlx-hybrid-multiturn"},
+    "server": {"vllm": "trlx-hybrid-vllm"},
+}
+"""Distributions of this project, by what they offer: no message may name one that somebody else could register."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,10 +132,15 @@ class Registry:
 
     @staticmethod
     def _missing(slot: Slot, name: str, offered: Iterable[str]) -> str:
-        names = sorted(offered)
-        hint = did_you_mean(name, names)
+        known = {*offered, *BRINGS[slot]}
+        close = difflib.get_close_matches(name, sorted(known), n=1)
+        meant = name if name in BRINGS[slot] else close[0] if close else ""
+        hint = f" Did you mean {meant!r}?" if meant not in ("", name) else ""
+        if meant in BRINGS[slot] and meant not in offered:
+            hint += (
+                f" It comes with {BRINGS[slot][meant]}: `pip install {BRINGS[slot][meant]}`, if it is not installed."
+            )
         return (
-            f"No plugin offers {slot} {name!r}.{hint} Offered: {', '.join(names) or 'none'}. "
-            f"Install the plugin that brings it (for example `pip install trlx-hybrid-{name}`), "
-            f"and see `trlx-hybrid plugins` for what is loaded."
+            f"No plugin offers {slot} {name!r}.{hint} Offered: {', '.join(sorted(offered)) or 'none'}. "
+            f"`trlx-hybrid plugins` lists what is loaded."
         )

@@ -2,12 +2,17 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+import torch
+from trl import GRPOConfig
 from trlx_hybrid import HybridConfig, hookimpl
+from trlx_hybrid.arguments import trainer_arguments
 from trlx_hybrid.config import build
-from trlx_hybrid.errors import ComponentError, ConfigError
+from trlx_hybrid.errors import ComponentError, ConfigError, EngineError
 from trlx_hybrid.host import Host
+from trlx_hybrid.protocols import Engine
 from trlx_hybrid.registry import BRINGS
 from trlx_hybrid.selection import TrainerArguments, select
+from trlx_hybrid.types import Completion
 from trlx_hybrid.weight_paths import choose
 
 
@@ -109,7 +114,7 @@ def test_options_of_the_weight_sync_reach_the_path_that_auto_takes():
 
     def path(name, refuses=None):
         def factory(session, options):
-            return SimpleNamespace(name=name, options=options, refuses=lambda: refuses)
+            return SimpleNamespace(name=name, options=options, refuses=lambda: refuses, sync=None)
 
         return factory
 
@@ -129,6 +134,74 @@ def test_options_of_the_weight_sync_reach_the_path_that_auto_takes():
         chosen(host, HybridConfig(engine="x", weights_options={"deadlin": 5}))
 
 
+class Sparse(Engine):
+    """Brings all that the protocol requires but `sleep`, which it inherits, and `quantized`."""
+
+    max_model_len, dtype, weights_lost, sleeps, asleep_bytes = 64, torch.float32, True, False, 0
+
+    def __init__(self, session=None, options=None):
+        pass
+
+    def generate(self, requests, sampling):
+        return [Completion(token_ids=[1])] * (len(requests) - 1)
+
+    load_weights = differing = wake = resident = close = lambda self, *_: None
+
+
+class Whole(Sparse):
+    quantized = False
+
+    def sleep(self, keep_weights=False):
+        pass
+
+
+def component_of(factory):
+    def trlx_register(registry):
+        registry.offer("engine", "x", factory)
+
+    host = Host()
+    plugin = SimpleNamespace(trlx_register=hookimpl(trlx_register))
+    host.register(plugin, "mine", distribution="trlx-mine", version="1.2")
+    return host.registry.choose("engine", "x")
+
+
+def test_a_built_component_is_held_against_its_protocol():
+    with pytest.raises(ComponentError) as caught:
+        component_of(Sparse).build(None, None)
+    message = "The engine 'x' (plugin 'mine', trlx-mine 1.2) made a Sparse without quantized, sleep, which "
+    assert str(caught.value).startswith(message + "`trlx_hybrid.protocols.Engine` requires.")
+    with pytest.raises(ComponentError, match="made a object without asleep_bytes, close"):
+        component_of(lambda *_: object()).build(None, None)
+    engine = component_of(Whole).build(None, None)
+    with pytest.raises(EngineError, match="Whole does not say where its weights lie"):
+        engine.regions(None)
+    with pytest.raises(EngineError, match="Whole takes no requests one at a time"):
+        engine.stream(None)
+
+
+def test_what_an_engine_generates_is_one_completion_per_request():
+    component = component_of(Whole)
+    completion = Completion(token_ids=[1])
+    assert component.completions([completion], 1) == [completion]
+    for sampled, found in [([completion] * 3, "list of 3"), (None, "NoneType"), ([[1]] * 4, "list of other things")]:
+        with pytest.raises(ComponentError, match=rf"plugin 'mine', trlx-mine 1.2\) returned a {found} for 4 requests"):
+            component.completions(sampled, 4)
+
+
+def test_trls_arguments_that_say_nothing_leave_an_engines_own_defaults(tmp_path):
+    @dataclass
+    class Own:
+        max_model_len: int = 4096
+        max_num_seqs: int = 7
+
+    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    assert args.vllm_max_model_length is None
+    host = Host()
+    host.register(offering(("engine", "x", {"options": Own})), "mine")
+    own = select(HybridConfig(engine="x"), trainer_arguments(args), host.registry).engine.options
+    assert own == Own(max_model_len=4096, max_num_seqs=8 * args.gradient_accumulation_steps)
+
+
 def test_bad_json_and_wrong_types_are_refused():
     assert HybridConfig(engine_options='{"dtype": "float32"}').options("engine") == {"dtype": "float32"}
     with pytest.raises(ConfigError, match="not valid JSON"):
@@ -140,7 +213,7 @@ def test_bad_json_and_wrong_types_are_refused():
 
 
 def test_the_config_is_parsed_from_flags_and_yaml_beside_trls(tmp_path):
-    from trl import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
+    from trl import ModelConfig, ScriptArguments, TrlParser
 
     parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig, HybridConfig))
     common = ["--dataset_name", "d", "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False"]

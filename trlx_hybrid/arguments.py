@@ -15,7 +15,8 @@ VESPO_MODES = ("token_truncate", "token_mask")
 
 
 def trainer_arguments(args: Any, tools: Any = None) -> TrainerArguments:
-    """TRL's `vllm_*` arguments under the names of the engine's options; TRL's defaults where `args` is None."""
+    """TRL's `vllm_*` arguments under the names of the engine's options, those that are None left out: the engine's own
+    defaults stand. TRL's defaults where `args` is None."""
     if args is None:
         return TrainerArguments(engine_options={}, tools=bool(tools))
     share = "vllm_gpu_memory_utilization"
@@ -29,6 +30,7 @@ def trainer_arguments(args: Any, tools: Any = None) -> TrainerArguments:
         "model_impl": args.vllm_model_impl,
         "trust_remote_code": args.trust_remote_code,
     }
+    options = {name: value for name, value in options.items() if value is not None}
     return TrainerArguments(use_vllm=args.use_vllm, vllm_mode=args.vllm_mode, tools=bool(tools), engine_options=options)
 
 

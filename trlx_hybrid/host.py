@@ -119,7 +119,7 @@ class Host:
                 plugin=name,
                 hook=unmarked[0],
             )
-        self.registry._offering = name
+        self.registry._offering, self.registry._distribution = name, f"{distribution} {version}"
         try:
             self._manager.register(plugin, name)
         except Exception as error:
@@ -130,7 +130,7 @@ class Host:
                 hook = next((h for h in info.hooks if repr(h) in str(error)), hook)
             raise self.fault(info, hook, error) from error
         finally:
-            self.registry._offering = BUILTIN
+            self.registry._offering = self.registry._distribution = BUILTIN
         self.plugins.append(info)
 
     def _implemented(self, plugin: object) -> tuple[str, ...]:

@@ -202,14 +202,14 @@ class Session:
             engine, rollout = self.selection.engine, self.selection.rollout
             try:
                 with preserved_generators():
-                    self.engine = engine.component.factory(self, engine.options)
+                    self.engine = engine.component.build(self, engine.options)
                 Session._holder = weakref.ref(self)
                 self.weights, self.weights_why = weight_paths.choose(self)
                 self.weights.open()
             finally:
                 self.memory.unpark_policy()
             self.memory.predict_live()
-            self.rollout = rollout.component.factory(self, rollout.options)
+            self.rollout = rollout.component.build(self, rollout.options)
         if not self._announced:
             self._announced = True
             announce(self)

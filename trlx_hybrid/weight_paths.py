@@ -19,7 +19,7 @@ def choose(session: Session) -> tuple[WeightSync, str]:
     """
     chosen = session.selection.weights
     if chosen is not None:
-        sync: WeightSync = chosen.component.factory(session, chosen.options)
+        sync: WeightSync = chosen.component.build(session, chosen.options)
         reason = sync.refuses()
         if reason is not None:
             raise ComponentError(f"weights={sync.name!r} cannot serve this run: {reason} Or let weights='auto' choose.")
@@ -29,7 +29,7 @@ def choose(session: Session) -> tuple[WeightSync, str]:
         component = path.component
         reason = component.unavailable()
         if reason is None:
-            sync = component.factory(session, path.options)
+            sync = component.build(session, path.options)
             reason = sync.refuses()
             if reason is None:
                 return sync, "; ".join(["auto", *refusals])

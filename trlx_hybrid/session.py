@@ -105,11 +105,7 @@ class Session:
         self.open()
         engine, started = self.live_engine, time.perf_counter()
         with self.memory.reporting():
-            try:
-                self._cross_to(Phase.ROLLOUT, lambda: self._bring_up(engine))
-            except BaseException:
-                self._put_down(engine)
-                raise
+            self._cross_to(Phase.ROLLOUT, lambda: self._bring_up(engine))
             self.sampler.begin("train" if training else "eval")
             try:
                 yield
@@ -119,12 +115,18 @@ class Session:
         self.metrics["hybrid/rollout_seconds"] = time.perf_counter() - started
 
     def _cross_to(self, phase: Phase, hand_over: Callable[[], None]) -> None:
-        """A phase edge: all leaves finish before any enter, and the engine changes sides in between."""
+        """A phase edge: all leaves finish before any enter, and the engine changes sides in between. Where something
+        fails at it, a hook for one, TRAIN has the memory afterwards."""
         step = self._step()
-        self.host.call("trlx_leave_phase", session=self, phase=self.phase, step=step)
-        hand_over()
-        self.phase = phase
-        self.host.call("trlx_enter_phase", session=self, phase=phase, step=step)
+        try:
+            self.host.call("trlx_leave_phase", session=self, phase=self.phase, step=step)
+            hand_over()
+            self.phase = phase
+            self.host.call("trlx_enter_phase", session=self, phase=phase, step=step)
+        except BaseException:
+            self.phase = Phase.TRAIN
+            self._put_down(self.live_engine)
+            raise
 
     def _bring_up(self, engine: Engine) -> None:
         assert self.weights is not None

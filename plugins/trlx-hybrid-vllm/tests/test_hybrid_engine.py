@@ -10,8 +10,16 @@ import pytest
 import torch
 from accelerate import Accelerator, load_checkpoint_in_model
 from safetensors import safe_open
-from trlx_hybrid import HybridConfig, HybridEngine
-from trlx_hybrid.errors import ComponentError, ConfigError, EngineError, HybridError, StaleWeightsError, SyncError
+from trlx_hybrid import HybridConfig, HybridEngine, hookimpl
+from trlx_hybrid.errors import (
+    ComponentError,
+    ConfigError,
+    EngineError,
+    HybridError,
+    PluginError,
+    StaleWeightsError,
+    SyncError,
+)
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.types import Phase
 
@@ -232,6 +240,39 @@ def test_a_listener_that_fails_is_named_and_the_engine_goes_on(loop):
     completions = run.sample()
     assert run.gap(completions) < 1e-5
     run.train(completions)
+
+
+class FailingAtEdges:
+    """Each of its hooks fails once for each phase."""
+
+    def __init__(self):
+        self.failed = []
+
+    @hookimpl
+    def trlx_enter_phase(self, phase):
+        self.once(("enter", phase))
+
+    @hookimpl
+    def trlx_leave_phase(self, phase):
+        self.once(("leave", phase))
+
+    def once(self, edge):
+        if edge not in self.failed:
+            self.failed.append(edge)
+            raise RuntimeError("once")
+
+
+def test_a_hook_that_fails_at_a_phase_edge_leaves_the_memory_to_training(loop):
+    plugin = FailingAtEdges()
+    run = loop(plugins=[plugin])
+    session = run.engine.session
+    for count in range(1, 5):
+        with pytest.raises(PluginError, match="RuntimeError: once"):
+            run.sample()
+        assert len(plugin.failed) == count
+        assert session.phase is Phase.TRAIN
+        assert session.live_engine.asleep_bytes > 0
+    assert run.gap(run.sample()) < 1e-5
 
 
 def test_generating_outside_of_a_rollout_is_refused(loop):

@@ -134,14 +134,17 @@ def test_an_async_reward_that_is_nan(run):
         train(run, reward_funcs=broken)
 
 
-def test_none_stays_legal(run):
+def test_none_and_an_iterator_stay_legal(run):
     def sometimes(completions, **kwargs):
         return [None, 1.0] * 4
 
     def always(completions, **kwargs):
         return [0.5] * 8
 
-    finished = train(run, reward_funcs=[sometimes, always], max_steps=1)
+    def lazily(completions, **kwargs):
+        return map(len, completions)
+
+    finished = train(run, reward_funcs=[sometimes, always, lazily], max_steps=1)
     assert finished.trainer.state.global_step == 1
 
 

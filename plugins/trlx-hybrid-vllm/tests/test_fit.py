@@ -89,8 +89,8 @@ def test_the_header_has_the_memory_table_and_warns_of_steps_lost_in_rounding(run
     header = capfd.readouterr().err
     assert "weights=alias" in header
     assert "note: the policy is in bfloat16, and steps at learning_rate=1e-06 are mostly lost in its rounding" in header
-    rows = [line.split() for line in header.splitlines() if line.startswith(("memory, GiB", "KV cache", "optimizer"))]
-    assert rows[0] == ["memory,", "GiB", "edge", "rollout", "train"]
+    rows = [line.split() for line in header.splitlines() if line.startswith(("memory, MiB", "KV cache", "optimizer"))]
+    assert rows[0] == ["memory,", "MiB", "edge", "rollout", "train"]
     assert ["KV", "cache", "away", rows[-1][3], "away"] == rows[-1]
 
 

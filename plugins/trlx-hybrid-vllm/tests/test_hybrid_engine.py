@@ -375,9 +375,12 @@ def test_what_leaves_and_returns_changes_no_bit(loop, weights):
     moved, stayed = loop(weights=weights, offload="all"), None
     drawn = [tokens(moved.step()) for _ in range(4)]
     with moved.engine.rollout_context():
-        away = moved.engine.session.metrics
-        assert away["hybrid/memory/rollout/optimizer_gib"] == 0
-        assert (away["hybrid/memory/rollout/policy_gib"] == 0) == (weights != "alias")
+        held = moved.engine.session.memory.ledger.measure()
+        assert held["optimizer"] == 0
+        assert (held["policy"] == 0) == (weights != "alias")
+    logged = {name for name in moved.engine.session.metrics if "/memory/moved/" in name}
+    owners = {"optimizer", "kv_cache", "policy"} | ({"engine_weights"} if weights != "alias" else set())
+    assert logged == {f"hybrid/memory/moved/{owner}_mib" for owner in owners}  # an aliased policy's buffers leave
     moved.engine.close()
     stayed = loop(weights=weights, offload="none")
     assert [tokens(stayed.step()) for _ in range(4)] == drawn
@@ -394,7 +397,7 @@ def test_gradients_that_accumulate_over_a_rollout_survive_it(loop):
     run.model(input_ids=torch.tensor([PROMPTS[0]]), labels=torch.tensor([PROMPTS[0]])).loss.backward()
     before = {name: p.grad.clone() for name, p in run.model.named_parameters()}
     with run.engine.rollout_context():
-        assert run.engine.session.metrics["hybrid/memory/rollout/gradients_gib"] == 0
+        assert run.engine.session.memory.ledger.measure()["gradients"] == 0
     assert all(torch.equal(p.grad, before[name]) for name, p in run.model.named_parameters())
 
 

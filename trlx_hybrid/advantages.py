@@ -53,5 +53,8 @@ def replaced(session: Session, batch: Mapping[str, Any], rewards: Tensor | None)
         row = int((~advantages.isfinite()).nonzero()[0, 0])
         problem = f"{advantages[row].item()} for row {row}"
     if problem is not None:
-        raise session.host.fault(session.host.only(HOOK), HOOK, TypeError(f"it returned {problem}"))
-    return advantages.to(stock)
+        plugin = session.host.only(HOOK)
+        assert plugin is not None
+        raise session.host.fault(plugin, HOOK, TypeError(f"it returned {problem}"))
+    replacement: Tensor = advantages.to(stock)
+    return replacement

@@ -36,7 +36,7 @@ def kv_cache_bytes(
     """
     text = config.get_text_config()
     kinds = getattr(text, "layer_types", None)
-    window = getattr(text, "sliding_window", None)
+    window: Any = getattr(text, "sliding_window", None)
     hybrid = hybrid and getattr(text, "attention_chunk_size", None) is None  # vLLM then switches it off
     slides = window is not None and (hybrid or not kinds or set(kinds) == {"sliding_attention"})
     every = -(-length // BLOCK) * sequences

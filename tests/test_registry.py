@@ -213,7 +213,8 @@ def test_bad_json_and_wrong_types_are_refused():
 
 
 def test_the_config_is_parsed_from_flags_and_yaml_beside_trls(tmp_path):
-    from trl import ModelConfig, ScriptArguments, TrlParser
+    from trl import ModelConfig, ScriptArguments
+    from trlx_hybrid import TrlParser
 
     parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig, HybridConfig))
     common = ["--dataset_name", "d", "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False"]
@@ -225,3 +226,8 @@ def test_the_config_is_parsed_from_flags_and_yaml_beside_trls(tmp_path):
     file.write_text("engine: vllm\nengine_options:\n  dtype: float32\nverify_every: 7\n")
     hybrid = parser.parse_args_and_config([*common, "--config", str(file)])[3]
     assert (hybrid.engine, hybrid.options("engine"), hybrid.verify_every) == ("vllm", {"dtype": "float32"}, 7)
+    file.write_text("enigne: vllm\n")
+    with pytest.raises(ConfigError, match=r"sets 'enigne', which nothing reads. Did you mean 'engine'"):
+        parser.parse_args_and_config([*common, "--config", str(file)])
+    rest = parser.parse_args_and_config([*common, "--config", str(file)], return_remaining_strings=True)[-1]
+    assert rest == ["--enigne", "vllm"]

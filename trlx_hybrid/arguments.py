@@ -7,7 +7,7 @@ import functools
 import inspect
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, did_you_mean
 from .selection import TrainerArguments
 from .types import Sampling
 
@@ -48,6 +48,33 @@ def selecting(base: type[Any]) -> type[Any]:
         start(*args, **kwargs)
 
     return type(base.__name__, (base,), {"__module__": __name__, "__init__": initialize})
+
+
+def suggesting(parser: type[Any]) -> type[Any]:
+    """TRL's `TrlParser`, which refuses an unknown key of `--config` by its name and the nearest known one."""
+
+    def parse_args_and_config(
+        self: Any,
+        args: Any = None,
+        return_remaining_strings: bool = False,
+        fail_with_unknown_args: bool = True,
+        **others: Any,
+    ) -> Any:
+        self._refuses_unknown = fail_with_unknown_args and not return_remaining_strings
+        return parser.parse_args_and_config(self, args, return_remaining_strings, fail_with_unknown_args, **others)
+
+    def set_defaults_with_config(self: Any, **settings: Any) -> Any:
+        if self._refuses_unknown:
+            known = sorted({action.dest for action in self._actions} - {"help"})
+            unknown = next((key for key in settings if key not in known), None)
+            if unknown is not None:
+                raise ConfigError(
+                    f"The config file sets {unknown!r}, which nothing reads.{did_you_mean(unknown, known)}"
+                )
+        return parser.set_defaults_with_config(self, **settings)
+
+    methods = {"parse_args_and_config": parse_args_and_config, "set_defaults_with_config": set_defaults_with_config}
+    return type(parser.__name__, (parser,), {"__module__": __name__, "__doc__": suggesting.__doc__} | methods)
 
 
 def _is_default(args: Any, name: str) -> bool:

@@ -22,7 +22,7 @@ from trl.extras.profiling import profiling_context
 
 from . import tool_calling
 from .advantages import HOOK, replaced, without_masked
-from .arguments import check_skipped, refuse_empty, sampling_of, selecting, trainer_arguments
+from .arguments import check_skipped, refuse_empty, sampling_of, selecting, suggesting, trainer_arguments
 from .callback import Follower
 from .checkpointing import Checkpointing
 from .config import HybridConfig
@@ -258,3 +258,4 @@ class HybridTrainer(Checkpointing):
 GRPOTrainer = hybrid(trl.GRPOTrainer)
 RLOOTrainer = hybrid(trl.RLOOTrainer)
 DistillationTrainer = hybrid(trl.DistillationTrainer)
+TrlParser = suggesting(trl.TrlParser)

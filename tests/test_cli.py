@@ -1,5 +1,7 @@
 import json
+import os
 import runpy
+import subprocess
 import sys
 
 import pytest
@@ -8,6 +10,7 @@ from trlx_hybrid.cli import main
 from trlx_hybrid.errors import PluginError
 from trlx_hybrid.hookspecs import hookimpl
 from trlx_hybrid.host import Host
+from trlx_hybrid.report import package_version
 
 
 def test_plugins_lists_plugins_and_components(capsys):
@@ -101,6 +104,22 @@ def test_help_of_every_command(capsys):
         with pytest.raises(SystemExit, match="0"):
             main([*command, "--help"])
     assert "bug report" in capsys.readouterr().out
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out.strip() == f"trlx-hybrid {package_version()}"
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+def test_a_reader_that_has_seen_enough_ends_the_command_quietly(buffered):
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, *([] if buffered else ["-u"]), "-m", "trlx_hybrid", "plugins"]
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (1, "")
 
 
 def test_without_the_command_on_the_path(capsys, monkeypatch):

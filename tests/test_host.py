@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from trlx_hybrid import hookimpl
-from trlx_hybrid.errors import ComponentError, PluginError
+from trlx_hybrid.errors import ComponentError, ConfigError, PluginError
 from trlx_hybrid.host import Host, PluginInfo, check_ranks_agree
 
 
@@ -89,6 +89,27 @@ def test_an_unknown_hook_suggests_the_nearest():
     plugin = SimpleNamespace(trlx_enter_fase=hookimpl(lambda phase: None))
     with pytest.raises(PluginError, match=r"'typo' \(dist 1.2\).*'trlx_enter_fase'.*Did you mean 'trlx_enter_phase'"):
         Host().register(plugin, "typo", distribution="dist", version="1.2")
+
+
+def test_a_hook_without_its_marker_is_an_error():
+    class Forgetful:
+        @hookimpl
+        def trlx_configure(self, session):
+            pass
+
+        def trlx_enter_phase(self, session):
+            pass
+
+    with pytest.raises(PluginError, match=r"Plugin 'mine' .*'trlx_enter_phase' without the marker .*hookimpl"):
+        Host().register(Forgetful(), "mine")
+
+
+def test_disabling_what_is_not_installed_suggests_the_nearest(entry_points, monkeypatch):
+    entry_points(alpha="")
+    monkeypatch.setenv("TRLX_HYBRID_DISABLE", "elsewhere")
+    assert Host.load(["alpha"]).plugins == []
+    with pytest.raises(ConfigError, match=r"disable_plugins has 'alhpa'.*Did you mean 'alpha'.*Installed: alpha"):
+        Host.load(["alhpa"])
 
 
 def test_a_wrong_argument_names_plugin_and_hook():

@@ -74,13 +74,14 @@ def test_metrics_and_report():
     arena = Arena("cpu", 4096)
     arena.reserve(1)
     tensor = torch.zeros(1 << 18)
-    ledger = Ledger({"policy": list, "KV cache": lambda: [tensor]}, "cpu", lambda: 1 << 20, arena)
-    assert ledger.metrics(Phase.ROLLOUT) == {
-        "hybrid/memory/rollout/policy_gib": 0.0,
-        "hybrid/memory/rollout/kv_cache_gib": 2**-10,
-        "hybrid/memory/rollout/other_gib": 0.0,
-        "hybrid/memory/rollout/host_arena_gib": 4096 / GIB,
-    }
+    awake = [tensor]
+    ledger = Ledger({"policy": list, "KV cache": lambda: awake}, "cpu", lambda: 1 << 20, arena)
+    arena_mib = {"hybrid/memory/host_arena_mib": 2**-8}
+    assert ledger.metrics(Phase.ROLLOUT) == {"hybrid/memory/rollout_mib": 1.0} | arena_mib
+    awake = []
+    train = ledger.metrics(Phase.TRAIN)
+    assert train == {"hybrid/memory/train_mib": 1.0, "hybrid/memory/moved/kv_cache_mib": -1.0} | arena_mib
+    awake = [tensor]
     prediction = predict(Workload(parameters=[], kv_cache_bytes=2 * GIB))
     text = ledger.report(Phase.ROLLOUT, 80 * GIB, prediction)
     assert text.splitlines() == [
@@ -140,9 +141,13 @@ def test_shared_weights_cost_nothing_and_stay():
         predict(Workload(parameters=[BIG], offloaded=["KV cache"]))
 
 
-def test_an_engine_that_does_not_sleep_keeps_its_weights_and_knows_their_size():
-    predicted = predict(Workload(parameters=[BIG], engine_sleeps=False, engine_weight_bytes=3))
+def test_an_engine_that_does_not_sleep_keeps_its_weights_and_its_kv_cache():
+    predicted = predict(Workload(parameters=[BIG], asleep=(), engine_weight_bytes=3, kv_cache_bytes=5))
     assert [held["engine weights"] for held in predicted.phases.values()] == [3, 3, 3]
+    assert [held["KV cache"] for held in predicted.phases.values()] == [5, 5, 5]
+    assert predicted.away == {"edge": (), "rollout": (), "train": ()}
+    predicted = predict(Workload(parameters=[BIG], asleep=["KV cache"], engine_weight_bytes=3, kv_cache_bytes=5))
+    assert predicted.away == {"edge": ("KV cache",), "rollout": (), "train": ("KV cache",)}
 
 
 @pytest.mark.parametrize("name", [name.value for name in OptimizerNames])
@@ -199,6 +204,12 @@ def test_a_run_that_cannot_fit_is_refused_before_it_starts():
     tight = predict(Workload(parameters=[BIG]))
     with pytest.raises(MemoryPlanError, match="The weight sync needs"):
         tight.check(17 << 20)
+
+
+def test_the_table_of_a_small_model_is_in_mib():
+    lines = table(predict(Workload(parameters=[BIG], shared=True, kv_cache_bytes=1 << 18)))
+    assert lines[0].startswith("memory, MiB")
+    assert lines[-1] == "peak 16.25 MiB in rollout"
 
 
 def test_the_table():

@@ -1,11 +1,19 @@
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
+import torch
+from trl import GRPOConfig
 from trlx_hybrid import HybridConfig, hookimpl
+from trlx_hybrid.arguments import trainer_arguments
 from trlx_hybrid.config import build
-from trlx_hybrid.errors import ComponentError, ConfigError
+from trlx_hybrid.errors import ComponentError, ConfigError, EngineError
 from trlx_hybrid.host import Host
+from trlx_hybrid.protocols import Engine
+from trlx_hybrid.registry import BRINGS
 from trlx_hybrid.selection import TrainerArguments, select
+from trlx_hybrid.types import Completion
+from trlx_hybrid.weight_paths import choose
 
 
 def offering(*components):
@@ -50,9 +58,24 @@ def test_auto_with_two_engines_names_both_and_the_setting():
     assert chosen(host_with(a=[("engine", "x", {})]), HybridConfig(engine="auto")).engine.component.name == "x"
 
 
-def test_an_unknown_engine_suggests_and_says_what_to_install():
-    with pytest.raises(ComponentError, match=r"'vlm'.*Did you mean 'vllm'.*pip install trlx-hybrid-vlm"):
+def test_an_unknown_engine_suggests_and_names_no_distribution_but_ours():
+    with pytest.raises(ComponentError, match=r"'vlm'.*Did you mean 'vllm'") as installed:
         chosen(host_with(a=[("engine", "vllm", {})]), HybridConfig(engine="vlm"))
+    assert "pip install" not in str(installed.value)
+    with pytest.raises(ComponentError, match=r"'vlm'.*Did you mean 'vllm'.*`pip install trlx-hybrid-vllm`"):
+        chosen(host_with(), HybridConfig(engine="vlm"))
+    with pytest.raises(ComponentError, match=r"'remote'. It comes with trlx-hybrid-ray: `pip install trlx-hybrid-ray`"):
+        chosen(host_with(), HybridConfig(engine="remote"))
+    with pytest.raises(ComponentError, match="'mine'") as unknown:
+        chosen(host_with(), HybridConfig(engine="mine"))
+    assert "pip install" not in str(unknown.value)
+
+
+def test_what_our_distributions_bring_is_what_they_offer():
+    offered = Host.load().registry
+    for slot, brings in BRINGS.items():
+        names = {c.name: c.plugin for c in offered.components(slot) if c.plugin != "builtin"}
+        assert {name: f"trlx-hybrid-{plugin}" for name, plugin in names.items()} == brings
 
 
 def test_an_engine_that_cannot_work_here_says_why():
@@ -84,6 +107,101 @@ def test_unknown_keys_suggest_the_nearest():
         build(VLLMOptions, {"enforce_eagr": True}, "options")
 
 
+def test_options_of_the_weight_sync_reach_the_path_that_auto_takes():
+    @dataclass
+    class Waiting:
+        deadline: float = 300.0
+
+    def path(name, refuses=None):
+        def factory(session, options):
+            return SimpleNamespace(name=name, options=options, refuses=lambda: refuses, sync=None)
+
+        return factory
+
+    class Plugin:
+        @hookimpl
+        def trlx_register(self, registry):
+            registry.offer("engine", "x", path("x"))
+            registry.offer("weights", "first", path("first", "not here"), order=1)
+            registry.offer("weights", "second", path("second"), order=2, options=Waiting)
+
+    host = Host()
+    host.register(Plugin(), "a")
+    selection = chosen(host, HybridConfig(engine="x", weights_options={"deadline": 5}))
+    sync, why = choose(SimpleNamespace(selection=selection))
+    assert (sync.name, sync.options, why) == ("second", Waiting(deadline=5), "auto; not first: not here")
+    with pytest.raises(ConfigError, match=r"weights_options has no setting 'deadlin'. Did you mean 'deadline'"):
+        chosen(host, HybridConfig(engine="x", weights_options={"deadlin": 5}))
+
+
+class Sparse(Engine):
+    """Brings all that the protocol requires but `sleep`, which it inherits, and `quantized`."""
+
+    max_model_len, dtype, weights_lost, sleeps, asleep_bytes = 64, torch.float32, True, False, 0
+
+    def __init__(self, session=None, options=None):
+        pass
+
+    def generate(self, requests, sampling):
+        return [Completion(token_ids=[1])] * (len(requests) - 1)
+
+    load_weights = differing = wake = resident = close = lambda self, *_: None
+
+
+class Whole(Sparse):
+    quantized = False
+
+    def sleep(self, keep_weights=False):
+        pass
+
+
+def component_of(factory):
+    def trlx_register(registry):
+        registry.offer("engine", "x", factory)
+
+    host = Host()
+    plugin = SimpleNamespace(trlx_register=hookimpl(trlx_register))
+    host.register(plugin, "mine", distribution="trlx-mine", version="1.2")
+    return host.registry.choose("engine", "x")
+
+
+def test_a_built_component_is_held_against_its_protocol():
+    with pytest.raises(ComponentError) as caught:
+        component_of(Sparse).build(None, None)
+    message = "The engine 'x' (plugin 'mine', trlx-mine 1.2) made a Sparse without quantized, sleep, which "
+    assert str(caught.value).startswith(message + "`trlx_hybrid.protocols.Engine` requires.")
+    with pytest.raises(ComponentError, match="made a object without asleep_bytes, close"):
+        component_of(lambda *_: object()).build(None, None)
+    engine = component_of(Whole).build(None, None)
+    with pytest.raises(EngineError, match="Whole does not say where its weights lie"):
+        engine.regions(None)
+    with pytest.raises(EngineError, match="Whole takes no requests one at a time"):
+        engine.stream(None)
+
+
+def test_what_an_engine_generates_is_one_completion_per_request():
+    component = component_of(Whole)
+    completion = Completion(token_ids=[1])
+    assert component.completions([completion], 1) == [completion]
+    for sampled, found in [([completion] * 3, "list of 3"), (None, "NoneType"), ([[1]] * 4, "list of other things")]:
+        with pytest.raises(ComponentError, match=rf"plugin 'mine', trlx-mine 1.2\) returned a {found} for 4 requests"):
+            component.completions(sampled, 4)
+
+
+def test_trls_arguments_that_say_nothing_leave_an_engines_own_defaults(tmp_path):
+    @dataclass
+    class Own:
+        max_model_len: int = 4096
+        max_num_seqs: int = 7
+
+    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False)
+    assert args.vllm_max_model_length is None
+    host = Host()
+    host.register(offering(("engine", "x", {"options": Own})), "mine")
+    own = select(HybridConfig(engine="x"), trainer_arguments(args), host.registry).engine.options
+    assert own == Own(max_model_len=4096, max_num_seqs=8 * args.gradient_accumulation_steps)
+
+
 def test_bad_json_and_wrong_types_are_refused():
     assert HybridConfig(engine_options='{"dtype": "float32"}').options("engine") == {"dtype": "float32"}
     with pytest.raises(ConfigError, match="not valid JSON"):
@@ -95,7 +213,8 @@ def test_bad_json_and_wrong_types_are_refused():
 
 
 def test_the_config_is_parsed_from_flags_and_yaml_beside_trls(tmp_path):
-    from trl import GRPOConfig, ModelConfig, ScriptArguments, TrlParser
+    from trl import ModelConfig, ScriptArguments
+    from trlx_hybrid import TrlParser
 
     parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig, HybridConfig))
     common = ["--dataset_name", "d", "--output_dir", str(tmp_path), "--use_cpu", "--bf16", "False"]
@@ -107,3 +226,8 @@ def test_the_config_is_parsed_from_flags_and_yaml_beside_trls(tmp_path):
     file.write_text("engine: vllm\nengine_options:\n  dtype: float32\nverify_every: 7\n")
     hybrid = parser.parse_args_and_config([*common, "--config", str(file)])[3]
     assert (hybrid.engine, hybrid.options("engine"), hybrid.verify_every) == ("vllm", {"dtype": "float32"}, 7)
+    file.write_text("enigne: vllm\n")
+    with pytest.raises(ConfigError, match=r"sets 'enigne', which nothing reads. Did you mean 'engine'"):
+        parser.parse_args_and_config([*common, "--config", str(file)])
+    rest = parser.parse_args_and_config([*common, "--config", str(file)], return_remaining_strings=True)[-1]
+    assert rest == ["--enigne", "vllm"]

@@ -1,12 +1,16 @@
 """With no component chosen, training is stock TRL bit for bit: plugins installed, an observer watching."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import trl
 import trlx_hybrid
 from peft import LoraConfig
 from trlx_hybrid import hookimpl
-from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.advantages import replaced
+from trlx_hybrid.errors import ConfigError, PluginError
+from trlx_hybrid.host import Host
 
 
 class Observer:
@@ -76,14 +80,40 @@ def test_the_other_generating_trainers_are_stock_as_well(run, name):
     assert observer.trajectories
 
 
-def test_a_plugin_may_replace_the_advantages(run):
-    class NoLearning:
-        @hookimpl
-        def trlx_advantages(self, batch):
-            return torch.zeros_like(batch["advantages"])
+class Advice:
+    def __init__(self, answer):
+        self.answer = answer
 
-    ours = run(trlx_hybrid.GRPOTrainer, plugins=[NoLearning()], max_steps=1)
+    @hookimpl
+    def trlx_advantages(self, batch):
+        return self.answer(batch["advantages"])
+
+
+def test_a_plugin_may_replace_the_advantages_and_the_header_says_so(run, capsys):
+    ours = run(trlx_hybrid.GRPOTrainer, plugins=[Advice(torch.zeros_like)], max_steps=1)
     assert all(log["grad_norm"] == 0 for log in ours.logs if "grad_norm" in log)
+    assert "advantages=plugin Advice-0 (this script)" in capsys.readouterr().err
+
+
+def test_of_two_plugins_with_advantages_none_is_taken(run):
+    with pytest.raises(PluginError, match=r"'Advice-0' \(this script -\) and 'Advice-1' .*Switch off all but one"):
+        run(trlx_hybrid.GRPOTrainer, plugins=[Advice(torch.zeros_like), Advice(torch.ones_like)], train=False)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (lambda stock: stock.tolist(), "a list where a tensor was expected"),
+        (lambda stock: stock[:3], r"shape \(3,\) where \(8,\) was expected"),
+        (lambda stock: stock * torch.nan, "nan for row 0"),
+    ],
+    ids=["a list", "another shape", "nan"],
+)
+def test_advantages_that_cannot_be_used_name_their_plugin(answer, message):
+    host = Host()
+    host.register(Advice(answer), "mine", distribution="mine-1", version="2")
+    with pytest.raises(PluginError, match=rf"Plugin 'mine' \(mine-1 2\) failed in trlx_advantages: .*{message}"):
+        replaced(SimpleNamespace(host=host), {"advantages": torch.zeros(8)}, None)
 
 
 def test_configure_and_unconfigure_frame_a_session(run):
@@ -105,6 +135,56 @@ def test_classes_are_true_subclasses_made_once():
         """A user's own trainer."""
 
     assert issubclass(trlx_hybrid.hybrid(Mine), Mine)
+
+
+def test_own_trainers_pass_arguments_to_trl_as_they_like(prompts, tmp_path):
+    """Components are chosen from what reaches TRL's `__init__`, whatever the signatures in between."""
+    from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+
+    class Passing(trl.GRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+
+    class Deciding(trl.GRPOTrainer):
+        def __init__(self, model, reward_funcs, config):
+            super().__init__(model, reward_funcs, config, train_dataset=prompts, processing_class=character_tokenizer())
+
+    class Past(trl.GRPOTrainer):
+        def __init__(self, *args, **kwargs):
+            trl.GRPOTrainer.__init__(self, *args, **kwargs)
+
+    config = trl.GRPOConfig(
+        str(tmp_path),
+        num_generations=4,
+        use_cpu=True,
+        bf16=False,
+        use_vllm=True,
+        vllm_max_model_length=77,
+        vllm_enable_sleep_mode=True,
+    )
+    rest = {"train_dataset": prompts, "processing_class": character_tokenizer()}
+    given = (tiny_model(), lambda completions, **_: [0.0] * len(completions), config)
+    named = dict(zip(("model", "reward_funcs", "args"), given, strict=True)) | rest
+    built = [
+        trlx_hybrid.hybrid(Passing)(**named),
+        trlx_hybrid.hybrid(Passing)(*given, **rest),
+        trlx_hybrid.hybrid(Deciding)(*given, hybrid={"engine": "vllm"}),
+    ]
+    for trainer in built:
+        options = trainer.session.selection.engine.options
+        assert (options.max_model_len, options.enable_sleep_mode, trainer.use_vllm) == (77, True, True)
+        trainer.session.close()
+    with pytest.raises(ConfigError, match=r"Past, or a class below it, calls.*by that class's name"):
+        trlx_hybrid.hybrid(Past)(**named)
+
+
+def test_a_trainer_made_without_init_is_trls_own():
+    """TRL's tests call single methods on such instances."""
+    trainer = object.__new__(trlx_hybrid.GRPOTrainer)
+    for value in (True, False):
+        trainer.use_vllm = value
+        assert trainer.use_vllm is value
+    assert not trainer._converses
 
 
 @pytest.mark.parametrize("module", ["sdpo.SDPO", "sdft.SDFT", "gold.GOLD", "iw_opd.IWOPD"])

@@ -14,7 +14,7 @@ from .types import Layout
 
 if TYPE_CHECKING:
     from .hybrid_engine import HybridEngine
-    from .trainer import DistillationTrainer, GRPOTrainer, RLOOTrainer, hybrid
+    from .trainer import DistillationTrainer, GRPOTrainer, RLOOTrainer, TrlParser, hybrid
 
 __all__ = [
     "DistillationTrainer",
@@ -23,6 +23,7 @@ __all__ = [
     "HybridEngine",
     "Layout",
     "RLOOTrainer",
+    "TrlParser",
     "hookimpl",
     "hybrid",
 ]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 from typing import Any
 
-from .errors import ConfigError
+from .errors import ConfigError, did_you_mean
 from .selection import TrainerArguments
 from .types import Sampling
 
@@ -13,7 +15,8 @@ VESPO_MODES = ("token_truncate", "token_mask")
 
 
 def trainer_arguments(args: Any, tools: Any = None) -> TrainerArguments:
-    """TRL's `vllm_*` arguments under the names of the engine's options; TRL's defaults where `args` is None."""
+    """TRL's `vllm_*` arguments under the names of the engine's options, those that are None left out: the engine's own
+    defaults stand. TRL's defaults where `args` is None."""
     if args is None:
         return TrainerArguments(engine_options={}, tools=bool(tools))
     share = "vllm_gpu_memory_utilization"
@@ -27,7 +30,51 @@ def trainer_arguments(args: Any, tools: Any = None) -> TrainerArguments:
         "model_impl": args.vllm_model_impl,
         "trust_remote_code": args.trust_remote_code,
     }
+    options = {name: value for name, value in options.items() if value is not None}
     return TrainerArguments(use_vllm=args.use_vllm, vllm_mode=args.vllm_mode, tools=bool(tools), engine_options=options)
+
+
+@functools.cache
+def selecting(base: type[Any]) -> type[Any]:
+    """`base`, a trainer of TRL's, choosing components from the arguments it is given.
+
+    It comes right before `base` in the order of method resolution, behind a user's subclasses: whatever those take and
+    pass on, by position, as `*args, **kwargs` or from values of their own, arrives here as TRL is going to read it.
+    """
+
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        start = functools.partial(base.__init__, self)
+        self._select(inspect.signature(start).bind_partial(*args, **kwargs).arguments)
+        start(*args, **kwargs)
+
+    return type(base.__name__, (base,), {"__module__": __name__, "__init__": initialize})
+
+
+def suggesting(parser: type[Any]) -> type[Any]:
+    """TRL's `TrlParser`, which refuses an unknown key of `--config` by its name and the nearest known one."""
+
+    def parse_args_and_config(
+        self: Any,
+        args: Any = None,
+        return_remaining_strings: bool = False,
+        fail_with_unknown_args: bool = True,
+        **others: Any,
+    ) -> Any:
+        self._refuses_unknown = fail_with_unknown_args and not return_remaining_strings
+        return parser.parse_args_and_config(self, args, return_remaining_strings, fail_with_unknown_args, **others)
+
+    def set_defaults_with_config(self: Any, **settings: Any) -> Any:
+        if self._refuses_unknown:
+            known = sorted({action.dest for action in self._actions} - {"help"})
+            unknown = next((key for key in settings if key not in known), None)
+            if unknown is not None:
+                raise ConfigError(
+                    f"The config file sets {unknown!r}, which nothing reads.{did_you_mean(unknown, known)}"
+                )
+        return parser.set_defaults_with_config(self, **settings)
+
+    methods = {"parse_args_and_config": parse_args_and_config, "set_defaults_with_config": set_defaults_with_config}
+    return type(parser.__name__, (parser,), {"__module__": __name__, "__doc__": suggesting.__doc__} | methods)
 
 
 def _is_default(args: Any, name: str) -> bool:

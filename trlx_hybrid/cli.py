@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
+import select
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,12 +15,14 @@ from . import environment
 from .errors import HybridError
 from .host import DISABLE_VARIABLE, Host
 from .registry import SLOTS
+from .report import package_version
 from .selection import STOCK
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     parser = argparse.ArgumentParser(prog="trlx-hybrid", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"trlx-hybrid {package_version()}")
     commands = parser.add_subparsers(dest="command", required=True)
     plugins = commands.add_parser("plugins", help="list the loaded plugins, their hooks and components")
     plugins.add_argument("--json", action="store_true", help="print JSON")
@@ -34,10 +38,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"plugins add no commands: {error}", file=sys.stderr)
     options = parser.parse_args(arguments)
     try:
-        return int(options.run(options))
+        status = int(options.run(options))
+        sys.stdout.flush()
     except HybridError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout, 0)
+        if not output.poll(0):  # another pipe's
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        return 1  # the reader has seen enough, as in `trlx-hybrid plugins | head`
+    return status
 
 
 def _plugins(options: Any) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from .errors import ConfigError
+from .errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 
@@ -35,7 +34,7 @@ class HybridConfig:
         metadata={"help": "How weights reach the engine: 'auto' takes the cheapest exact path, or a path's name."},
     )
     weights_options: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Options of the weight sync, a mapping or its JSON."}
+        default=None, metadata={"help": "Options of the weight sync, a mapping or its JSON; of whichever 'auto' takes."}
     )
     rollout: str | None = field(
         default=None, metadata={"help": "How prompts become trajectories: 'single_turn' or a plugin's name."}
@@ -101,13 +100,16 @@ def build(owner: type[T], values: Mapping[str, Any], where: str) -> T:
     Raises:
         ConfigError: a key the dataclass does not have, with the nearest one that it has.
     """
-    known = [f.name for f in dataclasses.fields(owner) if f.init]  # type: ignore[arg-type]
-    for key in values:
-        if key not in known:
-            close = difflib.get_close_matches(key, known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"{where} has no setting {key!r}.{hint} Settings: {', '.join(known) or 'none'}.")
+    check_keys(values, [f.name for f in dataclasses.fields(owner) if f.init], where)  # type: ignore[arg-type]
     return owner(**values)
+
+
+def check_keys(given: Iterable[str], known: Sequence[str], where: str) -> None:
+    """Refuse a setting that is not known, with the nearest one that is."""
+    for key in given:
+        if key not in known:
+            hint = did_you_mean(key, known)
+            raise ConfigError(f"{where} has no setting {key!r}.{hint} Settings: {', '.join(known) or 'none'}.")
 
 
 @dataclass(frozen=True, slots=True)

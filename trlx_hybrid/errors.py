@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Iterable, Sequence
 
 
 class HybridError(Exception):
@@ -66,3 +67,9 @@ class MemoryPlanError(HybridError):
 def listed(names: Sequence[str], limit: int = 5) -> str:
     """Names for a message: the first `limit`, and how many more there are."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A sentence with the nearest of the known names, to be added to a message, or nothing where none is near."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""

@@ -97,7 +97,9 @@ class Freshness:
         memory = self._session.memory
         away = memory.make_room(["policy"])
         engine.wake("kv_cache")
-        prompt, completion = proof.sample_probe(engine, self._session.policy)
+        assert self._session.selection.engine is not None
+        component = self._session.selection.engine.component
+        prompt, completion = proof.sample_probe(engine, self._session.policy, component)
         if away:
             engine.sleep(keep_weights=True)
             memory.come_back(["policy"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
+import inspect
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -15,7 +15,7 @@ from typing import Any
 import pluggy
 
 from . import builtin, hookspecs
-from .errors import HybridError, PluginError
+from .errors import ConfigError, HybridError, PluginError, did_you_mean
 from .registry import BUILTIN, Registry
 
 ENTRY_POINT_GROUP = "trlx_hybrid"
@@ -57,12 +57,19 @@ class Host:
 
         Raises:
             PluginError: a plugin does not load, or two distributions claim one name.
+            ConfigError: `disable` names what is not installed.
         """
-        host = cls(disable)
+        host, disable = cls(disable), list(disable)
         claims: defaultdict[str, list[EntryPoint]] = defaultdict(list)
         for entry_point in entry_points(group=ENTRY_POINT_GROUP):
             if entry_point not in claims[entry_point.name]:  # one distribution found twice on sys.path
                 claims[entry_point.name].append(entry_point)
+        for name in disable:  # not those of the variable, which may hold for several environments
+            if name not in claims:
+                raise ConfigError(
+                    f"HybridConfig.disable_plugins has {name!r}, and no plugin of that name is installed."
+                    f"{did_you_mean(name, claims)} Installed: {', '.join(sorted(claims)) or 'none'}."
+                )
         for name in sorted(set(claims) - set(host.disabled)):
             host._load(name, claims[name])
         return host
@@ -91,20 +98,28 @@ class Host:
         """Add a plugin: a module, or any object with hook implementations.
 
         Raises:
-            PluginError: a hook it implements does not exist or has other arguments, or its `trlx_register` failed.
+            PluginError: a hook it implements does not exist, has other arguments or lacks the marker, or its
+                `trlx_register` failed.
         """
         info = PluginInfo(name, distribution, version, self._implemented(plugin))
         unknown = [hook for hook in info.hooks if not hasattr(hookspecs, hook)]
         if unknown:
-            close = difflib.get_close_matches(unknown[0], [h for h in dir(hookspecs) if h.startswith("trlx_")], n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            hint = did_you_mean(unknown[0], [h for h in dir(hookspecs) if h.startswith("trlx_")])
             raise PluginError(
                 f"Plugin {name!r} ({distribution} {version}) implements {unknown[0]!r}, which is no hook.{hint} "
                 f"`trlx_hybrid.hookspecs` lists them all.",
                 plugin=name,
                 hook=unknown[0],
             )
-        self.registry._offering = name
+        unmarked = [n for n in dir(plugin) if n.startswith("trlx_") and n not in info.hooks and _callable(plugin, n)]
+        if unmarked:
+            raise PluginError(
+                f"Plugin {name!r} ({distribution} {version}) has a function {unmarked[0]!r} without the marker "
+                "`@trlx_hybrid.hookimpl`, so it would never be called. Mark it, or, if it is no hook, rename it.",
+                plugin=name,
+                hook=unmarked[0],
+            )
+        self.registry._offering, self.registry._distribution = name, f"{distribution} {version}"
         try:
             self._manager.register(plugin, name)
         except Exception as error:
@@ -113,9 +128,9 @@ class Host:
             hook = "trlx_register"
             if isinstance(error, pluggy.PluginValidationError):
                 hook = next((h for h in info.hooks if repr(h) in str(error)), hook)
-            raise self._fault(info, hook, error) from error
+            raise self.fault(info, hook, error) from error
         finally:
-            self.registry._offering = BUILTIN
+            self.registry._offering = self.registry._distribution = BUILTIN
         self.plugins.append(info)
 
     def _implemented(self, plugin: object) -> tuple[str, ...]:
@@ -135,7 +150,7 @@ class Host:
             info = self._culprit(hook, error.__traceback__)
             if info is None:
                 raise
-            raise self._fault(info, hook, error) from error
+            raise self.fault(info, hook, error) from error
 
     def _culprit(self, hook: str, traceback: TracebackType | None) -> PluginInfo | None:
         """The plugin whose implementation of `hook` lies on the traceback: attribution that costs nothing before."""
@@ -146,8 +161,26 @@ class Host:
                 return next((p for p in self.plugins if p.name == implementation.plugin_name), None)
         return None
 
+    def only(self, hook: str) -> PluginInfo | None:
+        """The plugin that implements a hook of which one answer counts; None if there is none.
+
+        Raises:
+            PluginError: there are several.
+        """
+        found = [p for p in self.plugins if hook in p.hooks]
+        if len(found) > 1:
+            names = " and ".join(f"{p.name!r} ({p.distribution} {p.version})" for p in found)
+            raise PluginError(
+                f"Plugins {names} all implement {hook}, and only one answer is used. Switch off all but one, for "
+                f"example {DISABLE_VARIABLE}={found[-1].name}.",
+                plugin=found[-1].name,
+                hook=hook,
+            )
+        return found[0] if found else None
+
     @staticmethod
-    def _fault(info: PluginInfo, hook: str, error: Exception) -> PluginError:
+    def fault(info: PluginInfo, hook: str, error: Exception) -> PluginError:
+        """The error that says which plugin failed where, and what to do."""
         return PluginError(
             f"Plugin {info.name!r} ({info.distribution} {info.version}) failed in {hook}: "
             f"{type(error).__name__}: {' '.join(str(error).split())}. Report it to its author, or start without it: "
@@ -155,6 +188,10 @@ class Host:
             plugin=info.name,
             hook=hook,
         )
+
+
+def _callable(owner: object, name: str) -> bool:
+    return inspect.isroutine(getattr(owner, name, None))
 
 
 def _origin(entry_point: EntryPoint) -> str:

@@ -18,6 +18,7 @@ from .types import Phase
 if TYPE_CHECKING:
     from .arena import Arena
 
+MIB = 1 << 20
 Interval = tuple[int, int]
 
 
@@ -44,6 +45,7 @@ class Ledger:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device
         self._owners, self._allocated, self._arena = dict(owners), allocated, arena
+        self._sampling: dict[str, int] = {}  # what was held in the last ROLLOUT
 
     @property
     def arena_bytes(self) -> int:
@@ -59,10 +61,21 @@ class Ledger:
         return held
 
     def metrics(self, phase: Phase) -> dict[str, float]:
-        """The same in GiB, named `hybrid/memory/<phase>/<owner>_gib` for the logs."""
-        held = self.measure() | ({"host arena": self.arena_bytes} if self._arena is not None else {})
-        names = {owner: owner.lower().replace(" ", "_") for owner in held}
-        return {f"hybrid/memory/{phase.value}/{names[owner]}_gib": n / GIB for owner, n in held.items()}
+        """For the logs, in MiB: `hybrid/memory/<phase>_mib` is what all owners hold, `hybrid/memory/host_arena_mib` the
+        arena, if there is one. For TRAIN also `hybrid/memory/moved/<owner>_mib`, of each owner that holds more or less
+        than when it was called for ROLLOUT: what came back for TRAIN, negative for what is there in ROLLOUT only."""
+        held = self.measure()
+        found = {f"hybrid/memory/{phase.value}_mib": sum(held.values()) / MIB}
+        if self.arena_bytes:
+            found["hybrid/memory/host_arena_mib"] = self.arena_bytes / MIB
+        if phase is Phase.ROLLOUT:
+            self._sampling = held
+        else:
+            for owner, before in self._sampling.items():
+                if owner != "other" and held[owner] != before:
+                    name = owner.lower().replace(" ", "_")
+                    found[f"hybrid/memory/moved/{name}_mib"] = (held[owner] - before) / MIB
+        return found
 
     def report(self, phase: Phase, capacity: int | None = None, prediction: Prediction | None = None) -> str:
         """Who held what, largest first, and what to change: for the message after an out-of-memory error.
@@ -143,23 +156,25 @@ def available_memory() -> int:
 
 
 def table(prediction: Prediction) -> list[str]:
-    """Lines for the run's header: GiB per owner and phase, what is away, the peak, and what was assumed."""
+    """Lines for the run's header: GiB per owner and phase, what is away, the peak, and what was assumed. MiB where the
+    peak is below one GiB."""
     phases = list(prediction.phases)
-    rows = [["memory, GiB", *phases]]
+    phase, peak = prediction.peak
+    name, unit = ("GiB", GIB) if peak >= GIB else ("MiB", MIB)
+    rows = [[f"memory, {name}", *phases]]
     for owner in OWNERS:
         if any(held.get(owner) for held in prediction.phases.values()):
-            rows.append([owner, *(_cell(prediction, phase, owner) for phase in phases)])
-    rows.append(["total", *(_gib(sum(held.values())) for held in prediction.phases.values())])
+            rows.append([owner, *(_cell(prediction, p, owner, unit) for p in phases)])
+    rows.append(["total", *(f"{sum(held.values()) / unit:.2f}" for held in prediction.phases.values())])
     lines = [f"{row[0]:<15}" + "".join(f"{cell:>9}" for cell in row[1:]) for row in rows]
-    phase, peak = prediction.peak
-    return [*lines, f"peak {_gib(peak)} GiB in {phase}", *(f"note: {note}" for note in prediction.notes)]
+    return [*lines, f"peak {peak / unit:.2f} {name} in {phase}", *(f"note: {note}" for note in prediction.notes)]
 
 
-def _cell(prediction: Prediction, phase: str, owner: str) -> str:
+def _cell(prediction: Prediction, phase: str, owner: str, unit: int) -> str:
     if owner in prediction.away[phase]:
         return "away"
     held = prediction.phases[phase].get(owner, 0)
-    return _gib(held) if held else "-"
+    return f"{held / unit:.2f}" if held else "-"
 
 
 def _gib(nbytes: int) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .session import Session
 
 SLACK = 512 << 20  # bytes beyond what is woken: fragments, and what sampling allocates on the way
+ENGINES = ("engine weights", "KV cache")  # owners that a sleeping engine gives back, the latter always
 OFFLOAD = ("auto", "all", "none")
 
 
@@ -157,7 +158,8 @@ class TrainerMemory:
         sharded = any(is_sharded(p) for p in self._session.policy.module.parameters())
         elements = sum(p.elements for p in sizes) * (self._session.ranks.world if sharded else 1)
         weights = elements * engine_itemsize // ranks_per_replica
-        self._predict(kv_cache_bytes, weights, shared=shared, sleeps=sleeps).check(self.capacity())
+        asleep = ENGINES if sleeps else ()
+        self._predict(kv_cache_bytes, weights, shared=shared, asleep=asleep).check(self.capacity())
 
     def predict_live(self) -> None:
         """Predict from the engine that was built."""
@@ -166,11 +168,12 @@ class TrainerMemory:
         held = self.ledger.measure()
         whole = sum(storage.nbytes() for storage in storages(engine.resident("weights")))
         shared = held["engine weights"] < whole / 2
-        self.prediction = self._predict(
-            held["KV cache"], held["engine weights"], shared=shared, sleeps=engine.sleeps and not weights.keeps_weights
-        )
+        asleep = () if not engine.sleeps else ENGINES[1:] if weights.keeps_weights else ENGINES
+        self.prediction = self._predict(held["KV cache"], held["engine weights"], shared=shared, asleep=asleep)
 
-    def _predict(self, kv_cache_bytes: int, engine_weight_bytes: int, *, shared: bool, sleeps: bool) -> Prediction:
+    def _predict(
+        self, kv_cache_bytes: int, engine_weight_bytes: int, *, shared: bool, asleep: Collection[str]
+    ) -> Prediction:
         """With as many owners away during ROLLOUT as it takes to fit."""
         mode = self._session.config.offload
         movable = LEAVING[:2] if shared else LEAVING
@@ -182,7 +185,7 @@ class TrainerMemory:
             optimizer=self._optimizer_name(),
             shared=shared,
             engine_weight_bytes=engine_weight_bytes,
-            engine_sleeps=sleeps,
+            asleep=asleep,
             kv_cache_bytes=kv_cache_bytes,
             gradients_held=False,
         )

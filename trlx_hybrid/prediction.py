@@ -73,7 +73,8 @@ class Workload:
         engine_itemsize: bytes per element of an engine's own weights.
         engine_weight_bytes: their size where the engine knows better (tensor parallel, quantised); None: one per
             element of `parameters`.
-        engine_sleeps: the engine gives its own weights back during TRAIN. It always gives the KV cache back.
+        asleep: owners that the engine gives back during TRAIN; the KV cache, where it is one of them, also during the
+            weight sync.
         kv_cache_bytes: size of the KV cache.
         activation_bytes: reserve for activations and the like in TRAIN.
         engine_reserve_bytes: the same of the engine, in ROLLOUT.
@@ -86,7 +87,7 @@ class Workload:
     shared: bool = False
     engine_itemsize: int = 2
     engine_weight_bytes: int | None = None
-    engine_sleeps: bool = True
+    asleep: Collection[str] = ("engine weights", "KV cache")
     kv_cache_bytes: int = 0
     activation_bytes: int = 0
     engine_reserve_bytes: int = 0
@@ -100,7 +101,7 @@ class Prediction:
 
     Attributes:
         phases: "edge" (between the phases: the weight sync, with all of the trainer's state and all weights, but no
-            KV cache), "rollout" and "train", each with bytes for every one of `OWNERS`.
+            KV cache where the engine sleeps), "rollout" and "train", each with bytes for every one of `OWNERS`.
         away: owners that have memory, but not in that phase.
         notes: what was assumed.
     """
@@ -148,9 +149,9 @@ def predict(workload: Workload) -> Prediction:
         "KV cache": workload.kv_cache_bytes,
     }
     leaving = {owner for owner in workload.offloaded if owner != "optimizer" or not _paged(workload.optimizer)}
-    asleep = {"KV cache"} | ({"engine weights"} if workload.engine_sleeps else set())
+    asleep = set(workload.asleep)
     unmade = set() if workload.gradients_held else {"gradients"}
-    absent = {"edge": {"KV cache"} | unmade, "rollout": leaving | unmade, "train": asleep}
+    absent = {"edge": (asleep & {"KV cache"}) | unmade, "rollout": leaving | unmade, "train": asleep}
     other = {"edge": 0, "rollout": workload.engine_reserve_bytes, "train": workload.activation_bytes}
     return Prediction(
         phases={

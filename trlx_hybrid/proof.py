@@ -18,6 +18,7 @@ from .types import Completion, Request, Sampling
 if TYPE_CHECKING:
     from .policy import Policy
     from .protocols import Engine
+    from .registry import Component
 
 PROBE_TOKENS = 8
 SAMPLED_TENSORS = 8
@@ -59,12 +60,13 @@ def check_bits(engine: Engine, policy: Policy, only: Set[str] | None = None) -> 
     return compared
 
 
-def sample_probe(engine: Engine, policy: Policy) -> tuple[list[int], Completion]:
+def sample_probe(engine: Engine, policy: Policy, component: Component) -> tuple[list[int], Completion]:
     """A short prompt and what the engine samples from it. Collective."""
     vocabulary = policy.base.config.get_text_config().vocab_size
     prompt = [(7919 * i + 11) % vocabulary for i in range(1, PROBE_TOKENS + 1)]
     sampling = Sampling(max_tokens=PROBE_TOKENS, logprobs=0, extra={"ignore_eos": True})
-    return prompt, engine.generate([Request(prompt_ids=prompt, seed=0)], sampling)[0]
+    sampled = engine.generate([Request(prompt_ids=prompt, seed=0)], sampling)
+    return prompt, component.completions(sampled, 1)[0]
 
 
 def check_log_probs(engine: Engine, policy: Policy, prompt: list[int], completion: Completion) -> float:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from .errors import ComponentError
+from .errors import ComponentError, EngineError
 from .types import Completion, LoadReport, Request, Sampling
 
 if TYPE_CHECKING:
@@ -82,7 +82,8 @@ class Regions:
 
 
 class Engine(Protocol):
-    """Generates tokens, gives memory back and takes it again. Lives in the trainer's process."""
+    """Generates tokens, gives memory back and takes it again. Lives in the trainer's process. Inherit from it to get
+    what is optional."""
 
     max_model_len: int
     """Longest prompt plus completion, in tokens."""
@@ -112,6 +113,7 @@ class Engine(Protocol):
     def stream(self, sampling: Sampling) -> AbstractContextManager[Stream]:
         """Requests one at a time, for rollouts in which trajectories go their own pace. Optional: an engine that has it
         says so with `streams=True` where it is offered. On leaving, what is unfinished is aborted."""
+        raise EngineError(f"{type(self).__name__} takes no requests one at a time")
 
     def load_weights(self, weights: NamedTensors) -> LoadReport:
         """Write full tensors, named as in a checkpoint, through the engine's own loader; consumes them lazily.
@@ -128,9 +130,12 @@ class Engine(Protocol):
         Raises:
             EngineError: why it must not be written to from outside.
         """
+        raise EngineError(f"{type(self).__name__} does not say where its weights lie")
 
     def weights_written(self) -> None:
-        """All of `regions` holds the policy's weights again: drop every cache that depends on them."""
+        """All of `regions` holds the policy's weights again: drop every cache that depends on them. Optional, as
+        `regions` is."""
+        return
 
     def sleep(self, keep_weights: bool = False) -> None:
         """Give back what need not be resident during TRAIN; never the weights where `keep_weights` says that the
@@ -199,3 +204,22 @@ class Rollout(Protocol):
     def close(self) -> None:
         """The session is closing, or its engine is: let go of threads and processes."""
         return
+
+
+OPTIONAL = {
+    "Engine": {"peers_lost", "stream", "regions", "weights_written"},
+    "WeightSync": {"keeps_weights", "open", "check", "release"},
+    "Rollout": {"converses", "converse", "close"},
+}
+"""Members that a component of that protocol may leave out, or inherit."""
+
+
+def missing_members(built: object, protocol: type[Any]) -> list[str]:
+    """What the protocol requires and the object lacks. What it inherits from the protocol itself, it lacks."""
+    stubs = {name: value for name, value in vars(protocol).items() if not name.startswith("_")}
+    required = {*protocol.__annotations__, *stubs} - OPTIONAL.get(protocol.__name__, set())
+    return sorted(
+        name
+        for name in required
+        if not hasattr(built, name) or (name in stubs and getattr(type(built), name, None) is stubs[name])
+    )

@@ -8,10 +8,23 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from .errors import ComponentError
+from .protocols import Engine, Rollout, WeightSync, missing_members
+from .types import Completion
 
 Slot = Literal["engine", "weights", "rollout", "server"]
 SLOTS: tuple[Slot, ...] = get_args(Slot)
 BUILTIN = "builtin"
+
+BRINGS: dict[Slot, dict[str, str]] = {
+    "engine": {"vllm": "trlx-hybrid-vllm", "remote": "trlx-hybrid-ray"},
+    "weights": {
+        **dict.fromkeys(("alias", "lora", "copy", "transfer"), "trlx-hybrid-vllm"),
+        "reshard": "trlx-hybrid-reshard",
+    },
+    "rollout": {"multi_turn": "trlx-hybrid-multiturn"},
+    "server": {"vllm": "trlx-hybrid-vllm"},
+}
+"""Distributions of this project, by what they offer: no message may name one that somebody else could register."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +40,7 @@ class Component:
             returns why it cannot serve this model, or None.
         streams: of an engine: whether it serves requests one at a time (`Engine.stream`).
         by_name: whether only its name chooses it: `auto` passes it over.
-        plugin: who offered it.
+        plugin: who offered it; distribution: what that came with.
     """
 
     slot: Slot
@@ -41,6 +54,51 @@ class Component:
     refuses: Callable[[Any, Any], str | None] = lambda session, options: None
     streams: bool = False
     by_name: bool = False
+    distribution: str = BUILTIN
+
+    def __str__(self) -> str:
+        return f"{self.slot} {self.name!r} (plugin {self.plugin!r}, {self.distribution})"
+
+    def build(self, session: Any, options: Any) -> Any:
+        """The live object.
+
+        Raises:
+            ComponentError: it lacks what the slot's protocol requires.
+        """
+        built = self.factory(session, options)
+        protocol = _protocol(self.slot)
+        missing = missing_members(built, protocol)
+        if missing:
+            raise ComponentError(
+                f"The {self} made a {type(built).__name__} without {', '.join(missing)}, which "
+                f"`{protocol.__module__}.{protocol.__name__}` requires. Report it to its author, or choose another."
+            )
+        return built
+
+    def completions(self, sampled: Any, requests: int) -> list[Completion]:
+        """What an engine or a rollout sampled, one completion per request.
+
+        Raises:
+            ComponentError: it returned something else.
+        """
+        if not isinstance(sampled, list) or not all(isinstance(c, Completion) for c in sampled):
+            found = type(sampled).__name__ if not isinstance(sampled, list) else "list of other things"
+        elif len(sampled) != requests:
+            found = f"list of {len(sampled)}"
+        else:
+            return sampled
+        raise ComponentError(
+            f"The {self} returned a {found} for {requests} requests, where a list with one Completion for each was "
+            "expected. Report it to its author."
+        )
+
+
+def _protocol(slot: Slot) -> type[Any]:
+    if slot == "server":
+        from .serving import ServerPlan
+
+        return ServerPlan
+    return {"engine": Engine, "weights": WeightSync, "rollout": Rollout}[slot]
 
 
 class Registry:
@@ -48,7 +106,7 @@ class Registry:
 
     def __init__(self) -> None:
         self._components: dict[Slot, dict[str, Component]] = {slot: {} for slot in SLOTS}
-        self._offering = BUILTIN
+        self._offering = self._distribution = BUILTIN
 
     def offer(
         self,
@@ -89,6 +147,7 @@ class Registry:
             refuses=refuses,
             streams=streams,
             by_name=by_name,
+            distribution=self._distribution,
         )
 
     def components(self, slot: Slot) -> list[Component]:
@@ -121,11 +180,15 @@ class Registry:
 
     @staticmethod
     def _missing(slot: Slot, name: str, offered: Iterable[str]) -> str:
-        names = sorted(offered)
-        close = difflib.get_close_matches(name, names, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        known = {*offered, *BRINGS[slot]}
+        close = difflib.get_close_matches(name, sorted(known), n=1)
+        meant = name if name in BRINGS[slot] else close[0] if close else ""
+        hint = f" Did you mean {meant!r}?" if meant not in ("", name) else ""
+        if meant in BRINGS[slot] and meant not in offered:
+            hint += (
+                f" It comes with {BRINGS[slot][meant]}: `pip install {BRINGS[slot][meant]}`, if it is not installed."
+            )
         return (
-            f"No plugin offers {slot} {name!r}.{hint} Offered: {', '.join(names) or 'none'}. "
-            f"Install the plugin that brings it (for example `pip install trlx-hybrid-{name}`), "
-            f"and see `trlx-hybrid plugins` for what is loaded."
+            f"No plugin offers {slot} {name!r}.{hint} Offered: {', '.join(sorted(offered)) or 'none'}. "
+            f"`trlx-hybrid plugins` lists what is loaded."
         )

@@ -27,6 +27,8 @@ def header(session: Session) -> list[str]:
     else:
         weights = session.weights.name if session.weights else "?"
         slots = [str(selection.engine), f"weights={weights} ({session.weights_why})", str(selection.rollout)]
+    if session.adviser is not None:
+        slots.append(f"advantages=plugin {session.adviser.name} ({session.adviser.distribution})")
     lines = [" · ".join([f"trlx_hybrid {package_version()}", f"plugins: {plugins}", *slots])]
     lines += session.memory.table()
     for added in session.host.call("trlx_report_header", session=session):

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from .errors import ConfigError, RewardError
@@ -54,7 +54,8 @@ def checked_reward(function: Any) -> Any:
     return reward
 
 
-def _checked(rewards: Sequence[Any], name: str) -> Sequence[Any]:
+def _checked(returned: Iterable[Any], name: str) -> list[Any]:
+    rewards = list(returned)  # TRL takes any iterable, an iterator can be read once
     for index, value in enumerate(rewards):
         if value is not None and not math.isfinite(value):
             raise RewardError(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import EngineError
 from .randomness import preserved_generators, request_seed
+from .registry import BUILTIN, Component
 from .rows import RowTracker
 from .types import Completion, Request, Sampling
 
@@ -89,7 +90,8 @@ class Sampler:
             for i, place in enumerate(places)
         ]
         with preserved_generators(), timer or nullcontext():
-            completions = rollout.run(self._session, requests, self.sampling)
+            sampled = rollout.run(self._session, requests, self.sampling)
+        completions = self._source.completions(sampled, len(requests))
         self._tracker.extend(places, prompts, [c.token_ids for c in completions])
         return completions
 
@@ -116,6 +118,14 @@ class Sampler:
             )
 
         return request
+
+    @property
+    def _source(self) -> Component:
+        """Whose completions they are: a plugin's rollout, or the engine that the built-in one hands them on from."""
+        engine, rollout = self._session.selection.engine, self._session.selection.rollout
+        assert engine is not None
+        assert rollout is not None
+        return engine.component if rollout.component.plugin == BUILTIN else rollout.component
 
     def _first_row(self, rows: int) -> int:
         """Global row of this rank's first prompt; every rank has as many."""

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .config import HybridConfig, NoOptions, build
+from .config import HybridConfig, NoOptions, build, check_keys
 from .errors import ConfigError
 from .registry import Component, Registry, Slot
 
@@ -48,12 +48,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The components of one run. `engine` is None where TRL generates; `weights` None means: try all, in order.
+    """The components of one run. `engine` is None where TRL generates; `weights` None means: try `paths`, in order.
     `tools` tells whether the trainer was given any."""
 
     engine: Choice | None
     weights: Choice | None
     rollout: Choice | None
+    paths: Sequence[Choice] = ()
     tools: bool = False
     stock_reason: str = ""
 
@@ -90,13 +91,20 @@ def select(config: HybridConfig, arguments: TrainerArguments, registry: Registry
             "vllm_mode='colocate', or leave HybridConfig.engine out to keep TRL's server path."
         )
     engine = _choice(registry, "engine", name, config.options("engine"), why, defaults=arguments.engine_options)
-    weights = (
-        None
-        if config.weights == "auto"
-        else _choice(registry, "weights", config.weights, config.options("weights"), "HybridConfig.weights")
-    )
+    weights, paths = None, _paths(registry, config.options("weights")) if config.weights == "auto" else ()
+    if config.weights != "auto":
+        weights = _choice(registry, "weights", config.weights, config.options("weights"), "HybridConfig.weights")
     rollout = _rollout(config, arguments, registry, engine.component.streams)
-    return Selection(engine=engine, weights=weights, rollout=rollout, tools=arguments.tools)
+    return Selection(engine=engine, weights=weights, rollout=rollout, paths=paths, tools=arguments.tools)
+
+
+def _paths(registry: Registry, options: Mapping[str, Any]) -> list[Choice]:
+    """Every weight sync in the order in which they are tried, each with those of the options that it has."""
+    owners = {c: c.options or NoOptions for c in registry.components("weights")}
+    known = {c: {f.name for f in dataclasses.fields(owner)} for c, owner in owners.items()}
+    check_keys(options, sorted(set().union(*known.values())), "HybridConfig.weights_options")
+    given = {c: {k: v for k, v in options.items() if k in known[c]} for c in owners}
+    return [Choice(c, owner(**given[c]), "auto") for c, owner in owners.items()]
 
 
 def _rollout(config: HybridConfig, arguments: TrainerArguments, registry: Registry, streams: bool) -> Choice:

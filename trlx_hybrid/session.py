@@ -25,7 +25,7 @@ from .types import Completion, Phase, Sampling
 
 if TYPE_CHECKING:
     from .conversation import Conversation, Dialogue, Limits
-    from .host import Host
+    from .host import Host, PluginInfo
     from .policy import Policy
     from .protocols import Engine, Rollout, WeightSync
     from .ranks import Ranks
@@ -49,8 +49,10 @@ class Session:
         training: whether the current rollout is for training (or for evaluation).
         rows: the dataset's rows of this rank's batch, as TRL gave them, in the order of its prompts.
         metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs.
+        adviser: the plugin whose advantages the trainer uses, if any.
     """
 
+    adviser: PluginInfo | None = None
     _holder: weakref.ref[Session] | None = None  # whose engine lives in this process: one colocated engine at a time
     _open: weakref.WeakSet[Session] = weakref.WeakSet()  # those that nobody has closed
 
@@ -111,11 +113,7 @@ class Session:
         self.open()
         engine, started = self.live_engine, time.perf_counter()
         with self.memory.reporting():
-            try:
-                self._cross_to(Phase.ROLLOUT, lambda: self._bring_up(engine))
-            except BaseException:
-                self._put_down(engine)
-                raise
+            self._cross_to(Phase.ROLLOUT, lambda: self._bring_up(engine))
             self.sampler.begin("train" if training else "eval")
             try:
                 yield
@@ -125,12 +123,18 @@ class Session:
         self.metrics["hybrid/rollout_seconds"] = time.perf_counter() - started
 
     def _cross_to(self, phase: Phase, hand_over: Callable[[], None]) -> None:
-        """A phase edge: all leaves finish before any enter, and the engine changes sides in between."""
+        """A phase edge: all leaves finish before any enter, and the engine changes sides in between. Where something
+        fails at it, a hook for one, TRAIN has the memory afterwards."""
         step = self._step()
-        self.host.call("trlx_leave_phase", session=self, phase=self.phase, step=step)
-        hand_over()
-        self.phase = phase
-        self.host.call("trlx_enter_phase", session=self, phase=phase, step=step)
+        try:
+            self.host.call("trlx_leave_phase", session=self, phase=self.phase, step=step)
+            hand_over()
+            self.phase = phase
+            self.host.call("trlx_enter_phase", session=self, phase=phase, step=step)
+        except BaseException:
+            self.phase = Phase.TRAIN
+            self._put_down(self.live_engine)
+            raise
 
     def _bring_up(self, engine: Engine) -> None:
         assert self.weights is not None
@@ -208,14 +212,14 @@ class Session:
             engine, rollout = self.selection.engine, self.selection.rollout
             try:
                 with preserved_generators():
-                    self.engine = engine.component.factory(self, engine.options)
+                    self.engine = engine.component.build(self, engine.options)
                 Session._holder = weakref.ref(self)
                 self.weights, self.weights_why = weight_paths.choose(self)
                 self.weights.open()
             finally:
                 self.memory.unpark_policy()
             self.memory.predict_live()
-            self.rollout = rollout.component.factory(self, rollout.options)
+            self.rollout = rollout.component.build(self, rollout.options)
         if not self._announced:
             self._announced = True
             announce(self)

@@ -11,7 +11,6 @@ gathered rewards (world * B, functions), `_generate_and_score_completions` retur
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,7 +21,8 @@ from trl.distributed import DistributedBackend
 from trl.extras.profiling import profiling_context
 
 from . import tool_calling
-from .arguments import check_skipped, refuse_empty, sampling_of, trainer_arguments
+from .advantages import HOOK, replaced, without_masked
+from .arguments import check_skipped, refuse_empty, sampling_of, selecting, suggesting, trainer_arguments
 from .callback import Follower
 from .checkpointing import Checkpointing
 from .config import HybridConfig
@@ -32,7 +32,7 @@ from .policy import Policy
 from .ranks import Ranks
 from .rewards import checked_reward, refuse_missing_package
 from .seam import Generation
-from .selection import select
+from .selection import Selection, select
 from .session import Session
 from .trajectories import collect
 
@@ -66,18 +66,24 @@ def hybrid(trainer_class: type[Any]) -> type[Any]:
             f"{trainer_class.__name__} does not generate through TRL's seam, so there is nothing to extend. "
             "Supported: GRPOTrainer, RLOOTrainer, DistillationTrainer, and their subclasses."
         )
+    base = next(c for c in trainer_class.__mro__ if c in GENERATING)
+    below = selecting(base)
+    bases = (HybridTrainer, below) if trainer_class is base else (HybridTrainer, trainer_class, below)
     namespace = {"__module__": __name__, "__doc__": trainer_class.__doc__, "__qualname__": trainer_class.__name__}
-    return type(trainer_class.__name__, (HybridTrainer, trainer_class), namespace)
+    return type(trainer_class.__name__, bases, namespace)
 
 
 class HybridTrainer(Checkpointing):
     """What `hybrid` puts in front of a TRL trainer.
+
+    An instance made without `__init__`, as TRL's tests of single methods do, is TRL's own.
 
     Attributes:
         session: the live objects of this run.
     """
 
     session: Session
+    _selection = Selection(engine=None, weights=None, rollout=None, stock_reason="made without __init__")
 
     def __init__(
         self,
@@ -86,24 +92,29 @@ class HybridTrainer(Checkpointing):
         plugins: Sequence[object] = (),
         **kwargs: Any,
     ) -> None:
-        config = HybridConfig.coerce(hybrid)
-        host = Host.load(config.disable_plugins or ())
+        self._config = HybridConfig.coerce(hybrid)
+        self._host = Host.load(self._config.disable_plugins or ())
         for index, plugin in enumerate(plugins):
-            host.register(plugin, f"{type(plugin).__name__}-{index}")
-        given = inspect.signature(super().__init__).bind_partial(*args, **kwargs).arguments
-        # Before TRL's own __init__, which loads the model: a wrong setting should not cost that.
+            self._host.register(plugin, f"{type(plugin).__name__}-{index}")
+        super().__init__(*args, **kwargs)
+        self._attach()
+
+    def _select(self, given: Mapping[str, Any]) -> None:
+        """Choose components. Before TRL's own __init__, which loads the model: a wrong setting should not cost that.
+
+        Args:
+            given: the arguments of that `__init__`, by name.
+        """
         arguments = trainer_arguments(given.get("args"), given.get("tools") or given.get("environment_factory"))
-        self._selection = select(config, arguments, host.registry)
+        self._selection = select(self._config, arguments, self._host.registry)
         if not self._selection.stock:
             refuse_empty(given.get("train_dataset"))
             refuse_missing_package(given.get("reward_funcs"))
-        super().__init__(*args, **kwargs)
-        self._attach(host, config)
 
-    def _attach(self, host: Host, config: HybridConfig) -> None:
+    def _attach(self) -> None:
         """Open the session on the trainer that TRL built."""
         trainer: Any = self
-        args, selection = trainer.args, self._selection
+        args, selection, host = trainer.args, self._selection, self._host
         ranks = Ranks(trainer.accelerator)
         check_ranks_agree(ranks.gather(host.plugins))
         this: Callable[[], Any] = weakref.ref(trainer)  # the session must not keep its trainer alive
@@ -117,7 +128,7 @@ class HybridTrainer(Checkpointing):
         )
         self.session = Session(
             host,
-            config,
+            self._config,
             selection,
             args=args,
             sampling=sampling_of(trainer),
@@ -126,6 +137,8 @@ class HybridTrainer(Checkpointing):
             step=lambda: this().state.global_step,
             optimizer=lambda: this().optimizer,
         )
+        if hasattr(trainer, "reward_funcs"):
+            self.session.adviser = host.only(HOOK)
         weakref.finalize(trainer, self.session.close).atexit = False  # then the session leaves by itself
         trainer.add_callback(Follower(self.session))
         if not selection.stock:
@@ -140,11 +153,22 @@ class HybridTrainer(Checkpointing):
     @property
     def use_vllm(self) -> bool:
         """Whether generation leaves transformers. False while TRL's `__init__` runs if the engine is to be ours."""
-        return self._trl_use_vllm if self._selection.stock else "session" in self.__dict__
+        return self._trl_use_vllm if self._selection.stock else self._attached
 
     @use_vllm.setter
     def use_vllm(self, value: bool) -> None:
+        if "_config" in self.__dict__ and "_selection" not in self.__dict__:
+            name = type(self).__name__
+            raise ConfigError(
+                f"{name}, or a class below it, calls the `__init__` of TRL's trainer by that class's name, past the "
+                "seam, so TRL would generate by itself whatever was chosen. Call `super().__init__(...)` there."
+            )
         self._trl_use_vllm = value
+
+    @property
+    def _attached(self) -> bool:
+        """Whether `__init__` is over."""
+        return "session" in self.__dict__
 
     # --- one rollout ------------------------------------------------------------------------------------------------
 
@@ -153,6 +177,8 @@ class HybridTrainer(Checkpointing):
         if not self._selection.stock and getattr(trainer, "tools", None):
             tool_calling.refuse_text(prompts)
         self._conversations: Any = None
+        if not self._attached:
+            return super()._generate(prompts)  # type: ignore[misc]
         with self.session.rollout_phase(trainer.model.training):
             self._generated = super()._generate(prompts)  # type: ignore[misc]
         return self._generated
@@ -160,7 +186,7 @@ class HybridTrainer(Checkpointing):
     @property
     def _converses(self) -> bool:
         """Whether conversations are the rollout's to run, not TRL's."""
-        rollout = self.session.rollout
+        rollout = self.session.rollout if self._attached else None
         return rollout is not None and rollout.converses and bool(getattr(self, "tools", None))
 
     def _generate_single_turn(self, prompt_ids: Any, images: Any, fields: Any, *rest: Any, **kwargs: Any) -> Any:
@@ -190,19 +216,19 @@ class HybridTrainer(Checkpointing):
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         self._rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+        if not self._selection.stock and self._name == "GRPO":  # type: ignore[attr-defined]
+            self._rewards = without_masked(self._rewards, self._generated[2], self.session)
         return self._rewards
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
+        if not self._attached:
+            return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         trainer: Any = self
         session, self._rewards = self.session, None
         session.rows = inputs
         batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         if "advantages" in batch:
-            advantages = session.host.call(
-                "trlx_advantages", session=session, batch={**batch, "rewards_per_func": self._rewards}
-            )
-            if advantages is not None:
-                batch["advantages"] = advantages.to(batch["advantages"])
+            batch["advantages"] = replaced(session, batch, self._rewards)
         session.host.call("trlx_rollout_end", session=session, trajectories=self._trajectories())
         metrics = trainer._metrics["train" if session.training else "eval"]
         for name, value in session.metrics.items():
@@ -233,3 +259,4 @@ class HybridTrainer(Checkpointing):
 GRPOTrainer = hybrid(trl.GRPOTrainer)
 RLOOTrainer = hybrid(trl.RLOOTrainer)
 DistillationTrainer = hybrid(trl.DistillationTrainer)
+TrlParser = suggesting(trl.TrlParser)

@@ -28,7 +28,9 @@ def collect(
     scores = None
     if rewards is not None:
         weights = reward_weights.to(rewards.device) if reward_weights is not None else 1.0
-        scores = (rewards * weights).nansum(dim=1)[rank * len(ids) : (rank + 1) * len(ids)].tolist()
+        mine = rewards[rank * len(ids) : (rank + 1) * len(ids)]
+        sums, scored = (mine * weights).nansum(dim=1).tolist(), (~mine.isnan()).any(dim=1).tolist()
+        scores = [value if some else None for value, some in zip(sums, scored, strict=True)]
     return [
         Trajectory(
             prompt_ids=list(prompts[i]),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .config import NoOptions
 from .errors import ComponentError
 
 if TYPE_CHECKING:
@@ -20,16 +19,17 @@ def choose(session: Session) -> tuple[WeightSync, str]:
     """
     chosen = session.selection.weights
     if chosen is not None:
-        sync: WeightSync = chosen.component.factory(session, chosen.options)
+        sync: WeightSync = chosen.component.build(session, chosen.options)
         reason = sync.refuses()
         if reason is not None:
             raise ComponentError(f"weights={sync.name!r} cannot serve this run: {reason} Or let weights='auto' choose.")
         return sync, chosen.why
     refusals: list[str] = []
-    for component in session.host.registry.components("weights"):
+    for path in session.selection.paths:
+        component = path.component
         reason = component.unavailable()
         if reason is None:
-            sync = component.factory(session, (component.options or NoOptions)())
+            sync = component.build(session, path.options)
             reason = sync.refuses()
             if reason is None:
                 return sync, "; ".join(["auto", *refusals])

@@ -17,6 +17,7 @@ import time
 import cloudpickle
 import psutil
 import pytest
+import torch
 import trlx_hybrid
 from datasets import Dataset
 from trl import GRPOConfig
@@ -293,6 +294,10 @@ def assert_as_expected(rig, rows, reference, plan):
     masks = rig.batch["tool_mask"] * rig.batch["completion_mask"]
     assert [not any(m) for m in masks.tolist()] == [failure is not None for failure in failed]
     assert rig.session.metrics["hybrid/trajectories/failed"] == ROWS - failed.count(None)
+    counted = torch.tensor([failure is None for failure in failed])
+    advantages = rig.batch["advantages"]
+    assert not advantages[~counted].any()  # and the others are centred on the mean of their own
+    assert advantages.view(-1, GROUP).sum(dim=1).tolist() == pytest.approx([0.0] * (ROWS // GROUP), abs=1e-4)
     assert rig.at_rest()
     return fates
 

@@ -4,11 +4,14 @@ import importlib.metadata
 import sys
 
 import pytest
+import torch
 import trlx_hybrid
 from datasets import Dataset
 from trlx_hybrid.errors import ComponentError, ConfigError, EngineError, RewardError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_vllm import plugin
+from trlx_hybrid_vllm.options import VLLMOptions
+from trlx_hybrid_vllm.preflight import engine_dtype
 
 
 def train(run, **given):
@@ -23,6 +26,24 @@ def test_unknown_config_key(run):
 def test_unknown_engine_option(run):
     with pytest.raises(ConfigError, match=r"'enforce_eagr'. Did you mean 'enforce_eager'"):
         train(run, hybrid={"engine_options": {"enforce_eagr": True}})
+
+
+@pytest.mark.parametrize(
+    ("names", "dtype"),
+    [
+        (("half", "fp16", "float16"), torch.float16),
+        (("bf16", "bfloat16"), torch.bfloat16),
+        (("float", "fp32", "float32", torch.float32), torch.float32),
+    ],
+    ids=str,
+)
+def test_dtypes_under_their_usual_names(names, dtype):
+    assert {engine_dtype(VLLMOptions(dtype=name), None, None) for name in names} == {dtype}
+
+
+def test_an_unknown_dtype(run):
+    with pytest.raises(ConfigError, match=r"no dtype 'float61'. Did you mean 'float16'.*bfloat16, bf16"):
+        train(run, hybrid={"engine_options": {"dtype": "float61"}})
 
 
 def test_unknown_vllm_argument(run):
@@ -122,14 +143,17 @@ def test_an_async_reward_that_is_nan(run):
         train(run, reward_funcs=broken)
 
 
-def test_none_stays_legal(run):
+def test_none_and_an_iterator_stay_legal(run):
     def sometimes(completions, **kwargs):
         return [None, 1.0] * 4
 
     def always(completions, **kwargs):
         return [0.5] * 8
 
-    finished = train(run, reward_funcs=[sometimes, always], max_steps=1)
+    def lazily(completions, **kwargs):
+        return map(len, completions)
+
+    finished = train(run, reward_funcs=[sometimes, always, lazily], max_steps=1)
     assert finished.trainer.state.global_step == 1
 
 

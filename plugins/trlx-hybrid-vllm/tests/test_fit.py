@@ -1,11 +1,15 @@
 """What cannot work is said before an engine is built; what is assumed is said in the header."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import trlx_hybrid
 from trlx_hybrid.errors import ComponentError, MemoryPlanError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_vllm import engine as engine_module
+from trlx_hybrid_vllm.arguments import kv_cache_bytes
+from trlx_hybrid_vllm.options import VLLMOptions
 
 
 @pytest.fixture
@@ -28,6 +32,37 @@ def test_a_run_that_cannot_fit_names_the_owner_and_the_setting(run, unbuilt):
             vllm_enable_sleep_mode=True,
             hybrid={"engine_options": {"kv_cache_memory_bytes": 1 << 50}},
         )
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "deepseek_v2", "qwen3_next", "mistral", "gemma4_text"])
+def test_the_least_kv_cache_is_what_vllm_counts_for_one_sequence(name):
+    """Layers with a sliding window, compressed keys and values, recurrent layers, and layers of two shapes."""
+    from transformers import AutoConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec
+
+    config = AutoConfig.for_model(name, max_position_embeddings=131072)
+    shape = {"block_size": 32, "dtype": torch.bfloat16}
+    heads = {"num_kv_heads": getattr(config, "num_key_value_heads", 1), "head_size": 1}
+    full, sliding = FullAttentionSpec, SlidingWindowSpec
+    if name == "deepseek_v2":
+        layers = [MLAAttentionSpec(num_kv_heads=1, head_size=512 + 64, **shape)] * config.num_hidden_layers
+    else:
+        layers = []
+        for kind in getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers:
+            wide = name == "gemma4_text" and kind == "full_attention"
+            heads["head_size"] = 512 if wide else 128 if name == "mistral" else 256
+            if kind == "full_attention":
+                layers.append(full(**heads, **shape))
+            elif kind == "sliding_attention":
+                layers.append(sliding(sliding_window=config.sliding_window, **heads, **shape))
+    model = SimpleNamespace(max_model_len=131072)
+    parallel = SimpleNamespace(decode_context_parallel_size=1)
+    counted = SimpleNamespace(model_config=model, parallel_config=parallel, max_in_flight_tokens=8192)
+    real = sum(layer.max_memory_usage_bytes(counted) for layer in layers)
+
+    session = SimpleNamespace(policy=SimpleNamespace(base=SimpleNamespace(config=config)))
+    least = kv_cache_bytes(session, VLLMOptions(), torch.bfloat16, least=True)
+    assert real <= least <= 1.05 * real
 
 
 def test_a_base_quantised_by_bitsandbytes_is_refused_with_the_reason(run, unbuilt):
@@ -54,8 +89,8 @@ def test_the_header_has_the_memory_table_and_warns_of_steps_lost_in_rounding(run
     header = capfd.readouterr().err
     assert "weights=alias" in header
     assert "note: the policy is in bfloat16, and steps at learning_rate=1e-06 are mostly lost in its rounding" in header
-    rows = [line.split() for line in header.splitlines() if line.startswith(("memory, GiB", "KV cache", "optimizer"))]
-    assert rows[0] == ["memory,", "GiB", "edge", "rollout", "train"]
+    rows = [line.split() for line in header.splitlines() if line.startswith(("memory, MiB", "KV cache", "optimizer"))]
+    assert rows[0] == ["memory,", "MiB", "edge", "rollout", "train"]
     assert ["KV", "cache", "away", rows[-1][3], "away"] == rows[-1]
 
 

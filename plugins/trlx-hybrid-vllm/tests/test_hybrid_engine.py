@@ -10,8 +10,16 @@ import pytest
 import torch
 from accelerate import Accelerator, load_checkpoint_in_model
 from safetensors import safe_open
-from trlx_hybrid import HybridConfig, HybridEngine
-from trlx_hybrid.errors import ComponentError, ConfigError, EngineError, HybridError, StaleWeightsError, SyncError
+from trlx_hybrid import HybridConfig, HybridEngine, hookimpl
+from trlx_hybrid.errors import (
+    ComponentError,
+    ConfigError,
+    EngineError,
+    HybridError,
+    PluginError,
+    StaleWeightsError,
+    SyncError,
+)
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.types import Phase
 
@@ -234,6 +242,39 @@ def test_a_listener_that_fails_is_named_and_the_engine_goes_on(loop):
     run.train(completions)
 
 
+class FailingAtEdges:
+    """Each of its hooks fails once for each phase."""
+
+    def __init__(self):
+        self.failed = []
+
+    @hookimpl
+    def trlx_enter_phase(self, phase):
+        self.once(("enter", phase))
+
+    @hookimpl
+    def trlx_leave_phase(self, phase):
+        self.once(("leave", phase))
+
+    def once(self, edge):
+        if edge not in self.failed:
+            self.failed.append(edge)
+            raise RuntimeError("once")
+
+
+def test_a_hook_that_fails_at_a_phase_edge_leaves_the_memory_to_training(loop):
+    plugin = FailingAtEdges()
+    run = loop(plugins=[plugin])
+    session = run.engine.session
+    for count in range(1, 5):
+        with pytest.raises(PluginError, match="RuntimeError: once"):
+            run.sample()
+        assert len(plugin.failed) == count
+        assert session.phase is Phase.TRAIN
+        assert session.live_engine.asleep_bytes > 0
+    assert run.gap(run.sample()) < 1e-5
+
+
 def test_generating_outside_of_a_rollout_is_refused(loop):
     run = loop()
     for _ in range(2):  # before the engine exists, and while it sleeps
@@ -334,9 +375,12 @@ def test_what_leaves_and_returns_changes_no_bit(loop, weights):
     moved, stayed = loop(weights=weights, offload="all"), None
     drawn = [tokens(moved.step()) for _ in range(4)]
     with moved.engine.rollout_context():
-        away = moved.engine.session.metrics
-        assert away["hybrid/memory/rollout/optimizer_gib"] == 0
-        assert (away["hybrid/memory/rollout/policy_gib"] == 0) == (weights != "alias")
+        held = moved.engine.session.memory.ledger.measure()
+        assert held["optimizer"] == 0
+        assert (held["policy"] == 0) == (weights != "alias")
+    logged = {name for name in moved.engine.session.metrics if "/memory/moved/" in name}
+    owners = {"optimizer", "kv_cache", "policy"} | ({"engine_weights"} if weights != "alias" else set())
+    assert logged == {f"hybrid/memory/moved/{owner}_mib" for owner in owners}  # an aliased policy's buffers leave
     moved.engine.close()
     stayed = loop(weights=weights, offload="none")
     assert [tokens(stayed.step()) for _ in range(4)] == drawn
@@ -353,7 +397,7 @@ def test_gradients_that_accumulate_over_a_rollout_survive_it(loop):
     run.model(input_ids=torch.tensor([PROMPTS[0]]), labels=torch.tensor([PROMPTS[0]])).loss.backward()
     before = {name: p.grad.clone() for name, p in run.model.named_parameters()}
     with run.engine.rollout_context():
-        assert run.engine.session.metrics["hybrid/memory/rollout/gradients_gib"] == 0
+        assert run.engine.session.memory.ledger.measure()["gradients"] == 0
     assert all(torch.equal(p.grad, before[name]) for name, p in run.model.named_parameters())
 
 

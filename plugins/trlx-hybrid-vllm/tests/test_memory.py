@@ -112,5 +112,11 @@ def test_owners_take_turns(measured, path):
     assert whole == pytest.approx(training["policy"], rel=0.01)  # one set of weights, under each path
 
 
+@pytest.mark.parametrize("path", MOVES)
+def test_a_frozen_heap_stays_frozen_through_sleep_and_wake_up(measured, path):
+    """As vLLM leaves it: a full collection over a trainer's heap takes half a second."""
+    assert measured[path]["frozen"] > 100_000
+
+
 def test_the_measurement_itself_stays_small(measured):
     assert measured["peak"] < 4096 * MIB

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from trlx_hybrid.owners import policy_tensors, storages
 
+from . import kv_cache
+
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
 
     from .options import VLLMOptions
 
-BLOCK = 32  # tokens per KV block on a CPU; vLLM's attention there wants a multiple of 32
 CPU_KV_CACHE_LIMIT = 4 << 30
 STATIC_SHARE = 0.3  # of the GPU, for an engine that does not sleep: TRL's default
 UNCHECKED = 0.01  # where the cache's size is given, vLLM still wants this share to be free, and uses it for nothing
@@ -59,7 +60,7 @@ def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype,
         arguments["speculative_config"] = dict(options.speculative_config)
     if cpu:
         arguments["worker_cls"] = "trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker"
-        arguments["block_size"] = BLOCK
+        arguments["block_size"] = kv_cache.BLOCK
         arguments["enable_chunked_prefill"] = False  # vLLM's CPU sampler fails on a seeded prompt read in parts
     return arguments
 
@@ -102,12 +103,11 @@ def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: boo
     """
     memory, share = session.memory, options.gpu_memory_utilization
     wanted = kv_cache_bytes(session, options, dtype)
-    least = wanted // max(1, options.max_num_seqs or 1)
     size = options.kv_cache_memory_bytes
     if size is None and cpu:
         size = min(wanted, CPU_KV_CACHE_LIMIT)
     memory.check_fit(
-        kv_cache_bytes=size or least,
+        kv_cache_bytes=size or kv_cache_bytes(session, options, dtype, least=True),
         shared=_becomes_the_engines(session, options, dtype),
         engine_itemsize=dtype.itemsize,
         ranks_per_replica=options.tensor_parallel_size,
@@ -126,14 +126,19 @@ def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: boo
     return {"gpu_memory_utilization": share or memory.free_bytes_in_rollout() / total - MARGIN}
 
 
-def kv_cache_bytes(session: Session, options: VLLMOptions, dtype: torch.dtype) -> int:
-    """What `max_num_seqs` sequences (256 if not given) of full length fill on one rank, with attention to all."""
-    config: Any = session.policy.base.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    heads = -(-heads // options.tensor_parallel_size)
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    blocks = (options.max_num_seqs or 256) * -(-context_length(session, options) // BLOCK) + 8
-    return int(blocks * 2 * config.num_hidden_layers * heads * head_size * BLOCK * dtype.itemsize)
+def kv_cache_bytes(session: Session, options: VLLMOptions, dtype: torch.dtype, least: bool = False) -> int:
+    """What `max_num_seqs` sequences (256 if not given) of full length fill on one rank; `least`: what one does."""
+    length = context_length(session, options)
+    return kv_cache.kv_cache_bytes(
+        session.policy.base.config,
+        sequences=1 if least else options.max_num_seqs or 256,
+        length=length,
+        in_flight=2 * _batched_tokens(session, options, whole_prompts=False),  # of two steps, scheduled ahead
+        ranks=options.tensor_parallel_size,
+        itemsize=dtype.itemsize,
+        hybrid=not options.engine_args.get("disable_hybrid_kv_cache_manager"),
+        least=least,
+    )
 
 
 def _becomes_the_engines(session: Session, options: VLLMOptions, dtype: torch.dtype) -> bool:

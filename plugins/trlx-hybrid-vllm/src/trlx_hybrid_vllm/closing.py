@@ -57,7 +57,7 @@ def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False) -> N
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()
     core.scheduler.shutdown()
-    gc.unfreeze()  # vLLM froze the heap when it started
+    gc.unfreeze()  # vLLM froze the heap when it started: engine and trainer could not be collected
     if peers_lost:
         abort(list(_device_groups()), ABORT_SECONDS)
     parallel_state.destroy_model_parallel()

@@ -26,6 +26,23 @@ def kv_caches(llm: Any) -> list[torch.Tensor]:
     return list(llm.llm_engine.model_executor.driver_worker.model_runner.kv_caches)
 
 
+def attention_of(config: Any) -> list[tuple[int, int]]:
+    """Per layer of a model's config: its KV heads, and the elements each keeps of one token. Where vLLM compresses them
+    (multi-head latent attention), one head and its latent."""
+    import vllm.config  # noqa: F401 - first: the next import is part of a circle
+    from vllm.transformers_utils.model_arch_config_convertor import (
+        MODEL_ARCH_CONFIG_CONVERTORS,
+        ModelArchConfigConvertorBase,
+    )
+
+    convertor = MODEL_ARCH_CONFIG_CONVERTORS.get(config.model_type, ModelArchConfigConvertorBase)
+    model = convertor(config, config.get_text_config()).convert()
+    layers = [model[layer] for layer in range(model.total_num_hidden_layers)]
+    if model.is_deepseek_mla:
+        return [(1, layer.head_size) for layer in layers]
+    return [(layer.total_num_kv_heads, 2 * layer.head_size) for layer in layers]
+
+
 def prefixes(llm: Any) -> int:
     """How many blocks the prefix cache holds."""
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
@@ -90,17 +107,6 @@ def drain(llm: Any, steps: int = 16) -> None:
         f"{running + waiting} requests are still in vLLM's queue at the end of the rollout, so its KV cache cannot be "
         "given back. A custom rollout must finish or abort what it adds (`llm.llm_engine.abort_request`)."
     )
-
-
-@contextmanager
-def heap_frozen() -> Iterator[None]:
-    """Around sleep and wake-up, in which vLLM runs full garbage collections: over a trainer's heap each takes longer
-    than the memory operation itself. Frozen objects are not walked."""
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def adapter_manager(llm: Any) -> Any:
@@ -190,14 +196,14 @@ EXACT = "ieee"
 def running(dtype: torch.dtype, collecting: bool = False) -> Iterator[None]:
     """Around every call of an engine that computes in this dtype.
 
-    A rollout allocates a few objects per token, and each full garbage collection walks the whole trainer's heap: so the
-    collector pauses or, for calls that run long and run the user's code (`collecting`), passes over what is there now.
+    A rollout allocates a few objects per token, so the garbage collector pauses, except for calls that run long and run
+    the user's code (`collecting`). What was there when vLLM was built, it has frozen: no collection walks over that.
     On a CPU torch.compile is switched off: it costs 14 s at the first call.
     """
     from vllm.platforms import current_platform
 
     stance: Any = torch.compiler.set_stance("force_eager") if current_platform.is_cpu() else nullcontext()
-    with stance, heap_frozen() if collecting else _collector_paused(), restored([FLOAT32_PRODUCTS]):
+    with stance, nullcontext() if collecting else _collector_paused(), restored([FLOAT32_PRODUCTS]):
         if dtype == torch.float32:
             os.environ.setdefault(FLOAT32_PRODUCTS, EXACT)
         yield

@@ -42,11 +42,10 @@ class EngineMemory:
         internals.drain(self._llm)
         self.forget_prefixes()
         sizes = {what: self._bytes(what) for what in ((KV_CACHE,) if keep_weights else (WEIGHTS, KV_CACHE))}
-        with internals.heap_frozen():
-            if keep_weights:
-                self._llm.collective_rpc("discard", args=((KV_CACHE,),))
-            else:
-                self._llm.collective_rpc("sleep", args=(2,))
+        if keep_weights:
+            self._llm.collective_rpc("discard", args=((KV_CACHE,),))
+        else:
+            self._llm.collective_rpc("sleep", args=(2,))
         self._sizes = sizes
         self._sizes = {what: size - self._bytes(what) for what, size in sizes.items()}  # a CPU's worker keeps buffers
 
@@ -59,10 +58,9 @@ class EngineMemory:
         """Allocate "weights" or "kv_cache" again; nothing to do for what is awake."""
         if what not in self.asleep:
             return
-        with internals.heap_frozen():
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()  # what the trainer's allocator cached would not be there to map
-            self._llm.collective_rpc("wake_up", args=([what],))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what the trainer's allocator cached would not be there to map
+        self._llm.collective_rpc("wake_up", args=([what],))
         del self._sizes[what]
 
     def _bytes(self, what: str) -> int:

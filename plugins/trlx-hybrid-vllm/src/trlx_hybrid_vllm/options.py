@@ -6,13 +6,24 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from trlx_hybrid.errors import ConfigError, did_you_mean
+
+DTYPES = {
+    "auto": "auto",
+    **dict.fromkeys(("bfloat16", "bf16"), "bfloat16"),
+    **dict.fromkeys(("float16", "half", "fp16"), "float16"),
+    **dict.fromkeys(("float32", "float", "fp32"), "float32"),
+}
+"""What `VLLMOptions.dtype` takes, and torch's name of it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMOptions:
     """`HybridConfig.engine_options` for `engine="vllm"`. TRL's `vllm_*` arguments fill the fields of their names.
 
     Attributes:
-        dtype: "auto" takes the mixed-precision dtype of the training (`bf16`, `fp16`), else the model's own.
+        dtype: "auto" takes the mixed-precision dtype of the training (`bf16`, `fp16`), else the model's own. Otherwise
+            "bfloat16", "float16" or "float32", under any of the names in DTYPES, or torch's object.
         tensor_parallel_size: ranks per replica; must divide the number of processes.
         gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache. Left out, a sleeping
             engine's KV cache gets what the ledger finds free during ROLLOUT, up to what `max_num_seqs` sequences of
@@ -45,3 +56,12 @@ class VLLMOptions:
     quantization: str | None = None
     speculative_config: Mapping[str, Any] | None = None
     engine_args: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        dtype = str(self.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise ConfigError(
+                f"The vllm engine computes in no dtype {dtype!r}.{did_you_mean(dtype, DTYPES)} It takes "
+                f"{', '.join(DTYPES)}."
+            )
+        object.__setattr__(self, "dtype", DTYPES[dtype])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 import torch
+from trlx_hybrid.errors import did_you_mean
 from trlx_hybrid.policy import Policy
 
 from .options import VLLMOptions
@@ -64,17 +64,14 @@ def _unknown_arguments(options: VLLMOptions) -> str | None:
     known = {f.name for f in dataclasses.fields(EngineArgs)}
     for name in options.engine_args:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
-            return f"engine_args has {name!r}, which vllm.EngineArgs does not know.{hint}"
+            return f"engine_args has {name!r}, which vllm.EngineArgs does not know.{did_you_mean(name, known)}"
     return None
 
 
 def engine_dtype(options: VLLMOptions, policy: Policy, args: Any) -> torch.dtype:
     """What the engine computes in, see `VLLMOptions.dtype`."""
     if options.dtype != "auto":
-        names = {"float32": torch.float32, "float": torch.float32, "half": torch.float16, "float16": torch.float16}
-        return names.get(options.dtype, torch.bfloat16)
+        return getattr(torch, options.dtype)  # type: ignore[no-any-return]
     if policy.dtype is torch.float32:
         return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
     return policy.dtype

@@ -111,11 +111,11 @@ def cycles(weights, count):
             ids = torch.tensor([[5, 6, 7, 40]])
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
-    path = loop.session.weights.name
+    path, frozen = loop.session.weights.name, gc.get_freeze_count()
     loop.close()
     for owner, name, original in originals:
         setattr(owner, name, original)
-    return {"edges": edges, "path": path, "baseline": before}
+    return {"edges": edges, "path": path, "baseline": before, "frozen": frozen}
 
 
 def main(out):

@@ -20,12 +20,12 @@ from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 
 SHAPE = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12}
 SHAPE |= {"num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151936, "initializer_range": 0.02}
-OWNERS = ("optimizer", "kv_cache", "host_arena")
+MEMORY = ("moved/optimizer_mib", "moved/kv_cache_mib", "host_arena_mib")
 SECONDS = 300  # for a run
 
 
 def run(out, kv_bytes, offload):
-    """One of the runs; prints what it sampled and learned, and where the optimizer's state was meanwhile."""
+    """One of the runs; prints what it sampled and learned, and what memory moved meanwhile."""
     sampled = []
 
     def reward(completion_ids, **_):
@@ -65,9 +65,9 @@ def run(out, kv_bytes, offload):
     for parameter in model.parameters():
         weights.update(parameter.detach().cpu().numpy().tobytes())
     logs = [log for log in trainer.state.log_history if "loss" in log]
-    held = {owner: logs[-1][f"hybrid/memory/rollout/{owner}_gib"] for owner in OWNERS}
+    memory = {name: logs[-1].get(f"hybrid/memory/{name}", 0) for name in MEMORY}
     learned = [(log["loss"], log["grad_norm"]) for log in logs]
-    print(json.dumps({"held": held, "same": [sampled, learned, weights.hexdigest()]}), flush=True)
+    print(json.dumps({"memory": memory, "same": [sampled, learned, weights.hexdigest()]}), flush=True)
 
 
 def main():
@@ -79,9 +79,9 @@ def main():
         ended.append(done)
         print(f"{size} GiB, {offload}: {(done.stdout or done.stderr).strip().splitlines()[-1]}", flush=True)
     free, moved = (json.loads(done.stdout.splitlines()[-1]) for done in ended[:2])
-    assert free["held"]["optimizer"] > 11, "nothing to move"
-    assert moved["held"]["optimizer"] == 0
-    assert moved["held"]["host_arena"] > 11
+    assert free["memory"]["moved/optimizer_mib"] == 0
+    assert moved["memory"]["moved/optimizer_mib"] > 11 << 10, "nothing moved"
+    assert moved["memory"]["host_arena_mib"] > 11 << 10
     assert moved["same"] == free["same"], "offload changed the training"
     assert all(norm == norm and norm > 0 for _, norm in free["same"][1]), "nothing was learned"
     assert "MemoryPlanError" in ended[2].stderr

@@ -62,7 +62,7 @@ class RemoteEngine:
         self._session, self._options = session, options
         component, server_options = served_by(session, options)
         self.kind = component.name
-        self.plan: ServerPlan = component.factory(session, server_options)
+        self.plan: ServerPlan = component.build(session, server_options)
         self.max_model_len, self.dtype, self.quantized = self.plan.max_model_len, self.plan.dtype, self.plan.quantized
         self._current: frozenset[int] = frozenset()  # engines that hold the weights of the last sync
         connected()

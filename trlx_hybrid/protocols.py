@@ -130,7 +130,8 @@ class Engine(Protocol):
         """
 
     def weights_written(self) -> None:
-        """All of `regions` holds the policy's weights again: drop every cache that depends on them."""
+        """All of `regions` holds the policy's parameters again: bring its persistent buffers, which every rank has in
+        full, and drop every cache that depends on the weights."""
 
     def sleep(self, keep_weights: bool = False) -> None:
         """Give back what need not be resident during TRAIN; never the weights where `keep_weights` says that the

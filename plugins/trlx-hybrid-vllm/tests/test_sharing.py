@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from trlx_hybrid import proof
 from trlx_hybrid.errors import ComponentError, SyncError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.types import Request, Sampling
@@ -57,6 +58,60 @@ def test_a_path_passes_both_oracles_after_a_perturbation(run, path, architecture
     assert gap(session) < 1e-5
     assert session.weights.name == path
     assert session.live_engine.differing(session.policy.full_weights()) == []
+
+
+GEMMA4 = {
+    "global_head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 64,
+    "vocab_size_per_layer_input": 98,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+}
+APERTUS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+
+
+@pytest.mark.parametrize(
+    ("path", "architecture", "config"),
+    [(path, "gemma4_text", GEMMA4) for path in ("alias", "copy", "reshard", "gather")]
+    + [("alias", "apertus", APERTUS)],
+)
+def test_buffers_that_a_checkpoint_holds_come_with_the_weights(run, path, architecture, config):
+    """Gemma 4 scales each layer by a buffer; Apertus's activation has two, which vLLM computes anew."""
+    model = tiny_model(architecture, tied=True, **config)
+    for module in model.modules():
+        if type(module).__name__ == "XIELUActivation":
+            module.bfloat16()  # as transformers and vLLM build it, in whatever dtype the model is
+    scales = [b for name, b in model.named_buffers() if name.endswith("layer_scalar")]
+    for scale in scales:
+        scale.fill_(0.7)
+    finished = run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True, hybrid={"weights": path}, train=False)
+    session = finished.trainer.session
+    assert gap(session) < 1e-5
+    assert session.weights.name == path
+    perturb(model)
+    for scale in scales:
+        scale.mul_(0.8)
+    session.weights_changed()
+    assert gap(session) < 1e-5
+    assert session.live_engine.differing(session.policy.full_weights()) == []
+    for scale in scales:
+        scale.mul_(0.8)
+        with pytest.raises(SyncError, match="layer_scalar"):
+            session.weights.check(full=True) or proof.check_bits(session.live_engine, session.policy)
+
+
+def test_what_vllm_computes_into_a_buffer_stays_when_the_parameters_are_made_random():
+    """Qwen2.5-VL's scale of the pixels is such a buffer, and in no checkpoint."""
+    from trlx_hybrid_vllm.dummy_loader import LOAD_FORMAT
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
+    torch.nn.init.constant_(model[0].weight, 5.0)
+    get_model_loader(LoadConfig(load_format=LOAD_FORMAT)).load_weights(model, None)
+    assert model[0].running_var.tolist() == [1.0] * 4
+    assert model[0].weight.abs().max() < 1
 
 
 def test_over_twenty_steps_alias_copy_and_gather_sample_and_score_alike_with_and_without_sleep(run):

@@ -78,6 +78,8 @@ class VLLMEngine:
         self.memory = EngineMemory(self.llm, options.enable_sleep_mode)
         self._loader = WeightLoader(internals.model_of(self.llm))
         self._places: Places | None = None
+        self._policy = session.policy
+        self._buffers = bool(session.policy.buffers())
 
     # --- generation -------------------------------------------------------------------------------------------------
 
@@ -131,11 +133,17 @@ class VLLMEngine:
                 f"The weight sync left engine parameters unwritten: {listed(report.unwritten)}. The model and vLLM's "
                 "definition of it disagree; use engine='transformers' and report it."
             )
-        self.weights_written()
+        self._weights_are_current()
         return report
 
     def weights_written(self) -> None:
-        """The weights are the policy's again, whoever wrote them: cached keys and values belong to the old ones."""
+        """The parameters are the policy's again, whoever wrote them. Its persistent buffers are brought here."""
+        if self._buffers:
+            self._loader.write(self._policy.buffers().items())
+        self._weights_are_current()
+
+    def _weights_are_current(self) -> None:
+        """Cached keys and values belong to the old ones."""
         self.memory.forget_prefixes()
         self.weights_lost = False
 
@@ -156,7 +164,7 @@ class VLLMEngine:
         """Where each base parameter of the policy lies in this engine; the first call loads them to find out."""
         if self._places is None:
             self.load_weights(policy.full_weights(merge=False))
-            self._places = Places(policy, self._loader.routes, self._loader.parameters)
+            self._places = Places(policy, self._loader.routes, self._loader.tensors)
         return self._places
 
     def regions(self, policy: Policy) -> Regions:

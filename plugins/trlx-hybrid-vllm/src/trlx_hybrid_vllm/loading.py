@@ -1,15 +1,15 @@
-"""Full tensors into vLLM's parameters through its own loader, and the record of what went where.
+"""Full tensors into vLLM's memory through its own loader, and the record of what went where.
 
 vLLM fuses (q, k and v into one matrix), pads and slices while it loads, each model in its own way. Instead of a table
 of names, the first load is watched: every copy the loader makes is recorded as a route from a slice of a checkpoint
-tensor to a slice of an engine parameter. The routes then tell which elements were written, and let later syncs be
-compared bit for bit.
+tensor to a slice of an engine parameter or buffer. The routes then tell which elements were written, and let later
+syncs be compared bit for bit.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One copy of the loader: a slice of a checkpoint tensor into a slice of an engine parameter."""
+    """One copy of the loader: a slice of a checkpoint tensor into a slice of an engine parameter (or buffer)."""
 
     parameter: str
     destination: Slice
@@ -51,6 +51,7 @@ class WeightLoader:
 
     Attributes:
         parameters: of the engine, by vLLM's names.
+        tensors: those, and the buffers that a checkpoint may fill.
         routes: per checkpoint tensor, where its slices lie; filled by the first load.
     """
 
@@ -58,6 +59,7 @@ class WeightLoader:
         self._model: Any = model
         with unwrapped(model):
             self.parameters = dict(model.named_parameters())
+            self.tensors: dict[str, Tensor] = dict(persistent_buffers(model)) | self.parameters
         self.routes: dict[str, list[Route]] = {}
 
     def load(self, weights: NamedTensors) -> LoadReport:
@@ -70,19 +72,25 @@ class WeightLoader:
             missing = set(self.routes) - set(given)
             unwritten = {route.parameter for name in missing for route in self.routes[name]}
         else:
-            recorder = _Recorder(self.parameters)
+            recorder = _Recorder(self.tensors)
             with recorder, unwrapped(self._model):
                 self._model.load_weights(recorder.following(stream))
             self.routes = dict(recorder.routes)
             unwritten = {name for name, p in self.parameters.items() if recorder.written.get(name, 0) < p.numel()}
         return LoadReport(tensors=len(given), bytes=sum(given.values()), unwritten=sorted(unwritten))
 
+    def write(self, weights: NamedTensors) -> None:
+        """Copy tensors to where the first load put them, past vLLM's loader."""
+        for name, tensor in weights:
+            for route in self.routes.get(name, ()):
+                route.destination.of(self.tensors[route.parameter].data).copy_(route.source.of(tensor))
+
     def differing(self, weights: NamedTensors) -> list[str]:
         """Names of tensors whose bits, in the engine's dtype, are not those in its memory."""
         names, flags = [], []
         for name, tensor in weights:
             for route in self.routes.get(name, ()):
-                ours = route.destination.of(self.parameters[route.parameter].data)
+                ours = route.destination.of(self.tensors[route.parameter].data)
                 names.append(f"{name} (engine parameter {route.parameter})")
                 flags.append(differ(ours, route.source.of(tensor)))
         if not flags:
@@ -91,9 +99,9 @@ class WeightLoader:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every copy into an engine parameter while the loader runs."""
+    """Sees every copy into an engine parameter or buffer while the loader runs."""
 
-    def __init__(self, parameters: dict[str, torch.nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.routes: defaultdict[str, list[Route]] = defaultdict(list)
         self.written: dict[str, int] = {}
@@ -133,6 +141,14 @@ _WRITES = {
     torch.ops.aten.fill_.Tensor,
     torch.ops.aten.zero_.default,
 }
+
+
+def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those in the model's state dict, by name."""
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{key}".lstrip("."), buffer
 
 
 def _slice(view: Tensor, whole: Tensor) -> Slice:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from trlx_hybrid.types import LoadReport
 
@@ -98,6 +99,26 @@ class WeightLoader:
         return [name for name, differs in zip(names, torch.stack(flags).tolist(), strict=True) if differs]
 
 
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A checkpoint tensor the loader was given: where it lies, as long as somebody keeps it."""
+
+    name: str
+    storage: StorageWeakRef
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> _Source:
+        start = int(tensor.storage_offset())
+        end = start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        return cls(name, StorageWeakRef(tensor.untyped_storage()), start, end)
+
+    def begins(self, view: Tensor) -> bool:
+        """Whether the view's first element is one of this tensor's."""
+        return self.start <= view.storage_offset() < self.end and not self.storage.expired()  # type: ignore[no-untyped-call]
+
+
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every copy into an engine parameter or buffer while the loader runs."""
 
@@ -106,13 +127,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.routes: defaultdict[str, list[Route]] = defaultdict(list)
         self.written: dict[str, int] = {}
         self._parameters = {p.untyped_storage().data_ptr(): (name, p) for name, p in parameters.items()}
-        self._sources: defaultdict[int, list[tuple[str, Tensor]]] = defaultdict(list)
+        self._sources: defaultdict[int, list[_Source]] = defaultdict(list)
 
     def following(self, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        """Pass the tensors on, remembering in which memory each name lies."""
+        """Pass the tensors on, remembering in which memory each name lies; none is kept alive for it."""
         for name, tensor in weights:
-            candidates = self._sources[tensor.untyped_storage().data_ptr()]
-            candidates.insert(0, (name, tensor.detach()))  # newest first: freed memory is reused
+            self._sources[tensor.untyped_storage().data_ptr()].insert(0, _Source.of(name, tensor))  # newest first
             yield name, tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -127,11 +147,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _record(self, name: str, parameter: Tensor, destination: Tensor, source: Tensor) -> None:
-        for candidate, tensor in self._sources.get(source.untyped_storage().data_ptr(), ()):
-            start = tensor.storage_offset()
-            end = start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            if start <= source.storage_offset() < end and source.shape == destination.shape:
-                self.routes[candidate].append(Route(name, _slice(destination, parameter), _slice(source, tensor)))
+        for candidate in self._sources.get(source.untyped_storage().data_ptr(), ()):
+            if candidate.begins(source) and source.shape == destination.shape:
+                to = _slice(destination, int(parameter.storage_offset()))
+                self.routes[candidate.name].append(Route(name, to, _slice(source, candidate.start)))
                 return
 
 
@@ -151,8 +170,8 @@ def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{key}".lstrip("."), buffer
 
 
-def _slice(view: Tensor, whole: Tensor) -> Slice:
-    return Slice(tuple(view.shape), tuple(view.stride()), int(view.storage_offset() - whole.storage_offset()))
+def _slice(view: Tensor, start: int) -> Slice:
+    return Slice(tuple(view.shape), tuple(view.stride()), int(view.storage_offset()) - start)
 
 
 def differ(view: Tensor, tensor: Tensor) -> Tensor:

@@ -197,6 +197,25 @@ def test_a_chosen_path_that_cannot_serve_is_refused_with_its_reason(run):
         )
 
 
+def test_a_weight_that_vllm_rearranges_before_it_copies_is_neither_shared_nor_left_stale(run):
+    """GPT-NeoX's fused query_key_value, whose heads vLLM puts in another order."""
+    model = tiny_model("gpt_neox", num_key_value_heads=4, hidden_dropout=0.0, attention_dropout=0.0)
+    finished = run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True, train=False)
+    session = finished.trainer.session
+    assert gap(session) < 1e-5
+    perturb(model)
+    session.weights_changed()
+    assert gap(session) < 1e-5
+    assert session.weights.name == "gather"
+    assert (
+        "not alias: gpt_neox.layers.0.attention.query_key_value.weight: vLLM's loader computes" in session.weights_why
+    )
+    kept = ((n, t) for n, t in session.policy.full_weights() if n != "gpt_neox.layers.0.attention.query_key_value.bias")
+    with session.rollout_phase(True), pytest.raises(SyncError, match=r"unwritten: .*query_key_value\.bias"):
+        session.live_engine.load_weights(kept)
+    session.weights_changed()
+
+
 def test_bits_that_differ_are_named(run):
     finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, hybrid={"weights": "copy"}, max_steps=1)
     session = finished.trainer.session

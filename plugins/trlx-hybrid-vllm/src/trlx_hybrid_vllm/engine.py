@@ -164,7 +164,7 @@ class VLLMEngine:
         """Where each base parameter of the policy lies in this engine; the first call loads them to find out."""
         if self._places is None:
             self.load_weights(policy.full_weights(merge=False))
-            self._places = Places(policy, self._loader.routes, self._loader.tensors)
+            self._places = Places(policy, self._loader)
         return self._places
 
     def regions(self, policy: Policy) -> Regions:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from trlx_hybrid.types import LoadReport
 
 from .internals import unwrapped
@@ -53,7 +54,9 @@ class WeightLoader:
     Attributes:
         parameters: of the engine, by vLLM's names.
         tensors: those, and the buffers that a checkpoint may fill.
-        routes: per checkpoint tensor, where its slices lie; filled by the first load.
+        routes: per checkpoint tensor, where its slices lie; filled by the first load, as are the following.
+        computed_from: checkpoint tensors that the loader computed something from, rather than copy slices of them.
+        unexplained: engine tensors that it filled with something else than slices of checkpoint tensors, and zeros.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -62,6 +65,8 @@ class WeightLoader:
             self.parameters = dict(model.named_parameters())
             self.tensors: dict[str, Tensor] = dict(persistent_buffers(model)) | self.parameters
         self.routes: dict[str, list[Route]] = {}
+        self.computed_from: set[str] = set()
+        self.unexplained: set[str] = set()
 
     def load(self, weights: NamedTensors) -> LoadReport:
         """Write the tensors; the first call also learns the routes. Consumes lazily, one call of the loader."""
@@ -70,13 +75,15 @@ class WeightLoader:
         if self.routes:
             with unwrapped(self._model):
                 self._model.load_weights(stream)
-            missing = set(self.routes) - set(given)
-            unwritten = {route.parameter for name in missing for route in self.routes[name]}
+            missing = (self.routes.keys() | self.computed_from) - given.keys()
+            unwritten = {r.parameter for name in missing for r in self.routes.get(name, ())}
+            unwritten |= missing & self.computed_from
         else:
             recorder = _Recorder(self.tensors)
             with recorder, unwrapped(self._model):
                 self._model.load_weights(recorder.following(stream))
             self.routes = dict(recorder.routes)
+            self.computed_from, self.unexplained = recorder.computed_from, recorder.unexplained
             unwritten = {name for name, p in self.parameters.items() if recorder.written.get(name, 0) < p.numel()}
         return LoadReport(tensors=len(given), bytes=sum(given.values()), unwritten=sorted(unwritten))
 
@@ -115,7 +122,7 @@ class _Source:
         return cls(name, StorageWeakRef(tensor.untyped_storage()), start, end)
 
     def begins(self, view: Tensor) -> bool:
-        """Whether the view's first element is one of this tensor's."""
+        """Whether the first element of the view, which has the same storage address, is one of this tensor's."""
         return self.start <= view.storage_offset() < self.end and not self.storage.expired()  # type: ignore[no-untyped-call]
 
 
@@ -126,32 +133,45 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.routes: defaultdict[str, list[Route]] = defaultdict(list)
         self.written: dict[str, int] = {}
-        self._parameters = {p.untyped_storage().data_ptr(): (name, p) for name, p in parameters.items()}
+        self.computed_from: set[str] = set()
+        self.unexplained: set[str] = set()
+        self._parameters = {_address(p): (name, p) for name, p in parameters.items()}
         self._sources: defaultdict[int, list[_Source]] = defaultdict(list)
 
     def following(self, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
         """Pass the tensors on, remembering in which memory each name lies; none is kept alive for it."""
         for name, tensor in weights:
-            self._sources[tensor.untyped_storage().data_ptr()].insert(0, _Source.of(name, tensor))  # newest first
+            self._sources[_address(tensor)].insert(0, _Source.of(name, tensor))  # newest first
             yield name, tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _WRITES and type(args[0]) in (Tensor, torch.nn.Parameter):
-            owner = self._parameters.get(args[0].untyped_storage().data_ptr())
-            if owner is not None:
-                name, parameter = owner
-                self.written[name] = self.written.get(name, 0) + args[0].numel()
-                if func is torch.ops.aten.copy_.default:
-                    self._record(name, parameter, args[0], args[1])
+        given = [value for value in tree_leaves((args, kwargs)) if type(value) in (Tensor, torch.nn.Parameter)]
+        if given and not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):  # no view
+            owner = self._parameters.get(_address(given[0])) if func._schema.is_mutable else None
+            if owner is None or not self._explained(func, *owner, args):
+                self.computed_from.update(s.name for value in given if (s := self._source(value)) is not None)
         return result
 
-    def _record(self, name: str, parameter: Tensor, destination: Tensor, source: Tensor) -> None:
-        for candidate in self._sources.get(source.untyped_storage().data_ptr(), ()):
-            if candidate.begins(source) and source.shape == destination.shape:
-                to = _slice(destination, int(parameter.storage_offset()))
-                self.routes[candidate.name].append(Route(name, to, _slice(source, candidate.start)))
-                return
+    def _explained(self, func: Any, name: str, parameter: Tensor, args: Any) -> bool:
+        """Whether what was written there are zeros or a slice of a checkpoint tensor."""
+        if func in _WRITES:
+            self.written[name] = self.written.get(name, 0) + args[0].numel()
+        if (
+            func is torch.ops.aten.copy_.default
+            and (source := self._source(args[1]))
+            and args[0].shape == args[1].shape
+        ):
+            to = _slice(args[0], int(parameter.storage_offset()))
+            self.routes[source.name].append(Route(name, to, _slice(args[1], source.start)))
+            return True
+        if func is torch.ops.aten.zero_.default or (func is torch.ops.aten.fill_.Scalar and args[1] == 0):
+            return True
+        self.unexplained.add(name)
+        return False
+
+    def _source(self, value: Tensor) -> _Source | None:
+        return next((s for s in self._sources.get(_address(value), ()) if s.begins(value)), None)
 
 
 _WRITES = {
@@ -168,6 +188,10 @@ def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{key}".lstrip("."), buffer
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _slice(view: Tensor, start: int) -> Slice:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trlx_hybrid.errors import EngineError
+from trlx_hybrid.errors import EngineError, listed
 from trlx_hybrid.policy import Policy
 from trlx_hybrid.protocols import Region, Regions
 
@@ -96,6 +96,8 @@ def regions(model: torch.nn.Module, loader: WeightLoader, policy: Policy) -> Reg
     Raises:
         EngineError: a weight is copied in a way that is no box, or something in the engine comes from no weight.
     """
+    if loader.unexplained:
+        raise EngineError(f"vLLM's loader computes what it writes into {listed(sorted(loader.unexplained))}")
     found: dict[str, list[Region]] = {}
     covered: dict[str, list[Slice]] = {name: [] for name in loader.tensors}
     unknown = loader.routes.keys() - policy.buffers().keys()  # those the engine brings itself

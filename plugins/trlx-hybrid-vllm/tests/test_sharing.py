@@ -14,6 +14,7 @@ from trlx_hybrid import proof
 from trlx_hybrid.errors import ComponentError, SyncError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.types import Request, Sampling
+from trlx_hybrid_vllm import internals
 from trlx_hybrid_vllm.loading import Slice
 from trlx_hybrid_vllm.parameters import Piece, joined
 
@@ -214,6 +215,17 @@ def test_a_weight_that_vllm_rearranges_before_it_copies_is_neither_shared_nor_le
     with session.rollout_phase(True), pytest.raises(SyncError, match=r"unwritten: .*query_key_value\.bias"):
         session.live_engine.load_weights(kept)
     session.weights_changed()
+
+
+def test_a_model_that_vllm_builds_from_transformers_own_classes_trains(run):
+    """OLMo 2 comes through vLLM's Transformers backend, which decorates the classes it finds in transformers."""
+    model = tiny_model("olmo2")
+    bases, attributes = type(model.model).__bases__, dict(vars(type(model.model)))
+    finished = run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True, max_steps=2, learning_rate=1e-2)
+    assert gap(finished.trainer.session) < 1e-5
+    assert (type(model.model).__bases__, dict(vars(type(model.model)))) == (bases, attributes)
+    theirs = internals.model_of(finished.trainer.session.live_engine.llm).model
+    assert theirs.do_not_compile  # on a CPU; what vLLM added is there
 
 
 def test_bits_that_differ_are_named(run):

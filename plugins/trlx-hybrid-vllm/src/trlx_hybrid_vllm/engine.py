@@ -23,6 +23,7 @@ from .checkpoint import write_without_weights
 from .closing import shut_down
 from .loading import WeightLoader, counted
 from .memory import EngineMemory
+from .model_classes import trainer_classes_kept
 from .options import VLLMOptions
 from .parameters import Places
 from .preflight import engine_dtype
@@ -64,10 +65,12 @@ class VLLMEngine:
             tempfile.TemporaryDirectory(prefix="trlx-hybrid-") as folder,
             internals.launcher_environment(ranks.rank, ranks.local_rank, ranks.world),
             internals.running(self.dtype),
+            trainer_classes_kept(session.policy.module) as built,
         ):
             write_without_weights(session.policy, Path(folder))
             try:
                 self.llm = LLM(model=folder, **arguments)
+                built.append(internals.model_of(self.llm))
             except Exception as error:
                 raise EngineError(
                     f"vLLM could not build an engine for {session.policy.architecture}: {str(error)[:500]} "

@@ -77,6 +77,7 @@ class VLLMEngine:
                     "Change HybridConfig.engine_options (or TRL's vllm_* arguments), or generate with "
                     "engine='transformers'."
                 ) from error
+        internals.keep_expanded_prompts(self.llm)
         self.max_model_len: int = self.llm.llm_engine.model_config.max_model_len
         self.memory = EngineMemory(self.llm, options.enable_sleep_mode)
         self._loader = WeightLoader(internals.model_of(self.llm))
@@ -146,8 +147,8 @@ class VLLMEngine:
         self._weights_are_current()
 
     def _weights_are_current(self) -> None:
-        """Cached keys and values belong to the old ones."""
-        self.memory.forget_prefixes()
+        """What was cached (keys, values, embeddings of images) belongs to the old ones."""
+        self.memory.forget_computed()
         self.weights_lost = False
 
     def _reload(self, weights: NamedTensors) -> LoadReport:

@@ -119,7 +119,8 @@ class _Source:
     def of(cls, name: str, tensor: Tensor) -> _Source:
         start = int(tensor.storage_offset())
         end = start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-        return cls(name, StorageWeakRef(tensor.untyped_storage()), start, end)
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        return cls(name, storage, start, end)
 
     def begins(self, view: Tensor) -> bool:
         """Whether the first element of the view, which has the same storage address, is one of this tensor's."""

@@ -92,7 +92,7 @@ class Policy:
         return None
 
     def full_weights(self, only: Set[str] | None = None, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Every weight in full under its checkpoint name; one layer's tensors live at a time.
+        """Every parameter and persistent buffer in full under its checkpoint name; one layer's tensors live at a time.
 
         In-memory names are not checkpoint names in transformers 5 (fused experts, multimodal prefixes), so each
         layer goes through the model's own conversion (`transformers.core_model_loading.revert_weight_conversion`).
@@ -103,7 +103,7 @@ class Policy:
         """
         base = self.base
         convert = _conversion(base)
-        weights = _weights(base, "", set(), merge)
+        weights = _saved(base, merge)
         for layer, group in itertools.groupby(weights, key=lambda weight: _layer_of(weight[0])):
             if only is not None and self._names_of.get(layer, only).isdisjoint(only):
                 continue
@@ -114,7 +114,14 @@ class Policy:
 
     def base_parameters(self) -> dict[str, nn.Parameter]:
         """The base model's own parameters by their in-memory name, tied ones once, adapters left out."""
-        return {name: read() for name, read in _weights(self.base, "", set(), merge=False)}  # type: ignore[misc]
+        found = ((name, read()) for name, read in _weights(self.base, "", set(), merge=False))
+        return {name: p for name, p in found if isinstance(p, nn.Parameter)}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The base model's persistent buffers under their checkpoint names. Every rank has them in full."""
+        found = {name: t for name, read in _saved(self.base, merge=False) if not isinstance(t := read(), nn.Parameter)}
+        convert = _conversion(self.base) if found else None
+        return convert(found) if convert else found
 
     @property
     def converts(self) -> bool:
@@ -128,7 +135,7 @@ class Policy:
 
     def checkpoint_names(self) -> list[str]:
         """The names `full_weights` yields. Costs a full pass, and is collective, unless there was one before."""
-        layers = dict.fromkeys(_layer_of(name) for name in self.base_parameters())
+        layers = dict.fromkeys(_layer_of(name) for name, _ in _saved(self.base, merge=False))
         if not layers.keys() <= self._names_of.keys():
             return [name for name, _ in self.full_weights()]
         return [name for layer in layers for name in sorted(self._names_of[layer])]
@@ -169,8 +176,15 @@ class Policy:
         return scores.cpu()
 
 
+def _saved(model: nn.Module, merge: bool) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Those of `_weights` that transformers writes into a checkpoint."""
+    ignored: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    return ((name, read) for name, read in _weights(model, "", set(), merge) if name not in ignored)
+
+
 def _weights(module: nn.Module, prefix: str, seen: set[int], merge: bool) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """(name, reader) of each parameter in registration order, tied ones once. Reading may merge, so it waits."""
+    """(name, reader) of each parameter and persistent buffer in registration order, tied ones once. Reading may merge,
+    so it waits."""
     wrapped = adapted(module)
     if wrapped is not None:
         merged = functools.cache(wrapped.merged)  # once for weight and bias; freed with the layer's readers
@@ -179,11 +193,13 @@ def _weights(module: nn.Module, prefix: str, seen: set[int], merge: bool) -> Ite
                 seen.add(id(p))
                 read = functools.partial(_item, merged, name) if merge else functools.partial(_identity, p)
                 yield unwrapped_name(f"{prefix}{name}"), read
+        yield from _weights(wrapped.base, prefix, seen, merge)  # what is left are its buffers
         return
-    for key, parameter in module._parameters.items():
-        if parameter is not None and id(parameter) not in seen:
-            seen.add(id(parameter))
-            yield unwrapped_name(f"{prefix}{key}"), functools.partial(_identity, parameter)
+    persistent = ((k, b) for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set)
+    for key, tensor in itertools.chain(module._parameters.items(), persistent):
+        if tensor is not None and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield unwrapped_name(f"{prefix}{key}"), functools.partial(_identity, tensor)
     for name, child in module.named_children():
         yield from _weights(child, f"{prefix}{name}.", seen, merge)
 

@@ -133,8 +133,8 @@ class Engine(Protocol):
         raise EngineError(f"{type(self).__name__} does not say where its weights lie")
 
     def weights_written(self) -> None:
-        """All of `regions` holds the policy's weights again: drop every cache that depends on them. Optional, as
-        `regions` is."""
+        """All of `regions` holds the policy's parameters again: bring its persistent buffers, which every rank has in
+        full, and drop every cache that depends on the weights. Optional, as `regions` is."""
         return
 
     def sleep(self, keep_weights: bool = False) -> None:

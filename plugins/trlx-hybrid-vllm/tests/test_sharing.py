@@ -10,9 +10,11 @@ from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
+from trlx_hybrid import proof
 from trlx_hybrid.errors import ComponentError, SyncError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.types import Request, Sampling
+from trlx_hybrid_vllm import internals
 from trlx_hybrid_vllm.loading import Slice
 from trlx_hybrid_vllm.parameters import Piece, joined
 
@@ -57,6 +59,60 @@ def test_a_path_passes_both_oracles_after_a_perturbation(run, path, architecture
     assert gap(session) < 1e-5
     assert session.weights.name == path
     assert session.live_engine.differing(session.policy.full_weights()) == []
+
+
+GEMMA4 = {
+    "global_head_dim": 32,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 64,
+    "vocab_size_per_layer_input": 98,
+    "hidden_size_per_layer_input": 0,
+    "num_kv_shared_layers": 0,
+}
+APERTUS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+
+
+@pytest.mark.parametrize(
+    ("path", "architecture", "config"),
+    [(path, "gemma4_text", GEMMA4) for path in ("alias", "copy", "reshard", "gather")]
+    + [("alias", "apertus", APERTUS)],
+)
+def test_buffers_that_a_checkpoint_holds_come_with_the_weights(run, path, architecture, config):
+    """Gemma 4 scales each layer by a buffer; Apertus's activation has two, which vLLM computes anew."""
+    model = tiny_model(architecture, tied=True, **config)
+    for module in model.modules():
+        if type(module).__name__ == "XIELUActivation":
+            module.bfloat16()  # as transformers and vLLM build it, in whatever dtype the model is
+    scales = [b for name, b in model.named_buffers() if name.endswith("layer_scalar")]
+    for scale in scales:
+        scale.fill_(0.7)
+    finished = run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True, hybrid={"weights": path}, train=False)
+    session = finished.trainer.session
+    assert gap(session) < 1e-5
+    assert session.weights.name == path
+    perturb(model)
+    for scale in scales:
+        scale.mul_(0.8)
+    session.weights_changed()
+    assert gap(session) < 1e-5
+    assert session.live_engine.differing(session.policy.full_weights()) == []
+    for scale in scales:
+        scale.mul_(0.8)
+        with pytest.raises(SyncError, match="layer_scalar"):
+            session.weights.check(full=True) or proof.check_bits(session.live_engine, session.policy)
+
+
+def test_what_vllm_computes_into_a_buffer_stays_when_the_parameters_are_made_random():
+    """Qwen2.5-VL's scale of the pixels is such a buffer, and in no checkpoint."""
+    from trlx_hybrid_vllm.dummy_loader import LOAD_FORMAT
+    from vllm.config.load import LoadConfig
+    from vllm.model_executor.model_loader import get_model_loader
+
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
+    torch.nn.init.constant_(model[0].weight, 5.0)
+    get_model_loader(LoadConfig(load_format=LOAD_FORMAT)).load_weights(model, None)
+    assert model[0].running_var.tolist() == [1.0] * 4
+    assert model[0].weight.abs().max() < 1
 
 
 def test_over_twenty_steps_alias_copy_and_gather_sample_and_score_alike_with_and_without_sleep(run):
@@ -140,6 +196,36 @@ def test_a_chosen_path_that_cannot_serve_is_refused_with_its_reason(run):
             use_vllm=True,
             hybrid={"weights": "alias", "engine_options": {"dtype": "bfloat16"}},
         )
+
+
+def test_a_weight_that_vllm_rearranges_before_it_copies_is_neither_shared_nor_left_stale(run):
+    """GPT-NeoX's fused query_key_value, whose heads vLLM puts in another order."""
+    model = tiny_model("gpt_neox", num_key_value_heads=4, hidden_dropout=0.0, attention_dropout=0.0)
+    finished = run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True, train=False)
+    session = finished.trainer.session
+    assert gap(session) < 1e-5
+    perturb(model)
+    session.weights_changed()
+    assert gap(session) < 1e-5
+    assert session.weights.name == "gather"
+    assert (
+        "not alias: gpt_neox.layers.0.attention.query_key_value.weight: vLLM's loader computes" in session.weights_why
+    )
+    kept = ((n, t) for n, t in session.policy.full_weights() if n != "gpt_neox.layers.0.attention.query_key_value.bias")
+    with session.rollout_phase(True), pytest.raises(SyncError, match=r"unwritten: .*query_key_value\.bias"):
+        session.live_engine.load_weights(kept)
+    session.weights_changed()
+
+
+def test_a_model_that_vllm_builds_from_transformers_own_classes_trains(run):
+    """OLMo 2 comes through vLLM's Transformers backend, which decorates the classes it finds in transformers."""
+    model = tiny_model("olmo2")
+    bases, attributes = type(model.model).__bases__, dict(vars(type(model.model)))
+    finished = run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True, max_steps=2, learning_rate=1e-2)
+    assert gap(finished.trainer.session) < 1e-5
+    assert (type(model.model).__bases__, dict(vars(type(model.model)))) == (bases, attributes)
+    theirs = internals.model_of(finished.trainer.session.live_engine.llm).model
+    assert theirs.do_not_compile  # on a CPU; what vLLM added is there
 
 
 def test_bits_that_differ_are_named(run):

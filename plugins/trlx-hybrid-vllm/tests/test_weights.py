@@ -4,6 +4,7 @@ import pytest
 import torch
 import trlx_hybrid
 from peft import LoraConfig
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import TrainerCallback
 from trlx_hybrid import hookimpl
 from trlx_hybrid.errors import EngineError, StaleWeightsError, SyncError
@@ -11,6 +12,8 @@ from trlx_hybrid.protocols import WeightSync
 from trlx_hybrid.randomness import request_seed
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.types import Request, Sampling
+from trlx_hybrid_vllm import internals
+from trlx_hybrid_vllm.loading import WeightLoader
 
 PROMPTS = [[5, 6, 7, 40], list(range(10, 43)), [90]]  # a single token, and more than one KV block of 32
 
@@ -131,6 +134,34 @@ def test_a_corrupted_tensor_is_named(run):
 def test_a_parameter_that_no_tensor_was_written_to_is_named(run):
     with pytest.raises(SyncError, match=r"unwritten: model\.layers\.0\.mlp\.gate_up_proj\.weight"):
         run(trlx_hybrid.GRPOTrainer, use_vllm=True, plugins=[plugin_with(Drop)], hybrid={"weights": "mine"})
+
+
+def test_the_first_load_keeps_no_gathered_tensor_alive(run):
+    """It is watched, and the later ones are not: where weights are gathered, it would hold the whole model."""
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, train=False)
+    session = finished.trainer.session
+    with session.rollout_phase(True):
+        loader = WeightLoader(internals.model_of(session.live_engine.llm))
+
+    def peak():
+        """Of a load whose tensors have memory of their own, as `full_tensor()` or a merged adapter make them."""
+        given, peaks = [], []
+
+        def gathered():
+            for name, tensor in session.policy.full_weights():
+                copy = tensor.clone()
+                given.append((StorageWeakRef(copy.untyped_storage()), copy.nbytes))
+                yield name, copy
+                del copy
+                peaks.append(sum(size for storage, size in given if not storage.expired()))
+
+        loader.load(gathered())
+        return max(peaks)
+
+    assert not loader.routes
+    first = peak()
+    assert loader.routes
+    assert first == peak()
 
 
 def test_corruption_in_the_engine_between_syncs_is_found_by_the_sampled_check(run):

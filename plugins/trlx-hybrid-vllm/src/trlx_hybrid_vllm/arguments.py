@@ -42,8 +42,10 @@ def engine_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype)
 
 def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: bool) -> dict[str, Any]:
     """Those that do not depend on whose process the engine lives in, nor on the memory there."""
+    from .dummy_loader import LOAD_FORMAT
+
     arguments: dict[str, Any] = {
-        "load_format": "dummy",
+        "load_format": LOAD_FORMAT,
         "dtype": str(dtype).removeprefix("torch."),
         "tensor_parallel_size": options.tensor_parallel_size,
         "max_model_len": options.max_model_len,

@@ -23,6 +23,7 @@ from .checkpoint import write_without_weights
 from .closing import let_go, own_end, shut_down
 from .loading import WeightLoader, counted
 from .memory import EngineMemory
+from .model_classes import trainer_classes_kept
 from .options import VLLMOptions
 from .parameters import Places
 from .preflight import engine_dtype
@@ -64,10 +65,12 @@ class VLLMEngine:
             tempfile.TemporaryDirectory(prefix="trlx-hybrid-") as folder,
             internals.launcher_environment(ranks.rank, ranks.local_rank, ranks.world),
             internals.running(self.dtype),
+            trainer_classes_kept(session.policy.module) as built,
         ):
             write_without_weights(session.policy, Path(folder))
             try:
                 self.llm = LLM(model=folder, **arguments)
+                built.append(internals.model_of(self.llm))
             except Exception as error:
                 raise EngineError(
                     f"vLLM could not build an engine for {session.policy.architecture}: {str(error)[:500]} "
@@ -75,10 +78,13 @@ class VLLMEngine:
                     "engine='transformers'."
                 ) from error
         own_end(self.llm)
+        internals.keep_expanded_prompts(self.llm)
         self.max_model_len: int = self.llm.llm_engine.model_config.max_model_len
         self.memory = EngineMemory(self.llm, options.enable_sleep_mode)
         self._loader = WeightLoader(internals.model_of(self.llm))
         self._places: Places | None = None
+        self._policy = session.policy
+        self._buffers = bool(session.policy.buffers())
 
     # --- generation -------------------------------------------------------------------------------------------------
 
@@ -132,12 +138,18 @@ class VLLMEngine:
                 f"The weight sync left engine parameters unwritten: {listed(report.unwritten)}. The model and vLLM's "
                 "definition of it disagree; use engine='transformers' and report it."
             )
-        self.weights_written()
+        self._weights_are_current()
         return report
 
     def weights_written(self) -> None:
-        """The weights are the policy's again, whoever wrote them: cached keys and values belong to the old ones."""
-        self.memory.forget_prefixes()
+        """The parameters are the policy's again, whoever wrote them. Its persistent buffers are brought here."""
+        if self._buffers:
+            self._loader.write(self._policy.buffers().items())
+        self._weights_are_current()
+
+    def _weights_are_current(self) -> None:
+        """What was cached (keys, values, embeddings of images) belongs to the old ones."""
+        self.memory.forget_computed()
         self.weights_lost = False
 
     def _reload(self, weights: NamedTensors) -> LoadReport:
@@ -157,7 +169,7 @@ class VLLMEngine:
         """Where each base parameter of the policy lies in this engine; the first call loads them to find out."""
         if self._places is None:
             self.load_weights(policy.full_weights(merge=False))
-            self._places = Places(policy, self._loader.routes, self._loader.parameters)
+            self._places = Places(policy, self._loader)
         return self._places
 
     def regions(self, policy: Policy) -> Regions:

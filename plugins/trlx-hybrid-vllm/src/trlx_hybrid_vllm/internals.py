@@ -90,6 +90,26 @@ def add_like(llm: Any, pattern: Any, prompt_ids: list[int], params: Any, now: fl
     return request_id
 
 
+def keep_expanded_prompts(llm: Any) -> None:
+    """Take prompts whose image tokens are as many as the image's embeddings as they are, as the trainer's are.
+
+    vLLM would expand the first of them once more, and sample from another prompt than the one that is scored. Prompts
+    with one image token per image are still expanded. For an `LLM` or `AsyncLLM`; does nothing for text models.
+    """
+    processor = llm.renderer.mm_processor
+    if processor is None:
+        return
+    expand = processor._apply_prompt_updates
+
+    def keep_or_expand(token_ids: list[int], updates: Any) -> Any:
+        found = processor._find_mm_placeholders(token_ids, updates)
+        if all(len(found.get(modality, ())) == len(items) for modality, items in updates.items()):
+            return token_ids, found
+        return expand(token_ids, updates)
+
+    processor._apply_prompt_updates = keep_or_expand
+
+
 def drain(llm: Any, steps: int = 16) -> None:
     """Let the engine core report what has finished: it keeps a step or two in flight after the last request.
 

@@ -1,21 +1,23 @@
-"""Full tensors into vLLM's parameters through its own loader, and the record of what went where.
+"""Full tensors into vLLM's memory through its own loader, and the record of what went where.
 
 vLLM fuses (q, k and v into one matrix), pads and slices while it loads, each model in its own way. Instead of a table
 of names, the first load is watched: every copy the loader makes is recorded as a route from a slice of a checkpoint
-tensor to a slice of an engine parameter. The routes then tell which elements were written, and let later syncs be
-compared bit for bit.
+tensor to a slice of an engine parameter or buffer. The routes then tell which elements were written, and let later
+syncs be compared bit for bit.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from trlx_hybrid.types import LoadReport
 
 from .internals import unwrapped
@@ -39,7 +41,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One copy of the loader: a slice of a checkpoint tensor into a slice of an engine parameter."""
+    """One copy of the loader: a slice of a checkpoint tensor into a slice of an engine parameter (or buffer)."""
 
     parameter: str
     destination: Slice
@@ -51,14 +53,20 @@ class WeightLoader:
 
     Attributes:
         parameters: of the engine, by vLLM's names.
-        routes: per checkpoint tensor, where its slices lie; filled by the first load.
+        tensors: those, and the buffers that a checkpoint may fill.
+        routes: per checkpoint tensor, where its slices lie; filled by the first load, as are the following.
+        computed_from: checkpoint tensors that the loader computed something from, rather than copy slices of them.
+        unexplained: engine tensors that it filled with something else than slices of checkpoint tensors, and zeros.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model: Any = model
         with unwrapped(model):
             self.parameters = dict(model.named_parameters())
+            self.tensors: dict[str, Tensor] = dict(persistent_buffers(model)) | self.parameters
         self.routes: dict[str, list[Route]] = {}
+        self.computed_from: set[str] = set()
+        self.unexplained: set[str] = set()
 
     def load(self, weights: NamedTensors) -> LoadReport:
         """Write the tensors; the first call also learns the routes. Consumes lazily, one call of the loader."""
@@ -67,22 +75,30 @@ class WeightLoader:
         if self.routes:
             with unwrapped(self._model):
                 self._model.load_weights(stream)
-            missing = set(self.routes) - set(given)
-            unwritten = {route.parameter for name in missing for route in self.routes[name]}
+            missing = (self.routes.keys() | self.computed_from) - given.keys()
+            unwritten = {r.parameter for name in missing for r in self.routes.get(name, ())}
+            unwritten |= missing & self.computed_from
         else:
-            recorder = _Recorder(self.parameters)
+            recorder = _Recorder(self.tensors)
             with recorder, unwrapped(self._model):
                 self._model.load_weights(recorder.following(stream))
             self.routes = dict(recorder.routes)
+            self.computed_from, self.unexplained = recorder.computed_from, recorder.unexplained
             unwritten = {name for name, p in self.parameters.items() if recorder.written.get(name, 0) < p.numel()}
         return LoadReport(tensors=len(given), bytes=sum(given.values()), unwritten=sorted(unwritten))
+
+    def write(self, weights: NamedTensors) -> None:
+        """Copy tensors to where the first load put them, past vLLM's loader."""
+        for name, tensor in weights:
+            for route in self.routes.get(name, ()):
+                route.destination.of(self.tensors[route.parameter].data).copy_(route.source.of(tensor))
 
     def differing(self, weights: NamedTensors) -> list[str]:
         """Names of tensors whose bits, in the engine's dtype, are not those in its memory."""
         names, flags = [], []
         for name, tensor in weights:
             for route in self.routes.get(name, ()):
-                ours = route.destination.of(self.parameters[route.parameter].data)
+                ours = route.destination.of(self.tensors[route.parameter].data)
                 names.append(f"{name} (engine parameter {route.parameter})")
                 flags.append(differ(ours, route.source.of(tensor)))
         if not flags:
@@ -90,41 +106,73 @@ class WeightLoader:
         return [name for name, differs in zip(names, torch.stack(flags).tolist(), strict=True) if differs]
 
 
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees every copy into an engine parameter while the loader runs."""
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A checkpoint tensor the loader was given: where it lies, as long as somebody keeps it."""
 
-    def __init__(self, parameters: dict[str, torch.nn.Parameter]) -> None:
+    name: str
+    storage: StorageWeakRef
+    start: int
+    end: int
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> _Source:
+        start = int(tensor.storage_offset())
+        end = start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        return cls(name, storage, start, end)
+
+    def begins(self, view: Tensor) -> bool:
+        """Whether the first element of the view, which has the same storage address, is one of this tensor's."""
+        return self.start <= view.storage_offset() < self.end and not self.storage.expired()  # type: ignore[no-untyped-call]
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every copy into an engine parameter or buffer while the loader runs."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.routes: defaultdict[str, list[Route]] = defaultdict(list)
         self.written: dict[str, int] = {}
-        self._parameters = {p.untyped_storage().data_ptr(): (name, p) for name, p in parameters.items()}
-        self._sources: defaultdict[int, list[tuple[str, Tensor]]] = defaultdict(list)
+        self.computed_from: set[str] = set()
+        self.unexplained: set[str] = set()
+        self._parameters = {_address(p): (name, p) for name, p in parameters.items()}
+        self._sources: defaultdict[int, list[_Source]] = defaultdict(list)
 
     def following(self, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        """Pass the tensors on, remembering in which memory each name lies."""
+        """Pass the tensors on, remembering in which memory each name lies; none is kept alive for it."""
         for name, tensor in weights:
-            candidates = self._sources[tensor.untyped_storage().data_ptr()]
-            candidates.insert(0, (name, tensor.detach()))  # newest first: freed memory is reused
+            self._sources[_address(tensor)].insert(0, _Source.of(name, tensor))  # newest first
             yield name, tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _WRITES and type(args[0]) in (Tensor, torch.nn.Parameter):
-            owner = self._parameters.get(args[0].untyped_storage().data_ptr())
-            if owner is not None:
-                name, parameter = owner
-                self.written[name] = self.written.get(name, 0) + args[0].numel()
-                if func is torch.ops.aten.copy_.default:
-                    self._record(name, parameter, args[0], args[1])
+        given = [value for value in tree_leaves((args, kwargs)) if type(value) in (Tensor, torch.nn.Parameter)]
+        if given and not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):  # no view
+            owner = self._parameters.get(_address(given[0])) if func._schema.is_mutable else None
+            if owner is None or not self._explained(func, *owner, args):
+                self.computed_from.update(s.name for value in given if (s := self._source(value)) is not None)
         return result
 
-    def _record(self, name: str, parameter: Tensor, destination: Tensor, source: Tensor) -> None:
-        for candidate, tensor in self._sources.get(source.untyped_storage().data_ptr(), ()):
-            start = tensor.storage_offset()
-            end = start + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-            if start <= source.storage_offset() < end and source.shape == destination.shape:
-                self.routes[candidate].append(Route(name, _slice(destination, parameter), _slice(source, tensor)))
-                return
+    def _explained(self, func: Any, name: str, parameter: Tensor, args: Any) -> bool:
+        """Whether what was written there are zeros or a slice of a checkpoint tensor."""
+        if func in _WRITES:
+            self.written[name] = self.written.get(name, 0) + args[0].numel()
+        if (
+            func is torch.ops.aten.copy_.default
+            and (source := self._source(args[1]))
+            and args[0].shape == args[1].shape
+        ):
+            to = _slice(args[0], int(parameter.storage_offset()))
+            self.routes[source.name].append(Route(name, to, _slice(args[1], source.start)))
+            return True
+        if func is torch.ops.aten.zero_.default or (func is torch.ops.aten.fill_.Scalar and args[1] == 0):
+            return True
+        self.unexplained.add(name)
+        return False
+
+    def _source(self, value: Tensor) -> _Source | None:
+        return next((s for s in self._sources.get(_address(value), ()) if s.begins(value)), None)
 
 
 _WRITES = {
@@ -135,8 +183,20 @@ _WRITES = {
 }
 
 
-def _slice(view: Tensor, whole: Tensor) -> Slice:
-    return Slice(tuple(view.shape), tuple(view.stride()), int(view.storage_offset() - whole.storage_offset()))
+def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Those in the model's state dict, by name."""
+    for prefix, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None and key not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{key}".lstrip("."), buffer
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _slice(view: Tensor, start: int) -> Slice:
+    return Slice(tuple(view.shape), tuple(view.stride()), int(view.storage_offset()) - start)
 
 
 def differ(view: Tensor, tensor: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ class EngineMemory:
         if not self._enabled or self.asleep:
             return
         internals.drain(self._llm)
-        self.forget_prefixes()
+        self.forget_computed()
         sizes = {what: self._bytes(what) for what in ((KV_CACHE,) if keep_weights else (WEIGHTS, KV_CACHE))}
         if keep_weights:
             self._llm.collective_rpc("discard", args=((KV_CACHE,),))
@@ -49,10 +49,13 @@ class EngineMemory:
         self._sizes = sizes
         self._sizes = {what: size - self._bytes(what) for what, size in sizes.items()}  # a CPU's worker keeps buffers
 
-    def forget_prefixes(self) -> None:
-        """Drop the prefix cache, if there is anything in it: vLLM walks all blocks for that, 2 ms for 27 GiB."""
+    def forget_computed(self) -> None:
+        """Drop what was computed with the weights: the prefix cache, if there is anything in it (vLLM walks all blocks
+        for that, 2 ms for 27 GiB), and the embeddings of images."""
         if internals.prefixes(self._llm):
             self._llm.reset_prefix_cache()
+        if self._llm.llm_engine.model_config.is_multimodal_model:
+            self._llm.llm_engine.reset_encoder_cache()
 
     def wake(self, what: str) -> None:
         """Allocate "weights" or "kv_cache" again; nothing to do for what is awake."""

@@ -9,14 +9,14 @@ nothing is believed: a region counts only if the bits in it are the parameter's.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from trlx_hybrid.policy import Policy
 
-from .loading import Route, Slice, differ
+from .loading import Route, Slice, WeightLoader, differ
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,24 +98,29 @@ class Places:
 
     Attributes:
         found: by in-memory name of the parameter.
-        refused: parameters that no strided region holds, with the reason.
-        unused: parameters the engine took nothing from.
+        refused: parameters that no strided region holds, and engine parameters filled with something else, with the
+            reason.
+        unused: parameters that vLLM's loader did not look into.
     """
 
-    def __init__(self, policy: Policy, routes: Mapping[str, Sequence[Route]], engine: Mapping[str, Tensor]) -> None:
-        self._engine = engine
+    def __init__(self, policy: Policy, loader: WeightLoader) -> None:
+        self._engine = loader.tensors
         self.found: dict[str, Place] = {}
         self.refused: dict[str, str] = {}
         self.unused: list[str] = []
         for name, p in policy.base_parameters().items():
-            used = list(_pieces(policy, name, p, routes))
+            used = list(_pieces(policy, name, p, loader.routes))
             owners = {route.parameter for _, route in used}
-            if not used:
+            if any(part in loader.computed_from for part in _part_names(policy, name, p)):
+                self.refused[name] = "vLLM's loader computes from it what it keeps"
+            elif not used:
                 self.unused.append(name)
             elif len(owners) > 1:
                 self.refused[name] = f"its parts lie in {len(owners)} engine parameters"
             else:
                 self._place(name, p, owners.pop(), [piece for piece, _ in used])
+        for name in sorted(loader.unexplained):
+            self.refused[f"engine parameter {name}"] = "it holds something that vLLM's loader computed"
         self._refuse_other_bits(policy)
 
     def view(self, name: str) -> Tensor:
@@ -139,6 +144,13 @@ class Places:
             if differs:
                 place = self.found.pop(name)
                 self.refused[name] = f"engine parameter {place.parameter} holds other bits there"
+
+
+def _part_names(policy: Policy, name: str, p: Tensor) -> Iterable[str]:
+    """The checkpoint tensors that one parameter becomes."""
+    if not policy.converts:
+        return (name,)
+    return policy.checkpoint_parts(name, torch.empty_like(p, device="meta"))
 
 
 def _pieces(

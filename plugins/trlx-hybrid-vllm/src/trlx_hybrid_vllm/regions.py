@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trlx_hybrid.errors import EngineError
+from trlx_hybrid.errors import EngineError, listed
 from trlx_hybrid.policy import Policy
 from trlx_hybrid.protocols import Region, Regions
 
@@ -96,16 +96,18 @@ def regions(model: torch.nn.Module, loader: WeightLoader, policy: Policy) -> Reg
     Raises:
         EngineError: a weight is copied in a way that is no box, or something in the engine comes from no weight.
     """
+    if loader.unexplained:
+        raise EngineError(f"vLLM's loader computes what it writes into {listed(sorted(loader.unexplained))}")
     found: dict[str, list[Region]] = {}
-    covered: dict[str, list[Slice]] = {name: [] for name in loader.parameters}
-    unknown = set(loader.routes)
+    covered: dict[str, list[Slice]] = {name: [] for name in loader.tensors}
+    unknown = loader.routes.keys() - policy.buffers().keys()  # those the engine brings itself
     for name, p in policy.base_parameters().items():
         pieces: list[Placed] = []
         for part, index in _parts(policy, name, tuple(p.shape), _device(loader)).items():
             unknown.discard(part)
             pieces += _pieces(part, loader.routes.get(part, ()), index, tuple(p.shape))
         for piece in joined(pieces):
-            memory = piece.memory.of(loader.parameters[piece.parameter].data)
+            memory = piece.memory.of(loader.tensors[piece.parameter].data)
             found.setdefault(name, []).append(Region(piece.box, memory))
             covered[piece.parameter].append(piece.memory)
     if unknown:

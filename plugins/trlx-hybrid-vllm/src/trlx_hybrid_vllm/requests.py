@@ -7,10 +7,11 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from trlx_hybrid.errors import EngineError
 from trlx_hybrid.types import Request
 
 from . import internals
-from .sampling import own_params, prompt_of, with_seed
+from .sampling import own_params, prompt_of, refuse_another_prompt, with_seed
 
 
 class Requests:
@@ -35,10 +36,18 @@ class Requests:
 
         Raises:
             VLLMValidationError: where the prompt is too long or not of its vocabulary, or the parameters are invalid.
+            EngineError: vLLM makes another prompt of one with images.
         """
         if request.images is not None:
             params = with_seed(self._params, request)
-            return str(self._llm.enqueue([prompt_of(request)], [params], self._adapter, use_tqdm=False)[0])
+            key = str(self._llm.enqueue([prompt_of(request)], [params], self._adapter, use_tqdm=False)[0])
+            engine = self._llm.llm_engine
+            try:
+                refuse_another_prompt(request, engine.output_processor.request_states[key].prompt_token_ids)
+            except EngineError:
+                engine.abort_request([key], internal=True)
+                raise
+            return key
         if self._pattern is None:
             params = with_seed(self._params, request)
             self._pattern = internals.processed(self._llm, request.prompt_ids, params, self._adapter)

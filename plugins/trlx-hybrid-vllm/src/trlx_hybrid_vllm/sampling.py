@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trlx_hybrid.errors import EngineError
 from trlx_hybrid.types import Completion, Request, Sampling
 from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -57,6 +58,23 @@ def prompt_of(request: Request) -> dict[str, Any]:
     if request.images is not None:
         prompt["multi_modal_data"] = {"image": request.images if len(request.images) > 1 else request.images[0]}
     return prompt
+
+
+def refuse_another_prompt(request: Request, theirs: Sequence[int] | None) -> None:
+    """What vLLM made of a prompt with images must be what the trainer scores.
+
+    Args:
+        theirs: vLLM's tokens.
+
+    Raises:
+        EngineError: they are others.
+    """
+    if request.images is not None and request.prompt_ids != list(theirs or ()):
+        raise EngineError(
+            f"A prompt with images has {len(request.prompt_ids)} tokens, and vLLM makes {len(theirs or ())} of it. "
+            "Prompts come with their image tokens expanded, as the model's processor makes them; where it has made "
+            "this one, vLLM expands images of this model differently: generate with engine='transformers'."
+        )
 
 
 def completion_of(output: Any) -> Completion:

@@ -46,6 +46,7 @@ class VLLMServer:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from ..internals import keep_expanded_prompts
         from .backends import REMEDY, nccl_missing
 
         if self._plan.arguments["weight_transfer_config"] == {"backend": "nccl"} and (why := nccl_missing()):
@@ -58,6 +59,7 @@ class VLLMServer:
             try:
                 arguments = AsyncEngineArgs(model=folder, **self._plan.arguments)
                 self._llm = AsyncLLM.from_engine_args(arguments)
+                keep_expanded_prompts(self._llm)
             except Exception as error:
                 raise EngineError(
                     f"vLLM could not build an engine for {self._plan.architecture}: {str(error)[:500]} The actor's log "
@@ -67,7 +69,7 @@ class VLLMServer:
 
     async def generate(self, request: Request, sampling: Sampling) -> Completion:
         """Sample one completion. Its tokens depend on the request alone: it brings its own seed."""
-        from ..sampling import completion_of, prompt_of, sampling_params, with_seed
+        from ..sampling import completion_of, prompt_of, refuse_another_prompt, sampling_params, with_seed
 
         params = with_seed(sampling_params(sampling), request)
         final: Any = None
@@ -76,6 +78,7 @@ class VLLMServer:
                 final = output
         except Exception as error:
             raise self._explained(error, "sample") from error
+        refuse_another_prompt(request, final.prompt_token_ids)
         return completion_of(final.outputs[0])
 
     async def check(self) -> None:
@@ -89,7 +92,7 @@ class VLLMServer:
         """One of the weight sync's calls, by name.
 
         - `init_weight_transfer_engine`, `start_weight_update`, `update_weights`, `finish_weight_update`: as vLLM's
-          `VLLMWeightSyncClient` has them; the last one drops the prefix cache, too.
+          `VLLMWeightSyncClient` has them; the last one drops the caches, too.
         - `learn(names, dtypes, shapes)` and `digests(names)`: see `ServedWorker`; a list with an entry per worker.
         """
         if method not in self._methods:
@@ -136,6 +139,7 @@ class VLLMServer:
         await self._llm.finish_weight_update(weight_version)
         self._updating = False
         await self._llm.reset_prefix_cache()  # its keys and values belong to the old weights
+        await self._llm.reset_encoder_cache()  # and these embeddings of images
 
     async def _learn(self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]) -> Any:
         return await self._llm.collective_rpc("served_learn", args=(list(names), list(dtypes), [*map(list, shapes)]))

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 
+from .. import dummy_loader  # noqa: F401  (registers itself)
 from . import gloo
 from .digest import digest
 
-gloo.register()  # vLLM imports this module before it makes the worker's transfer engine
+gloo.register()  # vLLM imports this module before it loads the model and makes the worker's transfer engine
 
 PlainRoute = list[Any]
 """Of one copy of the loader: dtype of the engine's parameter; shape, stride and offset of the slice that is read."""
@@ -42,10 +43,10 @@ class ServedWorker:
             (name, torch.empty(shape, dtype=getattr(torch, dtype))) for name, dtype, shape in described
         )
         self._served_loader = loader
-        parameters = loader.parameters
+        tensors = loader.tensors
         routes = [
             [
-                [_name(parameters[r.parameter].dtype), list(r.source.shape), list(r.source.stride), r.source.offset]
+                [_name(tensors[r.parameter].dtype), list(r.source.shape), list(r.source.stride), r.source.offset]
                 for r in loader.routes.get(name, ())
             ]
             for name in names
@@ -56,7 +57,7 @@ class ServedWorker:
         """By tensor, the digest of what lies at the end of each of its routes."""
         loader = self._served_loader
         found = [
-            [digest(r.destination.of(loader.parameters[r.parameter].data)) for r in loader.routes.get(name, ())]
+            [digest(r.destination.of(loader.tensors[r.parameter].data)) for r in loader.routes.get(name, ())]
             for name in names
         ]
         return [[int(d) for d in tensor] for tensor in found]

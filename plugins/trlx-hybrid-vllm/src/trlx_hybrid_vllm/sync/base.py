@@ -129,12 +129,14 @@ class SharedWeights:
         flags = [differ(self._views[name], self._parameters[name].detach()) for name in compared]
         if flags:
             wrong += [n for n, differs in zip(compared, torch.stack(flags).tolist(), strict=True) if differs]
+        buffers = self._policy.buffers() if full else {}
+        wrong += self._engine.differing(buffers.items())
         if wrong:
             raise SyncError(
                 f"After the weight sync the engine holds other bits than the policy in {listed(wrong)}. "
                 "Report it with `trlx-hybrid env`; weights='gather' may serve meanwhile."
             )
-        return len(self.aliased) + len(compared)
+        return len(self.aliased) + len(compared) + len(buffers)
 
     def release(self) -> None:
         """Give each aliased parameter memory of its own again. After the engine is closed: what it held is freed one

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 class LoraSync(WeightSync):
     """The adapter goes from the trainer's memory into vLLM's LoRA slots.
 
-    The base is frozen: it is shared or copied once, or streamed once where the policy is sharded or the engine holds
-    slices. `keeps_weights` holds for all: what moves at each sync is the adapter and nothing else.
+    The base is frozen: it is shared or copied once, or streamed once where the policy is sharded, the engine holds
+    slices, or the engine's bits are not the policy's. `keeps_weights` holds for all: what moves at each sync is the
+    adapter and nothing else.
     """
 
     name = "lora"
@@ -60,11 +61,10 @@ class LoraSync(WeightSync):
         return None
 
     def _bases(self, engine: VLLMEngine, policy: Policy) -> Iterator[SharedWeights | StreamedBase]:
-        if engine.tensor_parallel_size > 1 or any(is_sharded(p) for p in policy.module.parameters()):
-            yield StreamedBase(engine, policy)
-            return
-        yield SharedWeights(engine, policy, alias=True)
-        yield SharedWeights(engine, policy, alias=False)
+        if engine.tensor_parallel_size == 1 and not any(is_sharded(p) for p in policy.module.parameters()):
+            yield SharedWeights(engine, policy, alias=True)
+            yield SharedWeights(engine, policy, alias=False)
+        yield StreamedBase(engine, policy)
 
     def open(self) -> None:
         """Make the base one memory."""

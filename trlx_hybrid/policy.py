@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 FINGERPRINT_TENSORS, FINGERPRINT_ELEMENTS = 16, 256
+DIGEST_ELEMENTS = 1 << 24
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Policy:
@@ -81,6 +83,23 @@ class Policy:
         for p in self.module.parameters():
             sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()
         return max(sizes, key=lambda dtype: sizes[dtype])
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether tokens are routed to experts."""
+        config = self.base.config.get_text_config()
+        return any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+    @property
+    def noise(self) -> str | None:
+        """What makes its next forward pass random (dropout, router jitter), or None."""
+        for name, module in self.module.named_modules():
+            plain = isinstance(module, nn.modules.dropout._DropoutNd)
+            for key, value in vars(module).items() if module.training else ():
+                random = key == "p" if plain else "drop" in key or "jitter" in key
+                if random and isinstance(value, float) and value > 0:
+                    return f"{unwrapped_name(name)}.{key}={value}"
+        return None
 
     def refuses_gather(self) -> str | None:
         """Why full weights cannot be read from this model, or None."""
@@ -155,6 +174,16 @@ class Policy:
         bits = torch.cat(samples).view(torch.int32).to(torch.int64)
         positions = torch.arange(1, bits.numel() + 1, device=bits.device)
         return int((bits * positions).sum())
+
+    def digest(self) -> int:
+        """A number over every bit that this rank holds of its trainable weights: one pass over them, on the device."""
+        total = torch.zeros((), dtype=torch.int64, device=self.device)
+        for p in self.module.parameters():
+            if p.requires_grad:
+                local: Tensor = getattr(p, "ds_tensor", getattr(p, "_local_tensor", p)).detach()
+                for part in local.reshape(-1).split(DIGEST_ELEMENTS):  # summed as int64: no copy of a whole embedding
+                    total = 31 * total + part.view(BITS[part.element_size()]).sum().to(self.device)
+        return int(total)
 
     @torch.no_grad()
     def log_probs(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], temperature: float = 1.0) -> Tensor:

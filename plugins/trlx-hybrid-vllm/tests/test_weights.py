@@ -259,3 +259,31 @@ def test_a_request_depends_on_its_seed_and_not_on_its_company(run):
     ids = [c.token_ids for c in together]
     assert ids == [c.token_ids for c in reversed_] == [c.token_ids for c in alone]
     assert len({tuple(i) for i in ids}) == 6  # six draws, not one repeated
+
+
+class Spoil:
+    """Changes the engine's weights behind the proofs, from weight version 2 on."""
+
+    @hookimpl
+    def trlx_sync_end(self, session, report):
+        if report.version == 2:
+            session.live_engine._loader.parameters["model.layers.0.self_attn.qkv_proj.weight"].mul_(1.2)
+
+
+def test_a_run_stops_at_the_step_at_which_engine_and_trainer_score_tokens_apart(run, caplog):
+    given = {"use_vllm": True, "plugins": [Spoil()], "hybrid": {"weights": "copy"}, "max_steps": 4}
+    with pytest.raises(SyncError, match=r"At step 2, .* on rank 0, token \d+ of completion 0 \(id \d+\) was sampled"):
+        run(trlx_hybrid.GRPOTrainer, **given)
+    assert "not compared" not in caplog.text
+    truncated = run(trlx_hybrid.GRPOTrainer, **given, top_p=0.5)
+    assert truncated.trainer.state.global_step == 4
+    assert caplog.text.count("not compared token by token: top_p=0.5") == 1
+
+
+def test_a_run_stops_after_a_first_step_that_trains_nothing(run):
+    model = tiny_model()
+    others = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    finished = run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True, train=False)
+    finished.trainer.optimizer = torch.optim.AdamW(others, lr=1e-2)
+    with pytest.raises(SyncError, match="Step 1 of the optimizer changed no bit"):
+        finished.trainer.train()

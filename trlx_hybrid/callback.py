@@ -32,6 +32,6 @@ class Follower(TrainerCallback):  # type: ignore[misc]
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Move the weight version on; see that the first steps changed something."""
-        self._session.weights_changed()
+        self._session.freshness.changed()
         if self._first is not None:
             self._first.ended(self._session.step, kwargs["optimizer"])

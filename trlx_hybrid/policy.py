@@ -135,6 +135,15 @@ class Policy:
         """The base model's own parameters by their in-memory name, tied ones once, adapters left out."""
         return {name: read() for name, read in _weights(self.base, "", set(), merge=False)}  # type: ignore[misc]
 
+    def base_slots(self) -> dict[str, tuple[dict[str, nn.Parameter | None], str]]:
+        """Where each of `base_parameters` hangs: its module's own dict and its key there. The slot stays where another
+        parameter takes its place (`load_state_dict(assign=True)`)."""
+        slots: dict[int, tuple[dict[str, nn.Parameter | None], str]] = {}
+        for module in self.base.modules():
+            for key, parameter in module._parameters.items():
+                slots.setdefault(id(parameter), (module._parameters, key))
+        return {name: slots[id(p)] for name, p in self.base_parameters().items()}
+
     @property
     def converts(self) -> bool:
         """Whether in-memory tensors differ from checkpoint tensors in name or shape."""
@@ -181,7 +190,7 @@ class Policy:
         for p in self.module.parameters():
             if p.requires_grad:
                 local: Tensor = getattr(p, "ds_tensor", getattr(p, "_local_tensor", p)).detach()
-                for part in local.reshape(-1).split(DIGEST_ELEMENTS):  # summed as int64: no copy of a whole embedding
+                for part in torch.split(local.reshape(-1), DIGEST_ELEMENTS):  # cast to int64 in passing
                     total = 31 * total + part.view(BITS[part.element_size()]).sum().to(self.device)
         return int(total)
 

@@ -174,6 +174,10 @@ class ReshardSync(WeightSync):
         self._log.done(started, time.perf_counter(), str(moves))
         return LoadReport(tensors=moves.tensors, bytes=moves.received_bytes)
 
+    def forget(self) -> None:
+        """Frozen parameters move again, too."""
+        self._synced = False
+
     def _agree(self, everything: bool) -> None:
         """All ranks are there, at one weight version and one plan; if one must move everything, all do."""
         assert self._agreement is not None

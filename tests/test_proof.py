@@ -8,7 +8,7 @@ from torch import nn
 from trlx_hybrid.config import HybridConfig
 from trlx_hybrid.errors import ConfigError, SyncError
 from trlx_hybrid.policy import Policy
-from trlx_hybrid.proof import Allowed, FirstStep, disagreement
+from trlx_hybrid.proof import Allowed, FirstStep, disagreement, noise
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.types import Sampling
 
@@ -91,15 +91,14 @@ def test_settings_that_reshape_the_distribution_are_known():
 
 def test_a_policy_with_dropout_is_random_while_it_trains():
     model = tiny_model()
-    policy = Policy(lambda: model, None, torch.device("cpu"))
     model.train()
-    assert policy.noise is None
+    assert noise(model) is None
     model.model.layers[1].self_attn.attention_dropout = 0.1
-    assert policy.noise == "model.layers.1.self_attn.attention_dropout=0.1"
+    assert noise(model) == "model.layers.1.self_attn.attention_dropout=0.1"
     model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, nn.Dropout(0.2))
-    assert policy.noise == "model.layers.0.mlp.1.p=0.2"
+    assert noise(model) == "model.layers.0.mlp.1.p=0.2"
     model.eval()
-    assert policy.noise is None
+    assert noise(model) is None
 
 
 def step(model, lr=1e-2, gradient=1.0, of=None):

@@ -111,7 +111,7 @@ class Freshness:
         ranks, config = session.ranks, session.config
         if config.max_logprob_gap == math.inf:
             return
-        reason = session.sampler.sampling.reshaped_by or session.policy.noise
+        reason = session.sampler.sampling.reshaped_by or proof.noise(session.policy.module)
         if reason is not None:
             if not self._told and ranks.rank == 0:
                 logger.warning("Engine and trainer are not compared token by token: %s makes them differ.", reason)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .gathering import full
-from .merging import adapted
+from .merging import adapted, parted_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -90,17 +90,6 @@ class Policy:
         config = self.base.config.get_text_config()
         return any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
 
-    @property
-    def noise(self) -> str | None:
-        """What makes its next forward pass random (dropout, router jitter), or None."""
-        for name, module in self.module.named_modules():
-            plain = isinstance(module, nn.modules.dropout._DropoutNd)
-            for key, value in vars(module).items() if module.training else ():
-                random = key == "p" if plain else "drop" in key or "jitter" in key
-                if random and isinstance(value, float) and value > 0:
-                    return f"{unwrapped_name(name)}.{key}={value}"
-        return None
-
     def refuses_gather(self) -> str | None:
         """Why full weights cannot be read from this model, or None."""
         if self.fsdp_version == 1:
@@ -122,7 +111,7 @@ class Policy:
         """
         base = self.base
         convert = _conversion(base)
-        weights = _weights(base, "", set(), merge)
+        weights = _weights(base, "", set(), merge, parted_head(base))
         for layer, group in itertools.groupby(weights, key=lambda weight: _layer_of(weight[0])):
             if only is not None and self._names_of.get(layer, only).isdisjoint(only):
                 continue
@@ -156,7 +145,8 @@ class Policy:
 
     def checkpoint_names(self) -> list[str]:
         """The names `full_weights` yields. Costs a full pass, and is collective, unless there was one before."""
-        layers = dict.fromkeys(_layer_of(name) for name in self.base_parameters())
+        names = (name for name, _ in _weights(self.base, "", set(), False, parted_head(self.base)))
+        layers = dict.fromkeys(_layer_of(name) for name in names)
         if not layers.keys() <= self._names_of.keys():
             return [name for name, _ in self.full_weights()]
         return [name for layer in layers for name in sorted(self._names_of[layer])]
@@ -207,8 +197,12 @@ class Policy:
         return scores.cpu()
 
 
-def _weights(module: nn.Module, prefix: str, seen: set[int], merge: bool) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """(name, reader) of each parameter in registration order, tied ones once. Reading may merge, so it waits."""
+def _weights(
+    module: nn.Module, prefix: str, seen: set[int], merge: bool, parted: nn.Module | None = None
+) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """(name, reader) of each parameter in registration order, tied ones once, those of `parted` always. Reading may
+    merge, so it waits."""
+    seen = set() if module is parted else seen
     wrapped = adapted(module)
     if wrapped is not None:
         merged = functools.cache(wrapped.merged)  # once for weight and bias; freed with the layer's readers
@@ -223,7 +217,7 @@ def _weights(module: nn.Module, prefix: str, seen: set[int], merge: bool) -> Ite
             seen.add(id(parameter))
             yield unwrapped_name(f"{prefix}{key}"), functools.partial(_identity, parameter)
     for name, child in module.named_children():
-        yield from _weights(child, f"{prefix}{name}.", seen, merge)
+        yield from _weights(child, f"{prefix}{name}.", seen, merge, parted)
 
 
 def _identity(tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .errors import SyncError, listed
 from .types import Completion, Request, Sampling
@@ -126,6 +126,17 @@ class Allowed:
         default = QUANTIZED_TOLERANCE if engine.quantized else TOLERANCE.get(dtype, max(TOLERANCE.values()))
         exact = dtype is torch.float32 and not engine.quantized
         return cls(nats or default, EXPERTS_SHARE if policy.has_experts else 0.0 if exact else SHARE)
+
+
+def noise(module: nn.Module) -> str | None:
+    """What makes its next forward pass random (dropout, a router's jitter), or None."""
+    for name, child in module.named_modules():
+        plain = isinstance(child, nn.modules.dropout._DropoutNd)
+        for key, value in vars(child).items() if child.training else ():
+            random = key == "p" if plain else "drop" in key or "jitter" in key
+            if random and isinstance(value, float) and value > 0:
+                return f"{name}.{key}={value}"
+    return None
 
 
 def disagreement(sampled: Tensor, scored: Tensor, mask: Tensor, ids: Tensor, allowed: Allowed) -> str | None:

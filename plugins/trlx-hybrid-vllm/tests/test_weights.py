@@ -3,13 +3,13 @@
 import pytest
 import torch
 import trlx_hybrid
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
-from trlx_hybrid import hookimpl
+from trlx_hybrid import HybridEngine, hookimpl
 from trlx_hybrid.errors import EngineError, StaleWeightsError, SyncError
 from trlx_hybrid.protocols import WeightSync
 from trlx_hybrid.randomness import request_seed
-from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.types import Request, Sampling
 
 PROMPTS = [[5, 6, 7, 40], list(range(10, 43)), [90]]  # a single token, and more than one KV block of 32
@@ -82,6 +82,30 @@ def test_a_merge_leaves_base_and_adapter_bitwise_alone_and_matches_peft(run):
     expected = finished.trainer.model.merge_and_unload().state_dict()
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"modules_to_save": ["embed_tokens"]},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"trainable_token_indices": [5, 6, 7, 40]},
+    ],
+    ids=str,
+)
+def test_a_tied_head_that_adapters_part_from_the_embeddings_is_served_as_it_is(adapter):
+    model = get_peft_model(tiny_model(tied=True), LoraConfig(r=4, **{"target_modules": ["q_proj"]} | adapter))
+    with HybridEngine(model, character_tokenizer(), max_tokens=8, engine_options={"max_model_len": 64}) as engine:
+        assert gaps(engine.session) < 1e-5
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.requires_grad:
+                    p.add_(torch.randn_like(p) * 0.1)
+        assert gaps(engine.session) < 1e-5
+        assert engine.session.weights.check(full=True) is None
+        assert engine.session.live_engine.differing(engine.session.policy.full_weights()) == []
 
 
 class Corrupt(WeightSync):

@@ -53,8 +53,7 @@ class Shards:
         `trlx_hybrid.offload`) lies elsewhere without being another one: views of it are right, a recording is not.
         """
         self._gather_up()
-        moved = self._merged.refresh()
-        self.local.update((name, self._merged[name]) for name in self._merged.names)
+        moved = False
         parameters: list[Any] = [held[key] for held, key in self._slots]
         tensors: list[Tensor] = [getattr(p, "_local_tensor", p) for p in parameters]
         addresses = [t.data_ptr() for t in tensors]
@@ -65,6 +64,11 @@ class Shards:
             self._tensors, self._addresses, moved = tensors, addresses, True
         self.moved += moved
         return changed
+
+    def merge(self) -> None:
+        """Merge adapters anew. Collective where the policy is sharded, with no deadline: all ranks must be there."""
+        self.moved += self._merged.refresh()
+        self.local.update((name, self._merged[name]) for name in self._merged.names)
 
     @property
     def frozen(self) -> Set[str]:

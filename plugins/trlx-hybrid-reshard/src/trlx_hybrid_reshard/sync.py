@@ -79,6 +79,7 @@ class ReshardSync(WeightSync):
         odd = differences.of_models(agreement.exchange("the comparison of the ranks' models", shards.shapes))
         if odd is not None:
             raise SyncError(odd)
+        shards.merge()
         reason, boxes = self._inspect(shards)
         gathered = agreement.exchange("the comparison of what the engines hold", (reason, boxes))
         found = next((f"rank {rank}: {why}" for rank, (why, _) in enumerate(gathered) if why is not None), None)
@@ -164,6 +165,7 @@ class ReshardSync(WeightSync):
         everything, self._synced = changed or engine.weights_lost or not self._synced, False
         with self._giving_up():
             self._agree(everything)
+            self._shards.merge()
             moves = self.moves
             assert moves is not None
             moves.run()

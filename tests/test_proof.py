@@ -80,13 +80,13 @@ def test_a_bound_that_bounds_nothing_is_refused(bound):
 
 def test_settings_that_reshape_the_distribution_are_known():
     plain = {"max_tokens": 8, "temperature": 0.7}
-    assert Sampling(**plain, extra={"stop": ["x"], "temperature": 0.7}).reshaped_by is None
-    assert Sampling(**plain, top_k=-1).reshaped_by is None
-    assert Sampling(**plain, top_p=0.9).reshaped_by == "top_p=0.9"
-    assert Sampling(**plain, regex="a*").reshaped_by == "regex='a*'"
+    assert Sampling(**plain, extra={"stop": ["x"], "temperature": 0.7}).reshaped_by(0.7) is None
+    assert Sampling(**plain, top_k=-1).reshaped_by(0.7) is None
+    assert Sampling(**plain, top_p=0.9).reshaped_by(0.7) == "top_p=0.9"
+    assert Sampling(**plain, regex="a*").reshaped_by(0.7) == "regex='a*'"
     for name, value in {"temperature": 1.0, "min_tokens": 4, "logit_bias": {5: 1.0}, "top_k": 20}.items():
-        assert Sampling(**plain, extra={name: value}).reshaped_by == f"{name}={value!r}"
-    assert Sampling(max_tokens=8, temperature=0.0).reshaped_by == "temperature=0.0"
+        assert Sampling(**plain, extra={name: value}).reshaped_by(0.7) == f"{name}={value!r}"
+    assert Sampling(max_tokens=8, temperature=0.0).reshaped_by(0.0) == "temperature=0.0"
 
 
 def test_a_policy_with_dropout_is_random_while_it_trains():

@@ -97,11 +97,14 @@ class Freshness:
         session.host.call("trlx_sync_end", session=session, report=report)
         return report
 
-    def check_batch(self, sampled: Tensor, scored: Tensor, mask: Tensor, ids: Tensor, own_sampler: bool) -> None:
+    def check_batch(
+        self, sampled: Tensor, scored: Tensor, mask: Tensor, ids: Tensor, temperature: float, own_sampler: bool
+    ) -> None:
         """Hold what the trainer scored against what the engine sampled with. Collective; computes nothing anew.
 
         Args:
             sampled, scored, mask, ids: as in `proof.disagreement`.
+            temperature: that the trainer scored at.
             own_sampler: whether a `rollout_func` named the log-probs.
 
         Raises:
@@ -111,7 +114,7 @@ class Freshness:
         ranks, config = session.ranks, session.config
         if config.max_logprob_gap == math.inf:
             return
-        reason = session.sampler.sampling.reshaped_by or proof.noise(session.policy.module)
+        reason = session.sampler.sampling.reshaped_by(temperature) or proof.noise(session.policy.module)
         if reason is not None:
             if not self._told and ranks.rank == 0:
                 logger.warning("Engine and trainer are not compared token by token: %s makes them differ.", reason)

@@ -202,6 +202,7 @@ class HybridTrainer(Checkpointing):
                 batch["old_per_token_logps"],
                 batch["completion_mask"] * batch.get("tool_mask", 1),
                 batch["completion_ids"],
+                trainer.temperature,
                 getattr(trainer, "rollout_func", None) is not None,
             )
         if "advantages" in batch:

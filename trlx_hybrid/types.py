@@ -80,10 +80,9 @@ class Sampling:
     extra: Mapping[str, Any] = field(default_factory=dict)
     regex: str | None = None
 
-    @property
-    def reshaped_by(self) -> str | None:
+    def reshaped_by(self, temperature: float) -> str | None:
         """The setting by which tokens are sampled from something else than the softmax at `temperature`, or None."""
-        neutral = {"temperature": (self.temperature or None,), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
+        neutral = {"temperature": (temperature or None,), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
         neutral |= {"repetition_penalty": (1.0,), "regex": (None,)}
         values = {name: getattr(self, name) for name in neutral} | dict(self.extra)
         for name, value in values.items():

@@ -36,6 +36,9 @@ one where tokens are routed to experts (in any dtype: a tie that rounds the othe
 a few. A batch has tens of thousands of tokens and the tolerance is the probe's, for eight: healthy bf16 runs differ by
 0.01 to 0.02 nats on average, and single improbable tokens by more than 0.5. Wrong weights show at most tokens."""
 
+NO_GRADIENT = 1e-6
+"""Adam divides by the gradient's size plus 1e-8: what is far above that makes a whole step, what is below it none."""
+
 
 def check_bits(engine: Engine, policy: Policy, only: Set[str] | None = None) -> int:
     """Compare the engine's memory with the policy's weights, bit for bit in the engine's dtype.
@@ -165,8 +168,8 @@ class FirstStep:
     """Proof that the optimizer changes the weights that are synced, by the first step in which it has to.
 
     An optimizer may own other memory than the model's parameters, or its updates may be rounded away. A step has to
-    change something where the learning rate and some gradient are not zero and no gradient overflowed; the steps
-    before it (a warm-up from 0, a group with equal rewards) show nothing.
+    change something where the learning rate and some gradient are above zero and no gradient overflowed; the steps
+    before it (a warm-up from 0, groups with equal rewards, a masked batch) show nothing.
     """
 
     def __init__(self, policy: Policy, ranks: Ranks) -> None:
@@ -191,7 +194,8 @@ class FirstStep:
             return
         self._done = self._ranks.any(self._policy.digest() != before)
         gradients = (p.grad for p in self._policy.module.parameters() if p.requires_grad and p.grad is not None)
-        if self._done or not self._ranks.any(any(bool(getattr(g, "_local_tensor", g).any()) for g in gradients)):
+        local: Iterator[Tensor] = (getattr(g, "_local_tensor", g) for g in gradients)
+        if self._done or not self._ranks.any(any(bool((g.abs() > NO_GRADIENT).any()) for g in local)):
             return
         raise SyncError(
             f"Step {step + 1} of the optimizer changed no bit of any trainable weight, although its gradients and its "

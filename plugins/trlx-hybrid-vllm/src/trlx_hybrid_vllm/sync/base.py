@@ -68,14 +68,14 @@ class SharedWeights:
             return "a quantised engine keeps no copy of the weights"
         if self._engine.tensor_parallel_size > 1:
             return f"the engine holds slices (tensor_parallel_size={self._engine.tensor_parallel_size})"
-        flat = flattened(self._policy, self._optimizer) if self._alias else None
-        if flat is not None:
-            return f"the optimizer steps a flat buffer that {flat} is a part of (DeepSpeed); an alias would leave it"
         for name, p in self._policy.base_parameters().items():
             if is_sharded(p):
                 return f"the policy is sharded ({name} lies on several ranks)"
             if type(p) is not nn.Parameter:
                 return f"{name} is a {type(p).__name__}, whose bits are not the weights"
+        flat = flattened(self._policy, self._optimizer) if self._alias else None
+        if flat is not None:
+            return f"the optimizer steps a flat buffer that {flat} is a part of (DeepSpeed); an alias would leave it"
         return self._policy.refuses_gather()
 
     def _used(self) -> list[tuple[str, nn.Parameter]]:

@@ -194,7 +194,9 @@ def main(order: Mapping[str, Any]) -> None:
         pass
     built = time.perf_counter() - started
     peaks: dict[str, int] = {}
-    measured = alternate(arms_of(session, peaks, order["unrecorded"]), warmup=order["warmup"], repetitions=order["repetitions"])
+    measured = alternate(
+        arms_of(session, peaks, order["unrecorded"]), warmup=order["warmup"], repetitions=order["repetitions"]
+    )
     moved: list[Any] = [None] * WORLD
     mine = (session.weights.moves.received_bytes, session.weights.moves.sent_bytes)
     dist.all_gather_object(moved, mine, group=_cpu_group())

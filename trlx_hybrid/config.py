@@ -57,6 +57,15 @@ class HybridConfig:
             "with policy log-probs; a sample of parameters is compared at each. 0 compares at the first only."
         },
     )
+    max_logprob_gap: float | None = field(
+        default=None,
+        metadata={
+            "help": "The run stops at the step at which the engine's log-prob of a sampled token is further from the "
+            "trainer's than this, in nats. Compared wherever TRL computes both (GRPO's importance-sampling "
+            "correction). By default 0.001 in float32, 0.1 in float16, 0.5 in bfloat16, 2 where the engine quantises. "
+            "Up to 1% of a batch's tokens may be further apart in 16 bits, 10% with experts. 'inf' compares nothing."
+        },
+    )
     disable_plugins: list[str] | None = field(
         default=None, metadata={"help": "Plugins to leave out, besides those in TRLX_HYBRID_DISABLE."}
     )
@@ -76,6 +85,8 @@ class HybridConfig:
                 raise ConfigError(f"HybridConfig.{name} must be a mapping, got {type(value).__name__}.")
         if self.verify_every < 0:
             raise ConfigError(f"HybridConfig.verify_every must be 0 or more, got {self.verify_every}.")
+        if self.max_logprob_gap is not None and not self.max_logprob_gap > 0:
+            raise ConfigError(f"HybridConfig.max_logprob_gap must be more than 0 nats, got {self.max_logprob_gap}.")
 
     def options(self, slot: str) -> dict[str, Any]:
         """What the user set for the component of a slot."""

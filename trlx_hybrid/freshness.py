@@ -2,16 +2,35 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from typing import TYPE_CHECKING
 
+import torch
+
 from . import proof
+from .errors import SyncError
 from .randomness import preserved_generators
 from .types import SyncPlan, SyncReport
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from .protocols import Engine, WeightSync
     from .session import Session
+
+logger = logging.getLogger(__name__)
+
+ENGINE = (
+    "Training on it would be off policy, so the run stops. The engine holds other weights than the trainer, or "
+    "computes something else with them. Report it with `trlx-hybrid env`; weights='gather' may serve meanwhile."
+)
+OWN_SAMPLER = (
+    "The log-probs are those that rollout_func returned. If it samples from this run's engine, the engine holds other "
+    "weights than the trainer; else they must be those of its completion_ids at the trainer's temperature, without "
+    "truncation, under the trainer's current weights."
+)
 
 
 class Freshness:
@@ -32,6 +51,7 @@ class Freshness:
         self._fingerprint: int | None = None
         self._syncs = 0
         self._names: list[str] = []
+        self._told = False  # that batches are not compared
 
     def changed(self) -> None:
         """The policy's weights are no longer what they were."""
@@ -76,6 +96,42 @@ class Freshness:
         )
         session.host.call("trlx_sync_end", session=session, report=report)
         return report
+
+    def check_batch(
+        self, sampled: Tensor, scored: Tensor, mask: Tensor, ids: Tensor, temperature: float, own_sampler: bool
+    ) -> None:
+        """Hold what the trainer scored against what the engine sampled with. Collective; computes nothing anew.
+
+        Args:
+            sampled, scored, mask, ids: as in `proof.disagreement`.
+            temperature: that the trainer scored at.
+            own_sampler: whether a `rollout_func` named the log-probs.
+
+        Raises:
+            SyncError: they differ by more than rounding explains, on some rank.
+        """
+        session = self._session
+        ranks, config = session.ranks, session.config
+        if config.max_logprob_gap == math.inf:
+            return
+        reason = session.sampler.sampling.reshaped_by(temperature) or proof.noise(session.policy.module)
+        if reason is not None:
+            if not self._told and ranks.rank == 0:
+                logger.warning("Engine and trainer are not compared token by token: %s makes them differ.", reason)
+            self._told = True
+            return
+        autocast = torch.bfloat16 if session.args.bf16 else torch.float16 if session.args.fp16 else torch.float32
+        allowed = proof.Allowed.of(session.live_engine, session.policy, autocast, config.max_logprob_gap)
+        if own_sampler:
+            mask = mask * ~sampled.isnan()  # it need not know all
+        found = proof.disagreement(sampled, scored, mask, ids, allowed)
+        if ranks.any(found is not None):
+            rank, what = next((r, w) for r, w in enumerate(ranks.gather(found)) if w is not None)
+            raise SyncError(
+                f"At step {session.step}, engine and trainer disagree on what was sampled: on rank {rank}, {what}. "
+                + (OWN_SAMPLER if own_sampler else ENGINE)
+                + " If it is rounding, raise HybridConfig.max_logprob_gap."
+            )
 
     def _notice_silent_changes(self) -> None:
         if self.engine_version == self.version:

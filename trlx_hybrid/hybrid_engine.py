@@ -163,7 +163,7 @@ class HybridEngine:
             yield
         finally:
             self._steps += 1
-            self.session.weights_changed()
+            self.session.freshness.changed()
 
     def on_reshard_start(self, function: Start) -> Start:
         """Decorator: call `function(plan)` before weights are brought into the engine."""

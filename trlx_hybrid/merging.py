@@ -59,3 +59,17 @@ def adapted(module: nn.Module) -> AdaptedModule | None:
     while isinstance(layers[-1].base_layer, BaseTunerLayer):  # PEFT stacks one wrapper per adapted expert parameter
         layers.append(layers[-1].base_layer)
     return AdaptedModule(tuple(layers), layers[-1].base_layer)
+
+
+def parted_head(model: Any) -> nn.Module | None:
+    """The output head of a transformers model whose config ties it to the input embeddings, where adapters change one
+    of the two without the other: it then has weights of its own, for an engine too. None otherwise."""
+    config = model.config
+    if not (config.tie_word_embeddings or config.get_text_config().tie_word_embeddings):
+        return None
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    ends = [adapted(end) for end in (embeddings, head) if end is not None]
+    if not any(ends) or getattr(getattr(head, "token_adapter", None), "tied_adapter", None) is not None:
+        return None
+    whole = all(end is not None and not end.layers for end in ends)  # trained as modules of their own: perhaps as one
+    return None if whole and len({id(end.base.weight) for end in ends if end is not None}) == 1 else head

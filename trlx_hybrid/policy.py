@@ -13,13 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from .gathering import full
-from .merging import adapted
+from .merging import adapted, parted_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 FINGERPRINT_TENSORS, FINGERPRINT_ELEMENTS = 16, 256
+DIGEST_ELEMENTS = 1 << 24
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Policy:
@@ -82,6 +84,12 @@ class Policy:
             sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()
         return max(sizes, key=lambda dtype: sizes[dtype])
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether tokens are routed to experts."""
+        config = self.base.config.get_text_config()
+        return any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+
     def refuses_gather(self) -> str | None:
         """Why full weights cannot be read from this model, or None."""
         if self.fsdp_version == 1:
@@ -123,6 +131,15 @@ class Policy:
         convert = _conversion(self.base) if found else None
         return convert(found) if convert else found
 
+    def base_slots(self) -> dict[str, tuple[dict[str, nn.Parameter | None], str]]:
+        """Where each of `base_parameters` hangs: its module's own dict and its key there. The slot stays where another
+        parameter takes its place (`load_state_dict(assign=True)`)."""
+        slots: dict[int, tuple[dict[str, nn.Parameter | None], str]] = {}
+        for module in self.base.modules():
+            for key, parameter in module._parameters.items():
+                slots.setdefault(id(parameter), (module._parameters, key))
+        return {name: slots[id(p)] for name, p in self.base_parameters().items()}
+
     @property
     def converts(self) -> bool:
         """Whether in-memory tensors differ from checkpoint tensors in name or shape."""
@@ -163,6 +180,16 @@ class Policy:
         positions = torch.arange(1, bits.numel() + 1, device=bits.device)
         return int((bits * positions).sum())
 
+    def digest(self) -> int:
+        """A number over every bit that this rank holds of its trainable weights: one pass over them, on the device."""
+        total = torch.zeros((), dtype=torch.int64, device=self.device)
+        for p in self.module.parameters():
+            if p.requires_grad:
+                local: Tensor = getattr(p, "ds_tensor", getattr(p, "_local_tensor", p)).detach()
+                for part in torch.split(local.reshape(-1), DIGEST_ELEMENTS):  # cast to int64 in passing
+                    total = 31 * total + part.view(BITS[part.element_size()]).sum().to(self.device)
+        return int(total)
+
     @torch.no_grad()
     def log_probs(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], temperature: float = 1.0) -> Tensor:
         """Teacher-forced log-probs of a completion, (T,) float32 on the CPU, dropout off."""
@@ -177,14 +204,17 @@ class Policy:
 
 
 def _saved(model: nn.Module, merge: bool) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Those of `_weights` that transformers writes into a checkpoint."""
+    """Those of `_weights` that transformers writes into a checkpoint, a head that adapters parted included."""
     ignored: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    return ((name, read) for name, read in _weights(model, "", set(), merge) if name not in ignored)
+    return ((name, read) for name, read in _weights(model, "", set(), merge, parted_head(model)) if name not in ignored)
 
 
-def _weights(module: nn.Module, prefix: str, seen: set[int], merge: bool) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """(name, reader) of each parameter and persistent buffer in registration order, tied ones once. Reading may merge,
-    so it waits."""
+def _weights(
+    module: nn.Module, prefix: str, seen: set[int], merge: bool, parted: nn.Module | None = None
+) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """(name, reader) of each parameter and persistent buffer in registration order, tied ones once, those of `parted`
+    always. Reading may merge, so it waits."""
+    seen = set() if module is parted else seen
     wrapped = adapted(module)
     if wrapped is not None:
         merged = functools.cache(wrapped.merged)  # once for weight and bias; freed with the layer's readers
@@ -201,7 +231,7 @@ def _weights(module: nn.Module, prefix: str, seen: set[int], merge: bool) -> Ite
             seen.add(id(tensor))
             yield unwrapped_name(f"{prefix}{key}"), functools.partial(_identity, tensor)
     for name, child in module.named_children():
-        yield from _weights(child, f"{prefix}{name}.", seen, merge)
+        yield from _weights(child, f"{prefix}{name}.", seen, merge, parted)
 
 
 def _identity(tensor: Tensor) -> Tensor:

@@ -174,6 +174,14 @@ class WeightSync(Protocol):
     def sync(self) -> LoadReport:
         """Make the engine's weights the policy's. Called on every rank."""
 
+    def put_back(self) -> bool:
+        """The rollout is over: return what was borrowed for it. Returns whether the engine lost weights by that."""
+        return False
+
+    def forget(self) -> None:
+        """Somebody changed weights by hand: what was taken for unchanged is to move again with the next sync."""
+        return
+
     def check(self, full: bool) -> int | None:
         """Prove that the engine holds the policy's bits, in full or cheaply; returns how many tensors were checked,
         raises SyncError naming those that differ. None leaves it to the session, which compares full tensors."""

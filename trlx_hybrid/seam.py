@@ -5,6 +5,7 @@ Source: trl 1.16, `trl/generation/vllm_generation.py` and the trainers' `_genera
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,13 +18,42 @@ GenerateResult = tuple[
 ]
 
 
+SETTINGS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs")} | {
+    "max_completion_length": "max_tokens",
+    "generation_kwargs": "extra",
+    "structured_outputs_regex": "regex",
+}
+"""Attributes of TRL's VLLMGeneration that say how to sample, and their names in `Sampling`."""
+
+
 class Generation:
-    """Stands where TRL expects its own VLLMGeneration."""
+    """Stands where TRL expects its own VLLMGeneration.
+
+    What that samples with can be read and set here as well (`trainer.vllm_generation.temperature = 0.8`), from the next
+    rollout on. Setting anything else is an AttributeError: nothing would read it.
+    """
 
     mode = "colocate"
 
     def __init__(self, session: Session) -> None:
-        self._session = session
+        object.__setattr__(self, "_session", session)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in SETTINGS:
+            raise AttributeError(
+                f"trlx_hybrid's vllm_generation has no {name!r}. It has {', '.join(SETTINGS)} and llm. The engine's "
+                "settings come before the trainer is made: TRL's vllm_* arguments, or HybridConfig.engine_options."
+            )
+        return getattr(self._session.sampler.sampling, SETTINGS[name])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in SETTINGS:
+            getattr(self, name)  # what is not there is not set
+            object.__setattr__(self, name, value)
+            return
+        plain = {"generation_kwargs": {}, "min_p": 0.0}.get(name) if value is None else value
+        sampler = self._session.sampler
+        sampler.sampling = dataclasses.replace(sampler.sampling, **{SETTINGS[name]: plain})
 
     def sync_weights(self) -> None:
         """Nothing to do: the rollout phase has synced, by version and not by `global_step`."""
@@ -50,7 +80,10 @@ class Generation:
 
     @property
     def llm(self) -> Any:
-        """vLLM's own LLM where that is the engine, for custom rollouts that use it; else what TRL's loop reads."""
+        """vLLM's own LLM where that is the engine, for custom rollouts that use it; else what TRL's loop reads.
+
+        Its requests are served by the policy's adapter where they name none.
+        """
         engine = self._session.live_engine
         limits = SimpleNamespace(model_config=SimpleNamespace(max_model_len=engine.max_model_len))
         return getattr(engine, "llm", None) or SimpleNamespace(llm_engine=limits)

@@ -40,7 +40,7 @@ class Session:
     Attributes:
         host, config, selection: who takes part, and why.
         args: the trainer's arguments (TRL's config), for components that need more than their options.
-        policy: the model being trained; ranks: the processes it is trained on.
+        policy: the model being trained; ranks: the processes it is trained on; optimizer: returns the optimizer.
         engine, weights, rollout: None until `open`, and always where TRL generates.
         weights_why: why this weight sync, and why not the cheaper ones.
         phase: who owns the memory now.
@@ -70,7 +70,7 @@ class Session:
         optimizer: Callable[[], Any] = lambda: None,
     ) -> None:
         self.host, self.config, self.selection = host, config, selection
-        self.args, self.policy, self.ranks = args, policy, ranks
+        self.args, self.policy, self.ranks, self.optimizer = args, policy, ranks, optimizer
         self.engine: Engine | None = None
         self.weights: WeightSync | None = None
         self.rollout: Rollout | None = None
@@ -151,6 +151,8 @@ class Session:
 
     def _put_down(self, engine: Engine) -> None:
         assert self.weights is not None
+        if self.weights.put_back():
+            self.freshness.forget()
         engine.sleep(keep_weights=self.weights.keeps_weights)
         self.memory.come_back()
         self.metrics |= self.memory.metrics(Phase.TRAIN)
@@ -239,8 +241,10 @@ class Session:
             other.release_engine()
 
     def weights_changed(self) -> None:
-        """The policy's weights changed: the next rollout syncs first. Call it on every rank."""
+        """The policy's weights changed, frozen ones perhaps: the next rollout syncs all. Call it on every rank."""
         self.freshness.changed()
+        if self.weights is not None:
+            self.weights.forget()
 
     # --- life -------------------------------------------------------------------------------------------------------
 

@@ -227,6 +227,15 @@ class HybridTrainer(Checkpointing):
         session, self._rewards = self.session, None
         session.rows = inputs
         batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        if not session.selection.stock and {"old_per_token_logps", "sampling_per_token_logps"} <= batch.keys():
+            session.freshness.check_batch(
+                batch["sampling_per_token_logps"],
+                batch["old_per_token_logps"],
+                batch["completion_mask"] * batch.get("tool_mask", 1),
+                batch["completion_ids"],
+                trainer.temperature,
+                getattr(trainer, "rollout_func", None) is not None,
+            )
         if "advantages" in batch:
             batch["advantages"] = replaced(session, batch, self._rewards)
         session.host.call("trlx_rollout_end", session=session, trajectories=self._trajectories())

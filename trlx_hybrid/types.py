@@ -50,6 +50,14 @@ class Layout:
         return f"Layout({', '.join(sizes)})"
 
 
+SHAPELESS = {"seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "logprobs", "detokenize", "n"} | {
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+}
+"""Engine-specific sampling arguments that leave the probabilities of tokens alone."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
     """How to sample, in TRL's own terms; one value for every request of a run.
@@ -71,6 +79,16 @@ class Sampling:
     logprobs: int | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     regex: str | None = None
+
+    def reshaped_by(self, temperature: float) -> str | None:
+        """The setting by which tokens are sampled from something else than the softmax at `temperature`, or None."""
+        neutral = {"temperature": (temperature or None,), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
+        neutral |= {"repetition_penalty": (1.0,), "regex": (None,)}
+        values = {name: getattr(self, name) for name in neutral} | dict(self.extra)
+        for name, value in values.items():
+            if name not in SHAPELESS and value not in neutral.get(name, ()):
+                return f"{name}={value!r}"
+        return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,11 @@ LIMIT = 300
 ON_CPU = {"use_cpu": True, "bf16": False, "dtype": "float32", "lora_target_modules": "all-linear"}
 CASES = [
     ([], Case("fp32", sleep=True, graphs=False, ragged=True), "alias"),
-    (["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"], Case("fp32", True, False, tp=2), "reshard"),
+    (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
+        Case("fp32", True, False, tp=2),
+        "reshard",
+    ),
 ]
 
 

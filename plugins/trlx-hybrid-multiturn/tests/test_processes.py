@@ -19,6 +19,7 @@ import psutil
 import pytest
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid_multiturn.job import WorkerError
+from trlx_hybrid_multiturn.options import MultiTurnOptions
 from trlx_hybrid_multiturn.processes import ProcessWorkers, ToolError
 
 PATIENCE = 60  # seconds: nothing here takes long, unless the machine is busy
@@ -581,3 +582,12 @@ def test_a_worker_ends_with_a_killed_trainer(tmp_path, busy):
         assert not gone(worker)
         process.kill()
     until(lambda: gone(worker))
+
+
+def test_the_ranks_of_a_machine_share_its_cpus(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 96)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert MultiTurnOptions().max_processes == 96
+    for ranks, processes in (("8", 12), ("128", 1)):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+        assert MultiTurnOptions().max_processes == processes

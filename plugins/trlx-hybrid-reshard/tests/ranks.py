@@ -16,4 +16,6 @@ def reports(script, folder, count, *arguments):
 
 def ends(script, folder, count, *arguments):
     """How each rank ended; a hang ends in TimeoutError."""
-    return wait_all(start_ranks(HERE / "scripts" / script, folder, *arguments, count=count, environment=ENVIRONMENT), 120)
+    return wait_all(
+        start_ranks(HERE / "scripts" / script, folder, *arguments, count=count, environment=ENVIRONMENT), 120
+    )

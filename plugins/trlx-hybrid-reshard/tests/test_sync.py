@@ -8,6 +8,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from ranks import reports
+from standins import Model, SlicedEngine, session_of
+from trlx_hybrid_reshard.agreement import Agreement
+from trlx_hybrid_reshard.merged import MergedShards
 
 SYNCS = ["first", "trained", "newly frozen", "one frozen", "frozen but written", "lost", "offloaded and run"]
 
@@ -63,3 +66,18 @@ def test_ranks_that_differ_say_so_alike(launched):
     digests = first["freezing"].split("with plan ")
     assert digests[1].split(",")[0] != digests[2].split(".")[0]
     assert first["after"] == second["after"] == []
+
+
+def test_adapters_are_merged_when_all_ranks_have_said_that_they_are_there(monkeypatch):
+    """The merge of shards is FSDP's collective, which has no deadline of ours: a missing rank would hang the others."""
+    _, sync = session_of(Model(), SlicedEngine(tp=1))
+    called = []
+    for owner, name in ((Agreement, "exchange"), (Agreement, "same"), (MergedShards, "refresh")):
+        plain = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, plain=plain, name=name: (called.append(name), plain(*a))[1])
+    assert sync.refuses() is None
+    sync.open()
+    assert called[:2] == ["exchange", "refresh"]
+    called.clear()
+    sync.sync()
+    assert called == ["same", "refresh"]

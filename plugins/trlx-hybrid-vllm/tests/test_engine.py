@@ -137,6 +137,27 @@ def test_trl_arguments_and_engine_options_reach_vllm(run):
     assert config.model_config.dtype is torch.float32
 
 
+def test_what_is_set_on_vllm_generation_is_sampled_with(run):
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, train=False)
+    session, generation = finished.trainer.session, finished.trainer.vllm_generation
+
+    def sampled():
+        with session.rollout_phase(True):
+            return generation.generate([[5, 6, 7]] * 8, None, 8)[1]
+
+    assert (generation.temperature, generation.max_completion_length) == (1.0, 12)
+    assert len({tuple(ids) for ids in sampled()}) > 1
+    generation.temperature, generation.max_completion_length = 0.01, 2
+    generation.min_p = None
+    few = sampled()
+    assert len({tuple(ids) for ids in few}) == 1
+    assert len(few[0]) == 2
+    with pytest.raises(AttributeError, match=r"no 'max_model_length'.* TRL's vllm_\* arguments"):
+        generation.max_model_length = 32
+    with pytest.raises(AttributeError, match=r"no 'tempereture'. It has temperature, top_p"):
+        generation.tempereture = 0.5
+
+
 def test_the_config_alone_chooses_the_engine(run):
     finished = run(trlx_hybrid.GRPOTrainer, hybrid={"engine": "vllm"}, max_steps=1)
     assert finished.trainer.use_vllm

@@ -8,6 +8,7 @@ from transformers import TrainerCallback
 from trlx_hybrid import hookimpl
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.types import Request, Sampling
+from vllm import SamplingParams
 
 ADAPTER = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
 PROMPTS = [[5, 6, 7, 40], list(range(10, 43)), [90]]
@@ -112,3 +113,21 @@ def test_what_the_slots_cannot_hold_is_merged_and_the_header_says_why(run, capfd
     assert "weights=gather (auto; not alias: " in header
     assert reason in header.partition("not lora: ")[2].partition(";")[0]
     assert gap(finished.trainer.session) < 1e-5
+
+
+def test_a_rollout_that_calls_vllm_itself_is_served_by_the_adapter(run):
+    def rollout(prompts, trainer):
+        ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        given = [{"prompt_token_ids": prompt} for prompt in ids]
+        outputs = trainer.vllm_generation.llm.generate(given, SamplingParams(max_tokens=8, logprobs=0), use_tqdm=False)
+        sampled = [output.outputs[0] for output in outputs]
+        logprobs = [[next(iter(position.values())).logprob for position in one.logprobs] for one in sampled]
+        return {"prompt_ids": ids, "completion_ids": [list(one.token_ids) for one in sampled], "logprobs": logprobs}
+
+    adapter = LoraConfig(**ADAPTER)
+    given = {"use_vllm": True, "learning_rate": 3e-2, "max_steps": 3}
+    finished = run(trlx_hybrid.GRPOTrainer, peft_config=adapter, rollout_func=rollout, **given)
+    assert finished.trainer.session.weights.name == "lora"
+    gaps = [log["sampling/sampling_logp_difference/max"] for log in finished.trainer.state.log_history if "loss" in log]
+    assert len(gaps) == 3
+    assert max(gaps) < 1e-5

@@ -167,6 +167,102 @@ def test_a_parameter_that_somebody_rebound_is_taken_back(run):
     assert session.metrics["hybrid/sync_bytes"] == 0
 
 
+def test_averaged_weights_are_sampled_from_in_an_evaluation_and_training_goes_on_from_its_own(run):
+    """The common snippet: `backup = p.data; p.data = shadow`, evaluate, `p.data = backup`."""
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, max_steps=1)
+    session, model = finished.trainer.session, finished.trainer.model
+    own = finished.weights()
+    shadow = {name: p.data * 0.9 for name, p in model.named_parameters()}
+    backup = {}
+    for name, p in model.named_parameters():
+        backup[name], p.data = p.data, shadow[name]
+    assert gap(session) < 1e-5
+    assert gap(session) < 1e-5  # a second batch of the evaluation
+    assert all(torch.equal(backup[name], own[name]) for name in own)
+    assert all(torch.equal(shadow[name], own[name] * 0.9) for name in own)
+    for name, p in model.named_parameters():
+        p.data = backup[name]
+    assert all(torch.equal(p, own[name]) for name, p in model.named_parameters())
+    perturb(model)
+    assert gap(session) < 1e-5
+    assert session.metrics["hybrid/sync_bytes"] == 0  # one memory again
+
+
+@pytest.mark.parametrize("path", ["alias", "copy"])
+def test_a_parameter_that_was_replaced_is_followed(run, path):
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, hybrid={"weights": path}, max_steps=1)
+    session, model = finished.trainer.session, finished.trainer.model
+    old = dict(model.named_parameters())  # as an optimizer holds them
+    model.load_state_dict(tiny_model(seed=7).state_dict(), assign=True)
+    session.weights_changed()
+    assert gap(session) < 1e-5
+    session.weights_changed()
+    assert gap(session) < 1e-5
+    assert not any(torch.equal(p, old[name]) for name, p in model.named_parameters() if "norm" not in name)
+    with torch.no_grad():
+        model.resize_token_embeddings(128)
+    session.weights_changed()
+    with pytest.raises(SyncError, match=r"model\.embed_tokens\.weight, lm_head\.weight got another shape"):
+        gap(session)
+
+
+class FlatOptimizer(torch.optim.SGD):
+    """What DeepSpeed's ZeRO-1 does: parameters become parts of one buffer, and the buffer is stepped."""
+
+    def __init__(self, parameters):
+        parameters = list(parameters)
+        self.flat = torch.nn.Parameter(torch.cat([p.detach().reshape(-1) for p in parameters]))
+        parts = self.flat.detach().split([p.numel() for p in parameters])
+        for p, part in zip(parameters, parts, strict=True):
+            p.data = part.view_as(p)
+        super().__init__([self.flat], lr=1.0)
+
+
+def test_parameters_that_lie_in_an_optimizers_flat_buffer_stay_there(run):
+    model = tiny_model()
+    finished = run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True, train=False)
+    session = finished.trainer.session
+    assert gap(session) < 1e-5
+    assert session.weights.name == "alias"
+    finished.trainer.optimizer = optimizer = FlatOptimizer(model.parameters())  # after an evaluation, say
+    for _ in range(2):
+        optimizer.flat.data.add_(torch.randn_like(optimizer.flat) * 0.05)
+        assert gap(session) < 1e-5
+    session.release_engine()
+    assert gap(session) < 1e-5
+    assert session.weights.name == "copy"
+    why = "not alias: the optimizer steps a flat buffer that model.embed_tokens.weight is a part of"
+    assert why in session.weights_why
+
+
+# --- copy --------------------------------------------------------------------------------------------------------
+
+
+def test_frozen_weights_are_copied_when_they_were_written_to_and_after_their_last_update(run):
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, hybrid={"weights": "copy"}, max_steps=1)
+    session, layers = finished.trainer.session, finished.trainer.model.model.layers
+    small = layers[0].self_attn.q_proj.weight
+    perturb(layers[0])
+    layers[0].requires_grad_(False)  # LISA: other layers' turn
+    layers[1].requires_grad_(False)
+    assert gap(session) < 1e-5
+    everything = session.metrics["hybrid/sync_bytes"]
+    perturb(finished.trainer.model.lm_head)
+    assert gap(session) < 1e-5
+    assert session.metrics["hybrid/sync_bytes"] < everything
+    for write in (lambda: small.data.mul_(1.5), lambda: layers[1].mlp.up_proj.weight.add_(0.1)):  # a merge; by hand
+        write()
+        perturb(finished.trainer.model.lm_head)
+        assert gap(session) < 1e-5
+        assert session.metrics["hybrid/sync_bytes"] == everything
+    small.data[0, 1] += 3.0  # what no look at a sample sees
+    session.weights_changed()
+    assert gap(session) < 1e-5
+
+
+# --- both at once ------------------------------------------------------------------------------------------------
+
+
 def test_a_mixed_dtype_model_takes_both_alias_and_copy(run):
     model = tiny_model()
     model.model.norm.weight.data = model.model.norm.weight.data.bfloat16()

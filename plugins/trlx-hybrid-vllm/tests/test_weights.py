@@ -3,14 +3,14 @@
 import pytest
 import torch
 import trlx_hybrid
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import TrainerCallback
-from trlx_hybrid import hookimpl
+from trlx_hybrid import HybridEngine, hookimpl
 from trlx_hybrid.errors import EngineError, StaleWeightsError, SyncError
 from trlx_hybrid.protocols import WeightSync
 from trlx_hybrid.randomness import request_seed
-from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.types import Request, Sampling
 from trlx_hybrid_vllm import internals
 from trlx_hybrid_vllm.loading import WeightLoader
@@ -85,6 +85,30 @@ def test_a_merge_leaves_base_and_adapter_bitwise_alone_and_matches_peft(run):
     expected = finished.trainer.model.merge_and_unload().state_dict()
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        {"modules_to_save": ["embed_tokens"]},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"trainable_token_indices": [5, 6, 7, 40]},
+    ],
+    ids=str,
+)
+def test_a_tied_head_that_adapters_part_from_the_embeddings_is_served_as_it_is(adapter):
+    model = get_peft_model(tiny_model(tied=True), LoraConfig(r=4, **{"target_modules": ["q_proj"]} | adapter))
+    with HybridEngine(model, character_tokenizer(), max_tokens=8, engine_options={"max_model_len": 64}) as engine:
+        assert gaps(engine.session) < 1e-5
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.requires_grad:
+                    p.add_(torch.randn_like(p) * 0.1)
+        assert gaps(engine.session) < 1e-5
+        assert engine.session.weights.check(full=True) is None
+        assert engine.session.live_engine.differing(engine.session.policy.full_weights()) == []
 
 
 class Corrupt(WeightSync):
@@ -290,3 +314,31 @@ def test_a_request_depends_on_its_seed_and_not_on_its_company(run):
     ids = [c.token_ids for c in together]
     assert ids == [c.token_ids for c in reversed_] == [c.token_ids for c in alone]
     assert len({tuple(i) for i in ids}) == 6  # six draws, not one repeated
+
+
+class Spoil:
+    """Changes the engine's weights behind the proofs, from weight version 2 on."""
+
+    @hookimpl
+    def trlx_sync_end(self, session, report):
+        if report.version == 2:
+            session.live_engine._loader.parameters["model.layers.0.self_attn.qkv_proj.weight"].mul_(1.2)
+
+
+def test_a_run_stops_at_the_step_at_which_engine_and_trainer_score_tokens_apart(run, caplog):
+    given = {"use_vllm": True, "plugins": [Spoil()], "hybrid": {"weights": "copy"}, "max_steps": 4}
+    with pytest.raises(SyncError, match=r"At step 2, .* on rank 0, token \d+ of completion 0 \(id \d+\) was sampled"):
+        run(trlx_hybrid.GRPOTrainer, **given)
+    assert "not compared" not in caplog.text
+    truncated = run(trlx_hybrid.GRPOTrainer, **given, top_p=0.5)
+    assert truncated.trainer.state.global_step == 4
+    assert caplog.text.count("not compared token by token: top_p=0.5") == 1
+
+
+def test_a_run_stops_after_a_first_step_that_trains_nothing(run):
+    model = tiny_model()
+    others = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]
+    finished = run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True, train=False)
+    finished.trainer.optimizer = torch.optim.AdamW(others, lr=1e-2)
+    with pytest.raises(SyncError, match="Step 1 of the optimizer changed no bit"):
+        finished.trainer.train()

@@ -13,6 +13,11 @@ Mode = Literal["thread", "process", "main"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 
+def _ranks_here() -> int:
+    """How many processes the launcher started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiTurnOptions:
     """`HybridConfig.rollout_options` for `rollout="multi_turn"`. All limits are per rank.
@@ -25,7 +30,7 @@ class MultiTurnOptions:
         tool_modes: the same for single tools, by name.
         max_tools: calls at once in threads, and as many on the event loop, environments' included. Those beyond wait,
             and their time begins when they do.
-        max_processes: calls at once in processes.
+        max_processes: calls at once in processes; by default this rank's part of the machine's CPUs.
         max_trajectories: trajectories under way at once; all of them by default.
         tool_timeout: seconds that one call may take. A call that takes longer ends its trajectory.
         max_seconds: seconds that one trajectory may take; what it has by then is kept, as at a limit of tokens.
@@ -43,7 +48,7 @@ class MultiTurnOptions:
     tools: Mode = "thread"
     tool_modes: Mapping[str, Mode] = field(default_factory=dict)
     max_tools: int = 256
-    max_processes: int = field(default_factory=lambda: os.cpu_count() or 1)
+    max_processes: int = field(default_factory=lambda: max(1, (os.cpu_count() or 1) // _ranks_here()))
     max_trajectories: int | None = None
     tool_timeout: float = 300.0
     max_seconds: float | None = None

@@ -108,7 +108,9 @@ class Agreement:
         missing = self._missing()
         if missing:
             return f"{self._names(missing)} answered no roll call: it died, or left the sync; its own output says why."
-        return "All ranks are there and wait as this one: it is the GPUs, their driver or the network (NCCL_DEBUG=INFO)."
+        return (
+            "All ranks are there and wait as this one: it is the GPUs, their driver or the network (NCCL_DEBUG=INFO)."
+        )
 
     def _on_device(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
         """The all-reduce over NCCL: where the result will be, and the event of its arrival."""
@@ -175,7 +177,9 @@ class Agreement:
                 f"{text}It lives, and does something else: its own output says what. Where it is only slow, raise "
                 "`deadline` in HybridConfig.weights_options."
             )
-        return PeerLostError(f"{text}It has died or left; its own output says why ({str(error).splitlines()[0][:200]}).")
+        return PeerLostError(
+            f"{text}It has died or left; its own output says why ({str(error).splitlines()[0][:200]})."
+        )
 
     @staticmethod
     def _names(ranks: Sequence[int]) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from trlx_hybrid.merging import AdaptedModule, adapted
+from trlx_hybrid.merging import AdaptedModule, adapted, parted_head
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +21,8 @@ def unmergeable(policy: Policy) -> str | None:
     """Why the adapters of this policy cannot be merged shard by shard, or None."""
     if not policy.adapters:
         return None
+    if parted_head(policy.base) is not None:
+        return "adapters part the output head from the embeddings that it is tied to"
     from peft.tuners.lora.layer import Embedding, Linear
 
     for name, module in _adapted_modules(policy):

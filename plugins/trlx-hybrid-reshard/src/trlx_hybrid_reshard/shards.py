@@ -6,12 +6,14 @@ from collections.abc import Sequence, Set
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
+from trlx_hybrid.frozen import Frozen
+
 from .live import LiveLayout, read
 from .merged import MergedShards
 from .parameter import Parameter
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
     from trlx_hybrid.policy import Policy
 
 
@@ -27,19 +29,14 @@ class Shards:
     def __init__(self, policy: Policy) -> None:
         self._sharded_modules = [m for m in policy.module.modules() if hasattr(m, "reshard")]
         self._gather_up()
-        names = policy.base_parameters()
-        self.shapes = {name: tuple(p.shape) for name, p in names.items()}
-        owners: dict[int, tuple[nn.Module, str]] = {}
-        for module in policy.base.modules():
-            for key, parameter in module._parameters.items():
-                owners.setdefault(id(parameter), (module, key))
-        self._owners = {name: owners[id(p)] for name, p in names.items()}
+        self.shapes = {name: tuple(p.shape) for name, p in policy.base_parameters().items()}
+        self._owners = policy.base_slots()
         self._merged = MergedShards(policy)
-        self._names = [name for name in names if name not in self._merged.names]
-        self._slots = [(self._owners[name][0]._parameters, self._owners[name][1]) for name in self._names]
+        self._names = [name for name in self.shapes if name not in self._merged.names]
+        self._slots = [self._owners[name] for name in self._names]
         self._tensors: list[Tensor] = []
         self._addresses: list[int] = []
-        self._frozen: dict[str, tuple[int, int, int]] = {}
+        self._frozen = Frozen()
         self.local: dict[str, Tensor] = {}
         self.moved = 0
         self.refresh()
@@ -56,28 +53,27 @@ class Shards:
         `trlx_hybrid.offload`) lies elsewhere without being another one: views of it are right, a recording is not.
         """
         self._gather_up()
-        moved = self._merged.refresh()
-        self.local.update((name, self._merged[name]) for name in self._merged.names)
+        moved = False
         parameters: list[Any] = [held[key] for held, key in self._slots]
         tensors: list[Tensor] = [getattr(p, "_local_tensor", p) for p in parameters]
         addresses = [t.data_ptr() for t in tensors]
-        frozen = {
-            name: (id(t), t.untyped_storage()._cdata, t._version)
-            for name, p, t in zip(self._names, parameters, tensors, strict=True)
-            if not p.requires_grad
-        }
+        named = zip(self._names, parameters, tensors, strict=True)
+        changed = self._frozen.changed({name: t for name, p, t in named if not p.requires_grad})
         if addresses != self._addresses or not all(map(is_, tensors, self._tensors)):
             self.local.update((name, t.detach()) for name, t in zip(self._names, tensors, strict=True))
             self._tensors, self._addresses, moved = tensors, addresses, True
-        changed = any(self._frozen.get(name) != state for name, state in frozen.items())
-        self._frozen = frozen
         self.moved += moved
         return changed
+
+    def merge(self) -> None:
+        """Merge adapters anew. Collective where the policy is sharded, with no deadline: all ranks must be there."""
+        self.moved += self._merged.refresh()
+        self.local.update((name, self._merged[name]) for name in self._merged.names)
 
     @property
     def frozen(self) -> Set[str]:
         """Names of parameters that no optimizer changes."""
-        return self._frozen.keys()
+        return self._frozen.names
 
     def parameters(self, names: Sequence[str]) -> list[Parameter]:
         """For a plan: each parameter a class of its own."""
@@ -89,5 +85,5 @@ class Shards:
         Raises:
             ConfigError: a placement that is neither a shard nor a replica.
         """
-        live = {name: module._parameters[key] for name, (module, key) in self._owners.items()}
+        live = {name: held[key] for name, (held, key) in self._owners.items()}
         return read(self.parameters(list(self.shapes)), live, world)  # type: ignore[arg-type]

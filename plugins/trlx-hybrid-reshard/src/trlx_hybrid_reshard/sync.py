@@ -74,13 +74,12 @@ class ReshardSync(WeightSync):
 
     def _refuses_together(self) -> str | None:
         ranks = self._session.ranks
-        self._agreement = agreement = Agreement(
-            ranks.rank, ranks.world, self._options.deadline, self._options.stall
-        )
+        self._agreement = agreement = Agreement(ranks.rank, ranks.world, self._options.deadline, self._options.stall)
         self._shards = shards = Shards(self._session.policy)
         odd = differences.of_models(agreement.exchange("the comparison of the ranks' models", shards.shapes))
         if odd is not None:
             raise SyncError(odd)
+        shards.merge()
         reason, boxes = self._inspect(shards)
         gathered = agreement.exchange("the comparison of what the engines hold", (reason, boxes))
         found = next((f"rank {rank}: {why}" for rank, (why, _) in enumerate(gathered) if why is not None), None)
@@ -166,6 +165,7 @@ class ReshardSync(WeightSync):
         everything, self._synced = changed or engine.weights_lost or not self._synced, False
         with self._giving_up():
             self._agree(everything)
+            self._shards.merge()
             moves = self._move()
         if self._regions is not None and self._regions.padding:
             torch._foreach_zero_(list(self._regions.padding))
@@ -183,6 +183,10 @@ class ReshardSync(WeightSync):
         except PeerLostError as error:
             raise PeerLostError(f"{error} {self._agreement.roll_call()}") from error
         return self.moves
+
+    def forget(self) -> None:
+        """Frozen parameters move again, too."""
+        self._synced = False
 
     def _agree(self, everything: bool) -> None:
         """All ranks are there, at one weight version and one plan; if one must move everything, all do."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
+from trlx_hybrid.merging import parted_head
 from trlx_hybrid.policy import Policy
 
 
@@ -18,6 +19,8 @@ def write_without_weights(policy: Policy, folder: Path) -> None:
     config.architectures = [policy.architecture]
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the trainer's base; the engine is told its own
+    if parted_head(model) is not None:
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     config.save_pretrained(folder)
     if model.generation_config is not None:
         # Not `save_pretrained`, which refuses the odd combinations that published generation configs contain.

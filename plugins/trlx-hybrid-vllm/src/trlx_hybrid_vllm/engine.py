@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -79,6 +80,9 @@ class VLLMEngine:
                 ) from error
         own_end(self.llm)
         internals.keep_expanded_prompts(self.llm)
+        if adapters:
+            this = weakref.ref(self)
+            internals.serve_by_default(self.llm, lambda: getattr(this(), "adapter", None))
         self.max_model_len: int = self.llm.llm_engine.model_config.max_model_len
         self.memory = EngineMemory(self.llm, options.enable_sleep_mode)
         self._loader = WeightLoader(internals.model_of(self.llm))

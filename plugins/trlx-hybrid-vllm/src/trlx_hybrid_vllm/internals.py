@@ -5,10 +5,11 @@ The plugin's tests run all of it, on the pinned version.
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import socket
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -204,6 +205,18 @@ def free_port(host: str) -> int:
     with socket.socket() as s:
         s.bind((host, 0))
         return int(s.getsockname()[1])
+
+
+def serve_by_default(llm: Any, adapter: Callable[[], Any]) -> None:
+    """Let requests that name no LoRARequest be served by this one: custom rollouts call `llm` itself."""
+    processor = llm.llm_engine.input_processor
+    plain = processor.process_inputs
+
+    @functools.wraps(plain)
+    def process_inputs(*args: Any, lora_request: Any = None, **kwargs: Any) -> Any:
+        return plain(*args, lora_request=lora_request or adapter(), **kwargs)
+
+    processor.process_inputs = process_inputs
 
 
 FLOAT32_PRODUCTS = "TRITON_F32_DEFAULT"

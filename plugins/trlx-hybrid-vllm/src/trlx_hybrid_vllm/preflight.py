@@ -27,7 +27,7 @@ def refuses(policy: Policy, world: int, options: VLLMOptions) -> str | None:
     return (
         policy.refuses_gather()
         or _architecture(policy.architecture, options)
-        or _cpu(config, heads)
+        or _cpu(policy, heads)
         or _unknown_arguments(options)
     )
 
@@ -40,15 +40,16 @@ def _architecture(name: str, options: VLLMOptions) -> str | None:
     return f"vLLM has no model for {name}. Set vllm_model_impl='transformers', or engine='transformers'."
 
 
-def _cpu(config: Any, heads: int | None) -> str | None:
+def _cpu(policy: Policy, heads: int | None) -> str | None:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
         return None
+    config = policy.base.config.get_text_config()
     head_size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
     if head_size is not None and head_size not in CPU_HEAD_SIZES:
         return f"vLLM's CPU attention has no kernel for head size {head_size}; it has {CPU_HEAD_SIZES}."
-    if any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts")):
+    if policy.has_experts:
         return (
             "on a CPU, vLLM repacks expert weights at an unchanged shape, so synced weights would be misread. "
             "Train mixture-of-experts models on a GPU, or with engine='transformers'."

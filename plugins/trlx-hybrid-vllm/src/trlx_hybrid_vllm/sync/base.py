@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import dlpack
 from trlx_hybrid.errors import SyncError, listed
+from trlx_hybrid.frozen import Frozen
+from trlx_hybrid.owners import unwrapped
 from trlx_hybrid.policy import is_sharded
 
 from ..loading import differ
@@ -22,20 +25,28 @@ if TYPE_CHECKING:
 class SharedWeights:
     """Keeps the engine's memory equal to the policy's base parameters, by being the same memory where that can be.
 
+    A parameter may be rebound or replaced at any time (`p.data = averaged`, `load_state_dict(assign=True)`), so it is
+    looked up in its module, and followed: what it holds is copied into the engine. If nobody else refers to its old or
+    its new memory, it then becomes a view again. If somebody keeps the old memory, to put it back after an evaluation,
+    those bits are saved before the copy and put back when the rollout is over.
+
     Args:
         alias: whether parameters may become views of the engine's memory; otherwise all are copied.
+        optimizer: the optimizer of the run, if there is one.
 
     Attributes:
         aliased: parameters that are views; copied: parameters whose bits are copied at each refresh.
     """
 
-    def __init__(self, engine: VLLMEngine, policy: Policy, alias: bool) -> None:
-        self._engine, self._policy, self._alias = engine, policy, alias
+    def __init__(self, engine: VLLMEngine, policy: Policy, alias: bool, optimizer: Any = None) -> None:
+        self._engine, self._policy, self._alias, self._optimizer = engine, policy, alias, optimizer
         self._places: Places | None = None
-        self._parameters: dict[str, nn.Parameter] = {}
+        self._slots: dict[str, tuple[dict[str, nn.Parameter | None], str]] = {}
         self._views: dict[str, Tensor] = {}
+        self._frozen = Frozen()
         self._copied_once = False
         self._addresses: dict[str, int] = {}
+        self._borrowed: dict[str, Tensor] = {}
         self.aliased: list[str] = []
         self.copied: list[str] = []
 
@@ -62,6 +73,9 @@ class SharedWeights:
                 return f"the policy is sharded ({name} lies on several ranks)"
             if type(p) is not nn.Parameter:
                 return f"{name} is a {type(p).__name__}, whose bits are not the weights"
+        flat = flattened(self._policy, self._optimizer) if self._alias else None
+        if flat is not None:
+            return f"the optimizer steps a flat buffer that {flat} is a part of (DeepSpeed); an alias would leave it"
         return self._policy.refuses_gather()
 
     def _used(self) -> list[tuple[str, nn.Parameter]]:
@@ -83,33 +97,66 @@ class SharedWeights:
             (tensors, bytes) that were copied: both zero where everything is aliased and nobody rebound a parameter.
         """
         lost, self._copied_once = self._engine.weights_lost or not self._copied_once, True
+        copied = {name: self._parameter(name) for name in self.copied}
+        lost |= self._frozen.changed({name: p for name, p in copied.items() if not p.requires_grad})
         moved = self._moved()
-        names = [*(n for n in self.copied if lost or self._parameters[n].requires_grad), *moved]
+        kept = {name for name in moved if not _refers_alone(self._views[name])}
+        own = {name for name, p in moved.items() if _refers_alone(p) and p.dtype == self._views[name].dtype}
+        sources = {name: p.detach() for name, p in (copied | moved).items() if name in moved or lost or p.requires_grad}
+        resized = [name for name, source in sources.items() if source.shape != self._views[name].shape]
+        if resized:
+            raise SyncError(
+                f"{listed(resized)} got another shape. Release the engine before the model is resized: "
+                "`session.release_engine()`; the next rollout builds it anew."
+            )
+        self._borrowed |= {name: self._views[name].clone() for name in kept - self._borrowed.keys()}
         with torch.no_grad():
-            sources = [self._parameters[name].detach() for name in names]
-            if names:  # one multi-tensor launch, cast on the way
-                torch._foreach_copy_([self._views[name] for name in names], sources)
-            for name in moved:
-                self._parameters[name].data = self._views[name]
+            if sources:  # one multi-tensor launch, cast on the way
+                torch._foreach_copy_([self._views[name] for name in sources], list(sources.values()))
+        for name in own - self._borrowed.keys():
+            moved[name].data = self._views[name]
         self._engine.weights_written()
-        return len(names), sum(s.numel() * s.element_size() for s in sources)
+        return len(sources), sum(s.numel() * s.element_size() for s in sources.values())
+
+    def put_back(self) -> bool:
+        """The rollout is over: memory that somebody else refers to holds its own bits again.
+
+        Returns:
+            Whether the engine has lost weights by that.
+        """
+        borrowed, self._borrowed = self._borrowed, {}
+        for name, bits in borrowed.items():
+            self._views[name].copy_(bits)
+        return bool(borrowed)
+
+    def forget(self) -> None:
+        """Look for all parameters anew, modules may have been replaced, and copy them at the next refresh."""
+        self._slots |= self._policy.base_slots()
+        self._copied_once = False
 
     def bind(self) -> None:
         """Rebind what can be aliased, right after the load that `refuses` made: the bits are the same."""
         assert self._places is not None, "refuses() comes first"
+        self._slots = self._policy.base_slots()
         for name, p in self._used():
             view, alias = self._places.view(name), self._can_alias(name, p)
-            self._parameters[name] = p
             self._views[name] = own_storage(view) if alias else view.detach()
             (self.aliased if alias else self.copied).append(name)
         for name in self.aliased:
-            self._parameters[name].data = self._views[name]
+            self._parameter(name).data = self._views[name]
         self._addresses = {name: self._views[name].data_ptr() for name in self.aliased}
 
-    def _moved(self) -> list[str]:
-        """Aliased parameters that are no longer the engine's memory, because somebody rebound them."""
-        parameters = self._parameters
-        return [name for name, address in self._addresses.items() if parameters[name].data_ptr() != address]
+    def _parameter(self, name: str) -> nn.Parameter:
+        """The one that is there now."""
+        held, key = self._slots[name]
+        p = held[key]
+        assert p is not None, name
+        return p
+
+    def _moved(self) -> dict[str, nn.Parameter]:
+        """Aliased parameters that are no longer the engine's memory, because somebody rebound or replaced them."""
+        now = ((name, self._parameter(name)) for name in self._addresses)
+        return {name: p for name, p in now if p.data_ptr() != self._addresses[name]}
 
     def check(self, full: bool) -> int:
         """Prove it: pointers, shapes and strides of the aliased, bits of the copied (of all when `full`).
@@ -120,13 +167,17 @@ class SharedWeights:
         Raises:
             SyncError: names each parameter that is not the engine's.
         """
-        wrong = self._moved()
+        moved = self._moved()
+        compared = [*(self.copied if full else []), *moved]
+        wrong = []
         for name in self.aliased:
-            p, view = self._parameters[name], self._views[name]
-            if p.shape != view.shape or p.stride() != view.stride():
+            p, view = self._parameter(name), self._views[name]
+            if name not in moved and (p.shape != view.shape or p.stride() != view.stride()):
                 wrong.append(name)
-        compared = self.copied if full else []
-        flags = [differ(self._views[name], self._parameters[name].detach()) for name in compared]
+        if full:
+            live = self._policy.base_parameters()
+            wrong += [name for name in (*self.aliased, *self.copied) if live.get(name) is not self._parameter(name)]
+        flags = [differ(self._views[name], self._parameter(name).detach()) for name in compared]
         if flags:
             wrong += [n for n, differs in zip(compared, torch.stack(flags).tolist(), strict=True) if differs]
         buffers = self._policy.buffers() if full else {}
@@ -136,7 +187,7 @@ class SharedWeights:
                 f"After the weight sync the engine holds other bits than the policy in {listed(wrong)}. "
                 "Report it with `trlx-hybrid env`; weights='gather' may serve meanwhile."
             )
-        return len(self.aliased) + len(compared) + len(buffers)
+        return len(self.aliased) + (len(self.copied) if full else 0) + len(buffers)
 
     def release(self) -> None:
         """Give each aliased parameter memory of its own again. After the engine is closed: what it held is freed one
@@ -144,10 +195,24 @@ class SharedWeights:
         views, self._views = self._views, {}
         aliased, self.aliased, self.copied, self._addresses = self.aliased, [], [], {}
         for name in aliased:
-            p, view = self._parameters.pop(name), views.pop(name)
+            p, view = self._parameter(name), views.pop(name)
             if p.data_ptr() == view.data_ptr():
                 p.data = view.clone()
-        self._parameters = {}
+        self._slots, self._frozen = {}, Frozen()
+
+
+def flattened(policy: Policy, optimizer: Any) -> str | None:
+    """A trained parameter that is a part of a buffer which the optimizer steps in its place, or None.
+
+    DeepSpeed's ZeRO-1 and 2 do that. Optimizers with one master copy per parameter write to the parameter itself.
+    """
+    if optimizer is None:
+        return None
+    stepped = {id(p) for group in unwrapped(optimizer).param_groups for p in group["params"]}
+    trained = {name: p for name, p in policy.base_parameters().items() if p.requires_grad}
+    buffers = {name: p.untyped_storage().data_ptr() for name, p in trained.items()}
+    parts = Counter(buffers.values())
+    return next((name for name, p in trained.items() if id(p) not in stepped and parts[buffers[name]] > 1), None)
 
 
 def own_storage(view: Tensor) -> Tensor:
@@ -157,6 +222,12 @@ def own_storage(view: Tensor) -> Tensor:
     storages (safetensors, `accelerator.save_model`) would drop two of them. Keeps the memory alive.
     """
     return dlpack.from_dlpack(view.detach())  # type: ignore[no-any-return]
+
+
+def _refers_alone(tensor: Tensor) -> bool:
+    """Whether no other tensor lies in its storage: the tensor and the handle that is asked are two references."""
+    storage = tensor.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) == 2)
 
 
 def _name(dtype: Any) -> str:

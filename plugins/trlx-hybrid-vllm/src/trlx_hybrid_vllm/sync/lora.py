@@ -84,6 +84,15 @@ class LoraSync(WeightSync):
         engine.adapter = self._slots.request(self._session.freshness.version)
         return LoadReport(tensors=tensors + self._slots.tensors, bytes=moved)
 
+    def put_back(self) -> bool:
+        """See `SharedWeights.put_back`."""
+        return self._base is not None and self._base.put_back()
+
+    def forget(self) -> None:
+        """Frozen weights move again, too."""
+        if self._base is not None:
+            self._base.forget()
+
     def check(self, full: bool) -> int:
         """Prove it: the base as in `SharedWeights.check`, the slots bit for bit when `full`.
 

@@ -37,7 +37,7 @@ class SharedSync(WeightSync):
             return "it reaches into vLLM's memory, and another engine is in use"
         if session.policy.adapters:
             return "the policy has adapters: they are served (`lora`) or merged (`gather`)"
-        self._shared = SharedWeights(engine, session.policy, self._alias)
+        self._shared = SharedWeights(engine, session.policy, self._alias, session.optimizer())
         return self._shared.refuses()
 
     def open(self) -> None:
@@ -50,6 +50,15 @@ class SharedSync(WeightSync):
         assert self._shared is not None, "refuses() comes first"
         tensors, moved = self._shared.refresh()
         return LoadReport(tensors=tensors, bytes=moved)
+
+    def put_back(self) -> bool:
+        """See `SharedWeights.put_back`."""
+        return self._shared is not None and self._shared.put_back()
+
+    def forget(self) -> None:
+        """Frozen weights move again, too."""
+        if self._shared is not None:
+            self._shared.forget()
 
     def check(self, full: bool) -> int:
         """Prove it, see `SharedWeights.check`."""

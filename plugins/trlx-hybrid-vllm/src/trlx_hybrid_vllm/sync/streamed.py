@@ -49,6 +49,14 @@ class StreamedBase:
         self._streamed = True
         return report.tensors, report.bytes
 
+    def put_back(self) -> bool:
+        """Nothing was borrowed."""
+        return False
+
+    def forget(self) -> None:
+        """The base is streamed again."""
+        self._streamed = False
+
     def check(self, full: bool) -> int:
         """Compare every bit when `full`; what is frozen and was compared is not compared again otherwise.
 
@@ -71,4 +79,4 @@ class StreamedBase:
 
     def release(self) -> None:
         """The engine was closed."""
-        self._streamed = False
+        self.forget()

@@ -1,0 +1,128 @@
+"""What stops a run: tokens that engine and trainer score apart, and a first step that trained nothing."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+from trlx_hybrid.config import HybridConfig
+from trlx_hybrid.errors import ConfigError, SyncError
+from trlx_hybrid.policy import Policy
+from trlx_hybrid.proof import Allowed, FirstStep, disagreement, noise
+from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid.types import Sampling
+
+ALONE = SimpleNamespace(any=bool)
+
+
+def batch(rows=4, tokens=100):
+    scored = -torch.rand(rows, tokens) * 3
+    ids = torch.arange(rows * tokens).view(rows, tokens)
+    return scored.clone(), scored, torch.ones_like(ids), ids
+
+
+def allowed(dtype=torch.float32, policy_dtype=torch.float32, autocast=torch.float32, experts=False, nats=None):
+    engine = SimpleNamespace(dtype=dtype, quantized=False)
+    return Allowed.of(engine, SimpleNamespace(dtype=policy_dtype, has_experts=experts), autocast, nats)
+
+
+def test_the_first_token_that_differs_is_named():
+    sampled, scored, mask, ids = batch()
+    assert disagreement(sampled, scored, mask, ids, allowed()) is None
+    sampled[2, 7] -= 0.25
+    sampled[3, 1] += 0.25
+    told = disagreement(sampled, scored, mask, ids, allowed())
+    assert told.startswith("token 7 of completion 2 (id 207) was sampled at a log-prob of")
+    assert "2 of 400 tokens are more than 0.001 nats apart" in told
+    assert disagreement(sampled, scored, mask, ids, allowed(nats=0.3)) is None
+
+
+def test_observed_and_padded_tokens_do_not_count_and_a_nan_does():
+    sampled, scored, mask, ids = batch()
+    sampled[0, 50:] = 0.0
+    mask[0, 50:] = 0
+    assert disagreement(sampled, scored, mask, ids, allowed()) is None
+    sampled[1, 3] = float("nan")
+    assert disagreement(sampled, scored, mask, ids, allowed()).startswith("token 3 of completion 1")
+
+
+def test_in_16_bits_and_with_experts_a_share_of_the_tokens_may_differ():
+    sampled, scored, mask, ids = batch(rows=10)
+    coarse, routed = allowed(torch.bfloat16), allowed(torch.bfloat16, experts=True)
+    sampled[:, 0] += 2.0  # 10 of 1,000
+    assert disagreement(sampled, scored, mask, ids, coarse) is None
+    sampled[0, 1] += 2.0
+    assert "11 of 1000 tokens are more than 0.5 nats apart, and at most 1% may be" in disagreement(
+        sampled, scored, mask, ids, coarse
+    )
+    assert disagreement(sampled, scored, mask, ids, routed) is None
+    assert disagreement(sampled, scored, mask, ids, allowed(experts=True)) is None
+    few = [t[:1, :8] for t in batch()]
+    few[0][0, :3] += 2.0
+    assert disagreement(*few, coarse) is None  # three improbable tokens of eight happen
+    few[0][0, 3] += 2.0
+    assert disagreement(*few, coarse) is not None
+
+
+def test_the_coarsest_arithmetic_decides():
+    assert allowed().nats == 1e-3
+    assert allowed(torch.float16).nats == 0.1
+    assert allowed(autocast=torch.bfloat16).nats == 0.5
+    assert allowed(torch.float16, policy_dtype=torch.bfloat16).nats == 0.5
+    assert allowed(torch.bfloat16, nats=0.05).nats == 0.05
+
+
+@pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])
+def test_a_bound_that_bounds_nothing_is_refused(bound):
+    with pytest.raises(ConfigError, match="max_logprob_gap must be more than 0"):
+        HybridConfig(max_logprob_gap=bound)
+
+
+def test_settings_that_reshape_the_distribution_are_known():
+    plain = {"max_tokens": 8, "temperature": 0.7}
+    assert Sampling(**plain, extra={"stop": ["x"], "temperature": 0.7}).reshaped_by(0.7) is None
+    assert Sampling(**plain, top_k=-1).reshaped_by(0.7) is None
+    assert Sampling(**plain, top_p=0.9).reshaped_by(0.7) == "top_p=0.9"
+    assert Sampling(**plain, regex="a*").reshaped_by(0.7) == "regex='a*'"
+    for name, value in {"temperature": 1.0, "min_tokens": 4, "logit_bias": {5: 1.0}, "top_k": 20}.items():
+        assert Sampling(**plain, extra={name: value}).reshaped_by(0.7) == f"{name}={value!r}"
+    assert Sampling(max_tokens=8, temperature=0.0).reshaped_by(0.0) == "temperature=0.0"
+
+
+def test_a_policy_with_dropout_is_random_while_it_trains():
+    model = tiny_model()
+    model.train()
+    assert noise(model) is None
+    model.model.layers[1].self_attn.attention_dropout = 0.1
+    assert noise(model) == "model.layers.1.self_attn.attention_dropout=0.1"
+    model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, nn.Dropout(0.2))
+    assert noise(model) == "model.layers.0.mlp.1.p=0.2"
+    model.eval()
+    assert noise(model) is None
+
+
+def step(model, lr=1e-2, gradient=1.0, of=None):
+    """One step, as the trainer's callbacks see it, of an optimizer that was made for `of`."""
+    first = FirstStep(Policy(lambda: model, None, torch.device("cpu")), ALONE)
+    optimizer = torch.optim.SGD(of or list(model.parameters()), lr=lr)
+    first.begins(optimizer)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, gradient)
+    optimizer.step()
+    first.ended(0, optimizer)
+
+
+def test_a_first_step_that_changes_something_passes_and_one_that_must_and_does_not_stops_the_run():
+    step(tiny_model())
+    with pytest.raises(SyncError, match="Step 1 of the optimizer changed no bit of any trainable weight"):
+        step(tiny_model(), of=[nn.Parameter(torch.ones(1))])
+    model = tiny_model(dtype=torch.bfloat16)
+    for p in model.parameters():
+        nn.init.ones_(p)
+    with pytest.raises(SyncError, match="bfloat16 round updates away"):
+        step(model, lr=1e-6)
+
+
+@pytest.mark.parametrize("given", [{"lr": 0.0}, {"gradient": 0.0}, {"gradient": 1e-12}])
+def test_a_first_step_that_had_nothing_to_change_is_passed_over(given):
+    step(tiny_model(), **given)

@@ -1,0 +1,45 @@
+"""Which weights no optimizer changes, and whether somebody wrote to them all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+import torch
+from torch import Tensor
+
+SAMPLED = 64  # elements of each tensor
+
+
+class Frozen:
+    """Looks at frozen weights between two syncs, so that they move only when they have to.
+
+    A look compares tensors, storages and torch's version counters, and a sample of the bits: a merge by PEFT goes
+    through `.data`, which counts nothing. What only passes for frozen since its last update is news as well.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, tuple[int, int, int]] = {}
+        self._samples: list[Tensor] = []
+        self._bits: Tensor | None = None
+
+    @property
+    def names(self) -> Set[str]:
+        """Those that were frozen at the last look."""
+        return self._states.keys()
+
+    def changed(self, tensors: Mapping[str, Tensor]) -> bool:
+        """Whether some of the weights that are frozen now may hold other bits than at the last look."""
+        states = {name: (id(t), t.untyped_storage()._cdata, t._version) for name, t in tensors.items()}
+        news = any(self._states.get(name) != state for name, state in states.items())
+        before, bits = self._bits, self._sampled()
+        if before is not None and bits is not None:
+            news = news or not torch.equal(before, bits)
+        if states != self._states:
+            flat = (t.detach().view(-1) for t in tensors.values() if t.is_contiguous() and t.numel())
+            self._samples = [t[:: max(1, t.numel() // SAMPLED)] for t in flat]
+            bits = self._sampled()
+        self._states, self._bits = states, bits
+        return news
+
+    def _sampled(self) -> Tensor | None:
+        return torch.cat([t.float() for t in self._samples]).view(torch.int32) if self._samples else None

@@ -6,6 +6,7 @@ import gc
 import os
 import random
 import signal
+import sqlite3
 import threading
 import time
 import types
@@ -18,6 +19,7 @@ from trlx_hybrid.conversation import Conversation, Dialogue
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid_multiturn import runners as runners_module
 from trlx_hybrid_multiturn.calls import LostCallError, run_calls
+from trlx_hybrid_multiturn.environment import Player, Step
 from trlx_hybrid_multiturn.job import WorkerError
 from trlx_hybrid_multiturn.loop import Loop
 from trlx_hybrid_multiturn.multi_turn import MultiTurn
@@ -382,6 +384,96 @@ def test_calls_whose_turn_never_came_are_closed_and_hold_nothing(pool, event_loo
     assert sorted(ended) == started  # a third may have begun when the first was given up, but not for long
     assert runners.running() == []
     assert [str(w.message) for w in caught if "never awaited" in str(w.message)] == []
+
+
+# --- what belongs to the main thread ----------------------------------------------------------------------------------
+
+
+def by_alarm():
+    """As TRL's own example guards its query."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(0)
+    return "found"
+
+
+def wrapped():
+    """As math-verify says it."""
+    try:
+        return by_alarm()
+    except ValueError as error:
+        raise ValueError("does not support threads") from error
+
+
+class Database:
+    """As TRL makes an environment: in the trainer's thread."""
+
+    def __init__(self):
+        self.connection = sqlite3.connect(":memory:")
+        self.threads = []
+
+    def count(self):
+        self.threads.append(threading.get_ident())
+        return str(self.connection.execute("select 1").fetchall())
+
+
+def test_a_tool_that_cannot_work_in_a_thread_moves_to_the_trainers_and_says_so_once(caplog):
+    database, runners = Database(), Runners(MultiTurnOptions(tool_modes={"wrapped": "thread"}))
+    calls = [call("by_alarm"), call("wrapped"), call("count"), call("add", a=1, b=2)]
+    for _ in range(2):
+        for messages, conversation in run_many(runners, [calls] * 3, [by_alarm, wrapped, database.count, add]):
+            assert [m["content"] for m in messages] == ["found", "found", "[(1,)]", "3"]
+            assert conversation.failed_calls == 0
+    assert set(database.threads[-3:]) == {threading.get_ident()}
+    assert [runners.mode(name) for name in ("by_alarm", "wrapped", "count", "add")] == ["main"] * 3 + ["thread"]
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 3
+    assert any("'count' cannot run in a thread" in w and "{'tool_modes': {'count': 'main'}}" in w for w in warned)
+    runners.close()
+
+
+def test_a_tool_that_can_work_in_no_thread_stops_the_run(gate):
+    """Its connection was made in a thread, which still lives, and no other may use it."""
+    made, ready, runners = [], threading.Event(), Runners(MultiTurnOptions())
+
+    def connect():
+        made.append(Database())
+        ready.set()
+        gate.wait()
+
+    def count():
+        return made[0].count()
+
+    threading.Thread(target=connect, daemon=True).start()
+    assert ready.wait(PATIENCE)
+    with pytest.raises(ConfigError, match=r"'count' works neither in a thread .*SQLite objects .*'tools': 'main'"):
+        run(runners, [call("count")], [count])
+    runners.close()
+
+
+@pytest.mark.parametrize("tools", ["thread", "main"])
+def test_an_environment_that_needs_the_main_thread_gets_it(tools):
+    """One that scores by a timeout of `signal`; with "main", one that keeps a connection as well."""
+
+    class Scoring:
+        def __init__(self):
+            self.database = Database() if tools == "main" else None
+
+        def reset(self, row):
+            return str(self.database.count()) if self.database else None
+
+        def step(self, completion):
+            return Step(observation=by_alarm(), reward=float(threading.current_thread() is threading.main_thread()))
+
+    runners, steps = Runners(MultiTurnOptions(tools=tools)), []
+
+    async def one():
+        player = Player(Scoring, runners, None)
+        await player.reset({})
+        steps.append(await player.step(""))
+
+    Loop(Idle(), Idle(), width=4).run([one() for _ in range(4)])
+    assert steps == [Step(observation="found", reward=1.0)] * 4
+    runners.close()
 
 
 def test_what_calls_took_is_counted_by_tool(pool):

@@ -34,8 +34,9 @@ class Environment(Protocol):
     """One episode's counterpart. A new one is made for each trajectory, so its state is the episode's.
 
     Methods may be coroutine functions, which run on an event loop in another thread, or plain functions, which run in
-    threads: many episodes at once, so what they share must be thread-safe. None runs in the trainer's thread. A method
-    that raises, hangs beyond `tool_timeout` or returns nonsense ends its trajectory, which is masked and counted.
+    threads: many episodes at once, so what they share must be thread-safe. With `tools="main"`, and after one of them
+    has raised that it cannot work in such a thread, plain functions run in the trainer's. A method that raises, hangs
+    beyond `tool_timeout` or returns nonsense ends its trajectory, which is masked and counted.
 
     An optional method `close()` is called when the episode is over, unless a call of it hangs.
     """
@@ -63,7 +64,7 @@ class Player:
     """Calls an environment's methods where they belong, and checks what they return.
 
     Args:
-        factory: makes the environment; called in a thread.
+        factory: makes the environment; called where its plain methods are.
         event_loop: where coroutine functions run; None for a loop of the plugin's own.
     """
 
@@ -117,7 +118,7 @@ class Player:
 
     async def _ask(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
         self._away = True
-        outcome = await self._runners.ask(name, method, arguments, self._event_loop)
+        outcome = await self._runners.ask(self._name, name, method, arguments, self._event_loop)
         self._away = outcome.lost is not None
         if outcome.lost is not None:
             raise LostCallError(f"environment {outcome.lost.removeprefix('tool ')}")

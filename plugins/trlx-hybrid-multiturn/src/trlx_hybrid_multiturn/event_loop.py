@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from .outcome import Outcome
+from .threads import taking_this_device
 
 
 class DaemonLoop:
@@ -19,6 +20,7 @@ class DaemonLoop:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="tools-event-loop", daemon=True)
         self._thread.start()
+        self.loop.call_soon_threadsafe(taking_this_device())
 
     def close(self) -> None:
         """Stop the loop; a coroutine that blocks it keeps the thread until the interpreter ends."""

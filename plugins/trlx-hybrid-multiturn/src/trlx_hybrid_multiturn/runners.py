@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import functools
 import inspect
+import logging
 import math
 import time
 from collections import defaultdict
@@ -16,13 +18,22 @@ from typing import Any
 from trlx_hybrid.errors import ConfigError
 
 from .event_loop import DaemonLoop, gathered
-from .options import MultiTurnOptions
+from .options import Mode, MultiTurnOptions
 from .outcome import Outcome
 from .processes import ProcessWorkers
 from .threads import ThreadWorkers
 from .waits import Call
 
+logger = logging.getLogger(__name__)
+
 GRACE = 10.0  # seconds after its deadline in which an event loop should have said so
+BOUND_TO_A_THREAD = (  # what libraries raise in a thread that is not theirs
+    "only works in main thread",  # signal.signal, and so every timeout by signal.alarm
+    "can only be used in that same thread",  # sqlite3
+    "no current event loop in thread",  # asyncio.get_event_loop
+    "cannot switch to a different thread",  # greenlet, under Playwright's synchronous interface
+    "main thread is not in main loop",  # tkinter
+)
 
 
 class UnshowableError(Exception):
@@ -64,10 +75,11 @@ class Runners:
         self._awaited: dict[object, tuple[str, float]] = {}  # on an event loop now: names, and since when
         self._under_way = 0  # coroutines among them
         self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
+        self._moved: set[str] = set()  # to the trainer's thread, for they cannot work in another
 
-    def mode(self, name: str) -> str:
+    def mode(self, name: str) -> Mode:
         """Where the synchronous tool of this name runs."""
-        return self._options.tool_modes.get(name, self._options.tools)
+        return "main" if name in self._moved else self._options.tool_modes.get(name, self._options.tools)
 
     def check(self, tools: Iterable[tuple[str, Callable[..., Any]]], asynchronous: Iterable[str] = ()) -> None:
         """Refuse, before anything is sampled, what cannot run where it is to run.
@@ -120,22 +132,64 @@ class Runners:
         Args:
             ahead: given name and value in the tool's own thread, if it has one, while the engine steps.
         """
-        mode, timeout = self.mode(name), self._options.tool_timeout
+        shown = functools.partial(_shown_call, tool, arguments)
+        if self.mode(name) == "process":
+            timeout = self._options.tool_timeout
 
-        def start(done: Callable[[Outcome], None]) -> Callable[[str], None]:
-            if mode == "main":
-                done(_here(tool, arguments))
-                return lambda reason: None
-            if mode == "process":
+            def start(done: Callable[[Outcome], None]) -> Callable[[str], None]:
                 job = self._processes.submit(tool, arguments, lambda o: done(_shown_outcome(o)), timeout, name=name)
                 return lambda reason: self._processes.abandon(job, reason)
-            shown = functools.partial(_shown_call, tool, arguments, functools.partial(ahead, name))
-            job = self._threads.submit(shown, {}, done, timeout, name=name)
-            return lambda reason: self._threads.abandon(job, reason)
 
-        outcome = await Call(name, start)
+            outcome = await Call(name, start)
+        else:
+            outcome = await self._in_a_thread(name, functools.partial(shown, functools.partial(ahead, name)), shown)
         self.usage[name].add(outcome)
         return outcome
+
+    async def _in_a_thread(
+        self, name: str, function: Callable[[], Any], again: Callable[[], Any], moved: str | None = None
+    ) -> Outcome:
+        """One call in a thread of the pool, or in the trainer's own where `name` runs there.
+
+        What raises that it belongs to another thread is called again, by `again`, in the trainer's thread, where TRL
+        runs every tool, and stays there.
+
+        Args:
+            moved: what moves with it; `name` alone by default.
+
+        Raises:
+            ConfigError: it cannot work there either.
+        """
+
+        def start(done: Callable[[Outcome], None]) -> Callable[[str], None]:
+            job = self._threads.submit(function, {}, done, self._options.tool_timeout, name=name)
+            return lambda reason: self._threads.abandon(job, reason)
+
+        if self.mode(moved or name) != "main":
+            outcome = await Call(name, start)
+            if (reason := _bound_to_a_thread(outcome.error)) is None:
+                return outcome
+            self._move(moved or name, reason)
+        outcome = await Call(name, lambda done: _here(again, done))
+        if (reason := _bound_to_a_thread(outcome.error)) is not None:
+            raise ConfigError(
+                f"{name!r} works neither in a thread of its own nor in the trainer's: {reason} Something that it uses "
+                "was made in one thread and is used in another. Make it where it is used; or let everything run in "
+                "the trainer's thread from the first call on, rollout_options={'tools': 'main'}."
+            ) from outcome.error
+        return outcome
+
+    def _move(self, name: str, reason: str) -> None:
+        """To the trainer's thread, for good."""
+        if name not in self._moved:
+            self._moved.add(name)
+            logger.warning(
+                "%r cannot run in a thread beside the engine: %s It runs in the trainer's thread from now on, where "
+                "the engine waits for it, as if rollout_options={'tool_modes': {%r: 'main'}} were given.",
+                name,
+                reason,
+                name,
+            )
 
     async def together(
         self,
@@ -168,12 +222,20 @@ class Runners:
         return outcomes
 
     async def ask(
-        self, name: str, method: Callable[..., Any], arguments: tuple[Any, ...], loop: asyncio.AbstractEventLoop | None
+        self,
+        kind: str,
+        name: str,
+        method: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        loop: asyncio.AbstractEventLoop | None,
     ) -> Outcome:
         """One call of an environment's method; the outcome's value is what it returned, as it is.
 
-        A coroutine function runs on the event loop, any other in a thread: an environment keeps its state in this
-        process, so neither "process" nor "main" is for it.
+        A coroutine function runs on the event loop. Any other runs in a thread, or in the trainer's where `kind` does:
+        an environment keeps its state in this process, so "process" is not for it.
+
+        Args:
+            kind: what messages and modes call environments like this one.
         """
         self.rooted.add(name)
         if inspect.iscoroutinefunction(method):
@@ -182,13 +244,8 @@ class Runners:
             except Exception as error:  # it does not take these arguments
                 return Outcome(error=error)
             return (await self.together([(name, coroutine)], loop, lambda value: value))[0]
-        timeout, function = self._options.tool_timeout, functools.partial(method, *arguments)
-
-        def start(done: Callable[[Outcome], None]) -> Callable[[str], None]:
-            job = self._threads.submit(function, {}, done, timeout, name=name)
-            return lambda reason: self._threads.abandon(job, reason)
-
-        outcome = await Call(name, start)
+        function = functools.partial(method, *arguments)
+        outcome = await self._in_a_thread(name, function, function, kind)
         self.usage[name].add(outcome)
         return outcome
 
@@ -232,13 +289,27 @@ def _shown_outcome(outcome: Outcome) -> Outcome:
     return Outcome(value=value, error=error, seconds=outcome.seconds, cpu_seconds=outcome.cpu_seconds)
 
 
-def _here(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Outcome:
+def _here(function: Callable[[], Any], done: Callable[[Outcome], None]) -> Callable[[str], None]:
     """A call in this very thread. SystemExit and KeyboardInterrupt are the user's: they go through."""
     started, cpu = time.perf_counter(), time.thread_time()
     value, raised = None, None
     try:
-        value = _shown_call(tool, arguments)
+        value = function()
     except Exception as error:
         raised = error
     seconds, used = time.perf_counter() - started, time.thread_time() - cpu
-    return Outcome(value=value, error=raised, seconds=seconds, cpu_seconds=used)
+    done(Outcome(value=value, error=raised, seconds=seconds, cpu_seconds=used))
+    return lambda reason: None
+
+
+def _bound_to_a_thread(error: BaseException | None) -> str | None:
+    """What an exception, or one that led to it, says where it was raised for being in the wrong thread."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        with contextlib.suppress(Exception):  # its text is anybody's code
+            text = str(error)
+            if any(words in text for words in BOUND_TO_A_THREAD):
+                return f"{type(error).__name__}: {text.rstrip('.')}."
+        error = error.__cause__ or error.__context__
+    return None

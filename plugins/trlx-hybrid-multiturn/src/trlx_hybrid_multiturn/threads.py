@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 from trlx_hybrid.errors import ConfigError
 
@@ -14,11 +18,20 @@ from .outcome import Outcome
 from .workers import Workers
 
 
+def taking_this_device() -> Callable[[], None]:
+    """What another thread is to call first: CUDA's current device, 0 in each new thread, becomes this thread's."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return lambda: None
+    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+
+
 class ThreadWorkers(Workers):
     """Runs tools in daemon threads.
 
     A call whose deadline passes is lost at once. Its thread hangs until the tool returns: it is counted, a fresh one
-    takes its place in the pool, and what it returns in the end is dropped.
+    takes its place in the pool, and what it returns in the end is dropped. All compute on
+    the GPU that was the current one where the pool was made.
 
     Args:
         limit: calls that run at once.
@@ -37,11 +50,16 @@ class ThreadWorkers(Workers):
         self._watcher: threading.Thread | None = None
         self._watch_again = threading.Condition(self._lock)
         self._watched_until = -math.inf  # the deadline that the watcher sleeps to
+        self._take_device = taking_this_device()
 
     @property
     def hung(self) -> int:
         """Threads whose tool has not returned by its deadline, up to now."""
         return len(self._hung)
+
+    def _serve(self) -> None:
+        self._take_device()
+        super()._serve()
 
     def _perform(self, job: Job) -> Outcome:
         started, cpu_started = time.perf_counter(), time.thread_time()

@@ -10,6 +10,7 @@ from typing import Any
 
 from trlx_hybrid.conversation import Conversation, Limits, RequestMaker, Turn
 from trlx_hybrid.errors import ConfigError, EngineError
+from trlx_hybrid.own_tokenizer import own_tokenizer
 from trlx_hybrid.types import Completion
 
 from .calls import LostCallError
@@ -69,7 +70,7 @@ class Episodes:
         session = trainer.session
         if self._tokens is None:
             self._tokens = preserving_tokens(
-                trainer.processing_class,
+                own_tokenizer(trainer.processing_class),  # environments in threads may use the shared one meanwhile
                 trainer.chat_template,
                 trainer.training_chat_template,
                 options=trainer.chat_template_kwargs,

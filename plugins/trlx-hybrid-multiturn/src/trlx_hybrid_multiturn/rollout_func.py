@@ -171,7 +171,8 @@ class _Episode:
                 return
             shown = step.observation
             messages = [{"role": "user", "content": shown}] if isinstance(shown, str) else shown
-            observed = self._rendered(self._tokens.observation, messages)
+            last = conversation.completion_ids[-1] if conversation.completion_ids else None
+            observed = self._rendered(self._tokens.observation, messages, last)
             room = limits.completion_tokens - len(conversation.completion_ids) - len(observed)
             context = [*self.prompt_ids, *conversation.completion_ids, *observed]
             if room <= 0 or len(context) >= limits.model_tokens:
@@ -190,9 +191,9 @@ class _Episode:
             )
         return prompt_ids
 
-    def _rendered(self, render: Callable[[Any], list[int]], messages: list[dict[str, Any]]) -> list[int]:
+    def _rendered(self, render: Callable[..., list[int]], messages: list[dict[str, Any]], *after: Any) -> list[int]:
         try:
-            return render(messages)
+            return render(messages, *after)
         except Exception as error:  # of the template, which may raise anything
             raise LostCallError(
                 f"its messages cannot be rendered by the chat template: {type(error).__name__}: {error}"

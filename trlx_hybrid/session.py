@@ -45,7 +45,8 @@ class Session:
         freshness: weight versions of policy and engine.
         training: whether the current rollout is for training (or for evaluation).
         rows: the dataset's rows of this rank's batch, as TRL gave them, in the order of its prompts.
-        metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs.
+        metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs, which hold the mean since their
+            last line: of one number per batch, or of all those in a list.
     """
 
     _holder: weakref.ref[Session] | None = None  # whose engine lives in this process: one colocated engine at a time
@@ -75,7 +76,7 @@ class Session:
         self.sampler = Sampler(self, sampling, args.seed)
         self.training = True
         self.rows: list[dict[str, Any]] = []
-        self.metrics: dict[str, float] = {}
+        self.metrics: dict[str, float | list[float]] = {}
         self._step = step
         self._announced = False
         self._stack = ExitStack()
@@ -133,7 +134,7 @@ class Session:
         report = self.freshness.sync(engine, self.weights)
         self.memory.make_room(["policy"])
         engine.wake("kv_cache")
-        self.metrics = {"hybrid/weight_version": float(self.freshness.version)} | self.memory.metrics(Phase.ROLLOUT)
+        self.metrics = {"hybrid/weight_version": float(self.freshness.version), **self.memory.metrics(Phase.ROLLOUT)}
         if report is not None:
             self.metrics |= {"hybrid/sync_seconds": report.seconds, "hybrid/sync_bytes": float(report.bytes)}
 

@@ -86,6 +86,7 @@ def play(run):
             reward_funcs=[episode_reward, seen],
             **({"rollout_func": episodes(factory, max_turns=max_turns)} | settings | given),
         )
+        done.trainer.batches = batches
         return done.trainer, seen, batches[0]
 
     return start
@@ -148,12 +149,25 @@ def test_log_probs_are_the_models(play):
             assert value == pytest.approx(wanted, abs=1e-5) if sampled else value == 0.0
 
 
-def test_turns_and_tokens_are_limits(play):
-    _, seen, (_, completion_ids, masks, *_) = play(Maze, max_turns=2, max_completion_length=40)
-    ((*_, columns),) = seen.calls
-    turns = [sum(m["role"] == "assistant" for m in messages) for messages in columns["episode_messages"]]
-    assert max(turns) == 2
-    assert all(len(ids) <= 40 and mask[-1] == 1 for ids, mask in zip(completion_ids, masks, strict=True))
+def test_turns_and_tokens_are_limits_and_what_is_logged_of_turns_counts_every_trajectory_once(play):
+    """Over the batches of one log line: only some trajectories of each have a second turn, not as many in both."""
+    trainer, seen, _ = play(
+        Maze, max_turns=2, max_completion_length=40, max_steps=2, logging_steps=2, per_device_train_batch_size=4
+    )
+    second, total = [], 0
+    for (*_, columns), (_, completion_ids, masks, *_) in zip(seen.calls, trainer.batches, strict=True):
+        turns = [sum(m["role"] == "assistant" for m in messages) for messages in columns["episode_messages"]]
+        assert max(turns) <= 2
+        assert all(len(ids) <= 40 and mask[-1] == 1 for ids, mask in zip(completion_ids, masks, strict=True))
+        runs = [sampled_runs(ids, mask) for ids, mask in zip(completion_ids, masks, strict=True)]
+        second.append([len(run[1]) for run in runs if len(run) > 1])
+        total += len(runs)
+    lengths = [length for batch in second for length in batch]
+    assert len(second[0]) != len(second[1])
+    (log,) = [log for log in trainer.state.log_history if "hybrid/turn_2/reached" in log]
+    assert log["hybrid/turn_2/reached"] == len(lengths) / total
+    assert log["hybrid/turn_2/sampled"] == pytest.approx(sum(lengths) / len(lengths))
+    assert log["hybrid/turn_3/reached"] == 0
 
 
 def test_the_first_observation_may_be_messages(play):

@@ -108,13 +108,16 @@ def _parser(
 
 
 def _discarding(trainer: Any, index: int) -> Callable[[], None]:
-    """Replace a row's environment in TRL's pool: a call that never came back may still be using it."""
+    """Take a row's environment out of TRL's pool: a call that never came back may still be using it.
+
+    TRL makes another when a batch needs it. Here its factory, which may fail, would end everybody's conversations.
+    """
 
     def discard() -> None:
         if not getattr(trainer, "environments", None):
             return
         environment, name = trainer.environments[index], trainer._batch_environments[index]
         pool = trainer._environment_pool[name]
-        pool[next(i for i, pooled in enumerate(pool) if pooled is environment)] = trainer.environment_factories[name]()
+        pool[:] = [pooled for pooled in pool if pooled is not environment]
 
     return discard

@@ -559,12 +559,14 @@ def test_an_error_without_a_text_ends_its_trajectory(pool, mode):
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_a_tool_that_wants_to_exit_ends_its_trajectory_only(pool, mode):
-    batches = [[call("leave")], [call("interrupt")], [call("add", a=1, b=2)]]
-    found = run_many(pool(tools=mode), batches, [leave, interrupt, add])
-    raised = ["tool 'leave' raised SystemExit: 3.", "tool 'interrupt' raised KeyboardInterrupt: stop."]
-    assert [messages for messages, _ in found[:2]] == raised
-    assert found[2][0][0]["content"] == "3"
+def test_a_tool_that_wants_to_exit_is_shown_as_an_error(pool, mode):
+    """The model may have written what was run."""
+    messages, conversation = run(
+        pool(tools=mode), [call("leave"), call("interrupt"), call("add", a=1, b=2)], [leave, interrupt, add]
+    )
+    errors = [str({"error": text}) for text in ("SystemExit: 3", "KeyboardInterrupt: stop")]
+    assert [m["content"] for m in messages] == [*errors, "3"]
+    assert (conversation.calls, conversation.failed_calls) == (3, 2)
 
 
 @pytest.mark.parametrize(("tool", "raised"), [(leave, SystemExit), (interrupt, KeyboardInterrupt)])
@@ -573,15 +575,15 @@ def test_in_the_trainers_thread_wanting_to_exit_is_the_users_own(pool, tool, rai
         run(pool(tools="main"), [call(tool.__name__)], [tool])
 
 
-def test_what_goes_wrong_on_the_event_loop_ends_one_trajectory_and_never_the_loop(pool, event_loop):
+def test_what_goes_wrong_on_the_event_loop_ends_one_trajectory_at_most_and_never_the_loop(pool, event_loop):
     tools = [unprintable_later, silent_later, leave_later, interrupt_later, cancelled_later, lost_later, fetch]
     batches = [[call("fetch", what="text"), call(tool.__name__)] for tool in tools[:-1]]
     found = run_many(pool(), [*batches, [call("fetch", what="text")]], tools, event_loop[0])
-    assert [messages for messages, _ in found[:-1]] == [
+    assert [messages if isinstance(messages, str) else messages[1]["content"] for messages, _ in found[:-1]] == [
         "tool 'unprintable_later': the result, a Unprintable, cannot be turned into a string: RuntimeError: no text.",
         "tool 'silent_later' raised Silent, whose text cannot be made: RuntimeError.",
-        "tool 'leave_later' raised SystemExit: 3.",
-        "tool 'interrupt_later' raised KeyboardInterrupt: stop.",
+        "{'error': 'SystemExit: 3'}",
+        "{'error': 'KeyboardInterrupt: stop'}",
         "tool 'cancelled_later' was cancelled, by itself or by something else.",
         "tool 'lost_later' raised LostError: its worker died.",
     ]
@@ -589,7 +591,7 @@ def test_what_goes_wrong_on_the_event_loop_ends_one_trajectory_and_never_the_loo
     assert event_loop[1].is_alive()
 
 
-def test_a_call_past_its_deadline_ends_its_trajectory(pool, gate):
+def test_a_call_past_its_deadline_is_shown_as_an_error(pool, gate):
     cancelled = []
 
     def stuck():
@@ -609,19 +611,61 @@ def test_a_call_past_its_deadline_ends_its_trajectory(pool, gate):
 
     batches = [[call(name)] for name in ("stuck", "stuck_later", "stubborn")]
     batches.append([call("fetch", what="text"), call("stuck_later"), call("add", a=1, b=2)])
-    found = run_many(pool(tool_timeout=0.5), batches, [stuck, stuck_later, stubborn, fetch, add])
+    runners = pool(tool_timeout=0.5)
+    found = run_many(runners, batches, [stuck, stuck_later, stubborn, fetch, add])
     hung = "tool {!r} did not return within 0.5 s; {}."
-    assert [messages for messages, _ in found] == [
-        hung.format("stuck", "its thread hangs"),
-        hung.format("stuck_later", "it was cancelled"),
-        hung.format("stubborn", "it was cancelled"),
-        hung.format("stuck_later", "it was cancelled"),
+    how = {"stuck": "its thread hangs", "stuck_later": "it was cancelled", "stubborn": "it was cancelled"}
+    errors = [str({"error": hung.format(name, what)}) for name, what in how.items()]
+    assert [[m["content"] for m in messages] for messages, _ in found] == [
+        *([error] for error in errors),
+        ["3", VALUES["text"], errors[1]],
     ]
-    assert found[3][1].calls == 3
+    assert [(conversation.calls, conversation.failed_calls) for _, conversation in found] == [(1, 1)] * 3 + [(3, 1)]
+    assert sum(use.cut_off for use in runners.usage.values()) == 4
     end = time.monotonic() + PATIENCE
     while len(cancelled) < 3:
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_an_environment_is_left_alone_while_a_call_of_it_hangs(gate):
+    """Its calls follow each other, and what hangs may go on at any time. No other row gets it either."""
+
+    class Slow:
+        def hang(self):
+            gate.wait()
+
+        def look(self):
+            return "seen"
+
+    runners, slow, other = Runners(MultiTurnOptions(tool_timeout=0.2)), Slow(), Slow()
+    contents, discarded, conversation = [], [], Conversation()
+
+    async def turn(calls, environment):
+        given = Dialogue(
+            prompt_ids=[1],
+            parse=None,
+            observe=None,
+            sync_tools={"hang": environment.hang, "look": environment.look},
+            async_tools={},
+            discard=lambda: discarded.append(environment),
+        )
+        contents.extend(m["content"] for m in await run_calls(calls, given, conversation, runners))
+
+    def turns(*each):
+        contents.clear()
+        Loop(Idle(), Idle(), width=1).run([turn(*given) for given in each])
+        return contents
+
+    hung, busy, seen = turns(([call("hang"), call("look")], slow), ([call("look")], other))
+    assert "'hang' did not return within 0.2 s" in hung
+    assert busy == "{'error': 'look was not called: an earlier call is still running.'}"
+    assert (seen, discarded, conversation.failed_calls) == ("seen", [slow], 2)
+    gate.set()
+    end = time.monotonic() + PATIENCE
+    while turns(([call("look")], slow)) != ["seen"]:
+        assert time.monotonic() < end
+    runners.close()
 
 
 def spin():
@@ -637,14 +681,15 @@ def segfault():
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def test_a_process_that_hangs_or_crashes_ends_its_trajectory_only(pool):
+def test_a_process_that_hangs_or_crashes_is_shown_as_an_error(pool):
     runners = pool(tools="process", tool_timeout=1)
     batches = [[call("spin")], [call("crash")], [call("segfault")], [call("add", a=1, b=2)]]
     found = run_many(runners, batches, [spin, crash, segfault, add])
-    assert [type(messages) for messages, _ in found] == [str, str, str, list]
-    assert found[0][0].startswith("tool 'spin' did not return within 1 s")
-    assert found[1][0].startswith("tool 'crash' ")
-    assert "SIGSEGV" in found[2][0]
+    shown = [messages[0]["content"] for messages, _ in found]
+    assert "tool 'spin' did not return within 1 s" in shown[0]
+    assert "tool 'crash' ended its process: exit code 7." in shown[1]
+    assert "SIGSEGV" in shown[2]
+    assert [conversation.failed_calls for _, conversation in found] == [1, 1, 1, 0]
     assert run(runners, [call("add", a=1, b=2)], [add])[0][0]["content"] == "3"
 
 
@@ -678,8 +723,8 @@ def test_a_coroutine_that_blocks_its_loop_is_given_up(pool, monkeypatch, gate):
 def test_a_coroutine_whose_turn_never_comes_is_closed(pool):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        lost, _ = run(pool(), [call("fetch", what="text"), call("leave")], [fetch, leave])
-        assert lost == "tool 'leave' raised SystemExit: 3."
+        lost, _ = run(pool(), [call("fetch", what="text"), call("silent")], [fetch, silent])
+        assert lost == "tool 'silent' raised Silent, whose text cannot be made: RuntimeError."
         gc.collect()
     assert [str(w.message) for w in caught if "never awaited" in str(w.message)] == []
 
@@ -690,7 +735,7 @@ def test_too_many_hanging_threads_stop_the_run(gate):
 
     runners = Runners(MultiTurnOptions(tool_timeout=0.05, max_hung=1))
     for _ in range(2):
-        assert "its thread hangs" in run(runners, [call("stuck")], [stuck])[0]
+        assert "its thread hangs" in run(runners, [call("stuck")], [stuck])[0][0]["content"]
     with pytest.raises(WorkerError, match="2 tool threads hang at once, 1 may: 'stuck'"):
         run(runners, [call("stuck")], [stuck])
     runners.close()

@@ -92,7 +92,8 @@ async def _one(name: str, coroutine: Coroutine[Any, Any, Any], timeout: float, s
     seconds = time.perf_counter() - started
     if not finished:
         task.cancel()
-        return Outcome(lost=f"tool {name!r} did not return within {timeout:g} s; it was cancelled.", seconds=seconds)
+        reason = f"tool {name!r} did not return within {timeout:g} s; it was cancelled."
+        return Outcome(lost=reason, by_tool=True, seconds=seconds)
     if task.cancelled():
         return Outcome(lost=f"tool {name!r} was cancelled, by itself or by something else.", seconds=seconds)
     value, error = task.result()

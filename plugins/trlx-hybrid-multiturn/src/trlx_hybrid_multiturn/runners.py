@@ -18,6 +18,7 @@ from typing import Any
 from trlx_hybrid.errors import ConfigError
 
 from .event_loop import DaemonLoop, gathered
+from .job import Job
 from .options import Mode, MultiTurnOptions
 from .outcome import Outcome
 from .processes import ProcessWorkers
@@ -42,12 +43,13 @@ class UnshowableError(Exception):
 
 @dataclass(slots=True)
 class Usage:
-    """What the calls of one tool took, in seconds of wall time and of processor time."""
+    """What the calls of one tool took, in seconds of wall time and of processor time; and how many never returned."""
 
     calls: int = 0
     seconds: float = 0.0
     slowest: float = 0.0
     cpu_seconds: float = 0.0
+    cut_off: int = 0
 
     def add(self, outcome: Outcome) -> None:
         """Count one call."""
@@ -55,6 +57,7 @@ class Usage:
         self.seconds += outcome.seconds
         self.slowest = max(self.slowest, outcome.seconds)
         self.cpu_seconds += outcome.cpu_seconds
+        self.cut_off += outcome.by_tool
 
 
 class Runners:
@@ -75,6 +78,8 @@ class Runners:
         self._awaited: dict[object, tuple[str, float]] = {}  # on an event loop now: names, and since when
         self._under_way = 0  # coroutines among them
         self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
+        self._stuck: list[tuple[Job, object]] = []  # calls that hang in a thread, and the object whose method it is
+        self._told: set[str] = set()  # names of which a call was cut off
         self._moved: set[str] = set()  # to the trainer's thread, for they cannot work in another
 
     def mode(self, name: str) -> Mode:
@@ -133,6 +138,10 @@ class Runners:
             ahead: given name and value in the tool's own thread, if it has one, while the engine steps.
         """
         shown = functools.partial(_shown_call, tool, arguments)
+        owner = tool.__self__ if inspect.ismethod(tool) else None
+        self._stuck = [(job, stuck) for job, stuck in self._stuck if self._threads.hangs(job)]
+        if owner is not None and any(stuck is owner for _, stuck in self._stuck):
+            return Outcome(error=RuntimeError(f"{name} was not called: an earlier call is still running."))
         if self.mode(name) == "process":
             timeout = self._options.tool_timeout
 
@@ -142,12 +151,18 @@ class Runners:
 
             outcome = await Call(name, start)
         else:
-            outcome = await self._in_a_thread(name, functools.partial(shown, functools.partial(ahead, name)), shown)
-        self.usage[name].add(outcome)
+            first = functools.partial(shown, functools.partial(ahead, name))
+            outcome = await self._in_a_thread(name, first, shown, owner=owner)
+        self._count(name, outcome)
         return outcome
 
     async def _in_a_thread(
-        self, name: str, function: Callable[[], Any], again: Callable[[], Any], moved: str | None = None
+        self,
+        name: str,
+        function: Callable[[], Any],
+        again: Callable[[], Any],
+        moved: str | None = None,
+        owner: object = None,
     ) -> Outcome:
         """One call in a thread of the pool, or in the trainer's own where `name` runs there.
 
@@ -156,6 +171,7 @@ class Runners:
 
         Args:
             moved: what moves with it; `name` alone by default.
+            owner: whose method it is: none of its other methods is called while this call hangs.
 
         Raises:
             ConfigError: it cannot work there either.
@@ -163,10 +179,14 @@ class Runners:
 
         def start(done: Callable[[Outcome], None]) -> Callable[[str], None]:
             job = self._threads.submit(function, {}, done, self._options.tool_timeout, name=name)
+            jobs.append(job)
             return lambda reason: self._threads.abandon(job, reason)
 
+        jobs: list[Job] = []
         if self.mode(moved or name) != "main":
             outcome = await Call(name, start)
+            if outcome.by_tool and owner is not None:
+                self._stuck.append((jobs[0], owner))
             if (reason := _bound_to_a_thread(outcome.error)) is None:
                 return outcome
             self._move(moved or name, reason)
@@ -218,7 +238,7 @@ class Runners:
             self._under_way -= len(coroutines)
         outcomes: list[Outcome] = [outcome] * len(coroutines) if outcome.lost is not None else outcome.value
         for (name, _), each in zip(coroutines, outcomes, strict=True):
-            self.usage[name].add(each)
+            self._count(name, each)
         return outcomes
 
     async def ask(
@@ -246,8 +266,14 @@ class Runners:
             return (await self.together([(name, coroutine)], loop, lambda value: value))[0]
         function = functools.partial(method, *arguments)
         outcome = await self._in_a_thread(name, function, function, kind)
-        self.usage[name].add(outcome)
+        self._count(name, outcome)
         return outcome
+
+    def _count(self, name: str, outcome: Outcome) -> None:
+        self.usage[name].add(outcome)
+        if outcome.by_tool and name not in self._told:
+            self._told.add(name)
+            logger.warning("%s Such calls are counted as hybrid/tools/cut_off from here on.", outcome.lost)
 
     def close(self) -> None:
         """End threads and processes; what hangs in a thread stays, and ends with the interpreter."""

@@ -61,6 +61,10 @@ class ThreadWorkers(Workers):
         self._take_device()
         super()._serve()
 
+    def hangs(self, job: Job) -> bool:
+        """Whether a call has not returned by its deadline, nor since."""
+        return job in self._hung
+
     def _perform(self, job: Job) -> Outcome:
         started, cpu_started = time.perf_counter(), time.thread_time()
         try:
@@ -122,7 +126,7 @@ class ThreadWorkers(Workers):
                 reason = f"was not started: {self._too_many()}"
             self._staff()
         for job in late:
-            job.lose(f"did not return within {job.deadline:g} s; its thread hangs.")
+            job.lose(f"did not return within {job.deadline:g} s; its thread hangs.", by_tool=True)
         for job in dropped:
             job.lose(reason)
         return True

@@ -5,6 +5,7 @@ Knows the attributes that TRL 1.16's `GRPOTrainer` and `DistillationTrainer` kee
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ def dialogues(
         first: first turns that a custom rollout has sampled.
     """
     observe = observer(trainer)
+    known = {tool.__name__: tool for tool in trainer.tools or () if not inspect.iscoroutinefunction(tool)}
     return [
         Dialogue(
             prompt_ids=list(prompt_ids[index]),
@@ -35,6 +37,7 @@ def dialogues(
             observe=observe,
             sync_tools=trainer._sync_tool_dicts[index] if _is_grpo(trainer) else trainer._tool_dict,
             async_tools=trainer._async_tool_dicts[index] if _is_grpo(trainer) else {},
+            run_tools=known,
             images=images[index] if images is not None else None,
             first=first[index] if first is not None else None,
             event_loop=getattr(trainer, "async_loop", None),

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import dataclasses
 import gc
 import os
 import random
@@ -15,7 +16,7 @@ import warnings
 import psutil
 import pytest
 import trl
-from trlx_hybrid.conversation import Conversation, Dialogue
+from trlx_hybrid.conversation import Conversation, Dialogue, Limits
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid_multiturn import runners as runners_module
 from trlx_hybrid_multiturn.calls import LostCallError, run_calls
@@ -753,7 +754,7 @@ class Counter:
     ("options", "message"),
     [
         ({"tool_modes": {"ad": "process"}}, r"names 'ad', .*Did you mean 'add'\? Tools: add, count, give\."),
-        ({"tool_modes": {"zzzzzz": "main"}}, r"names 'zzzzzz', .* batch\. Tools: add, count, give\."),
+        ({"tool_modes": {"zzzzzz": "main"}}, r"names 'zzzzzz', .* run\. Tools: add, count, give\."),
         ({"tools": "process"}, r"'count' is a method of a Counter: .*Run it in threads, or make it a function\."),
         ({"tool_modes": {"count": "process"}}, r"'count' is a method"),
     ],
@@ -766,6 +767,21 @@ def test_what_cannot_run_where_it_is_to_run_is_refused(options, message):
     Runners(MultiTurnOptions(tool_modes={"add": "process", "count": "main"})).check(tools.items())
 
 
+def test_a_mode_may_be_for_a_tool_that_no_row_of_the_batch_has(monkeypatch):
+    """Rows choose among environments, and a batch may hold those of one only."""
+    session = types.SimpleNamespace(ranks=types.SimpleNamespace(rank=0), args=None)
+    rows = dataclasses.replace(dialogue([add]), run_tools={"add": add, "give": give, "count": Counter().count})
+    limits = Limits(completion_tokens=1, model_tokens=1, tool_turns=1)
+    rollout = MultiTurn(session, MultiTurnOptions(tool_modes={"give": "main"}))
+    monkeypatch.setattr(rollout, "run_trajectories", lambda *given: [run.close() for run in given[1]])
+    assert len(rollout.converse(session, [rows, rows], limits, None)) == 2
+    rollout.close()
+    refused = MultiTurn(session, MultiTurnOptions(tool_modes={"count": "process"}))
+    with pytest.raises(ConfigError, match="'count' is a method of a Counter"):
+        refused.converse(session, [rows], limits, None)
+    refused.close()
+
+
 @pytest.mark.parametrize("tools", [[fetch], [fetch, add], []])
 @pytest.mark.parametrize("name", ["fetch", "ftech"])
 def test_a_mode_for_what_is_no_synchronous_tool_is_refused_before_anything_is_sampled(tools, name):
@@ -773,7 +789,7 @@ def test_a_mode_for_what_is_no_synchronous_tool_is_refused_before_anything_is_sa
     rollout = MultiTurn(session, MultiTurnOptions(tool_modes={name: "thread"}))
     there = "add" if add in tools else "none"
     others = r" Asynchronous ones, which run on the event loop: fetch\." if tools else ""
-    message = rf"names '{name}', which is no synchronous tool of this batch\. Tools: {there}\.{others}$"
+    message = rf"names '{name}', which is no synchronous tool of this run\. Tools: {there}\.{others}$"
     with pytest.raises(ConfigError, match=message):
         rollout.converse(session, [dialogue([]), dialogue(tools)], None, None)
     rollout.close()

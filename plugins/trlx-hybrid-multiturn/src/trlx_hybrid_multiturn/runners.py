@@ -110,7 +110,7 @@ class Runners:
             hint = f" Did you mean {close[0]!r}?" if close else ""
             others = f" Asynchronous ones, which run on the event loop: {', '.join(awaited)}." if awaited else ""
             raise ConfigError(
-                f"rollout_options.tool_modes names {name!r}, which is no synchronous tool of this batch.{hint} "
+                f"rollout_options.tool_modes names {name!r}, which is no synchronous tool of this run.{hint} "
                 f"Tools: {', '.join(sorted(names)) or 'none'}.{others}"
             )
 

@@ -15,7 +15,8 @@ from typing import Any
 from trlx_hybrid.conversation import Conversation, Dialogue, Message
 
 from .outcome import Outcome
-from .runners import Runners, UnshowableError
+from .runners import Runners
+from .showing import UnshowableError
 
 
 class LostCallError(Exception):

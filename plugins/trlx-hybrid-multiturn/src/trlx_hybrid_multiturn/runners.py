@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import difflib
 import functools
 import inspect
@@ -12,52 +11,24 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trlx_hybrid.errors import ConfigError
 
 from .event_loop import DaemonLoop, gathered
 from .job import Job
+from .main_thread import bound_to_a_thread, call_here
 from .options import Mode, MultiTurnOptions
 from .outcome import Outcome
 from .processes import ProcessWorkers
+from .showing import as_shown, shown_call, shown_outcome
 from .threads import ThreadWorkers
+from .usage import Usage
 from .waits import Call
 
 logger = logging.getLogger(__name__)
 
 GRACE = 10.0  # seconds after its deadline in which an event loop should have said so
-BOUND_TO_A_THREAD = (  # what libraries raise in a thread that is not theirs
-    "only works in main thread",  # signal.signal, and so every timeout by signal.alarm
-    "can only be used in that same thread",  # sqlite3
-    "no current event loop in thread",  # asyncio.get_event_loop
-    "cannot switch to a different thread",  # greenlet, under Playwright's synchronous interface
-    "main thread is not in main loop",  # tkinter
-)
-
-
-class UnshowableError(Exception):
-    """A tool's result cannot be turned into a string, so the model cannot be shown it."""
-
-
-@dataclass(slots=True)
-class Usage:
-    """What the calls of one tool took, in seconds of wall time and of processor time; and how many never returned."""
-
-    calls: int = 0
-    seconds: float = 0.0
-    slowest: float = 0.0
-    cpu_seconds: float = 0.0
-    cut_off: int = 0
-
-    def add(self, outcome: Outcome) -> None:
-        """Count one call."""
-        self.calls += 1
-        self.seconds += outcome.seconds
-        self.slowest = max(self.slowest, outcome.seconds)
-        self.cpu_seconds += outcome.cpu_seconds
-        self.cut_off += outcome.by_tool
 
 
 class Runners:
@@ -137,7 +108,7 @@ class Runners:
         Args:
             ahead: given name and value in the tool's own thread, if it has one, while the engine steps.
         """
-        shown = functools.partial(_shown_call, tool, arguments)
+        shown = functools.partial(shown_call, tool, arguments)
         owner = tool.__self__ if inspect.ismethod(tool) else None
         self._stuck = [(job, stuck) for job, stuck in self._stuck if self._threads.hangs(job)]
         if owner is not None and any(stuck is owner for _, stuck in self._stuck):
@@ -146,7 +117,7 @@ class Runners:
             timeout = self._options.tool_timeout
 
             def start(done: Callable[[Outcome], None]) -> Callable[[str], None]:
-                job = self._processes.submit(tool, arguments, lambda o: done(_shown_outcome(o)), timeout, name=name)
+                job = self._processes.submit(tool, arguments, lambda o: done(shown_outcome(o)), timeout, name=name)
                 return lambda reason: self._processes.abandon(job, reason)
 
             outcome = await Call(name, start)
@@ -187,11 +158,11 @@ class Runners:
             outcome = await Call(name, start)
             if outcome.by_tool and owner is not None:
                 self._stuck.append((jobs[0], owner))
-            if (reason := _bound_to_a_thread(outcome.error)) is None:
+            if (reason := bound_to_a_thread(outcome.error)) is None:
                 return outcome
             self._move(moved or name, reason)
-        outcome = await Call(name, lambda done: _here(again, done))
-        if (reason := _bound_to_a_thread(outcome.error)) is not None:
+        outcome = await Call(name, lambda done: call_here(again, done))
+        if (reason := bound_to_a_thread(outcome.error)) is not None:
             raise ConfigError(
                 f"{name!r} works neither in a thread of its own nor in the trainer's: {reason} Something that it uses "
                 "was made in one thread and is used in another. Make it where it is used; or let everything run in "
@@ -218,7 +189,7 @@ class Runners:
         shown: Callable[[Any], Any] | None = None,
     ) -> list[Outcome]:
         """Asynchronous calls at once; on `loop`, where the trainer has one. `shown` makes values of results."""
-        shown = shown or _shown
+        shown = shown or as_shown
         if loop is None:
             self._own_loop = self._own_loop or DaemonLoop()
             loop = self._own_loop.loop
@@ -281,61 +252,3 @@ class Runners:
         self._processes.close()
         if self._own_loop is not None:
             self._own_loop.close()
-
-
-def _shown(value: Any) -> Any:
-    """A tool's result as TRL shows it: content blocks as they are, all else as a string."""
-    if isinstance(value, list):
-        return value
-    try:
-        return str(value)
-    except Exception as error:
-        raise UnshowableError(
-            f"the result, a {type(value).__qualname__}, cannot be turned into a string: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _shown_call(
-    tool: Callable[..., Any], arguments: Mapping[str, Any], ahead: Callable[[Any], None] = lambda value: None
-) -> Any:
-    value = _shown(tool(**arguments))
-    ahead(value)
-    return value
-
-
-def _shown_outcome(outcome: Outcome) -> Outcome:
-    """The same for a result that came from another process."""
-    if outcome.error is not None or outcome.lost is not None:
-        return outcome
-    value, error = None, None
-    try:
-        value = _shown(outcome.value)
-    except UnshowableError as unshowable:
-        error = unshowable
-    return Outcome(value=value, error=error, seconds=outcome.seconds, cpu_seconds=outcome.cpu_seconds)
-
-
-def _here(function: Callable[[], Any], done: Callable[[Outcome], None]) -> Callable[[str], None]:
-    """A call in this very thread. SystemExit and KeyboardInterrupt are the user's: they go through."""
-    started, cpu = time.perf_counter(), time.thread_time()
-    value, raised = None, None
-    try:
-        value = function()
-    except Exception as error:
-        raised = error
-    seconds, used = time.perf_counter() - started, time.thread_time() - cpu
-    done(Outcome(value=value, error=raised, seconds=seconds, cpu_seconds=used))
-    return lambda reason: None
-
-
-def _bound_to_a_thread(error: BaseException | None) -> str | None:
-    """What an exception, or one that led to it, says where it was raised for being in the wrong thread."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        with contextlib.suppress(Exception):  # its text is anybody's code
-            text = str(error)
-            if any(words in text for words in BOUND_TO_A_THREAD):
-                return f"{type(error).__name__}: {text.rstrip('.')}."
-        error = error.__cause__ or error.__context__
-    return None

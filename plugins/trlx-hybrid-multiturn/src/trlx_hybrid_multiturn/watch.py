@@ -12,7 +12,8 @@ from typing import Any
 from trlx_hybrid.conversation import Conversation
 from trlx_hybrid.types import Completion
 
-from .runners import Runners, Usage
+from .runners import Runners
+from .usage import Usage
 
 REFRESH = 0.5  # seconds, on a terminal
 REFRESH_LOG = 30.0  # seconds, where every refresh is a line of a log

@@ -12,6 +12,7 @@ from datasets import Dataset
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid_multiturn import Step, episode_reward, episodes
+from trlx_hybrid_multiturn.environment import refuse_prompts
 from trlx_hybrid_multiturn.multi_turn import TrajectoriesFailedError
 
 TURNS = ["left", "right", "forward", "a longer sentence"]
@@ -228,5 +229,7 @@ def test_rollouts_that_cannot_play_are_refused(play):
         play(Maze, hybrid=None)
     with pytest.raises(ConfigError, match="prompts that are lists of messages"):
         play(Maze, prompts=["plain"] * 8)
+    with pytest.raises(ConfigError, match="takes text, and a prompt holds content of type 'image'"):
+        refuse_prompts([[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it"}]}]])
     with pytest.raises(ConfigError, match="at least one turn"):
         episodes(Maze, max_turns=0)

@@ -1,14 +1,16 @@
 """Observations as the template's difference, and templates that allow none."""
 
 from importlib.resources import files
+from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, ProcessorMixin
 from trl.chat_template_utils import get_training_chat_template
 from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.own_tokenizer import own_tokenizer
 from trlx_hybrid.testing.chat import chat_tokenizer
 from trlx_hybrid_multiturn.tokens import TemplateTokens, preserving_tokens
 
@@ -85,6 +87,32 @@ def test_a_token_that_ends_a_turn_and_opens_the_next_message_stands_there_once(g
         messages += [{"role": "assistant", "content": said}, {"role": "user", "content": shown}]
     assert glm.decode(ids) == glm.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert glm.decode(tokens.observation(messages[-1:], observation)) == "<|user|>\nlower<|assistant|>"
+
+
+BLOCKS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{{ part.text }}{% endfor %}<|im_end|>"
+    "\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+class Processor(ProcessorMixin):
+    """As TRL loads one for a multimodal checkpoint; of text alone."""
+
+    attributes: ClassVar[list[str]] = ["tokenizer"]
+    tokenizer_class = "PreTrainedTokenizerFast"
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, chat_template: str) -> None:
+        super().__init__(tokenizer, chat_template=chat_template)
+
+
+def test_a_processors_template_and_tokenizer_serve() -> None:
+    """Its template may want lists of content blocks, and is not the tokenizer's."""
+    tokenizer = TOKENIZERS["qwen3"]
+    tokens = TemplateTokens(own_tokenizer(Processor(tokenizer, BLOCKS)))
+    prompt = tokens.prompt([{"role": "user", "content": [{"type": "text", "text": "guess"}]}])
+    assert tokenizer.decode(prompt) == "<|im_start|>user\nguess<|im_end|>\n<|im_start|>assistant\n"
+    shown = tokens.observation([{"role": "user", "content": "higher"}])
+    assert tokenizer.decode(shown) == "\n<|im_start|>user\nhigher<|im_end|>\n<|im_start|>assistant\n"
 
 
 LAST_ONLY = "{% for m in messages %}{% if loop.last %}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"

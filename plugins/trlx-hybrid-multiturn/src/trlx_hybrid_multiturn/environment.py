@@ -155,7 +155,7 @@ def refuse_prompts(prompts: list[Any]) -> None:
     """Refuse what no conversation can begin with.
 
     Raises:
-        ConfigError: a prompt is plain text, or holds no message.
+        ConfigError: a prompt is plain text, holds no message, or holds something else than text.
     """
     for prompt in prompts:
         if not isinstance(prompt, list) or not prompt:
@@ -163,4 +163,11 @@ def refuse_prompts(prompts: list[Any]) -> None:
                 "episodes(...) needs prompts that are lists of messages, for observations take a place in a "
                 f'conversation; the dataset holds {prompt!r:.60}. Make each prompt [{{"role": "user", "content": '
                 "…}]; the content may be empty where `reset` says it all."
+            )
+        blocks = [block for m in prompt if isinstance(m.get("content"), list) for block in m["content"]]
+        other = next((block for block in blocks if block.get("type") != "text"), None)
+        if other is not None:
+            raise ConfigError(
+                f"episodes(...) takes text, and a prompt holds content of type {other.get('type')!r}. Leave that out "
+                "of the dataset, or give the model tools in place of an environment: prompts may have images there."
             )

@@ -23,7 +23,8 @@ class TemplateTokens:
     """Prompts and observations of one tokenizer and chat template.
 
     Args:
-        tokenizer: a transformers tokenizer.
+        tokenizer: a transformers tokenizer, or a processor: its tokenizer and its template serve, with messages as
+            processors take them, a list of content blocks in each.
         chat_template: the template, None for the tokenizer's own.
         options: TRL's `chat_template_kwargs`.
         end_ids: tokens that end a turn when the model samples them; the tokenizer's EOS is one of them.
@@ -40,8 +41,11 @@ class TemplateTokens:
         options: Mapping[str, Any] | None = None,
         end_ids: Collection[int] = (),
     ) -> None:
-        self._tokenizer, self._template, self._options = tokenizer, chat_template, dict(options or {})
-        self._end_ids = {*end_ids, tokenizer.eos_token_id}
+        self._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        self._blocks = self._tokenizer is not tokenizer
+        self._template = chat_template or (tokenizer.chat_template if self._blocks else None)
+        self._options = dict(options or {})
+        self._end_ids = {*end_ids, self._tokenizer.eos_token_id}
         reason = self._refuses()
         if reason is not None:
             raise ConfigError(
@@ -91,10 +95,18 @@ class TemplateTokens:
             return f"a user's message after the model's cannot be rendered ({type(error).__name__}: {error})."
         return None
 
+    def _shaped(self, messages: Sequence[Message]) -> list[Message]:
+        if not self._blocks:
+            return list(messages)
+        return [
+            m if isinstance(m["content"], list) else {**m, "content": [{"type": "text", "text": m["content"]}]}
+            for m in messages
+        ]
+
     def _text(self, messages: Sequence[Message]) -> str:
         return str(
             self._tokenizer.apply_chat_template(
-                list(messages),
+                self._shaped(messages),
                 chat_template=self._template,
                 add_generation_prompt=True,
                 tokenize=False,
@@ -104,7 +116,7 @@ class TemplateTokens:
 
     def _render(self, messages: Sequence[Message], *, speak: bool) -> list[int]:
         ids = self._tokenizer.apply_chat_template(
-            list(messages),
+            self._shaped(messages),
             chat_template=self._template,
             add_generation_prompt=speak,
             tokenize=True,

@@ -3,9 +3,9 @@
 Each case is a set of processes, one per GPU, with a policy under FSDP2 and a vLLM engine of the given size in each. All
 arms write into the same engines, in turn: `gather` streams full tensors into vLLM's loader one after the other, as TRL
 does; `gather-bucketed` all-gathers 256 MiB at a time in the engine's dtype, as verl does; `reshard` moves what each
-rank lacks. Before each turn the engines sleep and wake, and hold NaN, after it the bits of all arms must be equal. A turn begins and ends
-with a barrier and counts the slowest rank; the ranks' agreement on plan and version is part of it. What NVLink and a
-device copy reach is measured in the same processes.
+rank lacks. Before each turn the engines sleep and wake, and hold NaN; after it the bits of all arms must be equal. A
+turn begins and ends with a barrier and counts the slowest rank; the ranks' agreement on plan and version is part of it.
+What NVLink and a device copy reach is measured in the same processes.
 
 Each case is written as soon as it is measured, and one that fails takes nothing with it. With `--add`, one command per
 case makes one file:

@@ -104,15 +104,20 @@ def test_openings_are_encoded_once_where_that_is_sound():
     assert long_calls("an end that takes spaces") > len(ANSWERS)
 
 
-def test_what_an_earlier_call_left_behind_cuts_nothing():
+def test_what_tools_set_on_the_tokenizer_cuts_nothing_and_stays_as_they_set_it():
+    """Truncation and padding are state of the backend, and tools use the same tokenizer at the same time."""
     tokenizer = bytes_tokenizer()
     trainer = trainer_of(tokenizer)
-    observe = observer(trainer)
     messages = [{"role": "tool", "name": "add", "content": "a long answer"}]
-    wanted = observe(messages)
-    tokenizer.backend_tokenizer.enable_truncation(max_length=3)
-    tokenizer.backend_tokenizer.enable_padding(length=64)
-    assert observe(messages) == wanted == trainer._get_tool_suffix_ids(messages)
+    wanted, observe = observer(trainer)(messages), observer(trainer)
+    backend = tokenizer.backend_tokenizer
+    backend.enable_truncation(max_length=3)
+    backend.enable_padding(length=64)
+    assert observe(messages) == observe(messages) == observer(trainer)(messages) == wanted
+    assert (backend.truncation["max_length"], backend.padding["length"]) == (3, 64)
+    assert trainer._get_tool_suffix_ids(messages) == wanted
+    tokenizer.add_tokens(["long"])
+    assert observer(trainer)(messages) == trainer._get_tool_suffix_ids(messages) != wanted
 
 
 def test_a_trainers_own_method_is_asked():

@@ -41,6 +41,7 @@ class Dialogue:
             are what to run. Called from the trainer's thread only, as `observe` is.
         observe: from the tool messages of one turn, the ids between the end of the turn that called and the next.
         sync_tools, async_tools: what may be called, by name; functions, and coroutine functions.
+        run_tools: the synchronous tools of the whole run: of other rows' environments, too.
         images: of the prompt, or None.
         first: the first turn, where something else has sampled it.
         event_loop: where asynchronous tools run: the trainer's, so that clients they share with its reward functions
@@ -54,6 +55,7 @@ class Dialogue:
     sync_tools: Mapping[str, Callable[..., Any]]
     async_tools: Mapping[str, Callable[..., Any]]
     images: list[Any] | None = None
+    run_tools: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     first: Completion | None = None
     event_loop: AbstractEventLoop | None = None
     discard: Callable[[], None] = lambda: None

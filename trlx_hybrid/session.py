@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from . import weight_paths
 from .config import HybridConfig
@@ -48,13 +48,14 @@ class Session:
         freshness: weight versions of policy and engine.
         training: whether the current rollout is for training (or for evaluation).
         rows: the dataset's rows of this rank's batch, as TRL gave them, in the order of its prompts.
-        metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs.
+        metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs, which hold the mean since their
+            last line: of one number per batch, or of all those in a list.
         adviser: the plugin whose advantages the trainer uses, if any.
     """
 
     adviser: PluginInfo | None = None
     _holder: weakref.ref[Session] | None = None  # whose engine lives in this process: one colocated engine at a time
-    _open: weakref.WeakSet[Session] = weakref.WeakSet()  # those that nobody has closed
+    _open: ClassVar[weakref.WeakSet[Session]] = weakref.WeakSet()  # those that nobody has closed
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class Session:
         self.sampler = Sampler(self, sampling, args.seed)
         self.training = True
         self.rows: list[dict[str, Any]] = []
-        self.metrics: dict[str, float] = {}
+        self.metrics: dict[str, float | list[float]] = {}
         self._step = step
         self._announced = False
         self._stack = ExitStack()
@@ -145,7 +146,7 @@ class Session:
         report = self.freshness.sync(engine, self.weights)
         self.memory.make_room(["policy"])
         engine.wake("kv_cache")
-        self.metrics = {"hybrid/weight_version": float(self.freshness.version)} | self.memory.metrics(Phase.ROLLOUT)
+        self.metrics = {"hybrid/weight_version": float(self.freshness.version), **self.memory.metrics(Phase.ROLLOUT)}
         if report is not None:
             self.metrics |= {"hybrid/sync_seconds": report.seconds, "hybrid/sync_bytes": float(report.bytes)}
 

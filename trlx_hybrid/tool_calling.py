@@ -5,6 +5,7 @@ Knows the attributes that TRL 1.16's `GRPOTrainer` and `DistillationTrainer` kee
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ def dialogues(
         first: first turns that a custom rollout has sampled.
     """
     observe = observer(trainer)
+    known = {tool.__name__: tool for tool in trainer.tools or () if not inspect.iscoroutinefunction(tool)}
     return [
         Dialogue(
             prompt_ids=list(prompt_ids[index]),
@@ -35,6 +37,7 @@ def dialogues(
             observe=observe,
             sync_tools=trainer._sync_tool_dicts[index] if _is_grpo(trainer) else trainer._tool_dict,
             async_tools=trainer._async_tool_dicts[index] if _is_grpo(trainer) else {},
+            run_tools=known,
             images=images[index] if images is not None else None,
             first=first[index] if first is not None else None,
             event_loop=getattr(trainer, "async_loop", None),
@@ -108,13 +111,16 @@ def _parser(
 
 
 def _discarding(trainer: Any, index: int) -> Callable[[], None]:
-    """Replace a row's environment in TRL's pool: a call that never came back may still be using it."""
+    """Take a row's environment out of TRL's pool: a call that never came back may still be using it.
+
+    TRL makes another when a batch needs it. Here its factory, which may fail, would end everybody's conversations.
+    """
 
     def discard() -> None:
         if not getattr(trainer, "environments", None):
             return
         environment, name = trainer.environments[index], trainer._batch_environments[index]
         pool = trainer._environment_pool[name]
-        pool[next(i for i, pooled in enumerate(pool) if pooled is environment)] = trainer.environment_factories[name]()
+        pool[:] = [pooled for pooled in pool if pooled is not environment]
 
     return discard

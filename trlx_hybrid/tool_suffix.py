@@ -7,19 +7,21 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from .own_tokenizer import own_tokenizer
+
 
 def observer(trainer: Any) -> Callable[[Sequence[dict[str, Any]]], list[int]]:
     """The ids that follow a turn's tool calls; the opening is rendered once per tool's name, and encoded once.
 
-    Good for one batch: the template, and what it is given, may be others in the next. A trainer that has a method of
-    its own in place of TRL's is asked as it is.
+    Good for one batch: the template, and what it is given, may be others in the next. To be called from several threads
+    at once. A trainer that has a method of its own in place of TRL's is asked as it is.
     """
     method = getattr(type(trainer), "_get_tool_suffix_ids", None)
     if method is None or not method.__module__.startswith("trl."):
         return trainer._get_tool_suffix_ids  # type: ignore[no-any-return]
     reads = ("_is_vlm", "chat_template", "chat_template_kwargs", "_tokenizer")
     stand_in = SimpleNamespace(**{name: getattr(trainer, name) for name in reads})
-    stand_in.processing_class = _Openings(trainer.processing_class)
+    stand_in.processing_class = _Openings(own_tokenizer(trainer.processing_class))
     return lambda messages: method(stand_in, messages)
 
 
@@ -78,11 +80,8 @@ class _Openings:
         return opening if same else None
 
     def _encoded(self, text: str) -> list[int]:
-        """Past what transformers does around it, unless a setting of an earlier call is still there."""
-        backend = self._inner.backend_tokenizer
-        if backend.truncation is not None or backend.padding is not None:
-            return self._inner(text, add_special_tokens=False)["input_ids"]  # type: ignore[no-any-return]
-        return backend.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
+        """Past what transformers does around it: no setting of an earlier call is there."""
+        return self._inner.backend_tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
 
 
 def _splits_at_its_end_of_turn(inner: Any) -> bool:

@@ -241,7 +241,8 @@ class HybridTrainer(Checkpointing):
         session.host.call("trlx_rollout_end", session=session, trajectories=self._trajectories())
         metrics = trainer._metrics["train" if session.training else "eval"]
         for name, value in session.metrics.items():
-            metrics[name].append(value)
+            if value != []:  # TRL cannot take the mean of nothing
+                metrics[name] += value if isinstance(value, list) else [value]
         return batch
 
     def _trajectories(self) -> Any:

@@ -59,11 +59,11 @@ def test_a_plain_script_trains_to_its_end(case, model, whole, seen, tmp_path):
 @pytest.mark.parametrize("launcher", ["accelerate", "trlx-hybrid"])
 def test_another_launcher(launcher, model, whole, tmp_path):
     starts = {
-        "accelerate": [sys.executable, "-m", "accelerate.commands.launch", "--config_file", SCRIPTS / "fsdp2.yaml"],
-        "trlx-hybrid": [sys.executable, "-m", "trlx_hybrid", "launch", "--gpus-per-node", "2"]
-        + ["--config_file", str(SCRIPTS / "fsdp2.yaml")],
+        "accelerate": [sys.executable, "-m", "accelerate.commands.launch"],
+        "trlx-hybrid": [sys.executable, "-m", "trlx_hybrid", "launch", "--gpus-per-node", "2"],
     }
-    command = [*starts[launcher], SCRIPTS / "grpo.py", *flags(SHARDED.settings(), model("plain"), tmp_path / "run")]
+    launch = [*starts[launcher], "--config_file", SCRIPTS / "fsdp2.yaml"]
+    command = [*launch, SCRIPTS / "grpo.py", *flags(SHARDED.settings(), model("plain"), tmp_path / "run")]
     ended = whole(command, LIMIT)
     whole_run.check_training(whole_run.history(tmp_path / "run"), STEPS)
     whole_run.check_proofs(ended, "reshard")

@@ -54,6 +54,11 @@ def test_the_only_text_of_an_action_takes_the_completion(schema, field):
         ({}, None, "have the fields none"),
         (action(["a", "b"], a=TEXT, b=NUMBER), "a", "need b beside 'a': give action=a function"),
         (action(["message"], message=TEXT), "mesage", r"no field 'mesage'. Did you mean 'message'\?"),
+        (
+            action(["tool_name"], type=TEXT, tool_name=TEXT, arguments={"type": "object"}),
+            None,
+            "call MCP tools.*action=a",
+        ),
         (action(["message"], message=TEXT), "metadata", r"no field 'metadata'. Fields: message\."),
     ],
 )
@@ -68,6 +73,13 @@ def test_the_only_text_of_an_observation_is_shown():
     assert observation_field(schema, "length", "the server") == "length"
     schema["properties"]["stderr"] = TEXT
     with pytest.raises(ConfigError, match="have the fields text, length, stderr: say which one the model is shown"):
+        observation_field(schema, None, "the server")
+
+
+def test_an_mcp_tools_name_is_not_shown():
+    """As openenv 0.10 describes what its MCP environments answer."""
+    schema = {"properties": {"done": {}, "tool_name": TEXT, "result": {}, "error": {"type": "object"}}}
+    with pytest.raises(ConfigError, match="have the fields tool_name, result, error: say which one the model is shown"):
         observation_field(schema, None, "the server")
 
 

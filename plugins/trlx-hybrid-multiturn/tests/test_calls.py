@@ -2,10 +2,12 @@
 
 import asyncio
 import contextvars
+import dataclasses
 import gc
 import os
 import random
 import signal
+import sqlite3
 import threading
 import time
 import types
@@ -14,10 +16,11 @@ import warnings
 import psutil
 import pytest
 import trl
-from trlx_hybrid.conversation import Conversation, Dialogue
+from trlx_hybrid.conversation import Conversation, Dialogue, Limits
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid_multiturn import runners as runners_module
 from trlx_hybrid_multiturn.calls import LostCallError, run_calls
+from trlx_hybrid_multiturn.environment import Player, Step
 from trlx_hybrid_multiturn.job import WorkerError
 from trlx_hybrid_multiturn.loop import Loop
 from trlx_hybrid_multiturn.multi_turn import MultiTurn
@@ -384,6 +387,96 @@ def test_calls_whose_turn_never_came_are_closed_and_hold_nothing(pool, event_loo
     assert [str(w.message) for w in caught if "never awaited" in str(w.message)] == []
 
 
+# --- what belongs to the main thread ----------------------------------------------------------------------------------
+
+
+def by_alarm():
+    """As TRL's own example guards its query."""
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(0)
+    return "found"
+
+
+def wrapped():
+    """As math-verify says it."""
+    try:
+        return by_alarm()
+    except ValueError as error:
+        raise ValueError("does not support threads") from error
+
+
+class Database:
+    """As TRL makes an environment: in the trainer's thread."""
+
+    def __init__(self):
+        self.connection = sqlite3.connect(":memory:")
+        self.threads = []
+
+    def count(self):
+        self.threads.append(threading.get_ident())
+        return str(self.connection.execute("select 1").fetchall())
+
+
+def test_a_tool_that_cannot_work_in_a_thread_moves_to_the_trainers_and_says_so_once(caplog):
+    database, runners = Database(), Runners(MultiTurnOptions(tool_modes={"wrapped": "thread"}))
+    calls = [call("by_alarm"), call("wrapped"), call("count"), call("add", a=1, b=2)]
+    for _ in range(2):
+        for messages, conversation in run_many(runners, [calls] * 3, [by_alarm, wrapped, database.count, add]):
+            assert [m["content"] for m in messages] == ["found", "found", "[(1,)]", "3"]
+            assert conversation.failed_calls == 0
+    assert set(database.threads[-3:]) == {threading.get_ident()}
+    assert [runners.mode(name) for name in ("by_alarm", "wrapped", "count", "add")] == ["main"] * 3 + ["thread"]
+    warned = [record.getMessage() for record in caplog.records]
+    assert len(warned) == 3
+    assert any("'count' cannot run in a thread" in w and "{'tool_modes': {'count': 'main'}}" in w for w in warned)
+    runners.close()
+
+
+def test_a_tool_that_can_work_in_no_thread_stops_the_run(gate):
+    """Its connection was made in a thread, which still lives, and no other may use it."""
+    made, ready, runners = [], threading.Event(), Runners(MultiTurnOptions())
+
+    def connect():
+        made.append(Database())
+        ready.set()
+        gate.wait()
+
+    def count():
+        return made[0].count()
+
+    threading.Thread(target=connect, daemon=True).start()
+    assert ready.wait(PATIENCE)
+    with pytest.raises(ConfigError, match=r"'count' works neither in a thread .*SQLite objects .*'tools': 'main'"):
+        run(runners, [call("count")], [count])
+    runners.close()
+
+
+@pytest.mark.parametrize("tools", ["thread", "main"])
+def test_an_environment_that_needs_the_main_thread_gets_it(tools):
+    """One that scores by a timeout of `signal`; with "main", one that keeps a connection as well."""
+
+    class Scoring:
+        def __init__(self):
+            self.database = Database() if tools == "main" else None
+
+        def reset(self, row):
+            return str(self.database.count()) if self.database else None
+
+        def step(self, completion):
+            return Step(observation=by_alarm(), reward=float(threading.current_thread() is threading.main_thread()))
+
+    runners, steps = Runners(MultiTurnOptions(tools=tools)), []
+
+    async def one():
+        player = Player(Scoring, runners, None)
+        await player.reset({})
+        steps.append(await player.step(""))
+
+    Loop(Idle(), Idle(), width=4).run([one() for _ in range(4)])
+    assert steps == [Step(observation="found", reward=1.0)] * 4
+    runners.close()
+
+
 def test_what_calls_took_is_counted_by_tool(pool):
     def work():
         end = time.thread_time() + 0.05
@@ -467,12 +560,14 @@ def test_an_error_without_a_text_ends_its_trajectory(pool, mode):
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_a_tool_that_wants_to_exit_ends_its_trajectory_only(pool, mode):
-    batches = [[call("leave")], [call("interrupt")], [call("add", a=1, b=2)]]
-    found = run_many(pool(tools=mode), batches, [leave, interrupt, add])
-    raised = ["tool 'leave' raised SystemExit: 3.", "tool 'interrupt' raised KeyboardInterrupt: stop."]
-    assert [messages for messages, _ in found[:2]] == raised
-    assert found[2][0][0]["content"] == "3"
+def test_a_tool_that_wants_to_exit_is_shown_as_an_error(pool, mode):
+    """The model may have written what was run."""
+    messages, conversation = run(
+        pool(tools=mode), [call("leave"), call("interrupt"), call("add", a=1, b=2)], [leave, interrupt, add]
+    )
+    errors = [str({"error": text}) for text in ("SystemExit: 3", "KeyboardInterrupt: stop")]
+    assert [m["content"] for m in messages] == [*errors, "3"]
+    assert (conversation.calls, conversation.failed_calls) == (3, 2)
 
 
 @pytest.mark.parametrize(("tool", "raised"), [(leave, SystemExit), (interrupt, KeyboardInterrupt)])
@@ -481,15 +576,15 @@ def test_in_the_trainers_thread_wanting_to_exit_is_the_users_own(pool, tool, rai
         run(pool(tools="main"), [call(tool.__name__)], [tool])
 
 
-def test_what_goes_wrong_on_the_event_loop_ends_one_trajectory_and_never_the_loop(pool, event_loop):
+def test_what_goes_wrong_on_the_event_loop_ends_one_trajectory_at_most_and_never_the_loop(pool, event_loop):
     tools = [unprintable_later, silent_later, leave_later, interrupt_later, cancelled_later, lost_later, fetch]
     batches = [[call("fetch", what="text"), call(tool.__name__)] for tool in tools[:-1]]
     found = run_many(pool(), [*batches, [call("fetch", what="text")]], tools, event_loop[0])
-    assert [messages for messages, _ in found[:-1]] == [
+    assert [messages if isinstance(messages, str) else messages[1]["content"] for messages, _ in found[:-1]] == [
         "tool 'unprintable_later': the result, a Unprintable, cannot be turned into a string: RuntimeError: no text.",
         "tool 'silent_later' raised Silent, whose text cannot be made: RuntimeError.",
-        "tool 'leave_later' raised SystemExit: 3.",
-        "tool 'interrupt_later' raised KeyboardInterrupt: stop.",
+        "{'error': 'SystemExit: 3'}",
+        "{'error': 'KeyboardInterrupt: stop'}",
         "tool 'cancelled_later' was cancelled, by itself or by something else.",
         "tool 'lost_later' raised LostError: its worker died.",
     ]
@@ -497,7 +592,7 @@ def test_what_goes_wrong_on_the_event_loop_ends_one_trajectory_and_never_the_loo
     assert event_loop[1].is_alive()
 
 
-def test_a_call_past_its_deadline_ends_its_trajectory(pool, gate):
+def test_a_call_past_its_deadline_is_shown_as_an_error(pool, gate):
     cancelled = []
 
     def stuck():
@@ -517,19 +612,61 @@ def test_a_call_past_its_deadline_ends_its_trajectory(pool, gate):
 
     batches = [[call(name)] for name in ("stuck", "stuck_later", "stubborn")]
     batches.append([call("fetch", what="text"), call("stuck_later"), call("add", a=1, b=2)])
-    found = run_many(pool(tool_timeout=0.5), batches, [stuck, stuck_later, stubborn, fetch, add])
+    runners = pool(tool_timeout=0.5)
+    found = run_many(runners, batches, [stuck, stuck_later, stubborn, fetch, add])
     hung = "tool {!r} did not return within 0.5 s; {}."
-    assert [messages for messages, _ in found] == [
-        hung.format("stuck", "its thread hangs"),
-        hung.format("stuck_later", "it was cancelled"),
-        hung.format("stubborn", "it was cancelled"),
-        hung.format("stuck_later", "it was cancelled"),
+    how = {"stuck": "its thread hangs", "stuck_later": "it was cancelled", "stubborn": "it was cancelled"}
+    errors = [str({"error": hung.format(name, what)}) for name, what in how.items()]
+    assert [[m["content"] for m in messages] for messages, _ in found] == [
+        *([error] for error in errors),
+        ["3", VALUES["text"], errors[1]],
     ]
-    assert found[3][1].calls == 3
+    assert [(conversation.calls, conversation.failed_calls) for _, conversation in found] == [(1, 1)] * 3 + [(3, 1)]
+    assert sum(use.cut_off for use in runners.usage.values()) == 4
     end = time.monotonic() + PATIENCE
     while len(cancelled) < 3:
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+def test_an_environment_is_left_alone_while_a_call_of_it_hangs(gate):
+    """Its calls follow each other, and what hangs may go on at any time. No other row gets it either."""
+
+    class Slow:
+        def hang(self):
+            gate.wait()
+
+        def look(self):
+            return "seen"
+
+    runners, slow, other = Runners(MultiTurnOptions(tool_timeout=0.2)), Slow(), Slow()
+    contents, discarded, conversation = [], [], Conversation()
+
+    async def turn(calls, environment):
+        given = Dialogue(
+            prompt_ids=[1],
+            parse=None,
+            observe=None,
+            sync_tools={"hang": environment.hang, "look": environment.look},
+            async_tools={},
+            discard=lambda: discarded.append(environment),
+        )
+        contents.extend(m["content"] for m in await run_calls(calls, given, conversation, runners))
+
+    def turns(*each):
+        contents.clear()
+        Loop(Idle(), Idle(), width=1).run([turn(*given) for given in each])
+        return contents
+
+    hung, busy, seen = turns(([call("hang"), call("look")], slow), ([call("look")], other))
+    assert "'hang' did not return within 0.2 s" in hung
+    assert busy == "{'error': 'look was not called: an earlier call is still running.'}"
+    assert (seen, discarded, conversation.failed_calls) == ("seen", [slow], 2)
+    gate.set()
+    end = time.monotonic() + PATIENCE
+    while turns(([call("look")], slow)) != ["seen"]:
+        assert time.monotonic() < end
+    runners.close()
 
 
 def spin():
@@ -545,14 +682,15 @@ def segfault():
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-def test_a_process_that_hangs_or_crashes_ends_its_trajectory_only(pool):
+def test_a_process_that_hangs_or_crashes_is_shown_as_an_error(pool):
     runners = pool(tools="process", tool_timeout=1)
     batches = [[call("spin")], [call("crash")], [call("segfault")], [call("add", a=1, b=2)]]
     found = run_many(runners, batches, [spin, crash, segfault, add])
-    assert [type(messages) for messages, _ in found] == [str, str, str, list]
-    assert found[0][0].startswith("tool 'spin' did not return within 1 s")
-    assert found[1][0].startswith("tool 'crash' ")
-    assert "SIGSEGV" in found[2][0]
+    shown = [messages[0]["content"] for messages, _ in found]
+    assert "tool 'spin' did not return within 1 s" in shown[0]
+    assert "tool 'crash' ended its process: exit code 7." in shown[1]
+    assert "SIGSEGV" in shown[2]
+    assert [conversation.failed_calls for _, conversation in found] == [1, 1, 1, 0]
     assert run(runners, [call("add", a=1, b=2)], [add])[0][0]["content"] == "3"
 
 
@@ -586,8 +724,8 @@ def test_a_coroutine_that_blocks_its_loop_is_given_up(pool, monkeypatch, gate):
 def test_a_coroutine_whose_turn_never_comes_is_closed(pool):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        lost, _ = run(pool(), [call("fetch", what="text"), call("leave")], [fetch, leave])
-        assert lost == "tool 'leave' raised SystemExit: 3."
+        lost, _ = run(pool(), [call("fetch", what="text"), call("silent")], [fetch, silent])
+        assert lost == "tool 'silent' raised Silent, whose text cannot be made: RuntimeError."
         gc.collect()
     assert [str(w.message) for w in caught if "never awaited" in str(w.message)] == []
 
@@ -598,7 +736,7 @@ def test_too_many_hanging_threads_stop_the_run(gate):
 
     runners = Runners(MultiTurnOptions(tool_timeout=0.05, max_hung=1))
     for _ in range(2):
-        assert "its thread hangs" in run(runners, [call("stuck")], [stuck])[0]
+        assert "its thread hangs" in run(runners, [call("stuck")], [stuck])[0][0]["content"]
     with pytest.raises(WorkerError, match="2 tool threads hang at once, 1 may: 'stuck'"):
         run(runners, [call("stuck")], [stuck])
     runners.close()
@@ -616,7 +754,7 @@ class Counter:
     ("options", "message"),
     [
         ({"tool_modes": {"ad": "process"}}, r"names 'ad', .*Did you mean 'add'\? Tools: add, count, give\."),
-        ({"tool_modes": {"zzzzzz": "main"}}, r"names 'zzzzzz', .* batch\. Tools: add, count, give\."),
+        ({"tool_modes": {"zzzzzz": "main"}}, r"names 'zzzzzz', .* run\. Tools: add, count, give\."),
         ({"tools": "process"}, r"'count' is a method of a Counter: .*Run it in threads, or make it a function\."),
         ({"tool_modes": {"count": "process"}}, r"'count' is a method"),
     ],
@@ -629,6 +767,21 @@ def test_what_cannot_run_where_it_is_to_run_is_refused(options, message):
     Runners(MultiTurnOptions(tool_modes={"add": "process", "count": "main"})).check(tools.items())
 
 
+def test_a_mode_may_be_for_a_tool_that_no_row_of_the_batch_has(monkeypatch):
+    """Rows choose among environments, and a batch may hold those of one only."""
+    session = types.SimpleNamespace(ranks=types.SimpleNamespace(rank=0), args=None)
+    rows = dataclasses.replace(dialogue([add]), run_tools={"add": add, "give": give, "count": Counter().count})
+    limits = Limits(completion_tokens=1, model_tokens=1, tool_turns=1)
+    rollout = MultiTurn(session, MultiTurnOptions(tool_modes={"give": "main"}))
+    monkeypatch.setattr(rollout, "run_trajectories", lambda *given: [run.close() for run in given[1]])
+    assert len(rollout.converse(session, [rows, rows], limits, None)) == 2
+    rollout.close()
+    refused = MultiTurn(session, MultiTurnOptions(tool_modes={"count": "process"}))
+    with pytest.raises(ConfigError, match="'count' is a method of a Counter"):
+        refused.converse(session, [rows], limits, None)
+    refused.close()
+
+
 @pytest.mark.parametrize("tools", [[fetch], [fetch, add], []])
 @pytest.mark.parametrize("name", ["fetch", "ftech"])
 def test_a_mode_for_what_is_no_synchronous_tool_is_refused_before_anything_is_sampled(tools, name):
@@ -636,7 +789,7 @@ def test_a_mode_for_what_is_no_synchronous_tool_is_refused_before_anything_is_sa
     rollout = MultiTurn(session, MultiTurnOptions(tool_modes={name: "thread"}))
     there = "add" if add in tools else "none"
     others = r" Asynchronous ones, which run on the event loop: fetch\." if tools else ""
-    message = rf"names '{name}', which is no synchronous tool of this batch\. Tools: {there}\.{others}$"
+    message = rf"names '{name}', which is no synchronous tool of this run\. Tools: {there}\.{others}$"
     with pytest.raises(ConfigError, match=message):
         rollout.converse(session, [dialogue([]), dialogue(tools)], None, None)
     rollout.close()

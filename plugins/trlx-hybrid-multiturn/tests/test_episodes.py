@@ -12,6 +12,7 @@ from datasets import Dataset
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid_multiturn import Step, episode_reward, episodes
+from trlx_hybrid_multiturn.environment import refuse_prompts
 from trlx_hybrid_multiturn.multi_turn import TrajectoriesFailedError
 
 TURNS = ["left", "right", "forward", "a longer sentence"]
@@ -84,30 +85,37 @@ def play(run):
             processing_class=tokenizer,
             train_dataset=Dataset.from_dict({"prompt": prompts, "door": list(range(len(prompts)))}),
             reward_funcs=[episode_reward, seen],
-            rollout_func=episodes(factory, max_turns=max_turns),
-            **(settings | given),
+            **({"rollout_func": episodes(factory, max_turns=max_turns)} | settings | given),
         )
+        done.trainer.batches = batches
         return done.trainer, seen, batches[0]
 
     return start
 
 
+EPISODES = {factory: episodes(factory) for factory in (Maze, SyncMaze)}
+"""Each plays for two trainers, whose tokenizers differ."""
+
+
 @pytest.mark.parametrize("template", ["qwen3", "llama3_1"])
-@pytest.mark.parametrize("factory", [Maze, SyncMaze])
+@pytest.mark.parametrize("factory", EPISODES)
 def test_episodes_token_for_token(play, template, factory):
     """What was sampled is kept as it was, what was shown stands between, and the mask tells them apart."""
     Maze.threads, Maze.closed = set(), 0
-    trainer, seen, (prompt_ids, completion_ids, masks, *_) = play(factory, template=template)
+    trainer, seen, (prompt_ids, completion_ids, masks, *_) = play(
+        factory, template=template, rollout_func=EPISODES[factory]
+    )
     assert Maze.closed == len(prompt_ids)
     assert threading.main_thread().name not in Maze.threads
     tokenizer = trainer.processing_class
-    ((_, _, given_ids, columns),) = seen.calls
+    ((prompts, _, given_ids, columns),) = seen.calls
     assert given_ids == completion_ids
     lengths = set()
     for i, (prompt, completion, mask) in enumerate(zip(prompt_ids, completion_ids, masks, strict=True)):
         messages, door = columns["episode_messages"][i], columns["door"][i]
         said = [m["content"] for m in messages if m["role"] == "assistant"]
-        assert f" door {door}" in tokenizer.decode(prompt)
+        asked = [{"role": "user", "content": f"{prompts[i][0]['content']} door {door}"}]
+        assert prompt == tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=False)
         assert columns["episode_reward"][i] == 0.5 * len(said)
         assert [m["content"] for m in messages if m["role"] == "user"] == [f"door {len(text)}" for text in said[:-1]]
         runs = sampled_runs(completion, mask)
@@ -142,12 +150,25 @@ def test_log_probs_are_the_models(play):
             assert value == pytest.approx(wanted, abs=1e-5) if sampled else value == 0.0
 
 
-def test_turns_and_tokens_are_limits(play):
-    _, seen, (_, completion_ids, masks, *_) = play(Maze, max_turns=2, max_completion_length=40)
-    ((*_, columns),) = seen.calls
-    turns = [sum(m["role"] == "assistant" for m in messages) for messages in columns["episode_messages"]]
-    assert max(turns) == 2
-    assert all(len(ids) <= 40 and mask[-1] == 1 for ids, mask in zip(completion_ids, masks, strict=True))
+def test_turns_and_tokens_are_limits_and_what_is_logged_of_turns_counts_every_trajectory_once(play):
+    """Over the batches of one log line: only some trajectories of each have a second turn, not as many in both."""
+    trainer, seen, _ = play(
+        Maze, max_turns=2, max_completion_length=40, max_steps=2, logging_steps=2, per_device_train_batch_size=4
+    )
+    second, total = [], 0
+    for (*_, columns), (_, completion_ids, masks, *_) in zip(seen.calls, trainer.batches, strict=True):
+        turns = [sum(m["role"] == "assistant" for m in messages) for messages in columns["episode_messages"]]
+        assert max(turns) <= 2
+        assert all(len(ids) <= 40 and mask[-1] == 1 for ids, mask in zip(completion_ids, masks, strict=True))
+        runs = [sampled_runs(ids, mask) for ids, mask in zip(completion_ids, masks, strict=True)]
+        second.append([len(run[1]) for run in runs if len(run) > 1])
+        total += len(runs)
+    lengths = [length for batch in second for length in batch]
+    assert len(second[0]) != len(second[1])
+    (log,) = [log for log in trainer.state.log_history if "hybrid/turn_2/reached" in log]
+    assert log["hybrid/turn_2/reached"] == len(lengths) / total
+    assert log["hybrid/turn_2/sampled"] == pytest.approx(sum(lengths) / len(lengths))
+    assert log["hybrid/turn_3/reached"] == 0
 
 
 def test_the_first_observation_may_be_messages(play):
@@ -208,5 +229,7 @@ def test_rollouts_that_cannot_play_are_refused(play):
         play(Maze, hybrid=None)
     with pytest.raises(ConfigError, match="prompts that are lists of messages"):
         play(Maze, prompts=["plain"] * 8)
+    with pytest.raises(ConfigError, match="takes text, and a prompt holds content of type 'image'"):
+        refuse_prompts([[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it"}]}]])
     with pytest.raises(ConfigError, match="at least one turn"):
         episodes(Maze, max_turns=0)

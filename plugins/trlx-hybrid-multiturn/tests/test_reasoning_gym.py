@@ -1,5 +1,8 @@
 """Tasks of reasoning-gym as environments."""
 
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
 import pytest
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid_multiturn import Step
@@ -14,6 +17,27 @@ def test_a_wrong_answer_may_be_mended() -> None:
     assert environment.reset(row) is None
     assert environment.step("no idea") == Step(observation="That is not right. Try again.")
     assert environment.step(f"<think>x</think> {gym.tasks[3]['answer']} ") == Step(done=True, reward=1.0)
+
+
+@pytest.mark.parametrize("name", ["pool_matrix", "list_functions"])
+def test_the_task_that_is_scored_is_the_one_that_was_asked(name: str) -> None:
+    """Both kinds come out differently when they are made again: one draws from NumPy's generator, one keeps a state."""
+    before = np.random.get_state()[1].tolist()
+    gym = from_reasoning_gym(name, size=20, seed=1, attempts=1)
+    assert np.random.get_state()[1].tolist() == before
+    rows = gym.dataset()
+    assert [row["prompt"] for row in rows] == [
+        row["prompt"] for row in from_reasoning_gym(name, size=20, seed=1).dataset()
+    ]
+
+    def asked_and_scored(row: dict) -> bool:
+        environment = gym()
+        environment.reset(row)
+        same = environment._task["question"] == row["prompt"][0]["content"]
+        return same and environment.step(environment._task["answer"]) == Step(done=True, reward=1.0)
+
+    with ThreadPoolExecutor(16) as threads:
+        assert all(threads.map(asked_and_scored, list(rows) * 5))
 
 
 def test_attempts_end() -> None:

@@ -1,5 +1,6 @@
 """Tools in threads: order, bounds, deadlines, and threads that never come back."""
 
+import asyncio
 import contextvars
 import math
 import queue
@@ -7,9 +8,11 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from trlx_hybrid.errors import ConfigError, HybridError
+from trlx_hybrid_multiturn.event_loop import DaemonLoop
 from trlx_hybrid_multiturn.job import WorkerError
 from trlx_hybrid_multiturn.threads import ThreadWorkers
 
@@ -68,6 +71,29 @@ def add(a, b):
 
 def fail(error):
     raise error
+
+
+def test_tools_compute_on_the_trainers_gpu(start, monkeypatch):
+    """CUDA's current device is each thread's own; every rank's tools would meet on GPU 0."""
+    current = threading.local()
+    cuda = SimpleNamespace(
+        is_initialized=lambda: True,
+        current_device=lambda: getattr(current, "device", 0),
+        set_device=lambda device: setattr(current, "device", device),
+    )
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
+    cuda.set_device(3)
+    pool = start()
+    assert call(pool, cuda.current_device).value == 3
+    cuda.set_device(1)
+    loop = DaemonLoop()
+    monkeypatch.undo()
+
+    async def device():
+        return cuda.current_device()
+
+    assert asyncio.run_coroutine_threadsafe(device(), loop.loop).result(PATIENCE) == 1
+    loop.close()
 
 
 def test_a_call_returns_its_value_and_its_times(start):

@@ -14,7 +14,8 @@ DEADLINE = 2.0  # as in scripts/failing.py
 FAULTS = {
     "never_enters": r"waited up to 2 s at the start of the weight sync for rank 2, which never entered it. It lives",
     "never_opens": r"waited up to 2 s at the opening of the weight sync for rank 2, which never entered it",
-    "never_compares": r"waited up to 2 s at the comparison of the ranks' models for rank 2, which never entered it. It lives",
+    "never_compares": r"waited up to 2 s at the comparison of the ranks' models for rank 2, which never entered it. "
+    r"It lives",
     "stalls": r"did not complete bucket \d+ of \d+ \(deadline 2 s\): the (message|exchange) \w+ rank 2"
     r".* rank 2 answered no roll call",
     "dies": r"did not complete bucket \d+ of \d+ \(deadline 2 s\): the (message|exchange) \w+ rank 2"

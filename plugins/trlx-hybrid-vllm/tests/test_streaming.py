@@ -273,6 +273,24 @@ def test_steps_draw_from_nobodys_generators(llm, text):
     assert_same([found[key] for key in sorted(found)], expected)
 
 
+def test_what_tools_draw_during_a_step_is_not_drawn_again(llm, monkeypatch):
+    """A tool in another thread has torch's generator while the engine samples."""
+    drawn = []
+
+    with EngineStream(llm, params_of()).open() as stream:
+        sample = llm.llm_engine.model_executor.driver_worker.model_runner.sampler.forward
+
+        def meanwhile(*args, **kwargs):
+            drawn.append(int(torch.randint(0, 2**62, ())))
+            return sample(*args, **kwargs)
+
+        monkeypatch.setattr(llm.llm_engine.model_executor.driver_worker.model_runner.sampler, "forward", meanwhile)
+        for request in requests_of(4):
+            stream.add(request)
+        finish(stream)
+    assert len(set(drawn)) == len(drawn) > 4
+
+
 @pytest.mark.parametrize("text", [False, True], ids=["tokens", "text"])
 def test_what_the_prefix_cache_saved_is_counted(llm, text):
     """Turn by turn, as a conversation grows: whole blocks of what was there before."""

@@ -7,17 +7,20 @@ all synchronous ones before all asynchronous ones. That order is an accident of 
 
 from __future__ import annotations
 
+import asyncio
+import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from trlx_hybrid.conversation import Conversation, Dialogue, Message
 
 from .outcome import Outcome
-from .runners import Runners, UnshowableError
+from .runners import Runners
+from .showing import UnshowableError
 
 
 class LostCallError(Exception):
-    """A call that never came back, or brought what cannot be shown; ends its trajectory."""
+    """A call that could not be made, or brought what cannot be shown; ends its trajectory."""
 
 
 async def run_calls(
@@ -33,7 +36,7 @@ async def run_calls(
         ahead: may be given the messages that are going to be returned, earlier and in another thread. Must not raise.
 
     Raises:
-        LostCallError: a call hung, its process crashed, or its result cannot be turned into a string.
+        LostCallError: a call could not be made, or its result cannot be brought back or turned into a string.
     """
     results: list[tuple[str, Any]] = []
     coroutines: list[tuple[str, Coroutine[Any, Any, Any]]] = []
@@ -49,6 +52,7 @@ async def run_calls(
             if name in dialogue.sync_tools:
                 early = (lambda name, value: ahead([_message(name, value)])) if len(calls) == 1 else _nothing
                 outcome = await runners.call(name, dialogue.sync_tools[name], arguments, early)
+                _part_with_environment(dialogue.sync_tools[name], outcome, dialogue)
                 results.append((name, _content(name, outcome, conversation)))
                 continue
             try:
@@ -61,6 +65,7 @@ async def run_calls(
             started, coroutines = coroutines, []
             outcomes = await runners.together(started, dialogue.event_loop)
             for (name, _), outcome in zip(started, outcomes, strict=True):
+                _part_with_environment(dialogue.async_tools[name], outcome, dialogue)
                 results.append((name, _content(name, outcome, conversation)))
     finally:
         for _, coroutine in coroutines:  # never started: the trajectory ended before their turn came
@@ -77,9 +82,12 @@ def _nothing(name: str, value: Any) -> None:
 
 
 def _content(name: str, outcome: Outcome, conversation: Conversation) -> Any:
-    """What the model is shown of a call."""
+    """What the model is shown of a call: what came of it, or an error where that was the tool's own doing."""
     if outcome.lost is not None:
-        raise LostCallError(outcome.lost)
+        if not outcome.by_tool:
+            raise LostCallError(outcome.lost)
+        conversation.failed_calls += 1
+        return str({"error": outcome.lost})
     if outcome.error is None:
         return outcome.value
     raised = f"tool {name!r} raised {type(outcome.error).__name__}"
@@ -89,7 +97,15 @@ def _content(name: str, outcome: Outcome, conversation: Conversation) -> Any:
         raise LostCallError(f"{raised}, whose text cannot be made: {type(error).__name__}.") from error
     if isinstance(outcome.error, UnshowableError):
         raise LostCallError(f"tool {name!r}: {text}.")
-    if not isinstance(outcome.error, Exception):
+    if isinstance(outcome.error, asyncio.CancelledError):  # of a kind that says what else was lost
         raise LostCallError(f"{raised}: {text}.")
     conversation.failed_calls += 1
+    if not isinstance(outcome.error, Exception):  # `sys.exit()`, whose text is a number or nothing
+        text = f"{type(outcome.error).__name__}: {text}"
     return str({"error": text})
+
+
+def _part_with_environment(tool: Callable[..., Any], outcome: Outcome, dialogue: Dialogue) -> None:
+    """A call of it that never came back may go on using it: no other row is to have it."""
+    if outcome.by_tool and inspect.ismethod(tool):
+        dialogue.discard()

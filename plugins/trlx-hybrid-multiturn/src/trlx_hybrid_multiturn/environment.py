@@ -34,8 +34,9 @@ class Environment(Protocol):
     """One episode's counterpart. A new one is made for each trajectory, so its state is the episode's.
 
     Methods may be coroutine functions, which run on an event loop in another thread, or plain functions, which run in
-    threads: many episodes at once, so what they share must be thread-safe. None runs in the trainer's thread. A method
-    that raises, hangs beyond `tool_timeout` or returns nonsense ends its trajectory, which is masked and counted.
+    threads: many episodes at once, so what they share must be thread-safe. With `tools="main"`, and after one of them
+    has raised that it cannot work in such a thread, plain functions run in the trainer's. A method that raises, hangs
+    beyond `tool_timeout` or returns nonsense ends its trajectory, which is masked and counted.
 
     An optional method `close()` is called when the episode is over, unless a call of it hangs.
     """
@@ -63,7 +64,7 @@ class Player:
     """Calls an environment's methods where they belong, and checks what they return.
 
     Args:
-        factory: makes the environment; called in a thread.
+        factory: makes the environment; called where its plain methods are.
         event_loop: where coroutine functions run; None for a loop of the plugin's own.
     """
 
@@ -117,7 +118,7 @@ class Player:
 
     async def _ask(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
         self._away = True
-        outcome = await self._runners.ask(name, method, arguments, self._event_loop)
+        outcome = await self._runners.ask(self._name, name, method, arguments, self._event_loop)
         self._away = outcome.lost is not None
         if outcome.lost is not None:
             raise LostCallError(f"environment {outcome.lost.removeprefix('tool ')}")
@@ -154,7 +155,7 @@ def refuse_prompts(prompts: list[Any]) -> None:
     """Refuse what no conversation can begin with.
 
     Raises:
-        ConfigError: a prompt is plain text, or holds no message.
+        ConfigError: a prompt is plain text, holds no message, or holds something else than text.
     """
     for prompt in prompts:
         if not isinstance(prompt, list) or not prompt:
@@ -162,4 +163,11 @@ def refuse_prompts(prompts: list[Any]) -> None:
                 "episodes(...) needs prompts that are lists of messages, for observations take a place in a "
                 f'conversation; the dataset holds {prompt!r:.60}. Make each prompt [{{"role": "user", "content": '
                 "…}]; the content may be empty where `reset` says it all."
+            )
+        blocks = [block for m in prompt if isinstance(m.get("content"), list) for block in m["content"]]
+        other = next((block for block in blocks if block.get("type") != "text"), None)
+        if other is not None:
+            raise ConfigError(
+                f"episodes(...) takes text, and a prompt holds content of type {other.get('type')!r}. Leave that out "
+                "of the dataset, or give the model tools in place of an environment: prompts may have images there."
             )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from .outcome import Outcome
+from .threads import taking_this_device
 
 
 class DaemonLoop:
@@ -19,6 +20,7 @@ class DaemonLoop:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, name="tools-event-loop", daemon=True)
         self._thread.start()
+        self.loop.call_soon_threadsafe(taking_this_device())
 
     def close(self) -> None:
         """Stop the loop; a coroutine that blocks it keeps the thread until the interpreter ends."""
@@ -90,7 +92,8 @@ async def _one(name: str, coroutine: Coroutine[Any, Any, Any], timeout: float, s
     seconds = time.perf_counter() - started
     if not finished:
         task.cancel()
-        return Outcome(lost=f"tool {name!r} did not return within {timeout:g} s; it was cancelled.", seconds=seconds)
+        reason = f"tool {name!r} did not return within {timeout:g} s; it was cancelled."
+        return Outcome(lost=reason, by_tool=True, seconds=seconds)
     if task.cancelled():
         return Outcome(lost=f"tool {name!r} was cancelled, by itself or by something else.", seconds=seconds)
     value, error = task.result()

@@ -81,6 +81,6 @@ class Job:
         except Exception:  # this is a worker's thread: there is no caller to raise to, and the worker must live on
             logger.exception("The receiver of the outcome of tool %r failed.", self.name)
 
-    def lose(self, reason: str) -> None:
+    def lose(self, reason: str, *, by_tool: bool = False) -> None:
         """Settle as lost. `reason` continues a sentence that begins with the tool."""
-        self.settle(Outcome(lost=f"tool {self.name!r} {reason}", seconds=self.seconds()))
+        self.settle(Outcome(lost=f"tool {self.name!r} {reason}", by_tool=by_tool, seconds=self.seconds()))

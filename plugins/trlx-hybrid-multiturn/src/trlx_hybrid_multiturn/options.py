@@ -25,18 +25,20 @@ class MultiTurnOptions:
     Attributes:
         tools: where synchronous tools run. "thread": beside the engine, many at once, so they must be thread-safe;
             "process": each call in a process that can be killed, for tools that compute or may crash; "main": in the
-            trainer's thread one after another, as in TRL, while the engine waits. Asynchronous tools always run on the
-            trainer's event loop.
+            trainer's thread one after another, as in TRL, while the engine waits. A tool that cannot work in a thread
+            of its own (`signal`, sqlite3's connections) is moved to "main" with a warning. Plain methods of
+            environments run in threads, or with "main" there. Asynchronous tools run on the trainer's event loop.
         tool_modes: the same for single tools, by name.
         max_tools: calls at once in threads, and as many on the event loop, environments' included. Those beyond wait,
             and their time begins when they do.
         max_processes: calls at once in processes; by default this rank's part of the machine's CPUs.
         max_trajectories: trajectories under way at once; all of them by default.
-        tool_timeout: seconds that one call may take. A call that takes longer ends its trajectory.
+        tool_timeout: seconds that one call may take. Of a tool's call that takes longer the model is shown an error; an
+            environment's ends its trajectory.
         max_seconds: seconds that one trajectory may take; what it has by then is kept, as at a limit of tokens.
         max_turns: turns of one trajectory, the first included; tool calls of the last one stay unexecuted.
-        max_failed: share of a batch's trajectories that may fail (hang, crash) before the run stops; one always may,
-            unless this is 0.
+        max_failed: share of a batch's trajectories that may break off before the run stops; one always may, unless
+            this is 0. What tools do wrong breaks none off: the model is shown it.
         max_hung: threads of tools that never returned, at once, before the run stops.
         switch_interval: seconds between the interpreter's thread switches during a rollout. Shorter than Python's
             0.005, so that the thread that steps the engine waits less for tools that compute.

@@ -153,7 +153,11 @@ class ProcessWorkers(Workers):
         except Exception as error:
             return _lost(job, f"cannot be sent its arguments: {type(error).__name__}: {error}.")
         job.taken, started = time.monotonic(), time.perf_counter()
-        answer = child.call(call, job.deadline)
+        try:
+            answer = child.call(call, job.deadline)
+        except ChildLost as lost:
+            child.kill()
+            return _lost(job, str(lost), by_tool=True)
         seconds = time.perf_counter() - started
         try:
             kind, *content = pickle.loads(answer)
@@ -187,8 +191,8 @@ class ProcessWorkers(Workers):
             return known[1:]
 
 
-def _lost(job: Job, text: str) -> Outcome:
-    return Outcome(lost=f"tool {job.name!r} {text}", seconds=job.seconds())
+def _lost(job: Job, text: str, *, by_tool: bool = False) -> Outcome:
+    return Outcome(lost=f"tool {job.name!r} {text}", by_tool=by_tool, seconds=job.seconds())
 
 
 def _original(pickled: bytes | None, kind: str, text: str, trace: str) -> BaseException:

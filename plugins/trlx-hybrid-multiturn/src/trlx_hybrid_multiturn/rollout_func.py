@@ -10,6 +10,7 @@ from typing import Any
 
 from trlx_hybrid.conversation import Conversation, Limits, RequestMaker, Turn
 from trlx_hybrid.errors import ConfigError, EngineError
+from trlx_hybrid.own_tokenizer import own_tokenizer
 from trlx_hybrid.types import Completion
 
 from .calls import LostCallError
@@ -55,7 +56,7 @@ class Episodes:
 
     def __init__(self, factory: Callable[[], Environment], max_turns: int | None) -> None:
         self._factory, self._max_turns = factory, max_turns
-        self._tokens: TemplateTokens | None = None
+        self._tokens: tuple[tuple[Any, ...], TemplateTokens] | None = None  # and what they were made of
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """Play the batch; what TRL asks of a `rollout_func`.
@@ -67,14 +68,7 @@ class Episodes:
         rollout = _multi_turn(trainer)
         refuse_prompts(prompts)
         session = trainer.session
-        if self._tokens is None:
-            self._tokens = preserving_tokens(
-                trainer.processing_class,
-                trainer.chat_template,
-                trainer.training_chat_template,
-                options=trainer.chat_template_kwargs,
-                end_ids=trainer.eos_token_ids,
-            )
+        tokens = self._tokens_of(trainer)
         group = trainer.num_generations if session.training else trainer.num_generations_eval
         # Their lengths are known once the environments are reset; each episode looks at its own.
         request = session.sampler.converse(session.live_engine, [[]] * len(prompts), group)
@@ -92,7 +86,7 @@ class Episodes:
                 dict(row),
                 list(prompt),
                 Player(self._factory, rollout.runners, event_loop),
-                self._tokens,
+                tokens,
                 trainer.processing_class,
                 limits,
                 request,
@@ -111,6 +105,17 @@ class Episodes:
             "episode_reward": [run.reward for run in runs],
             "episode_messages": [conversation.messages for conversation in conversations],
         }
+
+    def _tokens_of(self, trainer: Any) -> TemplateTokens:
+        """This trainer's; another one may have played before."""
+        tokenizer, template = trainer.processing_class, trainer.chat_template
+        options, end_ids = trainer.chat_template_kwargs, trainer.eos_token_ids
+        made_of = (tokenizer, tokenizer.chat_template, template, options, end_ids)
+        if self._tokens is None or self._tokens[0] != made_of:
+            own = own_tokenizer(tokenizer)  # environments in threads may use the shared one meanwhile
+            training = trainer.training_chat_template
+            self._tokens = made_of, preserving_tokens(own, template, training, options=options, end_ids=end_ids)
+        return self._tokens[1]
 
 
 class _Episode:
@@ -170,7 +175,8 @@ class _Episode:
                 return
             shown = step.observation
             messages = [{"role": "user", "content": shown}] if isinstance(shown, str) else shown
-            observed = self._rendered(self._tokens.observation, messages)
+            last = conversation.completion_ids[-1] if conversation.completion_ids else None
+            observed = self._rendered(self._tokens.observation, messages, last)
             room = limits.completion_tokens - len(conversation.completion_ids) - len(observed)
             context = [*self.prompt_ids, *conversation.completion_ids, *observed]
             if room <= 0 or len(context) >= limits.model_tokens:
@@ -189,9 +195,9 @@ class _Episode:
             )
         return prompt_ids
 
-    def _rendered(self, render: Callable[[Any], list[int]], messages: list[dict[str, Any]]) -> list[int]:
+    def _rendered(self, render: Callable[..., list[int]], messages: list[dict[str, Any]], *after: Any) -> list[int]:
         try:
-            return render(messages)
+            return render(messages, *after)
         except Exception as error:  # of the template, which may raise anything
             raise LostCallError(
                 f"its messages cannot be rendered by the chat template: {type(error).__name__}: {error}"

@@ -6,44 +6,29 @@ import asyncio
 import difflib
 import functools
 import inspect
+import logging
 import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trlx_hybrid.errors import ConfigError
 
 from .event_loop import DaemonLoop, gathered
-from .options import MultiTurnOptions
+from .job import Job
+from .main_thread import bound_to_a_thread, call_here
+from .options import Mode, MultiTurnOptions
 from .outcome import Outcome
 from .processes import ProcessWorkers
+from .showing import as_shown, shown_call, shown_outcome
 from .threads import ThreadWorkers
+from .usage import Usage
 from .waits import Call
 
+logger = logging.getLogger(__name__)
+
 GRACE = 10.0  # seconds after its deadline in which an event loop should have said so
-
-
-class UnshowableError(Exception):
-    """A tool's result cannot be turned into a string, so the model cannot be shown it."""
-
-
-@dataclass(slots=True)
-class Usage:
-    """What the calls of one tool took, in seconds of wall time and of processor time."""
-
-    calls: int = 0
-    seconds: float = 0.0
-    slowest: float = 0.0
-    cpu_seconds: float = 0.0
-
-    def add(self, outcome: Outcome) -> None:
-        """Count one call."""
-        self.calls += 1
-        self.seconds += outcome.seconds
-        self.slowest = max(self.slowest, outcome.seconds)
-        self.cpu_seconds += outcome.cpu_seconds
 
 
 class Runners:
@@ -64,10 +49,13 @@ class Runners:
         self._awaited: dict[object, tuple[str, float]] = {}  # on an event loop now: names, and since when
         self._under_way = 0  # coroutines among them
         self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
+        self._stuck: list[tuple[Job, object]] = []  # calls that hang in a thread, and the object whose method it is
+        self._told: set[str] = set()  # names of which a call was cut off
+        self._moved: set[str] = set()  # to the trainer's thread, for they cannot work in another
 
-    def mode(self, name: str) -> str:
+    def mode(self, name: str) -> Mode:
         """Where the synchronous tool of this name runs."""
-        return self._options.tool_modes.get(name, self._options.tools)
+        return "main" if name in self._moved else self._options.tool_modes.get(name, self._options.tools)
 
     def check(self, tools: Iterable[tuple[str, Callable[..., Any]]], asynchronous: Iterable[str] = ()) -> None:
         """Refuse, before anything is sampled, what cannot run where it is to run.
@@ -93,7 +81,7 @@ class Runners:
             hint = f" Did you mean {close[0]!r}?" if close else ""
             others = f" Asynchronous ones, which run on the event loop: {', '.join(awaited)}." if awaited else ""
             raise ConfigError(
-                f"rollout_options.tool_modes names {name!r}, which is no synchronous tool of this batch.{hint} "
+                f"rollout_options.tool_modes names {name!r}, which is no synchronous tool of this run.{hint} "
                 f"Tools: {', '.join(sorted(names)) or 'none'}.{others}"
             )
 
@@ -120,22 +108,79 @@ class Runners:
         Args:
             ahead: given name and value in the tool's own thread, if it has one, while the engine steps.
         """
-        mode, timeout = self.mode(name), self._options.tool_timeout
+        shown = functools.partial(shown_call, tool, arguments)
+        owner = tool.__self__ if inspect.ismethod(tool) else None
+        self._stuck = [(job, stuck) for job, stuck in self._stuck if self._threads.hangs(job)]
+        if owner is not None and any(stuck is owner for _, stuck in self._stuck):
+            return Outcome(error=RuntimeError(f"{name} was not called: an earlier call is still running."))
+        if self.mode(name) == "process":
+            timeout = self._options.tool_timeout
+
+            def start(done: Callable[[Outcome], None]) -> Callable[[str], None]:
+                job = self._processes.submit(tool, arguments, lambda o: done(shown_outcome(o)), timeout, name=name)
+                return lambda reason: self._processes.abandon(job, reason)
+
+            outcome = await Call(name, start)
+        else:
+            first = functools.partial(shown, functools.partial(ahead, name))
+            outcome = await self._in_a_thread(name, first, shown, owner=owner)
+        self._count(name, outcome)
+        return outcome
+
+    async def _in_a_thread(
+        self,
+        name: str,
+        function: Callable[[], Any],
+        again: Callable[[], Any],
+        moved: str | None = None,
+        owner: object = None,
+    ) -> Outcome:
+        """One call in a thread of the pool, or in the trainer's own where `name` runs there.
+
+        What raises that it belongs to another thread is called again, by `again`, in the trainer's thread, where TRL
+        runs every tool, and stays there.
+
+        Args:
+            moved: what moves with it; `name` alone by default.
+            owner: whose method it is: none of its other methods is called while this call hangs.
+
+        Raises:
+            ConfigError: it cannot work there either.
+        """
 
         def start(done: Callable[[Outcome], None]) -> Callable[[str], None]:
-            if mode == "main":
-                done(_here(tool, arguments))
-                return lambda reason: None
-            if mode == "process":
-                job = self._processes.submit(tool, arguments, lambda o: done(_shown_outcome(o)), timeout, name=name)
-                return lambda reason: self._processes.abandon(job, reason)
-            shown = functools.partial(_shown_call, tool, arguments, functools.partial(ahead, name))
-            job = self._threads.submit(shown, {}, done, timeout, name=name)
+            job = self._threads.submit(function, {}, done, self._options.tool_timeout, name=name)
+            jobs.append(job)
             return lambda reason: self._threads.abandon(job, reason)
 
-        outcome = await Call(name, start)
-        self.usage[name].add(outcome)
+        jobs: list[Job] = []
+        if self.mode(moved or name) != "main":
+            outcome = await Call(name, start)
+            if outcome.by_tool and owner is not None:
+                self._stuck.append((jobs[0], owner))
+            if (reason := bound_to_a_thread(outcome.error)) is None:
+                return outcome
+            self._move(moved or name, reason)
+        outcome = await Call(name, lambda done: call_here(again, done))
+        if (reason := bound_to_a_thread(outcome.error)) is not None:
+            raise ConfigError(
+                f"{name!r} works neither in a thread of its own nor in the trainer's: {reason} Something that it uses "
+                "was made in one thread and is used in another. Make it where it is used; or let everything run in "
+                "the trainer's thread from the first call on, rollout_options={'tools': 'main'}."
+            ) from outcome.error
         return outcome
+
+    def _move(self, name: str, reason: str) -> None:
+        """To the trainer's thread, for good."""
+        if name not in self._moved:
+            self._moved.add(name)
+            logger.warning(
+                "%r cannot run in a thread beside the engine: %s It runs in the trainer's thread from now on, where "
+                "the engine waits for it, as if rollout_options={'tool_modes': {%r: 'main'}} were given.",
+                name,
+                reason,
+                name,
+            )
 
     async def together(
         self,
@@ -144,7 +189,7 @@ class Runners:
         shown: Callable[[Any], Any] | None = None,
     ) -> list[Outcome]:
         """Asynchronous calls at once; on `loop`, where the trainer has one. `shown` makes values of results."""
-        shown = shown or _shown
+        shown = shown or as_shown
         if loop is None:
             self._own_loop = self._own_loop or DaemonLoop()
             loop = self._own_loop.loop
@@ -164,16 +209,24 @@ class Runners:
             self._under_way -= len(coroutines)
         outcomes: list[Outcome] = [outcome] * len(coroutines) if outcome.lost is not None else outcome.value
         for (name, _), each in zip(coroutines, outcomes, strict=True):
-            self.usage[name].add(each)
+            self._count(name, each)
         return outcomes
 
     async def ask(
-        self, name: str, method: Callable[..., Any], arguments: tuple[Any, ...], loop: asyncio.AbstractEventLoop | None
+        self,
+        kind: str,
+        name: str,
+        method: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        loop: asyncio.AbstractEventLoop | None,
     ) -> Outcome:
         """One call of an environment's method; the outcome's value is what it returned, as it is.
 
-        A coroutine function runs on the event loop, any other in a thread: an environment keeps its state in this
-        process, so neither "process" nor "main" is for it.
+        A coroutine function runs on the event loop. Any other runs in a thread, or in the trainer's where `kind` does:
+        an environment keeps its state in this process, so "process" is not for it.
+
+        Args:
+            kind: what messages and modes call environments like this one.
         """
         self.rooted.add(name)
         if inspect.iscoroutinefunction(method):
@@ -182,15 +235,16 @@ class Runners:
             except Exception as error:  # it does not take these arguments
                 return Outcome(error=error)
             return (await self.together([(name, coroutine)], loop, lambda value: value))[0]
-        timeout, function = self._options.tool_timeout, functools.partial(method, *arguments)
-
-        def start(done: Callable[[Outcome], None]) -> Callable[[str], None]:
-            job = self._threads.submit(function, {}, done, timeout, name=name)
-            return lambda reason: self._threads.abandon(job, reason)
-
-        outcome = await Call(name, start)
-        self.usage[name].add(outcome)
+        function = functools.partial(method, *arguments)
+        outcome = await self._in_a_thread(name, function, function, kind)
+        self._count(name, outcome)
         return outcome
+
+    def _count(self, name: str, outcome: Outcome) -> None:
+        self.usage[name].add(outcome)
+        if outcome.by_tool and name not in self._told:
+            self._told.add(name)
+            logger.warning("%s Such calls are counted as hybrid/tools/cut_off from here on.", outcome.lost)
 
     def close(self) -> None:
         """End threads and processes; what hangs in a thread stays, and ends with the interpreter."""
@@ -198,47 +252,3 @@ class Runners:
         self._processes.close()
         if self._own_loop is not None:
             self._own_loop.close()
-
-
-def _shown(value: Any) -> Any:
-    """A tool's result as TRL shows it: content blocks as they are, all else as a string."""
-    if isinstance(value, list):
-        return value
-    try:
-        return str(value)
-    except Exception as error:
-        raise UnshowableError(
-            f"the result, a {type(value).__qualname__}, cannot be turned into a string: {type(error).__name__}: {error}"
-        ) from error
-
-
-def _shown_call(
-    tool: Callable[..., Any], arguments: Mapping[str, Any], ahead: Callable[[Any], None] = lambda value: None
-) -> Any:
-    value = _shown(tool(**arguments))
-    ahead(value)
-    return value
-
-
-def _shown_outcome(outcome: Outcome) -> Outcome:
-    """The same for a result that came from another process."""
-    if outcome.error is not None or outcome.lost is not None:
-        return outcome
-    value, error = None, None
-    try:
-        value = _shown(outcome.value)
-    except UnshowableError as unshowable:
-        error = unshowable
-    return Outcome(value=value, error=error, seconds=outcome.seconds, cpu_seconds=outcome.cpu_seconds)
-
-
-def _here(tool: Callable[..., Any], arguments: Mapping[str, Any]) -> Outcome:
-    """A call in this very thread. SystemExit and KeyboardInterrupt are the user's: they go through."""
-    started, cpu = time.perf_counter(), time.thread_time()
-    value, raised = None, None
-    try:
-        value = _shown_call(tool, arguments)
-    except Exception as error:
-        raised = error
-    seconds, used = time.perf_counter() - started, time.thread_time() - cpu
-    return Outcome(value=value, error=raised, seconds=seconds, cpu_seconds=used)

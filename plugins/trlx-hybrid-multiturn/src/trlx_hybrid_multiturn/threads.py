@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 from trlx_hybrid.errors import ConfigError
 
@@ -14,11 +18,20 @@ from .outcome import Outcome
 from .workers import Workers
 
 
+def taking_this_device() -> Callable[[], None]:
+    """What another thread is to call first: CUDA's current device, 0 in each new thread, becomes this thread's."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return lambda: None
+    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+
+
 class ThreadWorkers(Workers):
     """Runs tools in daemon threads.
 
     A call whose deadline passes is lost at once. Its thread hangs until the tool returns: it is counted, a fresh one
-    takes its place in the pool, and what it returns in the end is dropped.
+    takes its place in the pool, and what it returns in the end is dropped. All compute on
+    the GPU that was the current one where the pool was made.
 
     Args:
         limit: calls that run at once.
@@ -37,11 +50,20 @@ class ThreadWorkers(Workers):
         self._watcher: threading.Thread | None = None
         self._watch_again = threading.Condition(self._lock)
         self._watched_until = -math.inf  # the deadline that the watcher sleeps to
+        self._take_device = taking_this_device()
 
     @property
     def hung(self) -> int:
         """Threads whose tool has not returned by its deadline, up to now."""
         return len(self._hung)
+
+    def _serve(self) -> None:
+        self._take_device()
+        super()._serve()
+
+    def hangs(self, job: Job) -> bool:
+        """Whether a call has not returned by its deadline, nor since."""
+        return job in self._hung
 
     def _perform(self, job: Job) -> Outcome:
         started, cpu_started = time.perf_counter(), time.thread_time()
@@ -104,7 +126,7 @@ class ThreadWorkers(Workers):
                 reason = f"was not started: {self._too_many()}"
             self._staff()
         for job in late:
-            job.lose(f"did not return within {job.deadline:g} s; its thread hangs.")
+            job.lose(f"did not return within {job.deadline:g} s; its thread hangs.", by_tool=True)
         for job in dropped:
             job.lose(reason)
         return True

@@ -23,7 +23,8 @@ class TemplateTokens:
     """Prompts and observations of one tokenizer and chat template.
 
     Args:
-        tokenizer: a transformers tokenizer.
+        tokenizer: a transformers tokenizer, or a processor: its tokenizer and its template serve, with messages as
+            processors take them, a list of content blocks in each.
         chat_template: the template, None for the tokenizer's own.
         options: TRL's `chat_template_kwargs`.
         end_ids: tokens that end a turn when the model samples them; the tokenizer's EOS is one of them.
@@ -40,8 +41,11 @@ class TemplateTokens:
         options: Mapping[str, Any] | None = None,
         end_ids: Collection[int] = (),
     ) -> None:
-        self._tokenizer, self._template, self._options = tokenizer, chat_template, dict(options or {})
-        self._end_ids = {*end_ids, tokenizer.eos_token_id}
+        self._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        self._blocks = self._tokenizer is not tokenizer
+        self._template = chat_template or (tokenizer.chat_template if self._blocks else None)
+        self._options = dict(options or {})
+        self._end_ids = {*end_ids, self._tokenizer.eos_token_id}
         reason = self._refuses()
         if reason is not None:
             raise ConfigError(
@@ -54,8 +58,12 @@ class TemplateTokens:
         """Token ids of a prompt, up to where the model begins to speak."""
         return self._render(messages, speak=True)
 
-    def observation(self, messages: Sequence[Message]) -> list[int]:
+    def observation(self, messages: Sequence[Message], after: int | None = None) -> list[int]:
         """Token ids between the end of a turn and the next one.
+
+        Args:
+            after: the last token that was sampled. Some templates end no turn: the token that opens the next message
+                (GLM's `<|user|>`) is what the model stops at, and it is there already.
 
         Raises:
             ConfigError: the template renders the messages before these differently.
@@ -63,28 +71,42 @@ class TemplateTokens:
         full = self._render([*BEFORE, *messages], speak=True)
         if full[: len(self._prefix)] != self._prefix:
             raise ConfigError("The chat template renders earlier messages differently when these follow them.")
-        return full[len(self._prefix) :]
+        shown = full[len(self._prefix) :]
+        return shown[1:] if self._endless and after in self._end_ids and shown[:1] == [after] else shown
 
     def _refuses(self) -> str | None:
         """Take the prefix, and why that cannot be done."""
         try:
-            prefix = self._render(BEFORE, speak=False)
-            ends = [place for place, token in enumerate(prefix) if token in self._end_ids]
+            asked, prefix = self._render(BEFORE[:1], speak=True), self._render(BEFORE, speak=False)
+            differ = (i for i, (a, b) in enumerate(zip(asked, prefix, strict=False)) if a != b)
+            begun = next(differ, min(len(asked), len(prefix)))  # here the model's message: ends before it are others'
+            ends = [place for place in range(begun, len(prefix)) if prefix[place] in self._end_ids]
+            self._endless = not ends
             self._prefix = prefix[: ends[-1] + 1] if ends else prefix
             for probe in PROBES:
                 self.observation([probe])
                 if probe["content"] not in self._text([*BEFORE, probe]):
                     return f"a user's message {probe['content']!r} after the model's is not shown in full."
+            if BEFORE[1]["content"] not in self._tokenizer.decode(self._prefix[begun:]):
+                return "where the model's message ends cannot be told from its tokens."
         except ConfigError:
             return "the model's message is rendered differently once a user's message follows it."
         except Exception as error:  # a template may raise whatever it likes, jinja's errors among them
             return f"a user's message after the model's cannot be rendered ({type(error).__name__}: {error})."
         return None
 
+    def _shaped(self, messages: Sequence[Message]) -> list[Message]:
+        if not self._blocks:
+            return list(messages)
+        return [
+            m if isinstance(m["content"], list) else {**m, "content": [{"type": "text", "text": m["content"]}]}
+            for m in messages
+        ]
+
     def _text(self, messages: Sequence[Message]) -> str:
         return str(
             self._tokenizer.apply_chat_template(
-                list(messages),
+                self._shaped(messages),
                 chat_template=self._template,
                 add_generation_prompt=True,
                 tokenize=False,
@@ -94,7 +116,7 @@ class TemplateTokens:
 
     def _render(self, messages: Sequence[Message], *, speak: bool) -> list[int]:
         ids = self._tokenizer.apply_chat_template(
-            list(messages),
+            self._shaped(messages),
             chat_template=self._template,
             add_generation_prompt=speak,
             tokenize=True,

@@ -12,7 +12,8 @@ from typing import Any
 from trlx_hybrid.conversation import Conversation
 from trlx_hybrid.types import Completion
 
-from .runners import Runners, Usage
+from .runners import Runners
+from .usage import Usage
 
 REFRESH = 0.5  # seconds, on a terminal
 REFRESH_LOG = 30.0  # seconds, where every refresh is a line of a log
@@ -84,24 +85,29 @@ class Watch:
 
 def metrics(
     conversations: Sequence[Conversation], usage: Mapping[str, Usage], watch: Watch, stream: Any
-) -> dict[str, float]:
-    """A rollout's numbers for the trainer's logs, seconds and shares; those of this rank's rows."""
+) -> dict[str, float | list[float]]:
+    """A rollout's numbers for the trainer's logs, seconds and shares; those of this rank's rows.
+
+    What concerns one turn is a list, of one number per trajectory: few batches may reach it, and few trajectories of
+    these, and a mean over the batches' means would count each of those batches as much.
+    """
     turns = [len(c.turns) for c in conversations]
-    found: dict[str, float] = {
+    found: dict[str, float | list[float]] = {
         "hybrid/turns/mean": statistics.fmean(turns),
         "hybrid/turns/max": float(max(turns)),
         "hybrid/trajectories/failed": float(sum(c.failure is not None for c in conversations)),
         "hybrid/tokens_per_second": watch.tokens / watch.seconds,
     }
-    for index in range(min(max(turns), TURNS_SHOWN)):
+    for index in range(TURNS_SHOWN):
         there = [c.turns[index] for c in conversations if len(c.turns) > index]
-        found[f"hybrid/turn_{index + 1}/reached"] = len(there) / len(conversations)
-        found[f"hybrid/turn_{index + 1}/sampled"] = statistics.fmean(turn.sampled for turn in there)
-        found[f"hybrid/turn_{index + 1}/observed"] = statistics.fmean(turn.observed for turn in there)
+        found[f"hybrid/turn_{index + 1}/reached"] = [float(count > index) for count in turns]
+        found[f"hybrid/turn_{index + 1}/sampled"] = [float(turn.sampled) for turn in there]
+        found[f"hybrid/turn_{index + 1}/observed"] = [float(turn.observed) for turn in there]
     calls = sum(use.calls for use in usage.values())
     if calls:
         found["hybrid/tools/seconds_mean"] = sum(use.seconds for use in usage.values()) / calls
         found["hybrid/tools/seconds_max"] = max(use.slowest for use in usage.values())
+        found["hybrid/tools/cut_off"] = float(sum(use.cut_off for use in usage.values()))
     if getattr(stream, "prompt_tokens", 0):
         found["hybrid/prefix_hit_rate"] = stream.cached_tokens / stream.prompt_tokens
     inflation = watch.inflation()

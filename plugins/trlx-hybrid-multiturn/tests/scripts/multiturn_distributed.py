@@ -27,7 +27,7 @@ def main(out: Path) -> None:
     from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    state = {"exits": False, "calls": 0}
+    state = {"breaks": False, "calls": 0}
     first = rank == 0 and world > 1
 
     def think(n: int) -> str:
@@ -37,8 +37,8 @@ def main(out: Path) -> None:
             n: about what.
         """
         state["calls"] += 1
-        if state["exits"]:
-            raise SystemExit(1)
+        if state["breaks"]:
+            return "\ud800"  # no tokenizer takes it, so its trajectory ends
         if first:  # draws from everybody's generators, and slowly
             torch.rand(n + 1), np.random.rand(n + 1), random.random()
             time.sleep(0.03)
@@ -133,7 +133,7 @@ def main(out: Path) -> None:
         trainer.session.sampler.forget()  # the same draws each time
         trainer._generate_and_score_completions(list(rows))
 
-    state["exits"] = rank == world - 1
+    state["breaks"] = rank == world - 1
     started = time.monotonic()
     try:
         if world > 1:
@@ -141,7 +141,7 @@ def main(out: Path) -> None:
     except Exception as error:
         report["error"] = [type(error).__name__, str(error)]
     report["seconds"] = time.monotonic() - started
-    state["exits"] = False
+    state["breaks"] = False
     roll()
     core = trainer.session.live_engine.llm.llm_engine
     pool = core.engine_core.engine_core.scheduler.kv_cache_manager.block_pool

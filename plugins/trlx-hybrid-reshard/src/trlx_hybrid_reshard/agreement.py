@@ -141,8 +141,8 @@ class Agreement:
                 raise self._lost(what, f"up to {deadline:g} s", None)
             if met is not None and now - met > self._stall:
                 raise PeerLostError(
-                    f"All ranks entered {what}, and {self._stall:g} s later NCCL has not completed its all-reduce: look at "
-                    "the GPUs, their driver and the network (NCCL_DEBUG=INFO)."
+                    f"All ranks entered {what}, and {self._stall:g} s later NCCL has not completed its all-reduce: "
+                    "look at the GPUs, their driver and the network (NCCL_DEBUG=INFO)."
                 )
             if now > tell:
                 tell += TELL

@@ -22,7 +22,7 @@ SEGMENTS = "/dev/shm/"
 
 
 class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
-    """Keeps linear weights as live parameters, and gives storages back on sleep."""
+    """Keeps linear weights as live parameters, gives storages back on sleep, and draws from requests' seeds only."""
 
     def init_device(self) -> None:
         """As in vLLM, without replacing `torch.set_num_threads` for the whole process; and jobs do not meet.
@@ -52,6 +52,10 @@ class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
             patch("vllm.model_executor.layers.utils.check_cpu_sgl_kernel", lambda *_: False),
         ):
             super().load_model(*args, **kwargs)
+        # vLLM's sampler for CPUs draws from torch's generator even where every request has a seed. So would tools in
+        # threads meanwhile, and to take back its draws would be to take back theirs.
+        sampler = self.model_runner.sampler.topk_topp_sampler
+        sampler.forward = sampler.forward_native
 
     def sleep(self, level: int = 2) -> None:
         """Free the storages of weights and KV cache in place: tensors and views survive, their bits do not."""

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import torch
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.types import Completion, Request
 
@@ -95,8 +94,7 @@ class EngineStream:
         return bool(self._ids)
 
     def _step(self) -> list[tuple[int, Completion]]:
-        with _torch_generators():
-            finished = self._text_step() if self._text else self._token_step()
+        finished = self._text_step() if self._text else self._token_step()
         if self._ids and not self._engine.has_unfinished_requests():
             raise EngineError(f"vLLM lost {len(self._ids)} requests: it has none left, and these never finished.")
         return finished
@@ -161,16 +159,3 @@ def collect(stream: EngineStream, requests: Iterable[Request]) -> list[Completio
         while len(completions) < len(keys):
             completions.update(stream.step(True)[0])
     return [completions[key] for key in keys]
-
-
-@contextmanager
-def _torch_generators() -> Iterator[None]:
-    """Give torch's global generator back as it was: vLLM's CPU sampler draws from it before the requests' own seeds.
-
-    Only that one, and only around the step: what tools draw between steps is theirs to keep.
-    """
-    state = torch.get_rng_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)

@@ -15,6 +15,7 @@ from trlx_hybrid.errors import ConfigError
 
 from .connection import on_this_machine
 
+MCP_FIELD = "tool_name"  # of actions and observations of a server whose environment is a set of MCP tools
 POLL_SECONDS = 0.2  # between two looks for a server that is still starting
 NO_TEXT = ("done", "reward", "metadata")  # of an observation: what every one has, and no model is shown
 
@@ -27,10 +28,17 @@ def action_field(schema: Mapping[str, Any], given: str | None, server: str) -> s
         given: the field named by the user; None looks for the only text that is required.
 
     Raises:
-        ConfigError: there is no such field, or the action needs others as well.
+        ConfigError: there is no such field, or the action needs others as well; or actions are calls of MCP tools, and
+            no completion is the name of one.
     """
     fields = [name for name in schema.get("properties") or {} if name != "metadata"]
     required = [name for name in schema.get("required") or [] if name != "metadata"]
+    if MCP_FIELD in fields and given in (None, MCP_FIELD):
+        raise ConfigError(
+            f"Actions of {server} call MCP tools, by {MCP_FIELD} and arguments: a completion is no tool's name. Give "
+            "action=a function that makes a call of it, as lambda text: {'type': 'call_tool', 'tool_name': 'echo', "
+            "'arguments': {'message': text}}, and observation=a function that makes a text of the tool's result."
+        )
     if given is None:
         texts = [name for name in required or fields if _is_text(schema["properties"][name])]
         if len(texts) != 1:
@@ -53,11 +61,11 @@ def observation_field(schema: Mapping[str, Any], given: str | None, server: str)
     """The field of an observation that the model is shown; as `action_field`.
 
     Raises:
-        ConfigError: there is no such field, or none named, and not exactly one that is a text.
+        ConfigError: there is no such field, or none named, and not exactly one text beside an MCP tool's name.
     """
     fields = [name for name in schema.get("properties") or {} if name not in NO_TEXT]
     if given is None:
-        texts = [name for name in fields if _is_text(schema["properties"][name])]
+        texts = [name for name in fields if name != MCP_FIELD and _is_text(schema["properties"][name])]
         if len(texts) != 1:
             raise ConfigError(
                 f"Observations of {server} have the fields {', '.join(fields) or 'none'}: say which one the model is "

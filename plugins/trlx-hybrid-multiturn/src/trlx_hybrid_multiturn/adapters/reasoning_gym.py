@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.randomness import preserved_generators
 
 from ..environment import Step
 
@@ -52,14 +55,32 @@ def from_reasoning_gym(
         tasks = create_dataset(name, size=size, seed=seed, **config)
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError(f"reasoning-gym makes no tasks {name!r} with these settings: {error}") from error
-    return ReasoningGym(tasks, attempts, feedback, answer or last_answer)
+    with (
+        preserved_generators()
+    ):  # some tasks are drawn from the global ones: alike in every process, once they are seeded
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        made = list(tasks)
+    return ReasoningGym(made, tasks.score_answer, attempts, feedback, answer or last_answer)
 
 
 class ReasoningGym:
-    """Makes environments for tasks of one kind; pass it to `episodes`."""
+    """Makes environments for tasks of one kind; pass it to `episodes`.
 
-    def __init__(self, tasks: Any, attempts: int, feedback: str, answer: Callable[[str], str]) -> None:
-        self.tasks, self.attempts, self.feedback, self.answer = tasks, attempts, feedback, answer
+    Attributes:
+        tasks: reasoning-gym's entries, made once: asked for again, some kinds of task come out as others.
+    """
+
+    def __init__(
+        self,
+        tasks: list[dict[str, Any]],
+        score: Callable[[str, dict[str, Any]], float],
+        attempts: int,
+        feedback: str,
+        answer: Callable[[str], str],
+    ) -> None:
+        self.tasks, self.score = tasks, score
+        self.attempts, self.feedback, self.answer = attempts, feedback, answer
         self.__name__ = "ReasoningGym"  # what messages call its environments
 
     def __call__(self) -> Attempts:
@@ -72,8 +93,8 @@ class ReasoningGym:
 
         return Dataset.from_list(
             [
-                {"prompt": [{"role": "user", "content": self.tasks[index]["question"]}], "task": index}
-                for index in range(len(self.tasks))
+                {"prompt": [{"role": "user", "content": task["question"]}], "task": index}
+                for index, task in enumerate(self.tasks)
             ]
         )
 
@@ -92,7 +113,7 @@ class Attempts:
     def step(self, completion: str) -> Step:
         """Score the answer."""
         self._left -= 1
-        score = float(self._gym.tasks.score_answer(self._gym.answer(completion), self._task))
+        score = float(self._gym.score(self._gym.answer(completion), self._task))
         if score >= 1.0 or self._left == 0:
             return Step(done=True, reward=score)
         return Step(observation=self._gym.feedback)

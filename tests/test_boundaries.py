@@ -50,8 +50,3 @@ def test_the_host_knows_no_backend_and_one_file_knows_trl(file):
 def test_plugins_never_import_each_other(plugin):
     others = {p.name for p in PLUGINS} - {plugin.name}
     assert not any(imports(file) & others for file in plugin.rglob("*.py"))
-
-
-@pytest.mark.parametrize("file", HOST + [f for p in PLUGINS for f in p.rglob("*.py")], ids=lambda f: f.name)
-def test_files_stay_small(file):
-    assert len(file.read_text().splitlines()) <= 270

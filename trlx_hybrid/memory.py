@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -120,6 +121,12 @@ class TrainerMemory:
         """Everything is back and may be used: before a checkpoint, and at the end."""
         for offload in self._offloads.values():
             offload.return_all()
+
+    def reclaim(self) -> None:
+        """Give back to the device what nothing refers to any more; another engine may want it all."""
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
 
     def park_policy(self) -> None:
         """Let the base weights wait in host memory while an engine is built that they are going to live in."""

@@ -89,10 +89,7 @@ class Session:
         self._refuse_early()
         host.call("trlx_configure", session=self)
         self._stack.callback(host.call, "trlx_unconfigure", session=self)
-        if not Session._open:
-            atexit.unregister(leave_all)  # registered anew it comes before what was registered since
-            atexit.register(leave_all)
-        Session._open.add(self)
+        self._leave_at_exit()
 
     # --- the rollout: the main loop of the package ------------------------------------------------------------------
 
@@ -217,6 +214,7 @@ class Session:
                 with preserved_generators():
                     self.engine = engine.component.build(self, engine.options)
                 Session._holder = weakref.ref(self)
+                self._leave_at_exit()
                 self.weights, self.weights_why = weight_paths.choose(self)
                 self.weights.open()
             finally:
@@ -272,7 +270,14 @@ class Session:
         if self.weights is not None:
             self.weights.release()
         self.engine = self.weights = self.rollout = None
+        self.memory.reclaim()
         self.freshness.forget()
+
+    def _leave_at_exit(self) -> None:
+        """Before all that was registered until now, as vLLM's allocator."""
+        Session._open.add(self)
+        atexit.unregister(leave_all)
+        atexit.register(leave_all)
 
     def close(self) -> None:
         """End the run: tell the plugins, free the engine. Safe to call twice."""

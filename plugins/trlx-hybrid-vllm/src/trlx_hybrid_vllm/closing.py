@@ -26,8 +26,53 @@ def let_go(llm: Any) -> None:
     A communicator that a CUDA graph names is destroyed only after the graph (NCCL, `commDestroySync`), and one with a
     rank that is elsewhere not at all. So the graphs go first, and the communicators are aborted.
     """
+    _make_freeable()
     _forget_graphs(llm)
     abort(list(_device_groups()), ABORT_SECONDS)
+
+
+class _Unmapped:
+    """What vLLM's allocator knows of memory that sleeps, for the moment it is freed.
+
+    vLLM 0.31 unmaps what it frees, and memory that sleeps is not mapped: seen on H200s, that ends in "invalid argument"
+    or in a segmentation fault. So it is mapped when it is freed, one allocation after the other, since all of them
+    together might not fit beside what the trainer holds by now.
+
+    Args:
+        data: vLLM's `AllocationData`.
+    """
+
+    cpu_backup_tensor = None
+    is_asleep = False
+
+    def __init__(self, data: Any) -> None:
+        self.tag, self._handle, self._mapped = data.tag, data.handle, False
+
+    @property
+    def handle(self) -> Any:
+        from vllm.device_allocator.cumem import create_and_map
+
+        if not self._mapped:
+            self._mapped = True
+            create_and_map(self._handle)
+        return self._handle
+
+
+_ALLOCATORS: list[Any] = []
+"""Of engines that are gone: policies may still live in their memory, which goes back through them (pytorch#145168)."""
+
+
+def _make_freeable() -> None:
+    """What sleeps may be freed from now on, and what is in use may be freed after the engine."""
+    if not torch.cuda.is_available():
+        return
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    memory: Any = CuMemAllocator.instance
+    if memory is not None:
+        asleep = {address: data for address, data in memory.pointer_to_data.items() if data.is_asleep}
+        memory.pointer_to_data |= {address: _Unmapped(data) for address, data in asleep.items()}
+        _ALLOCATORS.extend(allocator for _, allocator in memory.allocator_and_pools.values())
 
 
 def _forget_graphs(llm: Any) -> None:
@@ -53,6 +98,7 @@ def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False) -> N
 
     own_end(llm)
     core = llm.llm_engine.engine_core.engine_core
+    _make_freeable()
     _forget_graphs(llm)
     core.structured_output_manager.clear_backend()
     core.model_executor.shutdown()

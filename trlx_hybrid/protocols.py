@@ -215,8 +215,8 @@ class Rollout(Protocol):
 
 
 OPTIONAL = {
-    "Engine": {"peers_lost", "stream", "regions", "weights_written"},
-    "WeightSync": {"keeps_weights", "open", "check", "release"},
+    "Engine": {"peers_lost", "stream", "regions", "weights_written", "leave"},
+    "WeightSync": {"keeps_weights", "open", "put_back", "forget", "check", "release"},
     "Rollout": {"converses", "converse", "close"},
 }
 """Members that a component of that protocol may leave out, or inherit."""

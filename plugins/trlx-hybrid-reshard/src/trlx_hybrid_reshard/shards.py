@@ -27,8 +27,8 @@ class Shards:
     """
 
     def __init__(self, policy: Policy) -> None:
-        self._sharded_modules = [m for m in policy.module.modules() if hasattr(m, "reshard")]
-        self._gather_up()
+        self._policy = policy
+        policy.reshard()
         self.shapes = {name: tuple(p.shape) for name, p in policy.base_parameters().items()}
         self._owners = policy.base_slots()
         self._merged = MergedShards(policy)
@@ -41,18 +41,13 @@ class Shards:
         self.moved = 0
         self.refresh()
 
-    def _gather_up(self) -> None:
-        """FSDP2 leaves some modules unsharded after a forward pass; their shards are the weights."""
-        for module in self._sharded_modules:
-            module.reshard()  # type: ignore[operator]
-
     def refresh(self) -> bool:
         """Look again; returns whether a parameter that is frozen now may hold other bits than at the last look.
 
         This is on the way of every sync, hence list by list. A tensor whose storage was emptied and filled again (see
         `trlx_hybrid.offload`) lies elsewhere without being another one: views of it are right, a recording is not.
         """
-        self._gather_up()
+        self._policy.reshard()
         moved = False
         parameters: list[Any] = [held[key] for held, key in self._slots]
         tensors: list[Tensor] = [getattr(p, "_local_tensor", p) for p in parameters]

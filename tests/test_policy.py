@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.fsdp import fully_shard
 from trlx_hybrid.policy import Policy, is_sharded
 from trlx_hybrid.testing.models import tiny_model
 
@@ -72,33 +74,30 @@ def test_scoring_leaves_modes_alone():
     assert [m.training for m in model.modules()] == modes
 
 
-def test_a_unit_that_fsdp_left_in_the_middle_of_a_forward_pass_is_sharded_for_a_while(tmp_path):
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["evaluated", "evaluated and saved"])
+def test_a_unit_that_fsdp_left_in_the_middle_of_a_forward_pass_is_sharded_and_computes_again(tmp_path, checkpoint):
     """accelerate shards norm and head as one, and TRL uses the head's weight without calling the head."""
-    import torch.distributed as dist
-    from torch.distributed.fsdp import fully_shard
-
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = tiny_model()
-        for layer in model.model.layers:
-            fully_shard(layer)
+        for module in (model.model.embed_tokens, *model.model.layers):
+            fully_shard(module)
         fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False)
         fully_shard(model)
         policy = Policy(lambda: model, None, torch.device("cpu"), fsdp_version=2)
         ids = torch.tensor([[5, 6, 7]])
-        with policy.sharded(), torch.no_grad():
-            before = model(input_ids=ids).logits
-        bits = policy.fingerprint()
         with torch.no_grad():
+            before = model(input_ids=ids).logits
+            policy.reshard()
+            bits = policy.fingerprint()
             model.model(input_ids=ids)
-        assert not is_sharded(model.lm_head.weight)
-        with policy.sharded():
+            assert not is_sharded(model.lm_head.weight)
+            if checkpoint:
+                model.state_dict()
+            policy.reshard()
             assert all(is_sharded(p) for p in model.parameters())
             assert policy.fingerprint() == bits
-            with torch.no_grad():
-                model.lm_head.weight.mul_(2.0)
-        assert not is_sharded(model.lm_head.weight)
-        with torch.no_grad():
+            model.lm_head.weight.mul_(2.0)
             assert torch.equal(model(input_ids=ids).logits, 2.0 * before)
     finally:
         dist.destroy_process_group()

@@ -68,22 +68,21 @@ class Freshness:
             SyncError: the engine does not hold, or does not compute with, the policy's weights.
         """
         session, policy = self._session, self._session.policy
-        with policy.sharded():
-            self._notice_silent_changes()
-            if self.engine_version == self.version:
-                return None
-            every = session.config.verify_every
-            full = self._syncs == 0 or (every > 0 and self._syncs % every == 0)
-            plan = SyncPlan(weights=weights.name, version=self.version, verify="full" if full else "sampled")
-            session.host.call("trlx_sync_start", session=session, plan=plan)
-            self.forget()
-            with preserved_generators():
-                started = time.perf_counter()
-                loaded = weights.sync()
-                seconds = time.perf_counter() - started
-                verified = self._check_bits(engine, weights, full)
-            self._fingerprint = policy.fingerprint()
+        policy.reshard()
+        self._notice_silent_changes()
+        if self.engine_version == self.version:
+            return None
+        every = session.config.verify_every
+        full = self._syncs == 0 or (every > 0 and self._syncs % every == 0)
+        plan = SyncPlan(weights=weights.name, version=self.version, verify="full" if full else "sampled")
+        session.host.call("trlx_sync_start", session=session, plan=plan)
+        self.forget()
         with preserved_generators():
+            started = time.perf_counter()
+            loaded = weights.sync()
+            seconds = time.perf_counter() - started
+            verified = self._check_bits(engine, weights, full)
+            self._fingerprint = policy.fingerprint()
             gap = self._check_log_probs(engine) if full else None
         self._syncs += 1
         self.engine_version = self.version

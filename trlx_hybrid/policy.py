@@ -48,7 +48,6 @@ class Policy:
         self.processing_class = processing_class
         self.device = device
         self.fsdp_version = fsdp_version
-        self._units: tuple[nn.Module, list[tuple[Any, list[tuple[Any, str]]]]] | None = None
         self._names_of: dict[str, frozenset[str]] = {}  # checkpoint names per layer, learned by passing over it
 
     @property
@@ -141,36 +140,12 @@ class Policy:
                 slots.setdefault(id(parameter), (module._parameters, key))
         return {name: slots[id(p)] for name, p in self.base_parameters().items()}
 
-    @contextmanager
-    def sharded(self) -> Iterator[None]:
-        """Inside, every parameter is what the optimizer steps. Collective under FSDP2, see `reshard`."""
-        unfinished = self.reshard()
-        try:
-            yield
-        finally:
-            for module in unfinished:
-                module.unshard()
-
-    def reshard(self) -> list[Any]:
-        """FSDP2 leaves some modules unsharded after a forward pass; their shards are the weights.
-
-        Returns:
-            Modules that FSDP2 takes for being in the middle of a forward pass, and which it expects unsharded in the
-            next one. accelerate shards the last norm and the head as one unit, TRL uses the head's weight without
-            calling the head, and torch 2.11 then waits for that call until the next backward pass.
-        """
-        module = self.module
-        if self._units is None or self._units[0] is not module:
-            self._units = module, list(_fsdp_units(module))
-        unfinished = []
-        for unit, slots in self._units[1]:
-            unit.reshard()
-            if any(not is_sharded(held[key]) for held, key in slots):
-                unit.set_reshard_after_forward(True, recurse=False)
-                unit.reshard()
-                unit.set_reshard_after_forward(False, recurse=False)
-                unfinished.append(unit)
-        return unfinished
+    def reshard(self) -> None:
+        """Make every parameter what the optimizer steps: FSDP2 leaves some modules unsharded after a forward pass."""
+        for module in self.module.modules():
+            if hasattr(module, "reshard"):
+                _finish_forward(module)
+                module.reshard()  # type: ignore[operator]
 
     @property
     def converts(self) -> bool:
@@ -274,19 +249,22 @@ def _item(merged: Callable[[], dict[str, Tensor]], name: str) -> Tensor:
     return merged()[name]
 
 
-def _fsdp_units(module: nn.Module) -> Iterator[tuple[Any, list[tuple[Any, str]]]]:
-    """Every module that FSDP2 shards, with the places of its own sharded parameters."""
-    for unit in module.modules():
-        if hasattr(unit, "reshard"):
-            unit.reshard()  # type: ignore[operator]
-            inner = {
-                id(m)
-                for child in unit.modules()
-                if child is not unit and hasattr(child, "reshard")
-                for m in child.modules()
-            }
-            own = [m for m in unit.modules() if id(m) not in inner]
-            yield unit, [(m._parameters, k) for m in own for k, p in m._parameters.items() if hasattr(p, "full_tensor")]
+def _finish_forward(module: Any) -> None:
+    """End the forward pass that FSDP2 takes a module for being in, as torch 2.13 does by itself.
+
+    accelerate shards the last norm and the head as one unit, and TRL multiplies by the head's weight without calling
+    the head. Until torch 2.13 the unit then waits for that call: an evaluation, which has no backward pass, leaves it
+    unsharded, and its parameters are not gathered for the next forward pass once a checkpoint has sharded them.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state = module._get_fsdp_state()
+    if not state._modules_to_run_forward:
+        return
+    state._modules_to_run_forward.clear()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    for owner in (state, *filter(None, groups)):
+        owner._training_state = TrainingState.IDLE
 
 
 def is_sharded(p: Tensor) -> bool:

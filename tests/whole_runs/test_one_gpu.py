@@ -40,6 +40,8 @@ def test_a_plain_script_trains_to_its_end(case, model, whole, seen, tmp_path):
     assert seen["gap"] < 0.1
     if case.weights == "lora":  # merged and unmerged adapters round differently
         return
+    if case.graphs and case.ragged:  # vLLM schedules ahead of what the GPU has finished: batches, and rounding, differ
+        return
     other = whole(
         python("grpo.py", case.settings() | {"weights": "gather"}, model("plain"), tmp_path / "gather"), LIMIT
     )

@@ -51,6 +51,8 @@ def test_a_plain_script_trains_to_its_end(case, model, whole, seen, tmp_path):
     assert seen["gap"] < 0.1
     if case.weights == "lora":  # merged and unmerged adapters round differently
         return
+    if case.graphs and case.ragged:  # see test_one_gpu.py
+        return
     command = torchrun("grpo.py", case.settings() | {"weights": "gather"}, model("plain"), tmp_path / "gather")
     whole_run.check_proofs(whole(command, LIMIT, environment=variables), "gather")
     assert whole_run.history(tmp_path / "gather") == logs

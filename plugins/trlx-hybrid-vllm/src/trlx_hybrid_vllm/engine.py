@@ -69,6 +69,8 @@ class VLLMEngine:
             trainer_classes_kept(session.policy.module) as built,
         ):
             write_without_weights(session.policy, Path(folder))
+            if self.sleeps:
+                internals.import_modules_with_tensors()
             try:
                 self.llm = LLM(model=folder, **arguments)
                 built.append(internals.model_of(self.llm))

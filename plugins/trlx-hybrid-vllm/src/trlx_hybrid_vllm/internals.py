@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -162,6 +163,19 @@ def unwrapped(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for parent, key, child in places:
             parent._modules[key] = child
+
+
+MODULES_WITH_TENSORS = ("compressed_tensors.compressors.nvfp4.helpers", "flashinfer.quantization.fp4_quantization")
+"""Seen in a history of torch's allocations, on H200s."""
+
+
+def import_modules_with_tensors() -> None:
+    """Modules that make tensors as they are imported, which vLLM does while it builds a model: in the memory that
+    sleeps, where their contents are lost, and which could never be given back for another engine."""
+    if torch.cuda.is_available():
+        for name in MODULES_WITH_TENSORS:
+            with suppress(ImportError):
+                importlib.import_module(name)
 
 
 def tensor_parallel_group() -> Any:

@@ -6,12 +6,13 @@ BIN := .venv/bin
 CPU := HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR TORCH_CPP_LOG_LEVEL=ERROR TOKENIZERS_PARALLELISM=false
 LAUNCH := --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
-.PHONY: help quickstart test test-slow test-faults lint types docs bench check clean
+.PHONY: help quickstart test test-slow test-gpu test-faults lint types docs bench check clean
 
 help:
 	@echo "make quickstart   install, then train a small model with GRPO through vLLM; ARGS='--seed 1' passes flags"
 	@echo "make test         install, then run the tests"
 	@echo "make test-slow    larger worlds of the same tests; make test-faults, tools and ranks that hang and crash"
+	@echo "make test-gpu     on a GPU machine: whole user scripts on one, two and four GPUs, and docs/tested.md of them"
 	@echo "make test-adapters   OpenEnv and verifiers, in environments of their own"
 	@echo "make lint types docs bench check"
 
@@ -38,6 +39,14 @@ test: .venv/dev
 
 test-slow: .venv/dev
 	$(CPU) $(BIN)/python -m pytest -m slow $(ARGS)
+
+# On a GPU machine, in an environment where README's install ran: whole scripts, each on GPUs of its own.
+GPUS ?= $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
+test-gpu: export TRLX_WHOLE_RUNS := $(CURDIR)/tests/whole_runs/results/$(shell date +%Y-%m-%d).jsonl
+test-gpu:
+	failed=0; for width in 1:one_gpu 2:two_gpus 4:four_gpus; do \
+		$(PYTHON) -m pytest tests/whole_runs/test_$${width#*:}.py -n $$(( $(GPUS) / $${width%:*} )) $(ARGS) || failed=1; \
+	done; $(PYTHON) tests/whole_runs/page.py; exit $$failed
 
 test-faults: .venv/dev
 	FAULT_SEEDS=20 $(CPU) $(BIN)/python -m pytest plugins/trlx-hybrid-multiturn/tests/test_faults.py $(ARGS)

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,8 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
 
 import models
 import whole_run
@@ -36,6 +36,21 @@ def model(shared: Path) -> Callable[[str], Path]:
             return models.write(name, shared)
 
     return find
+
+
+def device() -> str:
+    """The name of the first GPU."""
+    query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=60).stdout.splitlines()[0]
+    except (FileNotFoundError, IndexError):
+        return "CPU"
+
+
+def commit() -> str:
+    """Of this checkout; BENCH_COMMIT says it where there is no repository."""
+    described = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=HERE)
+    return os.environ.get("BENCH_COMMIT") or described.stdout.strip()
 
 
 def visible_gpus() -> list[str]:
@@ -67,12 +82,13 @@ def gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 def seen(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
     """Facts of a run for docs/tested.md, kept in the file that TRLX_WHOLE_RUNS names, if it names one."""
     facts: dict[str, Any] = {}
-    started = time.time()
     yield facts
     file = os.environ.get("TRLX_WHOLE_RUNS")
     if file and facts:
         report = getattr(request.node, "reports", {}).get("call")
-        facts |= {"case": request.node.name, "passed": bool(report and report.passed), "started": started}
+        known = {"case": request.node.name.removeprefix("test_"), "passed": bool(report and report.passed)}
+        known |= {"gpus": getattr(request.module, "GPUS", 0), "device": device(), "commit": commit()}
+        facts = known | facts
         with FileLock(f"{file}.lock"), Path(file).open("a") as out:
             out.write(json.dumps(facts) + "\n")
 

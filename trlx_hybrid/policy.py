@@ -143,7 +143,7 @@ class Policy:
     def reshard(self) -> None:
         """Make every parameter what the optimizer steps: FSDP2 leaves some modules unsharded after a forward pass."""
         for module in self.module.modules():
-            if hasattr(module, "reshard"):
+            if hasattr(module, "_get_fsdp_state"):
                 _finish_forward(module)
                 module.reshard()  # type: ignore[operator]
 

@@ -451,6 +451,24 @@ def test_a_tool_that_can_work_in_no_thread_stops_the_run(gate):
     runners.close()
 
 
+def test_in_the_trainers_thread_a_tool_shows_what_it_raises_as_in_trl():
+    """Also where that speaks of threads: it is there by the user's choice, or has worked there."""
+
+    def run_code(code):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        if code == "bad":
+            raise RuntimeError("There is no current event loop in thread 'MainThread'.")
+        return "ran"
+
+    chosen, moved = Runners(MultiTurnOptions(tools="main")), Runners(MultiTurnOptions())
+    assert run(moved, [call("run_code", code="good")], [run_code])[0][0]["content"] == "ran"
+    for runners in (chosen, moved):
+        messages, conversation = run(runners, [call("run_code", code="bad")], [run_code])
+        assert messages[0]["content"] == str({"error": "There is no current event loop in thread 'MainThread'."})
+        assert conversation.failed_calls == 1
+        runners.close()
+
+
 @pytest.mark.parametrize("tools", ["thread", "main"])
 def test_an_environment_that_needs_the_main_thread_gets_it(tools):
     """One that scores by a timeout of `signal`; with "main", one that keeps a connection as well."""

@@ -153,15 +153,19 @@ class Runners:
             jobs.append(job)
             return lambda reason: self._threads.abandon(job, reason)
 
+        def start_here(done: Callable[[Outcome], None]) -> Callable[[str], None]:
+            return call_here(again, done)
+
         jobs: list[Job] = []
-        if self.mode(moved or name) != "main":
-            outcome = await Call(name, start)
-            if outcome.by_tool and owner is not None:
-                self._stuck.append((jobs[0], owner))
-            if (reason := bound_to_a_thread(outcome.error)) is None:
-                return outcome
-            self._move(moved or name, reason)
-        outcome = await Call(name, lambda done: call_here(again, done))
+        if self.mode(moved or name) == "main":  # where TRL runs it: what it raises there is its own
+            return await Call(name, start_here)
+        outcome = await Call(name, start)
+        if outcome.by_tool and owner is not None:
+            self._stuck.append((jobs[0], owner))
+        if (reason := bound_to_a_thread(outcome.error)) is None:
+            return outcome
+        self._move(moved or name, reason)
+        outcome = await Call(name, start_here)
         if (reason := bound_to_a_thread(outcome.error)) is not None:
             raise ConfigError(
                 f"{name!r} works neither in a thread of its own nor in the trainer's: {reason} Something that it uses "

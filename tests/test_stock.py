@@ -116,6 +116,21 @@ def test_advantages_that_cannot_be_used_name_their_plugin(answer, message):
         replaced(SimpleNamespace(host=host), {"advantages": torch.zeros(8)}, None)
 
 
+@pytest.mark.parametrize("converses", [True, False], ids=["multi_turn", "single_turn"])
+def test_rows_that_train_nothing_lose_their_rewards_only_where_conversations_break_off(converses):
+    """A `rollout_func` of the user's may mask whole rows; TRL counts their rewards."""
+
+    class Own(trl.GRPOTrainer):
+        def _calculate_rewards(self):
+            return torch.ones(3, 2)
+
+    trainer = object.__new__(trlx_hybrid.hybrid(Own))
+    ranks = SimpleNamespace(gather=lambda value: [value])
+    trainer.session = SimpleNamespace(rollout=SimpleNamespace(converses=converses), ranks=ranks)
+    trainer._generated = ([], [], [[1, 0], [0, 0], [1]])
+    assert trainer._calculate_rewards().isnan().tolist() == [[False] * 2, [converses] * 2, [False] * 2]
+
+
 def test_configure_and_unconfigure_frame_a_session(run):
     observer = Observer()
     ours = run(trlx_hybrid.GRPOTrainer, plugins=[observer], train=False)

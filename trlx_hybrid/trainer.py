@@ -216,7 +216,8 @@ class HybridTrainer(Checkpointing):
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         self._rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
-        if not self._selection.stock and self._name == "GRPO":  # type: ignore[attr-defined]
+        rollout = self.session.rollout if self._attached else None
+        if rollout is not None and rollout.converses and self._name == "GRPO":  # type: ignore[attr-defined]
             self._rewards = without_masked(self._rewards, self._generated[2], self.session)
         return self._rewards
 

@@ -191,6 +191,13 @@ def test_own_trainers_pass_arguments_to_trl_as_they_like(prompts, tmp_path):
         trainer.session.close()
     with pytest.raises(ConfigError, match=r"Past, or a class below it, calls.*by that class's name"):
         trlx_hybrid.hybrid(Past)(**named)
+    config.use_vllm = False
+    with pytest.raises(ConfigError, match=r"by that class's name"):
+        trlx_hybrid.hybrid(Past)(**named, hybrid={"engine": "vllm"})
+    trainer = trlx_hybrid.hybrid(Past)(**named)  # nothing was chosen: it is TRL's
+    assert trainer.session.selection.stock
+    assert not trainer.use_vllm
+    trainer.session.close()
 
 
 def test_a_trainer_made_without_init_is_trls_own():

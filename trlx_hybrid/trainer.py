@@ -158,11 +158,13 @@ class HybridTrainer(Checkpointing):
     @use_vllm.setter
     def use_vllm(self, value: bool) -> None:
         if "_config" in self.__dict__ and "_selection" not in self.__dict__:
-            name = type(self).__name__
-            raise ConfigError(
-                f"{name}, or a class below it, calls the `__init__` of TRL's trainer by that class's name, past the "
-                "seam, so TRL would generate by itself whatever was chosen. Call `super().__init__(...)` there."
-            )
+            self._select({})
+            if value or not self._selection.stock:
+                name = type(self).__name__
+                raise ConfigError(
+                    f"{name}, or a class below it, calls the `__init__` of TRL's trainer by that class's name, past "
+                    "the seam, so TRL would generate by itself whatever was chosen. Call `super().__init__(...)` there."
+                )
         self._trl_use_vllm = value
 
     @property

@@ -667,6 +667,7 @@ def test_an_environment_is_left_alone_while_a_call_of_it_hangs(gate):
             observe=None,
             sync_tools={"hang": environment.hang, "look": environment.look},
             async_tools={},
+            environment=environment,
             discard=lambda: discarded.append(environment),
         )
         contents.extend(m["content"] for m in await run_calls(calls, given, conversation, runners))
@@ -698,6 +699,23 @@ def crash():
 
 def segfault():
     os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_an_object_that_all_rows_share_answers_others_while_a_call_of_it_hangs(gate):
+    """As a client whose methods are tools. It is no row's environment."""
+
+    class Client:
+        def open(self, page):
+            if page == "slow":
+                gate.wait()
+            return page
+
+    runners, opened = Runners(MultiTurnOptions(tool_timeout=0.2)), Client().open
+    hung, _ = run(runners, [call("open", page="slow")], [opened])
+    assert "'open' did not return within 0.2 s" in hung[0]["content"]
+    messages, conversation = run(runners, [call("open", page="quick")], [opened])
+    assert (messages[0]["content"], conversation.failed_calls) == ("quick", 0)
+    runners.close()
 
 
 def test_a_process_that_hangs_or_crashes_is_shown_as_an_error(pool):

@@ -200,6 +200,19 @@ def test_own_trainers_pass_arguments_to_trl_as_they_like(prompts, tmp_path):
     trainer.session.close()
 
 
+def test_a_trainer_may_have_a_name_of_its_own(run):
+    """TRL writes it into model cards."""
+
+    class Mine(trl.RLOOTrainer):
+        _name = "Mine"
+
+    observer = Observer()
+    run(trlx_hybrid.hybrid(Mine), config_class=trl.RLOOConfig, plugins=[observer], beta=0.0, max_steps=1)
+    assert all(t.loss_mask == [1] * len(t.completion_ids) for t in observer.trajectories)
+    assert all(t.completion is not None for t in observer.trajectories)
+    assert observer.trajectories
+
+
 def test_a_trainer_made_without_init_is_trls_own():
     """TRL's tests call single methods on such instances."""
     trainer = object.__new__(trlx_hybrid.GRPOTrainer)

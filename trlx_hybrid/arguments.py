@@ -100,7 +100,7 @@ def sampling_of(trainer: Any) -> Sampling:
         top_k=args.top_k,
         min_p=0.0 if args.min_p is None else args.min_p,
         repetition_penalty=args.repetition_penalty,
-        logprobs=0 if trainer._name == "GRPO" else None,
+        logprobs=0 if trainer._base_name == "GRPO" else None,
         extra=dict(args.generation_kwargs or {}),
         regex=args.vllm_structured_outputs_regex,
     )

@@ -98,7 +98,7 @@ def loop_result(trainer: Any, conversations: Sequence[Conversation]) -> tuple[An
 
 
 def _is_grpo(trainer: Any) -> bool:
-    return bool(trainer._name == "GRPO")
+    return bool(trainer._base_name == "GRPO")
 
 
 def _parser(

@@ -231,3 +231,20 @@ def test_the_config_is_parsed_from_flags_and_yaml_beside_trls(tmp_path):
         parser.parse_args_and_config([*common, "--config", str(file)])
     rest = parser.parse_args_and_config([*common, "--config", str(file)], return_remaining_strings=True)[-1]
     assert rest == ["--enigne", "vllm"]
+
+
+def test_a_config_may_set_what_a_subcommand_reads(tmp_path):
+    from trlx_hybrid import TrlParser
+
+    def parser():
+        whole = TrlParser()
+        whole.add_subparsers(dest="command", parser_class=TrlParser).add_parser("train", dataclass_types=[HybridConfig])
+        return whole
+
+    file = tmp_path / "config.yaml"
+    file.write_text("verify_every: 7\n")
+    assert parser().parse_args_and_config(["train", "--config", str(file)])[0].verify_every == 7
+    file.write_text("verify_evry: 7\n")
+    with pytest.raises(ConfigError, match=r"sets 'verify_evry', which nothing reads. Did you mean 'verify_every'"):
+        parser().parse_args_and_config(["train", "--config", str(file)])
+    assert parser().set_defaults_with_config(verify_evry=7) == ["--verify_evry", "7"]

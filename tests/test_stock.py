@@ -116,6 +116,21 @@ def test_advantages_that_cannot_be_used_name_their_plugin(answer, message):
         replaced(SimpleNamespace(host=host), {"advantages": torch.zeros(8)}, None)
 
 
+@pytest.mark.parametrize("converses", [True, False], ids=["multi_turn", "single_turn"])
+def test_rows_that_train_nothing_lose_their_rewards_only_where_conversations_break_off(converses):
+    """A `rollout_func` of the user's may mask whole rows; TRL counts their rewards."""
+
+    class Own(trl.GRPOTrainer):
+        def _calculate_rewards(self):
+            return torch.ones(3, 2)
+
+    trainer = object.__new__(trlx_hybrid.hybrid(Own))
+    ranks = SimpleNamespace(gather=lambda value: [value])
+    trainer.session = SimpleNamespace(rollout=SimpleNamespace(converses=converses), ranks=ranks)
+    trainer._generated = ([], [], [[1, 0], [0, 0], [1]])
+    assert trainer._calculate_rewards().isnan().tolist() == [[False] * 2, [converses] * 2, [False] * 2]
+
+
 def test_configure_and_unconfigure_frame_a_session(run):
     observer = Observer()
     ours = run(trlx_hybrid.GRPOTrainer, plugins=[observer], train=False)
@@ -176,6 +191,26 @@ def test_own_trainers_pass_arguments_to_trl_as_they_like(prompts, tmp_path):
         trainer.session.close()
     with pytest.raises(ConfigError, match=r"Past, or a class below it, calls.*by that class's name"):
         trlx_hybrid.hybrid(Past)(**named)
+    config.use_vllm = False
+    with pytest.raises(ConfigError, match=r"by that class's name"):
+        trlx_hybrid.hybrid(Past)(**named, hybrid={"engine": "vllm"})
+    trainer = trlx_hybrid.hybrid(Past)(**named)  # nothing was chosen: it is TRL's
+    assert trainer.session.selection.stock
+    assert not trainer.use_vllm
+    trainer.session.close()
+
+
+def test_a_trainer_may_have_a_name_of_its_own(run):
+    """TRL writes it into model cards."""
+
+    class Mine(trl.RLOOTrainer):
+        _name = "Mine"
+
+    observer = Observer()
+    run(trlx_hybrid.hybrid(Mine), config_class=trl.RLOOConfig, plugins=[observer], beta=0.0, max_steps=1)
+    assert all(t.loss_mask == [1] * len(t.completion_ids) for t in observer.trajectories)
+    assert all(t.completion is not None for t in observer.trajectories)
+    assert observer.trajectories
 
 
 def test_a_trainer_made_without_init_is_trls_own():

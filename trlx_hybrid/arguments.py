@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import functools
 import inspect
@@ -64,17 +65,24 @@ def suggesting(parser: type[Any]) -> type[Any]:
         return parser.parse_args_and_config(self, args, return_remaining_strings, fail_with_unknown_args, **others)
 
     def set_defaults_with_config(self: Any, **settings: Any) -> Any:
-        if self._refuses_unknown:
-            known = sorted({action.dest for action in self._actions} - {"help"})
-            unknown = next((key for key in settings if key not in known), None)
-            if unknown is not None:
-                raise ConfigError(
-                    f"The config file sets {unknown!r}, which nothing reads.{did_you_mean(unknown, known)}"
-                )
-        return parser.set_defaults_with_config(self, **settings)
+        unread = parser.set_defaults_with_config(self, **settings)
+        if unread and self._refuses_unknown:
+            unknown = unread[0].removeprefix("--")
+            raise ConfigError(
+                f"The config file sets {unknown!r}, which nothing reads.{did_you_mean(unknown, _read_by(self))}"
+            )
+        return unread
 
     methods = {"parse_args_and_config": parse_args_and_config, "set_defaults_with_config": set_defaults_with_config}
-    return type(parser.__name__, (parser,), {"__module__": __name__, "__doc__": suggesting.__doc__} | methods)
+    members = {"__module__": __name__, "__doc__": suggesting.__doc__, "_refuses_unknown": False}
+    return type(parser.__name__, (parser,), members | methods)
+
+
+def _read_by(parser: argparse.ArgumentParser) -> list[str]:
+    """Names of a parser's settings, those of its subcommands among them."""
+    names = {action.dest for action in parser._actions} - {"help"}
+    commands = [action.choices.values() for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return sorted(names.union(*(_read_by(command) for choices in commands for command in choices)))
 
 
 def _is_default(args: Any, name: str) -> bool:
@@ -92,7 +100,7 @@ def sampling_of(trainer: Any) -> Sampling:
         top_k=args.top_k,
         min_p=0.0 if args.min_p is None else args.min_p,
         repetition_penalty=args.repetition_penalty,
-        logprobs=0 if trainer._name == "GRPO" else None,
+        logprobs=0 if trainer._base_name == "GRPO" else None,
         extra=dict(args.generation_kwargs or {}),
         regex=args.vllm_structured_outputs_regex,
     )

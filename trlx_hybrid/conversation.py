@@ -46,7 +46,8 @@ class Dialogue:
         first: the first turn, where something else has sampled it.
         event_loop: where asynchronous tools run: the trainer's, so that clients they share with its reward functions
             keep working. None where it has none.
-        discard: a call of this row never came back: what it holds (an environment) must not be used for another row.
+        environment: whose methods some of its tools are, or None.
+        discard: a call of the environment never came back: it must not be used for another row.
     """
 
     prompt_ids: list[int]
@@ -58,6 +59,7 @@ class Dialogue:
     run_tools: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
     first: Completion | None = None
     event_loop: AbstractEventLoop | None = None
+    environment: Any = None
     discard: Callable[[], None] = lambda: None
 
 

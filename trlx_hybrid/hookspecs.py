@@ -100,9 +100,9 @@ def trlx_advantages(session: Session, batch: dict[str, Any]) -> Tensor | None:
 
     Called after TRL computed them, on every rank. `batch` is what TRL trains on, this rank's rows: among others
     `prompt_ids`, `completion_ids`, `completion_mask` (B, T) and `advantages` (B,), plus `rewards_per_func`, the
-    rewards of all ranks (world * B, number of reward functions), NaN where a function returned None or the row trains
-    nothing. Return a tensor shaped like `batch["advantages"]`, of finite numbers, or None to keep TRL's. One plugin may
-    have this hook: a trainer refuses two, and the header of the run names the one.
+    rewards of all ranks (world * B, number of reward functions), NaN where a function returned None or the row's
+    conversation broke off. Return a tensor shaped like `batch["advantages"]`, of finite numbers, or None to keep
+    TRL's. One plugin may have this hook: a trainer refuses two, and the header of the run names the one.
     """
 
 

@@ -39,7 +39,10 @@ def checked_reward(function: Any) -> Any:
     if hasattr(function, "parameters") or not callable(function):  # a reward model
         return function
     name = getattr(function, "__name__", type(function).__name__)
-    if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+    called = function
+    while isinstance(called, functools.partial):
+        called = called.func
+    if inspect.iscoroutinefunction(called) or inspect.iscoroutinefunction(called.__call__):
 
         @functools.wraps(function)
         async def reward_async(*args: Any, **kwargs: Any) -> Any:

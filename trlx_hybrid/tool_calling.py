@@ -28,7 +28,7 @@ def dialogues(
         parse_response: TRL's.
         first: first turns that a custom rollout has sampled.
     """
-    observe = observer(trainer)
+    observe, environments = observer(trainer), getattr(trainer, "environments", None)
     known = {tool.__name__: tool for tool in trainer.tools or () if not inspect.iscoroutinefunction(tool)}
     return [
         Dialogue(
@@ -41,6 +41,7 @@ def dialogues(
             images=images[index] if images is not None else None,
             first=first[index] if first is not None else None,
             event_loop=getattr(trainer, "async_loop", None),
+            environment=environments[index] if environments else None,
             discard=_discarding(trainer, index),
         )
         for index in range(len(prompt_ids))
@@ -97,7 +98,7 @@ def loop_result(trainer: Any, conversations: Sequence[Conversation]) -> tuple[An
 
 
 def _is_grpo(trainer: Any) -> bool:
-    return bool(trainer._name == "GRPO")
+    return bool(trainer._base_name == "GRPO")
 
 
 def _parser(

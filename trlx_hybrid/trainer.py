@@ -66,10 +66,11 @@ def hybrid(trainer_class: type[Any]) -> type[Any]:
             f"{trainer_class.__name__} does not generate through TRL's seam, so there is nothing to extend. "
             "Supported: GRPOTrainer, RLOOTrainer, DistillationTrainer, and their subclasses."
         )
-    base = next(c for c in trainer_class.__mro__ if c in GENERATING)
+    base: Any = next(c for c in trainer_class.__mro__ if c in GENERATING)
     below = selecting(base)
     bases = (HybridTrainer, below) if trainer_class is base else (HybridTrainer, trainer_class, below)
     namespace = {"__module__": __name__, "__doc__": trainer_class.__doc__, "__qualname__": trainer_class.__name__}
+    namespace["_base_name"] = base._name
     return type(trainer_class.__name__, bases, namespace)
 
 
@@ -83,6 +84,7 @@ class HybridTrainer(Checkpointing):
     """
 
     session: Session
+    _base_name: str  # of the trainer of TRL's below; `_name` may be the user's own, for model cards
     _selection = Selection(engine=None, weights=None, rollout=None, stock_reason="made without __init__")
 
     def __init__(
@@ -158,11 +160,13 @@ class HybridTrainer(Checkpointing):
     @use_vllm.setter
     def use_vllm(self, value: bool) -> None:
         if "_config" in self.__dict__ and "_selection" not in self.__dict__:
-            name = type(self).__name__
-            raise ConfigError(
-                f"{name}, or a class below it, calls the `__init__` of TRL's trainer by that class's name, past the "
-                "seam, so TRL would generate by itself whatever was chosen. Call `super().__init__(...)` there."
-            )
+            self._select({})
+            if value or not self._selection.stock:
+                name = type(self).__name__
+                raise ConfigError(
+                    f"{name}, or a class below it, calls the `__init__` of TRL's trainer by that class's name, past "
+                    "the seam, so TRL would generate by itself whatever was chosen. Call `super().__init__(...)` there."
+                )
         self._trl_use_vllm = value
 
     @property
@@ -216,7 +220,8 @@ class HybridTrainer(Checkpointing):
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         self._rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
-        if not self._selection.stock and self._name == "GRPO":  # type: ignore[attr-defined]
+        rollout = self.session.rollout if self._attached else None
+        if rollout is not None and rollout.converses and self._base_name == "GRPO":
             self._rewards = without_masked(self._rewards, self._generated[2], self.session)
         return self._rewards
 
@@ -248,7 +253,7 @@ class HybridTrainer(Checkpointing):
     def _trajectories(self) -> Any:
         trainer: Any = self
         return collect(
-            trainer._name,
+            trainer._base_name,
             self._generated,
             rewards=self._rewards,
             reward_weights=getattr(trainer, "reward_weights", None),

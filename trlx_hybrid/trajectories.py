@@ -13,7 +13,7 @@ def collect(
     """This rank's trajectories of one batch, in TRL's order.
 
     Args:
-        trainer: TRL's `_name` of the trainer; the tuple that `_generate` returns depends on it.
+        trainer: `_name` of the trainer of TRL's that it is; the tuple that `_generate` returns depends on it.
         generated: that tuple.
         rewards: tensor (world * B, functions) of all ranks, NaN where a function returned None; or None.
         reward_weights: tensor (functions,) or None.

@@ -451,6 +451,24 @@ def test_a_tool_that_can_work_in_no_thread_stops_the_run(gate):
     runners.close()
 
 
+def test_in_the_trainers_thread_a_tool_shows_what_it_raises_as_in_trl():
+    """Also where that speaks of threads: it is there by the user's choice, or has worked there."""
+
+    def run_code(code):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        if code == "bad":
+            raise RuntimeError("There is no current event loop in thread 'MainThread'.")
+        return "ran"
+
+    chosen, moved = Runners(MultiTurnOptions(tools="main")), Runners(MultiTurnOptions())
+    assert run(moved, [call("run_code", code="good")], [run_code])[0][0]["content"] == "ran"
+    for runners in (chosen, moved):
+        messages, conversation = run(runners, [call("run_code", code="bad")], [run_code])
+        assert messages[0]["content"] == str({"error": "There is no current event loop in thread 'MainThread'."})
+        assert conversation.failed_calls == 1
+        runners.close()
+
+
 @pytest.mark.parametrize("tools", ["thread", "main"])
 def test_an_environment_that_needs_the_main_thread_gets_it(tools):
     """One that scores by a timeout of `signal`; with "main", one that keeps a connection as well."""
@@ -649,6 +667,7 @@ def test_an_environment_is_left_alone_while_a_call_of_it_hangs(gate):
             observe=None,
             sync_tools={"hang": environment.hang, "look": environment.look},
             async_tools={},
+            environment=environment,
             discard=lambda: discarded.append(environment),
         )
         contents.extend(m["content"] for m in await run_calls(calls, given, conversation, runners))
@@ -680,6 +699,23 @@ def crash():
 
 def segfault():
     os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def test_an_object_that_all_rows_share_answers_others_while_a_call_of_it_hangs(gate):
+    """As a client whose methods are tools. It is no row's environment."""
+
+    class Client:
+        def open(self, page):
+            if page == "slow":
+                gate.wait()
+            return page
+
+    runners, opened = Runners(MultiTurnOptions(tool_timeout=0.2)), Client().open
+    hung, _ = run(runners, [call("open", page="slow")], [opened])
+    assert "'open' did not return within 0.2 s" in hung[0]["content"]
+    messages, conversation = run(runners, [call("open", page="quick")], [opened])
+    assert (messages[0]["content"], conversation.failed_calls) == ("quick", 0)
+    runners.close()
 
 
 def test_a_process_that_hangs_or_crashes_is_shown_as_an_error(pool):

@@ -8,7 +8,6 @@ all synchronous ones before all asynchronous ones. That order is an accident of 
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -51,8 +50,10 @@ async def run_calls(
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             if name in dialogue.sync_tools:
                 early = (lambda name, value: ahead([_message(name, value)])) if len(calls) == 1 else _nothing
-                outcome = await runners.call(name, dialogue.sync_tools[name], arguments, early)
-                _part_with_environment(dialogue.sync_tools[name], outcome, dialogue)
+                tool = dialogue.sync_tools[name]
+                owner = dialogue.environment if _is_of_environment(tool, dialogue) else None
+                outcome = await runners.call(name, tool, arguments, early, owner)
+                _part_with_environment(tool, outcome, dialogue)
                 results.append((name, _content(name, outcome, conversation)))
                 continue
             try:
@@ -107,5 +108,10 @@ def _content(name: str, outcome: Outcome, conversation: Conversation) -> Any:
 
 def _part_with_environment(tool: Callable[..., Any], outcome: Outcome, dialogue: Dialogue) -> None:
     """A call of it that never came back may go on using it: no other row is to have it."""
-    if outcome.by_tool and inspect.ismethod(tool):
+    if outcome.by_tool and _is_of_environment(tool, dialogue):
         dialogue.discard()
+
+
+def _is_of_environment(tool: Callable[..., Any], dialogue: Dialogue) -> bool:
+    """Whether it is a method of this row's environment; one of another object, a client for one, all rows share."""
+    return dialogue.environment is not None and getattr(tool, "__self__", None) is dialogue.environment

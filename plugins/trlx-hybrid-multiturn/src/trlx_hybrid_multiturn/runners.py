@@ -102,14 +102,15 @@ class Runners:
         tool: Callable[..., Any],
         arguments: Mapping[str, Any],
         ahead: Callable[[str, Any], None] = lambda name, value: None,
+        owner: object = None,
     ) -> Outcome:
         """One synchronous call; the outcome's value is what the model is to be shown.
 
         Args:
             ahead: given name and value in the tool's own thread, if it has one, while the engine steps.
+            owner: the environment whose method it is: no other of its methods is called while a call of one hangs.
         """
         shown = functools.partial(shown_call, tool, arguments)
-        owner = tool.__self__ if inspect.ismethod(tool) else None
         self._stuck = [(job, stuck) for job, stuck in self._stuck if self._threads.hangs(job)]
         if owner is not None and any(stuck is owner for _, stuck in self._stuck):
             return Outcome(error=RuntimeError(f"{name} was not called: an earlier call is still running."))
@@ -142,7 +143,7 @@ class Runners:
 
         Args:
             moved: what moves with it; `name` alone by default.
-            owner: whose method it is: none of its other methods is called while this call hangs.
+            owner: the environment whose method it is, to be left alone while this call hangs.
 
         Raises:
             ConfigError: it cannot work there either.
@@ -153,15 +154,19 @@ class Runners:
             jobs.append(job)
             return lambda reason: self._threads.abandon(job, reason)
 
+        def start_here(done: Callable[[Outcome], None]) -> Callable[[str], None]:
+            return call_here(again, done)
+
         jobs: list[Job] = []
-        if self.mode(moved or name) != "main":
-            outcome = await Call(name, start)
-            if outcome.by_tool and owner is not None:
-                self._stuck.append((jobs[0], owner))
-            if (reason := bound_to_a_thread(outcome.error)) is None:
-                return outcome
-            self._move(moved or name, reason)
-        outcome = await Call(name, lambda done: call_here(again, done))
+        if self.mode(moved or name) == "main":  # where TRL runs it: what it raises there is its own
+            return await Call(name, start_here)
+        outcome = await Call(name, start)
+        if outcome.by_tool and owner is not None:
+            self._stuck.append((jobs[0], owner))
+        if (reason := bound_to_a_thread(outcome.error)) is None:
+            return outcome
+        self._move(moved or name, reason)
+        outcome = await Call(name, start_here)
         if (reason := bound_to_a_thread(outcome.error)) is not None:
             raise ConfigError(
                 f"{name!r} works neither in a thread of its own nor in the trainer's: {reason} Something that it uses "

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers.integrations.neftune import activate_neftune
 from trlx_hybrid.config import HybridConfig
 from trlx_hybrid.errors import ConfigError, SyncError
 from trlx_hybrid.policy import Policy
@@ -97,6 +98,8 @@ def test_a_policy_with_dropout_is_random_while_it_trains():
     assert noise(model) == "model.layers.1.self_attn.attention_dropout=0.1"
     model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, nn.Dropout(0.2))
     assert noise(model) == "model.layers.0.mlp.1.p=0.2"
+    activate_neftune(model, 5)
+    assert noise(model) == "model.embed_tokens.neftune_noise_alpha=5"
     model.eval()
     assert noise(model) is None
 

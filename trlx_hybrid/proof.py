@@ -134,12 +134,12 @@ class Allowed:
 
 
 def noise(module: nn.Module) -> str | None:
-    """What makes its next forward pass random (dropout, a router's jitter), or None."""
+    """What makes its next forward pass random (dropout, a router's jitter, NEFTune's noise), or None."""
     for name, child in module.named_modules():
         plain = isinstance(child, nn.modules.dropout._DropoutNd)
         for key, value in vars(child).items() if child.training else ():
-            random = key == "p" if plain else "drop" in key or "jitter" in key
-            if random and isinstance(value, float) and value > 0:
+            random = key == "p" if plain else any(word in key for word in ("drop", "jitter", "noise"))
+            if random and isinstance(value, int | float) and value is not True and value > 0:
                 return f"{name}.{key}={value}"
     return None
 

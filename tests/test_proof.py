@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import Adafactor
 from transformers.integrations.neftune import activate_neftune
 from trlx_hybrid.config import HybridConfig
 from trlx_hybrid.errors import ConfigError, SyncError
@@ -129,3 +130,11 @@ def test_a_first_step_that_changes_something_passes_and_one_that_must_and_does_n
 @pytest.mark.parametrize("given", [{"lr": 0.0}, {"gradient": 0.0}, {"gradient": 1e-12}])
 def test_a_first_step_that_had_nothing_to_change_is_passed_over(given):
     step(tiny_model(), **given)
+
+
+def test_an_optimizer_that_makes_its_own_learning_rate_is_passed_over():
+    model = tiny_model()
+    first = FirstStep(Policy(lambda: model, None, torch.device("cpu")), ALONE)
+    optimizer = Adafactor(model.parameters(), lr=None)
+    first.begins(optimizer)
+    first.ended(0, optimizer)

@@ -182,7 +182,9 @@ class FirstStep:
     def begins(self, optimizer: Any) -> None:
         """A step begins; its learning rate is known."""
         self._before = None
-        if not self._done and any(group["lr"] > 0 for group in optimizer.param_groups):
+        rates = [group.get("lr") or 0 for group in optimizer.param_groups]  # None: Adafactor makes its own
+        if not self._done and any(rate > 0 for rate in rates):
+            self._policy.reshard()  # as it will be after the step
             self._before = self._policy.digest()
 
     def ended(self, step: int, optimizer: Any) -> None:

@@ -80,10 +80,11 @@ def sample_probe(engine: Engine, policy: Policy, component: Component) -> tuple[
     return prompt, component.completions(sampled, 1)[0]
 
 
-def check_log_probs(engine: Engine, policy: Policy, prompt: list[int], completion: Completion) -> float:
+def check_log_probs(engine: Engine, policy: Policy, prompt: list[int], completion: Completion, allowed: float) -> float:
     """Score what the engine sampled with the policy. Collective.
 
-    The engine's dtype decides how much rounding is allowed.
+    Args:
+        allowed: nats that rounding explains, see `Allowed.of`.
 
     Returns:
         The largest absolute difference, in nats.
@@ -94,11 +95,10 @@ def check_log_probs(engine: Engine, policy: Policy, prompt: list[int], completio
     ours = torch.tensor([float("nan") if p[0] is None else p[0] for p in completion.logprobs or []])
     theirs = policy.log_probs(prompt, completion.token_ids)
     gap = float((ours - theirs).abs().max())
-    allowed = QUANTIZED_TOLERANCE if engine.quantized else TOLERANCE[engine.dtype]
     if not gap <= allowed:  # a NaN must not pass
         raise SyncError(
             f"Engine and policy disagree by {gap:.3g} nats on a probe sequence after the weight sync "
-            f"(allowed in {engine.dtype}: {allowed}). The weights are in place, so the engine computes something "
+            f"(allowed: {allowed:g}). The weights are in place, so the engine computes something "
             "else with them: a layer it repacks or derives from its weights, or another model definition. "
             "Report it with `trlx-hybrid env`."
         )

@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
+from transformers import AriaConfig, Qwen3Config, Qwen3MoeConfig
 from trlx_hybrid.policy import Policy, is_sharded
 from trlx_hybrid.testing.models import tiny_model
 
@@ -72,6 +73,15 @@ def test_scoring_leaves_modes_alone():
     assert scores.shape == (3,)
     assert (scores < 0).all()
     assert [m.training for m in model.modules()] == modes
+
+
+@pytest.mark.parametrize(
+    ("config", "experts"), [(AriaConfig(), True), (Qwen3MoeConfig(), True), (Qwen3Config(), False)]
+)
+def test_experts_are_known_by_whatever_the_config_calls_their_number(config, experts):
+    model = torch.nn.Module()
+    model.config = config
+    assert policy_of(model).has_experts is experts
 
 
 @pytest.mark.parametrize("checkpoint", [False, True], ids=["evaluated", "evaluated and saved"])

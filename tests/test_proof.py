@@ -5,12 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import Adafactor
+from transformers.integrations.neftune import activate_neftune
 from trlx_hybrid.config import HybridConfig
 from trlx_hybrid.errors import ConfigError, SyncError
+from trlx_hybrid.freshness import Freshness
 from trlx_hybrid.policy import Policy
 from trlx_hybrid.proof import Allowed, FirstStep, disagreement, noise
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid.types import Sampling
+from trlx_hybrid.types import Completion, Sampling
 
 ALONE = SimpleNamespace(any=bool)
 
@@ -97,6 +100,8 @@ def test_a_policy_with_dropout_is_random_while_it_trains():
     assert noise(model) == "model.layers.1.self_attn.attention_dropout=0.1"
     model.model.layers[0].mlp = nn.Sequential(model.model.layers[0].mlp, nn.Dropout(0.2))
     assert noise(model) == "model.layers.0.mlp.1.p=0.2"
+    activate_neftune(model, 5)
+    assert noise(model) == "model.embed_tokens.neftune_noise_alpha=5"
     model.eval()
     assert noise(model) is None
 
@@ -123,6 +128,30 @@ def test_a_first_step_that_changes_something_passes_and_one_that_must_and_does_n
         step(model, lr=1e-6)
 
 
+def test_the_probe_after_a_sync_is_held_to_the_coarsest_arithmetic_too():
+    sampled = Completion(token_ids=[3], logprobs=[[-1.0]], logprob_token_ids=[[3]])
+    parts = {"dtype": torch.float32, "quantized": False, "has_experts": False}
+    part = SimpleNamespace(**parts, wake=lambda what: None, log_probs=lambda prompt, ids: torch.tensor([-1.05]))
+    engine = SimpleNamespace(component=SimpleNamespace(completions=lambda completions, number: completions))
+    part.base = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=9)))
+    part.generate = lambda requests, sampling: [sampled]
+    session = SimpleNamespace(policy=part, live_engine=part, selection=SimpleNamespace(engine=engine))
+    session.memory = SimpleNamespace(make_room=lambda owners: 0)
+    session.args = SimpleNamespace(bf16=True, fp16=False)
+    assert Freshness(session)._check_log_probs(part) == pytest.approx(0.05)
+    session.args.bf16 = False
+    with pytest.raises(SyncError, match=r"disagree by 0\.05 nats"):
+        Freshness(session)._check_log_probs(part)
+
+
 @pytest.mark.parametrize("given", [{"lr": 0.0}, {"gradient": 0.0}, {"gradient": 1e-12}])
 def test_a_first_step_that_had_nothing_to_change_is_passed_over(given):
     step(tiny_model(), **given)
+
+
+def test_an_optimizer_that_makes_its_own_learning_rate_is_passed_over():
+    model = tiny_model()
+    first = FirstStep(Policy(lambda: model, None, torch.device("cpu")), ALONE)
+    optimizer = Adafactor(model.parameters(), lr=None)
+    first.begins(optimizer)
+    first.ended(0, optimizer)

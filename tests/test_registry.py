@@ -9,7 +9,7 @@ from trlx_hybrid.arguments import trainer_arguments
 from trlx_hybrid.config import build
 from trlx_hybrid.errors import ComponentError, ConfigError, EngineError
 from trlx_hybrid.host import Host
-from trlx_hybrid.protocols import Engine
+from trlx_hybrid.protocols import Engine, WeightSync
 from trlx_hybrid.registry import BRINGS
 from trlx_hybrid.selection import TrainerArguments, select
 from trlx_hybrid.types import Completion
@@ -112,11 +112,17 @@ def test_options_of_the_weight_sync_reach_the_path_that_auto_takes():
     class Waiting:
         deadline: float = 300.0
 
-    def path(name, refuses=None):
-        def factory(session, options):
-            return SimpleNamespace(name=name, options=options, refuses=lambda: refuses, sync=None)
+    class Path(WeightSync):
+        sync = None
 
-        return factory
+        def __init__(self, name, reason, options):
+            self.name, self.reason, self.options = name, reason, options
+
+        def refuses(self):
+            return self.reason
+
+    def path(name, reason=None):
+        return lambda session, options: Path(name, reason, options)
 
     class Plugin:
         @hookimpl
@@ -155,14 +161,14 @@ class Whole(Sparse):
         pass
 
 
-def component_of(factory):
+def component_of(factory, slot="engine"):
     def trlx_register(registry):
-        registry.offer("engine", "x", factory)
+        registry.offer(slot, "x", factory)
 
     host = Host()
     plugin = SimpleNamespace(trlx_register=hookimpl(trlx_register))
     host.register(plugin, "mine", distribution="trlx-mine", version="1.2")
-    return host.registry.choose("engine", "x")
+    return host.registry.choose(slot, "x")
 
 
 def test_a_built_component_is_held_against_its_protocol():
@@ -172,6 +178,9 @@ def test_a_built_component_is_held_against_its_protocol():
     assert str(caught.value).startswith(message + "`trlx_hybrid.protocols.Engine` requires.")
     with pytest.raises(ComponentError, match="made a object without asleep_bytes, close"):
         component_of(lambda *_: object()).build(None, None)
+    bare = SimpleNamespace(name="x", refuses=None, sync=None)  # the session calls the rest as well
+    with pytest.raises(ComponentError, match="without check, forget, keeps_weights, open, put_back, release, which"):
+        component_of(lambda *_: bare, "weights").build(None, None)
     engine = component_of(Whole).build(None, None)
     with pytest.raises(EngineError, match="Whole does not say where its weights lie"):
         engine.regions(None)

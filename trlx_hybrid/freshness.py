@@ -121,8 +121,7 @@ class Freshness:
                 logger.warning("Engine and trainer are not compared token by token: %s makes them differ.", reason)
             self._told = True
             return
-        autocast = torch.bfloat16 if session.args.bf16 else torch.float16 if session.args.fp16 else torch.float32
-        allowed = proof.Allowed.of(session.live_engine, session.policy, autocast, config.max_logprob_gap)
+        allowed = self._allowed(config.max_logprob_gap)
         if own_sampler:
             mask = mask * ~sampled.isnan()  # it need not know all
         found = proof.disagreement(sampled, scored, mask, ids, allowed)
@@ -160,4 +159,9 @@ class Freshness:
         if away:
             engine.sleep(keep_weights=True)
             memory.come_back(["policy"])
-        return proof.check_log_probs(engine, self._session.policy, prompt, completion)
+        return proof.check_log_probs(engine, self._session.policy, prompt, completion, self._allowed().nats)
+
+    def _allowed(self, nats: float | None = None) -> proof.Allowed:
+        session = self._session
+        autocast = torch.bfloat16 if session.args.bf16 else torch.float16 if session.args.fp16 else torch.float32
+        return proof.Allowed.of(session.live_engine, session.policy, autocast, nats)

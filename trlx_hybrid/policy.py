@@ -88,7 +88,8 @@ class Policy:
     def has_experts(self) -> bool:
         """Whether tokens are routed to experts."""
         config = self.base.config.get_text_config()
-        return any(getattr(config, key, None) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+        keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+        return any(getattr(config, key, None) for key in keys)
 
     def refuses_gather(self) -> str | None:
         """Why full weights cannot be read from this model, or None."""

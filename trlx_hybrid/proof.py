@@ -80,10 +80,11 @@ def sample_probe(engine: Engine, policy: Policy, component: Component) -> tuple[
     return prompt, component.completions(sampled, 1)[0]
 
 
-def check_log_probs(engine: Engine, policy: Policy, prompt: list[int], completion: Completion) -> float:
+def check_log_probs(engine: Engine, policy: Policy, prompt: list[int], completion: Completion, allowed: float) -> float:
     """Score what the engine sampled with the policy. Collective.
 
-    The engine's dtype decides how much rounding is allowed.
+    Args:
+        allowed: nats that rounding explains, see `Allowed.of`.
 
     Returns:
         The largest absolute difference, in nats.
@@ -94,11 +95,10 @@ def check_log_probs(engine: Engine, policy: Policy, prompt: list[int], completio
     ours = torch.tensor([float("nan") if p[0] is None else p[0] for p in completion.logprobs or []])
     theirs = policy.log_probs(prompt, completion.token_ids)
     gap = float((ours - theirs).abs().max())
-    allowed = QUANTIZED_TOLERANCE if engine.quantized else TOLERANCE[engine.dtype]
     if not gap <= allowed:  # a NaN must not pass
         raise SyncError(
             f"Engine and policy disagree by {gap:.3g} nats on a probe sequence after the weight sync "
-            f"(allowed in {engine.dtype}: {allowed}). The weights are in place, so the engine computes something "
+            f"(allowed: {allowed:g}). The weights are in place, so the engine computes something "
             "else with them: a layer it repacks or derives from its weights, or another model definition. "
             "Report it with `trlx-hybrid env`."
         )
@@ -134,12 +134,12 @@ class Allowed:
 
 
 def noise(module: nn.Module) -> str | None:
-    """What makes its next forward pass random (dropout, a router's jitter), or None."""
+    """What makes its next forward pass random (dropout, a router's jitter, NEFTune's noise), or None."""
     for name, child in module.named_modules():
         plain = isinstance(child, nn.modules.dropout._DropoutNd)
         for key, value in vars(child).items() if child.training else ():
-            random = key == "p" if plain else "drop" in key or "jitter" in key
-            if random and isinstance(value, float) and value > 0:
+            random = key == "p" if plain else any(word in key for word in ("drop", "jitter", "noise"))
+            if random and isinstance(value, int | float) and value is not True and value > 0:
                 return f"{name}.{key}={value}"
     return None
 
@@ -182,7 +182,9 @@ class FirstStep:
     def begins(self, optimizer: Any) -> None:
         """A step begins; its learning rate is known."""
         self._before = None
-        if not self._done and any(group["lr"] > 0 for group in optimizer.param_groups):
+        rates = [group.get("lr") or 0 for group in optimizer.param_groups]  # None: Adafactor makes its own
+        if not self._done and any(rate > 0 for rate in rates):
+            self._policy.reshard()  # as it will be after the step
             self._before = self._policy.digest()
 
     def ended(self, step: int, optimizer: Any) -> None:

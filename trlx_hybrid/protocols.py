@@ -219,15 +219,15 @@ OPTIONAL = {
     "WeightSync": {"keeps_weights", "open", "put_back", "forget", "check", "release"},
     "Rollout": {"converses", "converse", "close"},
 }
-"""Members that a component of that protocol may leave out, or inherit."""
+"""Members that a component of that protocol may inherit; an engine may be without them as well."""
 
 
 def missing_members(built: object, protocol: type[Any]) -> list[str]:
-    """What the protocol requires and the object lacks. What it inherits from the protocol itself, it lacks."""
+    """What the protocol requires and the object lacks. What it inherits from the protocol itself, it lacks, unless that
+    is optional."""
     stubs = {name: value for name, value in vars(protocol).items() if not name.startswith("_")}
-    required = {*protocol.__annotations__, *stubs} - OPTIONAL.get(protocol.__name__, set())
-    return sorted(
-        name
-        for name in required
-        if not hasattr(built, name) or (name in stubs and getattr(type(built), name, None) is stubs[name])
-    )
+    optional = OPTIONAL.get(protocol.__name__, set())
+    required = {*protocol.__annotations__, *stubs} - optional
+    stubbed = {name for name in required & stubs.keys() if getattr(type(built), name, None) is stubs[name]}
+    expected = required if protocol is Engine else required | optional
+    return sorted(stubbed | {name for name in expected if not hasattr(built, name)})

@@ -93,10 +93,11 @@ class Agreement:
             return True, flag
         values = torch.tensor([*numbers, *(~n for n in numbers), flag], dtype=torch.int64)  # ~n falls as n rises
         self._enter()
+        own = values.clone()  # gloo's threads write to the other from now on
         meeting = dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group, async_op=True)
         event = None
         if self._fast is not None:
-            values, event = self._on_device(values.clone())
+            values, event = self._on_device(own)
         self._wait(what, meeting, event, self._deadline)
         most, least, (raised,) = torch.split(values, [len(numbers), len(numbers), 1])
         return bool((most == ~least).all()), bool(raised)

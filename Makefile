@@ -38,7 +38,7 @@ test: .venv/dev
 	$(CPU) $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-slow: .venv/dev
-	$(CPU) $(BIN)/python -m pytest -m slow $(ARGS)
+	$(CPU) $(BIN)/python -m pytest -m slow -n $(WORKERS) --dist worksteal $(ARGS)
 
 # On a GPU machine, in an environment where README's install ran: whole scripts, each on GPUs of its own.
 GPUS ?= $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)

@@ -28,8 +28,8 @@ ENGINE = (
 )
 OWN_SAMPLER = (
     "The log-probs are those that rollout_func returned. If it samples from this run's engine, the engine holds other "
-    "weights than the trainer; else they must be those of its completion_ids at the trainer's temperature, without "
-    "truncation, under the trainer's current weights."
+    "weights than the trainer; else they are not those of its completion_ids at the trainer's temperature, without "
+    "truncation, under the trainer's current weights. TRL corrects for the difference, as far as it is asked to."
 )
 
 
@@ -106,7 +106,7 @@ class Freshness:
         Args:
             sampled, scored, mask, ids: as in `proof.disagreement`.
             temperature: that the trainer scored at.
-            own_sampler: whether a `rollout_func` named the log-probs.
+            own_sampler: whether a user's `rollout_func` named the log-probs: such a run is warned, once, and goes on.
 
         Raises:
             SyncError: they differ by more than rounding explains, on some rank.
@@ -127,11 +127,12 @@ class Freshness:
         found = proof.disagreement(sampled, scored, mask, ids, allowed)
         if ranks.any(found is not None):
             rank, what = next((r, w) for r, w in enumerate(ranks.gather(found)) if w is not None)
-            raise SyncError(
-                f"At step {session.step}, engine and trainer disagree on what was sampled: on rank {rank}, {what}. "
-                + (OWN_SAMPLER if own_sampler else ENGINE)
-                + " If it is rounding, raise HybridConfig.max_logprob_gap."
-            )
+            text = f"At step {session.step}, engine and trainer disagree on what was sampled: on rank {rank}, {what}. "
+            if not own_sampler:
+                raise SyncError(f"{text}{ENGINE} If it is rounding, raise HybridConfig.max_logprob_gap.")
+            if not self._told and ranks.rank == 0:
+                logger.warning("%s%s", text, OWN_SAMPLER)
+            self._told = True
 
     def _notice_silent_changes(self) -> None:
         if self.engine_version == self.version:

@@ -232,6 +232,7 @@ class HybridTrainer(Checkpointing):
         session, self._rewards = self.session, None
         session.rows = inputs
         batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        custom = getattr(trainer, "rollout_func", None)
         if not session.selection.stock and {"old_per_token_logps", "sampling_per_token_logps"} <= batch.keys():
             session.freshness.check_batch(
                 batch["sampling_per_token_logps"],
@@ -239,7 +240,7 @@ class HybridTrainer(Checkpointing):
                 batch["completion_mask"] * batch.get("tool_mask", 1),
                 batch["completion_ids"],
                 trainer.temperature,
-                getattr(trainer, "rollout_func", None) is not None,
+                custom is not None and not getattr(custom, "samples_from_session", False),
             )
         if "advantages" in batch:
             batch["advantages"] = replaced(session, batch, self._rewards)

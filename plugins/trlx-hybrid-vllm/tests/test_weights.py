@@ -335,6 +335,16 @@ def test_a_run_stops_at_the_step_at_which_engine_and_trainer_score_tokens_apart(
     assert caplog.text.count("not compared token by token: top_p=0.5") == 1
 
 
+def test_log_probs_of_a_users_own_rollout_are_warned_of_and_stop_nothing(run, caplog):
+    def invented(prompts, trainer):
+        ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        return {"prompt_ids": ids, "completion_ids": [[5, 6, 7]] * len(ids), "logprobs": [[-9.0] * 3] * len(ids)}
+
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, rollout_func=invented)
+    assert finished.trainer.state.global_step == 3
+    assert caplog.text.count("The log-probs are those that rollout_func returned") == 1
+
+
 def test_a_run_stops_after_a_first_step_that_trains_nothing(run):
     model = tiny_model()
     others = [torch.nn.Parameter(p.detach().clone()) for p in model.parameters()]

@@ -52,7 +52,13 @@ def episode_reward(
 
 
 class Episodes:
-    """What `episodes` returns. Called by TRL, once per batch and rank."""
+    """What `episodes` returns. Called by TRL, once per batch and rank.
+
+    Attributes:
+        samples_from_session: its log-probs are the engine's own, and are held against the trainer's.
+    """
+
+    samples_from_session = True
 
     def __init__(self, factory: Callable[[], Environment], max_turns: int | None) -> None:
         self._factory, self._max_turns = factory, max_turns

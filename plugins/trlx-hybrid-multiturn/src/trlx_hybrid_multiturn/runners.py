@@ -11,6 +11,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from trlx_hybrid.errors import ConfigError
@@ -57,32 +58,40 @@ class Runners:
         """Where the synchronous tool of this name runs."""
         return "main" if name in self._moved else self._options.tool_modes.get(name, self._options.tools)
 
-    def check(self, tools: Iterable[tuple[str, Callable[..., Any]]], asynchronous: Iterable[str] = ()) -> None:
+    def check(
+        self,
+        tools: Iterable[tuple[str, Callable[..., Any]]],
+        asynchronous: Iterable[str] = (),
+        others: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    ) -> None:
         """Refuse, before anything is sampled, what cannot run where it is to run.
 
         Args:
             tools: the synchronous ones, by name.
-            asynchronous: names of the others.
+            asynchronous: names of the asynchronous ones.
+            others: synchronous ones, some of which only rows of other batches have.
 
         Raises:
             ConfigError: a tool that cannot be sent to a process, or a mode for what is no synchronous tool.
         """
         names: set[str] = set()
-        for name, tool in tools:
+        named = ((name, tool) for name, tool in others.items() if name in self._options.tool_modes)
+        for name, tool in (*tools, *named):
             names.add(name)
             reason = self._processes.refuses(tool) if self.mode(name) == "process" else None
             if reason is not None:
                 raise ConfigError(f"rollout_options: {reason}")
+        names.update(others)
         awaited = sorted(set(asynchronous) - names)
         for name in self._options.tool_modes:
             if name in names:
                 continue
             close = difflib.get_close_matches(name, names, n=1)
             hint = f" Did you mean {close[0]!r}?" if close else ""
-            others = f" Asynchronous ones, which run on the event loop: {', '.join(awaited)}." if awaited else ""
+            elsewhere = f" Asynchronous ones, which run on the event loop: {', '.join(awaited)}." if awaited else ""
             raise ConfigError(
                 f"rollout_options.tool_modes names {name!r}, which is no synchronous tool of this run.{hint} "
-                f"Tools: {', '.join(sorted(names)) or 'none'}.{others}"
+                f"Tools: {', '.join(sorted(names)) or 'none'}.{elsewhere}"
             )
 
     @property

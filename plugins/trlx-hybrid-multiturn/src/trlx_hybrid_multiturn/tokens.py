@@ -87,7 +87,8 @@ class TemplateTokens:
                 self.observation([probe])
                 if probe["content"] not in self._text([*BEFORE, probe]):
                     return f"a user's message {probe['content']!r} after the model's is not shown in full."
-            if BEFORE[1]["content"] not in self._tokenizer.decode(self._prefix[begun:]):
+            spoken = self._tokenizer.encode(BEFORE[1]["content"], add_special_tokens=False)
+            if self._tokenizer.decode(spoken).strip() not in self._tokenizer.decode(self._prefix[begun:]):
                 return "where the model's message ends cannot be told from its tokens."
         except ConfigError:
             return "the model's message is rendered differently once a user's message follows it."

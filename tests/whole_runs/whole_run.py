@@ -186,6 +186,14 @@ def check_training(logs: list[dict[str, float]], steps: int) -> None:
             assert not isinstance(value, float) or abs(value) < float("inf"), (key, log)
 
 
+def check_gap(logs: list[dict[str, float]]) -> float:
+    """Largest mean difference between engine's and trainer's log-probs of a step, in nats: below what bf16 explains."""
+    gaps = [log[key] for log in logs if (key := "sampling/sampling_logp_difference/mean") in log]
+    assert gaps, logs
+    assert max(gaps) < 0.1, gaps
+    return max(gaps)
+
+
 def check_proofs(ended: Ended, path: str) -> None:
     """Every sync compared all tensors, and the engine scores as the policy does."""
     proofs = ended.proofs()

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trlx_hybrid.conversation import Conversation, Dialogue, Limits, RequestMaker
 from trlx_hybrid.protocols import Rollout
+from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, RequestMaker
 from trlx_hybrid.session import Session
 from trlx_hybrid.types import Completion, Request, Sampling
 
@@ -105,7 +105,7 @@ class Rollouts:
             self._engine: Any = self.session.live_engine
 
     def _made(self) -> dict[str, Rollout]:
-        from trlx_hybrid.builtin.single_turn import SingleTurn
+        from trlx_hybrid.rollout.single_turn import SingleTurn
         from trlx_hybrid_multiturn.multi_turn import MultiTurn
         from trlx_hybrid_multiturn.options import MultiTurnOptions
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from trlx_hybrid import HybridConfig, HybridEngine
-from trlx_hybrid.builtin.gather import GatherSync
+from trlx_hybrid.weights.gather import GatherSync
 from trlx_hybrid_reshard.options import ReshardOptions
 from trlx_hybrid_reshard.shapes import SHAPES
 from trlx_hybrid_reshard.sync import ReshardSync

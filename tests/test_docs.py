@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from trlx_hybrid import hookspecs
+from trlx_hybrid.plugins import hookspecs
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -118,7 +118,7 @@ def test_runnable_code_compiles(page: Path) -> None:
 def test_component_of_the_plugin_page_can_be_offered() -> None:
     from types import ModuleType
 
-    from trlx_hybrid.host import Host
+    from trlx_hybrid.plugins.host import Host
 
     plugin = ModuleType("sorted_rollout")
     sys.modules[plugin.__name__] = plugin  # dataclasses look their module up
@@ -147,7 +147,7 @@ def test_component_of_the_plugin_page_can_be_offered() -> None:
 
 def test_error_on_the_plugin_page_is_the_real_one() -> None:
     from trlx_hybrid.errors import PluginError
-    from trlx_hybrid.host import Host
+    from trlx_hybrid.plugins.host import Host
 
     class Hello:
         @hookspecs.hookimpl

@@ -9,11 +9,11 @@ from transformers import Adafactor
 from transformers.integrations.neftune import activate_neftune
 from trlx_hybrid.config import HybridConfig
 from trlx_hybrid.errors import ConfigError, SyncError
-from trlx_hybrid.freshness import Freshness
-from trlx_hybrid.policy import Policy
-from trlx_hybrid.proof import Allowed, FirstStep, disagreement, noise
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.types import Completion, Sampling
+from trlx_hybrid.weights.policy import Policy
+from trlx_hybrid.weights.sync import Freshness
+from trlx_hybrid.weights.verify import Allowed, FirstStep, disagreement, noise
 
 ALONE = SimpleNamespace(any=bool)
 

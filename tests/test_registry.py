@@ -5,15 +5,15 @@ import pytest
 import torch
 from trl import GRPOConfig
 from trlx_hybrid import HybridConfig, hookimpl
-from trlx_hybrid.arguments import trainer_arguments
 from trlx_hybrid.config import build
 from trlx_hybrid.errors import ComponentError, ConfigError, EngineError
-from trlx_hybrid.host import Host
+from trlx_hybrid.plugins.host import Host
+from trlx_hybrid.plugins.registry import BRINGS
+from trlx_hybrid.plugins.selection import TrainerArguments, select
 from trlx_hybrid.protocols import Engine, WeightSync
-from trlx_hybrid.registry import BRINGS
-from trlx_hybrid.selection import TrainerArguments, select
+from trlx_hybrid.trl.arguments import trainer_arguments
 from trlx_hybrid.types import Completion
-from trlx_hybrid.weight_paths import choose
+from trlx_hybrid.weights.sync import choose
 
 
 def offering(*components):

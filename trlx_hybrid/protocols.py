@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from .conversation import Conversation, Dialogue, Limits, RequestMaker
-    from .policy import Policy
+    from .rollout.conversation import Conversation, Dialogue, Limits, RequestMaker
     from .session import Session
+    from .weights.policy import Policy
 
 NamedTensors = Iterable[tuple[str, "Tensor"]]
 

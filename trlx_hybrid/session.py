@@ -13,23 +13,23 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from . import weight_paths
 from .config import HybridConfig
 from .errors import ComponentError, StaleWeightsError
-from .freshness import Freshness
-from .memory import TrainerMemory
-from .randomness import preserved_generators
+from .memory.trainer_memory import TrainerMemory
 from .report import announce
-from .sampler import Sampler
+from .rollout.sampler import Sampler
+from .rollout.seeding import preserved_generators
 from .types import Completion, Phase, Sampling
+from .weights import sync as weight_paths
+from .weights.sync import Freshness
 
 if TYPE_CHECKING:
-    from .conversation import Conversation, Dialogue, Limits
-    from .host import Host, PluginInfo
-    from .policy import Policy
+    from .plugins.host import Host, PluginInfo
+    from .plugins.selection import Selection
     from .protocols import Engine, Rollout, WeightSync
     from .ranks import Ranks
-    from .selection import Selection
+    from .rollout.conversation import Conversation, Dialogue, Limits
+    from .weights.policy import Policy
 
 STATE_FILE = "hybrid_state.json"
 

@@ -16,8 +16,8 @@ import warnings
 import psutil
 import pytest
 import trl
-from trlx_hybrid.conversation import Conversation, Dialogue, Limits
 from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits
 from trlx_hybrid_multiturn import runners as runners_module
 from trlx_hybrid_multiturn.calls import LostCallError, run_calls
 from trlx_hybrid_multiturn.environment import Player, Step

@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import SCRIPTS, launch, nothing_left, segments
 from test_launch_grpo import CONFIG, reports
-from trlx_hybrid.resuming import newest_checkpoint
+from trlx_hybrid.trl.checkpoint import newest_checkpoint
 
 
 class Killer(threading.Thread):

@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from trlx_hybrid.conversation import Conversation, Dialogue, Limits, RequestMaker
 from trlx_hybrid.errors import HybridError
 from trlx_hybrid.protocols import Rollout
+from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, RequestMaker
 from trlx_hybrid.session import Session
 from trlx_hybrid.types import Completion, Request, Sampling
 

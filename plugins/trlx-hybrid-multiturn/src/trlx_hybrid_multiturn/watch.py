@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trlx_hybrid.conversation import Conversation
+from trlx_hybrid.rollout.conversation import Conversation
 from trlx_hybrid.types import Completion
 
 from .runners import Runners

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from trlx_hybrid.environment import Finding
+from trlx_hybrid.doctor import Finding
 from trlx_hybrid.errors import listed
 
 from .cluster import Cluster

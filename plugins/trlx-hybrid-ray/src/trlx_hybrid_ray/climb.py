@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from trlx_hybrid.environment import Finding
+from trlx_hybrid.doctor import Finding
 from trlx_hybrid.errors import ConfigError, listed
 
 from .errors import PlacementError, brief

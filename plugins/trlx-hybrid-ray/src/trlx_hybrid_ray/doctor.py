@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trlx_hybrid.errors import ConfigError
 
 if TYPE_CHECKING:
-    from trlx_hybrid.environment import Finding
+    from trlx_hybrid.doctor import Finding
 
 
 def add_options(doctor: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from trlx_hybrid.groups import abort
+from trlx_hybrid.ranks import abort
 
 ABORT_SECONDS = 5.0
 """What vLLM gives an abort of its own communicators."""

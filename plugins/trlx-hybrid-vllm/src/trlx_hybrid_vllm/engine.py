@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from trlx_hybrid.errors import EngineError, SyncError, listed
-from trlx_hybrid.policy import Policy
 from trlx_hybrid.protocols import NamedTensors, Regions
 from trlx_hybrid.session import Session
 from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
+from trlx_hybrid.weights.policy import Policy
 
 from . import internals
 from .adapters import lora_arguments

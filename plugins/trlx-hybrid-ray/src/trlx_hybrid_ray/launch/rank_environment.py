@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.resuming import RESUME_VARIABLE
+from trlx_hybrid.trl.checkpoint import RESUME_VARIABLE
 
 from .job import Job
 from .rank_place import RankPlace

@@ -105,7 +105,7 @@ def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False, heap
 
     Args:
         peers_lost: some rank will not do the same.
-        heap_kept: as the engine was built with, see `internals.frozen_heap`.
+        heap_kept: as in `internals.frozen_heap`.
     """
     from vllm.distributed import parallel_state
 

@@ -62,13 +62,13 @@ class VLLMEngine:
         self.sleeps = options.enable_sleep_mode
         self.tensor_parallel_size = options.tensor_parallel_size
         self._made_default_group = not torch.distributed.is_initialized()
-        self._heap_kept = gc.get_freeze_count() > 0
+        self._frozen = gc.get_freeze_count()
         ranks = session.ranks
         with (
             tempfile.TemporaryDirectory(prefix="trlx-hybrid-") as folder,
             internals.launcher_environment(ranks.rank, ranks.local_rank, ranks.world),
             internals.running(self.dtype),
-            internals.frozen_heap(self._heap_kept),
+            internals.frozen_heap(self._frozen > 0),
             trainer_classes_kept(session.policy.module) as built,
         ):
             write_without_weights(session.policy, Path(folder))
@@ -217,7 +217,8 @@ class VLLMEngine:
         """Free the engine and what it made."""
         llm, self.llm = self.llm, None
         if llm is not None:
-            shut_down(llm, self._made_default_group, self.peers_lost, self._heap_kept)
+            kept = 0 < gc.get_freeze_count() <= self._frozen  # nobody has frozen the engine since
+            shut_down(llm, self._made_default_group, self.peers_lost, kept)
 
     def leave(self) -> None:
         """The process ends: see `closing.let_go`."""

@@ -240,7 +240,7 @@ def frozen_heap(kept: bool) -> Iterator[None]:
 
     vLLM freezes the whole heap when it starts, and unfreezes all of it after a capture of graphs and at its end, since
     nothing of the engine could be collected. Python does not tell what vLLM froze from what was frozen before; so where
-    something was, vLLM does neither.
+    something was, vLLM does neither, unless the engine was frozen by somebody else since.
     """
     if not kept:
         yield

@@ -32,10 +32,11 @@ def start(folder, *arguments, **settings):
     )
 
 
-def wait_for(path, seconds=90):
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not appear"
+def ranks_wait(folder, seconds=90):
+    """Both of obedient.py's ranks have begun to."""
+    deadline, marks = time.monotonic() + seconds, [folder / "waiting.0", folder / "waiting.1"]
+    while not all(mark.exists() for mark in marks):
+        assert time.monotonic() < deadline, f"of {marks}, not all appeared"
         time.sleep(0.1)
 
 
@@ -60,7 +61,7 @@ def test_ranks_end_when_the_launcher_is_killed(two_nodes, tmp_path):
     segments = Segments()
     joined = ["--address", two_nodes.address, "--token-file", str(two_nodes.token)]
     process = start(tmp_path, "--processes-per-node", "2", *joined, OBEDIENT, "wait", str(tmp_path))
-    wait_for(tmp_path / "waiting.1")
+    ranks_wait(tmp_path)
     process.kill()
     assert process.wait(10) == -signal.SIGKILL
     process.communicate()
@@ -75,7 +76,7 @@ def test_ctrl_c_in_a_terminal(two_nodes, tmp_path):
     process = start(
         tmp_path, "--processes-per-node", "2", *joined, OBEDIENT, "wait", str(tmp_path), start_new_session=True
     )
-    wait_for(tmp_path / "waiting.1")
+    ranks_wait(tmp_path)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=40)
     assert process.returncode == 130, err
@@ -89,7 +90,7 @@ def test_sigterm_to_more_than_the_launcher(tmp_path, whom):
     """`timeout` sends it to the whole process group, batch systems to all processes of a job: Ray's own, too."""
     segments = Segments()
     process = start(tmp_path, "--processes-per-node", "2", OBEDIENT, "wait", str(tmp_path), start_new_session=True)
-    wait_for(tmp_path / "waiting.1")
+    ranks_wait(tmp_path)
     if whom == "group":
         os.killpg(process.pid, signal.SIGTERM)
     else:

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch import nn
 from transformers.training_args import OptimizerNames
 from trlx_hybrid.errors import ConfigError, MemoryPlanError
-from trlx_hybrid.memory.trainer_memory.arena import Arena
-from trlx_hybrid.memory.trainer_memory.estimate import (
+from trlx_hybrid.memory.arena import Arena
+from trlx_hybrid.memory.estimate import (
     GIB,
     LEAVING,
     OWNERS,
@@ -19,7 +19,7 @@ from trlx_hybrid.memory.trainer_memory.estimate import (
     plan_offload,
     predict,
 )
-from trlx_hybrid.memory.trainer_memory.ledger import (
+from trlx_hybrid.memory.ledger import (
     Ledger,
     disjoint_bytes,
     parameter_sizes,

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.memory.trainer_memory.arena import Arena
-from trlx_hybrid.memory.trainer_memory.ledger import (
+from trlx_hybrid.memory.arena import Arena
+from trlx_hybrid.memory.ledger import (
     gradient_tensors,
     optimizer_tensors,
     plain_tensors,
@@ -19,7 +19,7 @@ from trlx_hybrid.memory.trainer_memory.ledger import (
     resident_memory,
     storages,
 )
-from trlx_hybrid.memory.trainer_memory.offload import Offload, guard
+from trlx_hybrid.memory.offload import Offload, guard
 
 MIB = 1 << 20
 CHUNK = 1 << 16

@@ -45,7 +45,7 @@ class Shards:
         """Look again; returns whether a parameter that is frozen now may hold other bits than at the last look.
 
         This is on the way of every sync, hence list by list. A tensor whose storage was emptied and filled again (see
-        `trlx_hybrid.memory.trainer_memory.offload`) lies elsewhere without being another one: views of it are right, a recording is
+        `trlx_hybrid.memory.offload`) lies elsewhere without being another one: views of it are right, a recording is
         not.
         """
         self._policy.reshard()

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trlx_hybrid.memory.trainer_memory.ledger import storages
+from trlx_hybrid.memory.ledger import storages
 
 from . import internals
 

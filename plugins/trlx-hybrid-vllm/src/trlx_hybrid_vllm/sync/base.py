@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import dlpack
 from trlx_hybrid.errors import SyncError, listed
-from trlx_hybrid.memory.trainer_memory.ledger import unwrapped
+from trlx_hybrid.memory.ledger import unwrapped
 from trlx_hybrid.weights.frozen import Frozen
 from trlx_hybrid.weights.policy import is_sharded
 

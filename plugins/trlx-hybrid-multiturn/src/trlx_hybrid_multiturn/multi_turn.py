@@ -91,7 +91,7 @@ class MultiTurn(Rollout):
                 Loop(stream, watch, width=width, seconds=options.max_seconds).run(trajectories)
         finally:
             watch.close()
-        session.metrics |= metrics(conversations, runners.usage, watch, stream)
+        session.metrics.update(metrics(conversations, runners.usage, watch, stream))
         for sentence in heavy_tools(runners.usage, watch, runners):
             tool = sentence.split("'")[1]
             if tool not in self._warned:

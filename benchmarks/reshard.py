@@ -44,7 +44,7 @@ class Case:
     """One policy and its engines.
 
     Attributes:
-        model: a name of `trlx_hybrid_reshard.shapes`, or "tiny" for a CPU.
+        model: a name of `trlx_hybrid_reshard.planner.architectures`, or "tiny" for a CPU.
         layers: instead of the shape's own number; 0 keeps it.
         ranks, tp: of FSDP, and of each engine.
         dtype: of the policy; the engines are in bf16.

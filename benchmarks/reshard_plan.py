@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid_reshard.architecture import describe
 from trlx_hybrid_reshard.buckets import bucketed
 from trlx_hybrid_reshard.descriptors import Descriptors, lower
-from trlx_hybrid_reshard.layout import Layout, mesh_coordinates
-from trlx_hybrid_reshard.parameter import Model
+from trlx_hybrid_reshard.layouts import Layout, Model, mesh_coordinates
 from trlx_hybrid_reshard.plan import RankPlan, plan
-from trlx_hybrid_reshard.shapes import SHAPES
+from trlx_hybrid_reshard.planner.architectures import SHAPES, describe
 
 from .harness import Measurement
 from .result import Result, cpu

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from trlx_hybrid import HybridConfig, HybridEngine
 from trlx_hybrid.weights.gather import GatherSync
 from trlx_hybrid_reshard.options import ReshardOptions
-from trlx_hybrid_reshard.shapes import SHAPES
+from trlx_hybrid_reshard.planner.architectures import SHAPES
 from trlx_hybrid_reshard.sync import ReshardSync
 
 from .digest import digest

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from trlx_hybrid_reshard.architecture import describe
 from trlx_hybrid_reshard.buckets import bucketed
 from trlx_hybrid_reshard.descriptors import lower
-from trlx_hybrid_reshard.layout import Layout
+from trlx_hybrid_reshard.layouts import Layout
 from trlx_hybrid_reshard.plan import plan
-from trlx_hybrid_reshard.shapes import SHAPES
+from trlx_hybrid_reshard.planner.architectures import SHAPES, describe
 
 sys.path.insert(0, str(Path(__file__).parent))
 from worlds import held, reshards

@@ -1,9 +1,8 @@
 """Places in fused parameters."""
 
-from trlx_hybrid_reshard.architecture import describe
 from trlx_hybrid_reshard.fusion import fused_rows
-from trlx_hybrid_reshard.layout import Layout
-from trlx_hybrid_reshard.shapes import SHAPES
+from trlx_hybrid_reshard.layouts import Layout
+from trlx_hybrid_reshard.planner.architectures import SHAPES, describe
 
 
 def places(shape, tp, part):

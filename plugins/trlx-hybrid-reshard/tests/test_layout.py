@@ -5,9 +5,7 @@ import sys
 
 import pytest
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid_reshard.layout import VLLM_VOCAB_MULTIPLE, Layout
-from trlx_hybrid_reshard.parameter import Parameter
-from trlx_hybrid_reshard.slicing import dealt_experts, stage_layers
+from trlx_hybrid_reshard.layouts import VLLM_VOCAB_MULTIPLE, Layout, Parameter, dealt_experts, stage_layers
 
 KV = Parameter(name="k", shape=(8, 3), tp_dim=0, tp_units=2, unit="key-value heads", replicable=True)
 GATE_UP = Parameter(name="w13", shape=(4, 12, 5), tp_dim=1, segments=2, expert_dim=0)
@@ -91,7 +89,7 @@ def test_vllm_cuts_stages_experts_and_vocabularies_like_this():
 
 def test_the_plugin_and_the_planner_import_no_backend():
     code = (
-        "import sys, trlx_hybrid_reshard.plugin, trlx_hybrid_reshard.tool, trlx_hybrid_reshard.descriptors,"
+        "import sys, trlx_hybrid_reshard.plugin, trlx_hybrid_reshard.planner.cli, trlx_hybrid_reshard.descriptors,"
         " trlx_hybrid_reshard.live; print([m for m in ('vllm', 'ray', 'trl', 'torch') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -9,9 +9,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid_reshard.layout import Layout
+from trlx_hybrid_reshard.layouts import Layout, Model, Parameter
 from trlx_hybrid_reshard.live import from_dtensor, read
-from trlx_hybrid_reshard.parameter import Model, Parameter
 from trlx_hybrid_reshard.plan import plan
 
 WORLD = 4

@@ -1,12 +1,10 @@
 """Advice to a running job: only what moves less, in figures that the tool gives too."""
 
 import pytest
-from trlx_hybrid_reshard.architecture import describe
-from trlx_hybrid_reshard.layout import Layout
-from trlx_hybrid_reshard.parameter import Parameter
+from trlx_hybrid_reshard.layouts import Layout, Parameter
 from trlx_hybrid_reshard.plan import plan
-from trlx_hybrid_reshard.remedies import ALWAYS, remedies
-from trlx_hybrid_reshard.shapes import SHAPES
+from trlx_hybrid_reshard.planner.advice import ALWAYS, remedies
+from trlx_hybrid_reshard.planner.architectures import SHAPES, describe
 
 LARGE = Parameter(name="large", shape=(4096, 64), tp_dim=0)
 

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ranks import reports
 from standins import Model, SlicedEngine, session_of
 from trlx_hybrid_reshard.agreement import Agreement
-from trlx_hybrid_reshard.merged import MergedShards
+from trlx_hybrid_reshard.shards import MergedShards
 
 SYNCS = ["first", "trained", "newly frozen", "one frozen", "frozen but written", "lost", "offloaded and run"]
 

@@ -3,7 +3,7 @@
 import logging
 
 import pytest
-from trlx_hybrid_reshard.sync_log import LIMIT, SEEN, SHOWN, WARM, SyncLog
+from trlx_hybrid_reshard.sync import LIMIT, SEEN, SHOWN, WARM, SyncLog
 
 
 @pytest.fixture
@@ -11,7 +11,7 @@ def run(capsys, caplog):
     """Let syncs of so many seconds end every ten; what was printed and what was logged."""
 
     def after(durations, rank=0, level=logging.WARNING):
-        with caplog.at_level(level, logger="trlx_hybrid_reshard.sync_log"):
+        with caplog.at_level(level, logger="trlx_hybrid_reshard.sync"):
             log = SyncLog(rank, lambda: "Do less.")
             for number, seconds in enumerate(durations):
                 log.done(10.0 * number - seconds, 10.0 * number, f"transferred={number}GB")

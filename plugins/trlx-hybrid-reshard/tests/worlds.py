@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 from hypothesis import strategies as st
-from trlx_hybrid_reshard.layout import Layout
-from trlx_hybrid_reshard.parameter import Model, Parameter, Stage
+from trlx_hybrid_reshard.layouts import Layout, Model, Parameter, Stage
 
 DEPTH = 3
 PADDING = 8

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .intervals import Ints, length, overlap
-from .parameter import Model, Stage
+from .layouts import Model, Stage
 from .plan import Placement
-from .sharding import Sharding
+from .sharding import Ints, Sharding, length, overlap
 
 CAPACITY = 256 << 20
 """Bytes one rank receives and packs in a bucket, unless a single row is larger."""

@@ -9,11 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .buckets import Buckets
-from .holders import Turns, holders_seen, to_receive, to_send
-from .intervals import Ints, crossings, local, overlap, rechunked
-from .parameter import Model
-from .plan import Placement, check, nodes
-from .sharding import Sharding
+from .layouts import Model
+from .plan import Placement, Turns, check, holders_seen, nodes, to_receive, to_send
+from .sharding import Ints, Sharding, crossings, local, overlap, rechunked
 
 DIMENSIONS = 3
 """Of the largest tensor, layers not counted. Smaller ones have ranges [0, 1) in the rest."""

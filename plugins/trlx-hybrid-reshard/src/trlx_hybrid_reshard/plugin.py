@@ -44,6 +44,6 @@ def trlx_report_header(session: Session) -> str | None:
 @hookimpl
 def trlx_command(commands: Any) -> None:
     """Add `trlx-hybrid reshard-plan`."""
-    from .tool import add_command
+    from .planner.cli import add_command
 
     add_command(commands)

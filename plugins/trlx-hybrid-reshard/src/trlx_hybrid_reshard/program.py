@@ -2,19 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from trlx_hybrid.errors import SyncError
 from trlx_hybrid.protocols import Region
 
-from .descriptors import Descriptors
-from .messages import ALONE, Message, messages
-from .recording import Recording
-from .staging import Staging, aligned
+from .descriptors import Descriptors, Slices
+
+# --- was messages
+"""Slices grouped into messages: what goes from one rank to another in one piece.
+
+A large slice is a message of its own, so that it can be sent from, and received into, the place it belongs to. Small
+ones that share a bucket and a peer travel together, packed. Both ends know sizes and order of the slices, so both find
+the same messages.
+"""
+
+ALONE = 1 << 20
+"""Bytes from which a slice is a message of its own: far above what a message costs, 10 µs or 3 MB of NVLink's time."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Message:
+    """One message of a bucket.
+
+    Attributes:
+        peer: the rank at the other end.
+        slices: (slices,) of `descriptors.SLICE`, in the order of the bytes.
+        sizes: elements of each.
+    """
+
+    peer: int
+    slices: Slices
+    sizes: tuple[int, ...]
+
+    @property
+    def content(self) -> bytes:
+        """Equal for messages of the same bytes to other ranks."""
+        return b"".join(self.slices[name].tobytes() for name in ("parameter", "start", "stop"))
+
+    @property
+    def elements(self) -> int:
+        """Of all slices."""
+        return sum(self.sizes)
+
+
+def messages(slices: Slices, bucket: int, itemsize: int, alone: int = ALONE) -> list[Message]:
+    """The messages of one bucket in one direction, by peer, in the order both ends agree on.
+
+    Args:
+        slices: of that direction, of all buckets, sorted as `descriptors.lower` sorts them.
+        itemsize: bytes per element on the wire.
+    """
+    first, last = np.searchsorted(slices["bucket"], [bucket, bucket + 1])
+    found = slices[first:last]
+    sizes = (found["stop"] - found["start"]).prod(axis=1)
+    edges = np.flatnonzero(np.diff(found["peer"], prepend=-1, append=-1))
+    return [m for a, b in itertools.pairwise(edges) for m in _of_peer(found[a:b], sizes[a:b], alone // itemsize)]
+
+
+def _of_peer(slices: Slices, sizes: np.ndarray[tuple[int], np.dtype[np.int64]], alone: int) -> Iterator[Message]:
+    large = sizes >= alone
+    for i in np.flatnonzero(large):
+        yield Message(int(slices["peer"][i]), slices[i : i + 1], (int(sizes[i]),))
+    if not large.all():
+        yield Message(int(slices["peer"][0]), slices[~large], tuple(sizes[~large].tolist()))
 
 
 @dataclass(slots=True)
@@ -246,3 +304,93 @@ class _Places:
         tensor = self.source(piece, piece["here"]) if sending else self.target(piece)
         plain = tensor.dtype == self.dtype and tensor.device == self.device and tensor.is_contiguous()
         return tensor.view(-1) if plain else None
+
+
+# --- was staging
+"""Memory that messages are packed into and received in, held only while a sync runs."""
+
+ALIGNMENT = 256
+"""Bytes. What a copy kernel and the network like to start at."""
+
+
+class Staging:
+    """Buffers of equal size, used in turn: one is on the wire while the other is packed or written.
+
+    Views of them are made once, before the first `release`. Between syncs the storages are empty, and the views stay
+    valid; unless the buffers are kept, because a recording names their addresses.
+
+    Args:
+        elements: of one buffer.
+        count: of buffers.
+    """
+
+    def __init__(self, elements: int, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._buffers = [torch.empty(elements, dtype=dtype, device=device) for _ in range(count)]
+        self._size = elements * dtype.itemsize
+        self._kept = False
+
+    @property
+    def bytes(self) -> int:
+        """Of all buffers, while a sync runs."""
+        return self._size * len(self._buffers)
+
+    def view(self, number: int, start: int, elements: int) -> Tensor:
+        """A range of buffer `number` modulo the count; flat."""
+        return self._buffers[number % len(self._buffers)].as_strided((elements,), (1,), start)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While it has memory."""
+        if not self._kept:
+            for buffer in self._buffers:
+                buffer.untyped_storage().resize_(self._size)
+        try:
+            yield
+        finally:
+            self.release()
+
+    def keep(self) -> None:
+        """From now on, while it is held: never give it back."""
+        self._kept = True
+
+    def release(self) -> None:
+        """Give the memory back, unless it is kept."""
+        if not self._kept:
+            for buffer in self._buffers:
+                buffer.untyped_storage().resize_(0)
+
+
+def aligned(elements: int, itemsize: int) -> int:
+    """The next number of elements at which something may start."""
+    unit = max(1, ALIGNMENT // itemsize)
+    return -(-elements // unit) * unit
+
+
+# --- was recording
+"""Copies as one CUDA graph: a replay costs the host one launch, however many tensors are copied."""
+
+
+class Recording:
+    """The hundreds of copies of a sync cost the host about 5 ms for a model of 7B; recorded, a few launches.
+
+    Only copies are recorded, no messages. NCCL registers the buffers of point-to-point operations that it finds in a
+    graph, and an engine that sleeps unmaps those and maps other memory at the same addresses: the next replay would
+    write to pages that are gone, for ever (NVIDIA/nccl, `NCCL_GRAPH_REGISTER`). A graph with messages in it would also
+    keep their communicator from ever being destroyed. Copies name addresses and nothing else.
+
+    The memory must stay at its addresses.
+
+    Args:
+        enqueue: launches the copies from the current stream. Ran once before, so that nothing is set up meanwhile.
+    """
+
+    def __init__(self, enqueue: Callable[[], None], device: torch.device) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Other threads of this process (NCCL's watchdog) go on calling CUDA meanwhile.
+        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
+            enqueue()
+
+    def replay(self) -> None:
+        """Launch it on the current stream."""
+        self._graph.replay()

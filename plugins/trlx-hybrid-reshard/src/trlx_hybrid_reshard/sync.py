@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import statistics
+import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -15,15 +20,18 @@ from trlx_hybrid.protocols import Regions, WeightSync
 from trlx_hybrid.ranks import abort
 from trlx_hybrid.types import LoadReport
 
-from . import differences
-from .agreement import Agreement
-from .live import LiveLayout
-from .merged import unmergeable
-from .moves import Moves
-from .remedies import remedies
-from .served import read_boxes
-from .shards import Shards
-from .sync_log import SyncLog
+from .agreement import Agreement, of_models, of_plans
+from .buckets import Buckets, bucketed
+from .descriptors import Descriptors, lower
+from .layouts import Model
+from .live import LiveLayout, read_boxes
+from .options import ReshardOptions
+from .plan import plan
+from .planner.advice import remedies
+from .program import Program, program
+from .sharding import Sharding
+from .shards import Shards, unmergeable
+from .transport import Transport
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
@@ -76,7 +84,7 @@ class ReshardSync(WeightSync):
         ranks = self._session.ranks
         self._agreement = agreement = Agreement(ranks.rank, ranks.world, self._options.deadline, self._options.stall)
         self._shards = shards = Shards(self._session.policy)
-        odd = differences.of_models(agreement.exchange("the comparison of the ranks' models", shards.shapes))
+        odd = of_models(agreement.exchange("the comparison of the ranks' models", shards.shapes))
         if odd is not None:
             raise SyncError(odd)
         shards.merge()
@@ -198,7 +206,7 @@ class ReshardSync(WeightSync):
         mine = [self._session.freshness.version, whole.digest, small.digest]
         same, anyone = self._agreement.same("the start of the weight sync", mine, everything)
         if not same:
-            raise SyncError(differences.of_plans(self._agreement.exchange("the comparison of the ranks' plans", mine)))
+            raise SyncError(of_plans(self._agreement.exchange("the comparison of the ranks' plans", mine)))
         self.moves = whole if anyone else small
 
     @contextmanager
@@ -263,3 +271,158 @@ class ReshardSync(WeightSync):
             self._agreement.close()
         self._agreement = self._shards = self._regions = None
         self._held, self._synced, self._lost = [], False, False
+
+
+# --- was moves
+"""One plan and all that carries it out: the slices, the views, and the transport."""
+
+
+class Moves:
+    """The sync of some parameters on this rank.
+
+    Args:
+        names: of the parameters.
+        layouts: where all of them lie in the trainer and in the engines.
+        place: this rank, and the group of all ranks.
+
+    Attributes:
+        digest: of everything that the ranks must agree on, 64 bits.
+        received_bytes, floor_bytes: per sync on this rank, and the least it could be.
+        sent_bytes: the other way.
+        tensors: how many of them this rank's engine holds.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        names: Sequence[str],
+        layouts: tuple[LiveLayout, LiveLayout],
+        regions: Regions,
+        dtype: torch.dtype,
+        device: torch.device,
+        place: tuple[int, Any],
+        options: ReshardOptions,
+    ) -> None:
+        self._shards, self._names, self._regions = shards, names, regions
+        self._dtype, self._device, self._options = dtype, device, options
+        rank, self._group = place
+        model = Model(name="live", parameters=tuple(shards.parameters(names)), itemsize=dtype.itemsize)
+        cast = any(shards.local[name].dtype != dtype for name in names)
+        self._buckets: Buckets = bucketed(model, *layouts, options.bucket_bytes, cast=cast)
+        self._lowered: Descriptors = lower(model, *layouts, rank, self._buckets)
+        self.floor_bytes = plan(model, *layouts, rank).floor_bytes
+        self.digest = _digest(model, layouts, self._buckets)
+        self._made = -1
+        self._renew()
+
+    def _renew(self) -> None:
+        """Make the views anew where the trainer's tensors have become others."""
+        if self._made == self._shards.moved:
+            return
+        self._made = self._shards.moved
+        self._program: Program = program(
+            self._names,
+            self._lowered,
+            self._buckets.count,
+            self._shards.local,
+            self._regions.of,
+            self._dtype,
+            self._device,
+        )
+        self._transport = Transport(
+            self._program, self._group, self._device, self._options.stall, record=self._options.record
+        )
+        self.received_bytes, self.sent_bytes = self._program.received_bytes, self._program.sent_bytes
+        self.tensors = self._program.tensors
+
+    def run(self) -> None:
+        """Move them.
+
+        Raises:
+            PeerLostError: see `Transport.run`.
+        """
+        self._renew()
+        self._transport.run()
+
+    def __str__(self) -> str:
+        received, floor, extra = self.received_bytes, self.floor_bytes, self._program.staging.bytes
+        return (
+            f"transferred={received / 1e9:.3g}GB (floor {floor / 1e9:.3g}GB), peak=+{extra / 1e9:.3g}GB, "
+            f"buckets={self._buckets.count}"
+        )
+
+
+def _digest(model: Model, layouts: tuple[LiveLayout, LiveLayout], buckets: Buckets) -> int:
+    """Equal on two ranks only if they plan the same."""
+    state = hashlib.blake2b(digest_size=8)
+    state.update(repr((model.itemsize, buckets.rounds, buckets.by_source, buckets.count)).encode())
+    for parameter, numbers in zip(model.parameters, buckets.numbers, strict=True):
+        state.update(f"{parameter.name}{parameter.shape}".encode() + numbers.tobytes())
+        for layout in layouts:
+            state.update(_bytes(layout.sharding(parameter)))
+    return int.from_bytes(state.digest(), "little", signed=True)
+
+
+def _bytes(sharding: Sharding) -> bytes:
+    arrays = [*sharding.parts, *sharding.coordinates, sharding.held]
+    return b"|".join(b"-" if array is None else array.tobytes() for array in arrays)
+
+
+# --- was sync_log
+"""What a user sees of the weight syncs: a line for each, and a warning where they take too much of the time."""
+
+logger = logging.getLogger(__name__)
+
+SHOWN = 3
+"""Lines that are printed even where nobody set up logging: the first sync connects the ranks, the third is as all
+that follow."""
+
+WARM, SEEN = 3, 3
+LIMIT = 0.1
+
+
+class SyncLog:
+    """Of one rank. Told of every sync.
+
+    Args:
+        rank: rank 0 speaks for all; every rank logs.
+        advice: what would make a sync shorter; asked for once at most.
+    """
+
+    def __init__(self, rank: int, advice: Callable[[], str]) -> None:
+        self._speaks, self._advice = rank == 0, advice
+        self._syncs = 0
+        self._ended: float | None = None
+        self._iterations: deque[tuple[float, float]] = deque(maxlen=SEEN)
+        self._warned = False
+
+    def done(self, started: float, ended: float, moved: str) -> None:
+        """A sync went from one time to another, in seconds of one clock.
+
+        It is `LIMIT` of an iteration, which is the time between the ends of two syncs, when each of the last `SEEN`
+        was, the first `WARM` ones left out.
+        """
+        self._syncs += 1
+        line = f"[Reshard] duration={ended - started:.3f}s, {moved}"
+        logger.info(line)
+        if self._speaks and self._syncs <= SHOWN and not logger.isEnabledFor(logging.INFO):
+            print(line, file=sys.stderr, flush=True)
+        before, self._ended = self._ended, ended
+        if before is not None and self._syncs > WARM:
+            self._iterations.append((ended - started, ended - before))
+        self._warn()
+
+    def _warn(self) -> None:
+        seen = self._iterations
+        if self._warned or len(seen) < SEEN or any(taken <= LIMIT * all_of_it for taken, all_of_it in seen):
+            return
+        self._warned = True
+        if self._speaks:
+            taken, iteration = (statistics.median(values) for values in zip(*seen, strict=True))
+            logger.warning(
+                "[Reshard] Resharding takes %.0f%% of an iteration, %.3g s of %.3g s. %s",
+                100 * taken / iteration,
+                taken,
+                iteration,
+                self._advice(),
+            )

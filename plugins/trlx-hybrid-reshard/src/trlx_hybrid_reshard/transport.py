@@ -9,6 +9,7 @@ has packed the next.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 import torch.distributed as dist
 from trlx_hybrid.errors import PeerLostError
 
-from .arrival import arrived
 from .program import Bucket, Program
 
 
@@ -136,3 +136,22 @@ class Transport:
             f"{self._stall:g} s): the {what} {peers} is missing{reason}. Where the network is only slow, raise `stall` "
             "in HybridConfig.weights_options."
         )
+
+
+# --- was arrival
+"""Waiting for a CUDA device without waiting for ever."""
+
+POLL = 2e-5
+"""Seconds between two looks."""
+
+
+def arrived(event: torch.cuda.Event, seconds: float, progress: Callable[[], int]) -> bool:
+    """Wait for an event, as long as `progress` changes at least every so many seconds; False where it stood still."""
+    seen, ends = progress(), time.monotonic() + seconds
+    while not event.query():  # type: ignore[no-untyped-call]
+        if (now := progress()) != seen:
+            seen, ends = now, time.monotonic() + seconds
+        if time.monotonic() > ends:
+            return False
+        time.sleep(POLL)
+    return True

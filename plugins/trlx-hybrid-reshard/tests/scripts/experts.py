@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.weights.policy import Policy
-from trlx_hybrid_reshard.architecture import describe
-from trlx_hybrid_reshard.layout import Layout
+from trlx_hybrid_reshard.layouts import Layout
 from trlx_hybrid_reshard.options import ReshardOptions
 from trlx_hybrid_reshard.plan import plan
+from trlx_hybrid_reshard.planner.architectures import describe
 from trlx_hybrid_reshard.sync import ReshardSync
 from trlx_hybrid_vllm.checkpoint import write_without_weights
 from trlx_hybrid_vllm.loading import WeightLoader

@@ -16,12 +16,10 @@ from hypothesis import strategies as st
 from trlx_hybrid.protocols import Region
 from trlx_hybrid_reshard.buckets import bucketed
 from trlx_hybrid_reshard.descriptors import lower
-from trlx_hybrid_reshard.layout import Layout
-from trlx_hybrid_reshard.messages import messages
-from trlx_hybrid_reshard.parameter import Model, Parameter, Stage
+from trlx_hybrid_reshard.layouts import Layout, Model, Parameter, Stage
+from trlx_hybrid_reshard.live import read_boxes
 from trlx_hybrid_reshard.plan import plan
-from trlx_hybrid_reshard.program import program
-from trlx_hybrid_reshard.served import read_boxes
+from trlx_hybrid_reshard.program import messages, program
 from trlx_hybrid_reshard.transport import Transport
 from worlds import PADDING, held, layered, vocabulary
 

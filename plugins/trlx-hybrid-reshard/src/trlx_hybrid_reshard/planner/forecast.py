@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..buckets import bucketed
+from ..layouts import Model
+from ..plan import Placement, RankPlan, nodes, plan
+from ..sharding import Ints
 from .advice import total
-from .buckets import bucketed
-from .intervals import Ints
-from .parameter import Model
-from .plan import Placement, RankPlan, nodes, plan
 
 NVLINK = 322e9
 """Bytes per second that each of 4 H200 received in an all-to-all."""

@@ -11,7 +11,7 @@ from typing import Any
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid_reshard.buckets import bucketed
 from trlx_hybrid_reshard.descriptors import Descriptors, lower
-from trlx_hybrid_reshard.layouts import Layout, Model, mesh_coordinates
+from trlx_hybrid_reshard.layouts import MeshLayout, Model, mesh_coordinates
 from trlx_hybrid_reshard.plan import RankPlan, plan
 from trlx_hybrid_reshard.planner.architectures import SHAPES, describe
 
@@ -33,8 +33,8 @@ class Case:
 
     size: str
     model: Model
-    train: Layout
-    rollout: Layout
+    train: MeshLayout
+    rollout: MeshLayout
 
     @property
     def name(self) -> str:
@@ -47,7 +47,7 @@ def cases() -> list[Case]:
 
 
 def _case(size: str, n: int, t: int) -> Case:
-    train, rollout = Layout(fsdp=n), Layout(tp=t).served().over(n)
+    train, rollout = MeshLayout(fsdp=n), MeshLayout(tp=t).served().over(n)
     for shape in MODELS[size]:
         model = describe(SHAPES[shape], name=shape)
         try:

@@ -198,13 +198,13 @@ def main(order: Mapping[str, Any]) -> None:
         arms_of(session, peaks, order["unrecorded"]), warmup=order["warmup"], repetitions=order["repetitions"]
     )
     moved: list[Any] = [None] * WORLD
-    mine = (session.weights.moves.received_bytes, session.weights.moves.sent_bytes)
+    mine = (session.weights.prepared.received_bytes, session.weights.prepared.sent_bytes)
     dist.all_gather_object(moved, mine, group=_cpu_group())
     found = {
         "seconds": {m.arm: m.seconds for m in measured},
         "peak_bytes": peaks,
         "moved_bytes": moved,
-        "floor_bytes": session.weights.moves.floor_bytes,
+        "floor_bytes": session.weights.prepared.floor_bytes,
         "summary": session.weights.summary,
         "built_seconds": built,
         **ceilings(device),

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ranks import reports
 from standins import Model, SlicedEngine, session_of
 from trlx_hybrid_reshard.agreement import Agreement
-from trlx_hybrid_reshard.shards import MergedShards
+from trlx_hybrid_reshard.shards import Shards
 
 SYNCS = ["first", "trained", "newly frozen", "one frozen", "frozen but written", "lost", "offloaded and run"]
 
@@ -72,12 +72,12 @@ def test_adapters_are_merged_when_all_ranks_have_said_that_they_are_there(monkey
     """The merge of shards is FSDP's collective, which has no deadline of ours: a missing rank would hang the others."""
     _, sync = session_of(Model(), SlicedEngine(tp=1))
     called = []
-    for owner, name in ((Agreement, "exchange"), (Agreement, "same"), (MergedShards, "refresh")):
+    for owner, name in ((Agreement, "exchange"), (Agreement, "same"), (Shards, "merge")):
         plain = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, plain=plain, name=name: (called.append(name), plain(*a))[1])
     assert sync.refuses() is None
     sync.open()
-    assert called[:2] == ["exchange", "refresh"]
+    assert called[:2] == ["exchange", "merge"]
     called.clear()
     sync.sync()
-    assert called == ["same", "refresh"]
+    assert called == ["same", "merge"]

@@ -17,11 +17,11 @@ import torch
 import torch.distributed as dist
 from trlx_hybrid.errors import PeerLostError
 
-from .transport import POLL
-
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
+POLL = 2e-5
+"""Seconds between two looks at a device or a connection."""
 TELL = 60.0
 """Seconds between two lines that say whom a rank waits for."""
 ANSWER = 1.0
@@ -204,11 +204,7 @@ class Agreement:
             dist.destroy_process_group(group)
 
 
-# --- was differences
-"""In what ranks differ that must not: told by what each of them has, in the order of the ranks."""
-
-
-def of_models(theirs: Sequence[Mapping[str, Any]]) -> str | None:
+def model_difference(theirs: Sequence[Mapping[str, Any]]) -> str | None:
     """Which rank trains another model than the first, and where it differs; None where all train the same.
 
     Args:
@@ -225,7 +221,7 @@ def of_models(theirs: Sequence[Mapping[str, Any]]) -> str | None:
     return None
 
 
-def of_plans(theirs: Sequence[Sequence[int]]) -> str:
+def plan_difference(theirs: Sequence[Sequence[int]]) -> str:
     """Which rank means to sync something else than the first.
 
     Args:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .layouts import Model, Stage
-from .plan import Placement
+from .plan import ModelSharding
 from .sharding import Ints, Sharding, length, overlap
 
 CAPACITY = 256 << 20
@@ -46,7 +46,7 @@ class Buckets:
 
 
 def bucketed(
-    model: Model, source: Placement, target: Placement, capacity: int = CAPACITY, *, cast: bool = False
+    model: Model, source: ModelSharding, target: ModelSharding, capacity: int = CAPACITY, *, cast: bool = False
 ) -> Buckets:
     """The buckets of a reshard, the same on every rank.
 

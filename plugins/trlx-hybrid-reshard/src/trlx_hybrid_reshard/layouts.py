@@ -1,4 +1,8 @@
-"""Layouts: which slice of which parameter lies on which rank, as a few numbers."""
+"""Layouts: which slice of which parameter lies on which rank, as a few numbers; FSDP's cuts and vLLM 0.31's.
+
+A parameter class is the same tensor in many layers. Layouts and plans speak of classes, so they cost the same for any
+number of layers.
+"""
 
 from __future__ import annotations
 
@@ -13,143 +17,7 @@ from numpy.typing import NDArray
 from trlx_hybrid import types
 from trlx_hybrid.errors import ConfigError
 
-from .sharding import Ints, Sharding, chunks, rechunked, segmented, whole
-
-VLLM_VOCAB_MULTIPLE = 64
-"""`DEFAULT_VOCAB_PADDING_SIZE` of vLLM 0.31."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout(types.Layout):
-    """A product of parallelisms over `dp * pp * fsdp * tp` ranks, and how exactly each of them cuts.
-
-    `Layout(tp=4, pp=2)` is an engine and `Layout(dp=2, tp=4)` two of them. Ranks are numbered with tp fastest, then
-    fsdp, pp, dp, which is the order of accelerate's meshes and of vLLM's. `fsdp` cuts what `tp` leaves on a rank, along
-    dimension 0 unless `shard_dims` says otherwise, in `torch.chunk`'s sizes; `pp` and `tp` as vLLM does.
-
-    Attributes:
-        ep: ranks that experts are dealt out to, whole; `tp` or, across replicas, a multiple of it. 1 slices experts by
-            `tp` like everything else.
-        vocab_multiple: the padded vocabulary is a multiple of this; 1 pads nothing.
-        mesh: the rank at each position of the mesh, row-major; None is 0, 1, 2 …
-        shard_dims: (name of a parameter class, dimension that FSDP shards it along): what a `shard_placement_fn` says.
-    """
-
-    ep: int = 1
-    vocab_multiple: int = 1
-    mesh: tuple[int, ...] | None = None
-    shard_dims: tuple[tuple[str, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        types.Layout.__post_init__(self)
-        for name in ("ep", "vocab_multiple"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)} in a layout: it must be 1 or more.")
-        if self.ep > 1 and (self.ep % self.tp or (self.dp * self.tp) % self.ep or self.fsdp > 1):
-            raise ConfigError(
-                f"ep={self.ep} with tp={self.tp}, dp={self.dp}, fsdp={self.fsdp}: experts are dealt out over the tp "
-                "ranks of one replica or of several, without fsdp. Set ep to tp, or to tp times a divisor of dp."
-            )
-        if self.mesh is not None and sorted(self.mesh) != list(range(self.world)):
-            raise ConfigError(f"The mesh of a layout must name each of its {self.world} ranks once.")
-
-    def over(self, world: int) -> Layout:
-        """As many replicas of this as `world` ranks hold."""
-        if world % self.world:
-            raise ConfigError(
-                f"{self} takes {self.world} ranks, which do not divide {world}. Choose tp and pp whose product does."
-            )
-        return replace(self, dp=self.dp * (world // self.world))
-
-    def served(self) -> Layout:
-        """This layout with the vocabulary padded as vLLM pads it."""
-        return replace(self, vocab_multiple=VLLM_VOCAB_MULTIPLE)
-
-    def sharding(self, parameter: Parameter) -> Sharding:
-        """Where a parameter lies.
-
-        Raises:
-            ConfigError: a size does not divide; names the parameter and the sizes that would.
-        """
-        at = mesh_coordinates(self)
-        parts = [whole(size) for size in parameter.extent]
-        coordinates: list[Ints | None] = [None] * len(parts)
-        held = None
-        if self.pp > 1:
-            held = _ends(parameter.stage, at.pp, self.pp)
-            if parameter.stage is Stage.LAYERS:
-                parts[0], coordinates[0] = stage_layers(parameter, self.pp), at.pp
-        if self.ep > 1 and parameter.expert_dim is not None:
-            d = parameter.expert_dim + 1
-            parts[d], coordinates[d] = dealt_experts(parameter, self.ep), (at.dp * self.tp + at.tp) % self.ep
-        elif parameter.tp_dim is not None and (self.tp > 1 or parameter.vocabulary):
-            d = parameter.tp_dim + 1
-            parts[d] = tensor_slices(parameter, self.tp, self.vocab_multiple)
-            if len(parts[d]) > 1:
-                coordinates[d] = at.tp * len(parts[d]) // self.tp
-        if self.fsdp > 1:
-            d = self._shard_dim(parameter) + 1
-            inner = coordinates[d]
-            parts[d] = chunks(parameter.extent[d], self.fsdp) if inner is None else rechunked(parts[d], self.fsdp)
-            coordinates[d] = at.fsdp if inner is None else inner * self.fsdp + at.fsdp
-        return Sharding(self.world, tuple(parts), tuple(coordinates), held)
-
-    def alike(self, parameter: Parameter) -> Hashable:
-        """Equal for parameters that are sharded alike."""
-        return parameter.cut, dict(self.shard_dims).get(parameter.name, 0) if self.shard_dims else 0
-
-    def _shard_dim(self, parameter: Parameter) -> int:
-        dim = next((dim for name, dim in self.shard_dims if name == parameter.name), 0)
-        if dim >= len(parameter.shape):
-            raise ConfigError(f"{parameter.name} of shape {parameter.shape} has no dimension {dim} to shard along.")
-        if dim and parameter.shape[dim] % self.fsdp:
-            raise ConfigError(
-                f"FSDP2 shards dimension {dim} of {parameter.name} only evenly, and fsdp={self.fsdp} does not divide "
-                f"{parameter.shape[dim]}. Leave it on dimension 0."
-            )
-        return dim
-
-    def __str__(self) -> str:
-        sizes = [f"{k}={getattr(self, k)}" for k in ("dp", "pp", "fsdp", "tp", "ep") if getattr(self, k) > 1]
-        changes = ["permuted mesh"] * (self.mesh is not None) + ["chosen shard dimensions"] * bool(self.shard_dims)
-        return ",".join(sizes or ["dp=1"]) + "".join(f" ({c})" for c in changes)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Coordinates:
-    """(world,) each: where every rank stands in the mesh."""
-
-    dp: Ints
-    pp: Ints
-    fsdp: Ints
-    tp: Ints
-
-
-@functools.lru_cache(maxsize=16)
-def mesh_coordinates(layout: Layout) -> Coordinates:
-    """Remembered, since every parameter class asks."""
-    position = np.arange(layout.world, dtype=np.int64)
-    if layout.mesh is not None:
-        position[np.asarray(layout.mesh)] = np.arange(layout.world)
-    rest, tp = np.divmod(position, layout.tp)
-    rest, fsdp = np.divmod(rest, layout.fsdp)
-    dp, pp = np.divmod(rest, layout.pp)
-    return Coordinates(dp, pp, fsdp, tp)
-
-
-def _ends(stage: Stage, pp: Ints, stages: int) -> NDArray[np.bool_] | None:
-    if stage is Stage.LAYERS:
-        return None
-    ends: NDArray[np.bool_] = np.zeros(len(pp), dtype=np.bool_)
-    if stage in (Stage.FIRST, Stage.ENDS):
-        ends |= pp == 0
-    if stage in (Stage.LAST, Stage.ENDS):
-        ends |= pp == stages - 1
-    return ends
-
-
-# --- was parameter
-"""A parameter class: the same tensor in many layers, and how an inference engine slices it."""
+from .sharding import Ints, Sharding, chunks, rechunked, segmented, uncut
 
 
 class Stage(enum.Enum):
@@ -179,9 +47,8 @@ class Parameter:
         unit: what these units are called, for messages.
         replicable: with more TP ranks than units, several ranks hold the same unit, as KV heads are held.
         segments: fused blocks of equal size along `tp_dim`, each sliced by itself: 2 for gate and up.
-        vocabulary: the engine pads `tp_dim` with zero rows, see `Layout.vocab_multiple`.
+        vocabulary: the engine pads `tp_dim` with zero rows, see `MeshLayout.vocab_multiple`.
         expert_dim: dimension that expert parallelism slices in place of `tp_dim`; None for what is no expert.
-        fused: the engine's parameter that holds this one below others, in the order they are listed; None if alone.
     """
 
     name: str
@@ -196,7 +63,6 @@ class Parameter:
     segments: int = 1
     vocabulary: bool = False
     expert_dim: int | None = None
-    fused: str | None = None
 
     @property
     def kind(self) -> str:
@@ -248,8 +114,125 @@ class Model:
         return self.itemsize * sum(p.elements for p in self.parameters)
 
 
-# --- was slicing
-"""How vLLM 0.31 cuts one parameter: pipeline stages, tensor-parallel slices, expert-parallel shares."""
+VLLM_VOCAB_MULTIPLE = 64
+"""`DEFAULT_VOCAB_PADDING_SIZE` of vLLM 0.31."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshLayout(types.Layout):
+    """A product of parallelisms over `dp * pp * fsdp * tp` ranks, and how exactly each of them cuts.
+
+    What a user names with `trlx_hybrid.Layout`, and more. `MeshLayout(tp=4, pp=2)` is an engine and
+    `MeshLayout(dp=2, tp=4)` two of them. Ranks are numbered with tp fastest, then fsdp, pp, dp, which is the order of
+    accelerate's meshes and of vLLM's. `fsdp` cuts what `tp` leaves on a rank, along dimension 0 unless `shard_dims`
+    says otherwise, in `torch.chunk`'s sizes; `pp` and `tp` as vLLM does.
+
+    Attributes:
+        ep: ranks that experts are dealt out to, whole; `tp` or, across replicas, a multiple of it. 1 slices experts by
+            `tp` like everything else.
+        vocab_multiple: the padded vocabulary is a multiple of this; 1 pads nothing.
+        mesh: the rank at each position of the mesh, row-major; None is 0, 1, 2 …
+        shard_dims: (name of a parameter class, dimension that FSDP shards it along): what a `shard_placement_fn` says.
+    """
+
+    ep: int = 1
+    vocab_multiple: int = 1
+    mesh: tuple[int, ...] | None = None
+    shard_dims: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        types.Layout.__post_init__(self)
+        for name in ("ep", "vocab_multiple"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} in a layout: it must be 1 or more.")
+        if self.ep > 1 and (self.ep % self.tp or (self.dp * self.tp) % self.ep or self.fsdp > 1):
+            raise ConfigError(
+                f"ep={self.ep} with tp={self.tp}, dp={self.dp}, fsdp={self.fsdp}: experts are dealt out over the tp "
+                "ranks of one replica or of several, without fsdp. Set ep to tp, or to tp times a divisor of dp."
+            )
+        if self.mesh is not None and sorted(self.mesh) != list(range(self.world)):
+            raise ConfigError(f"The mesh of a layout must name each of its {self.world} ranks once.")
+
+    def over(self, world: int) -> MeshLayout:
+        """As many replicas of this as `world` ranks hold."""
+        if world % self.world:
+            raise ConfigError(
+                f"{self} takes {self.world} ranks, which do not divide {world}. Choose tp and pp whose product does."
+            )
+        return replace(self, dp=self.dp * (world // self.world))
+
+    def served(self) -> MeshLayout:
+        """This layout with the vocabulary padded as vLLM pads it."""
+        return replace(self, vocab_multiple=VLLM_VOCAB_MULTIPLE)
+
+    def sharding(self, parameter: Parameter) -> Sharding:
+        """Where a parameter lies.
+
+        Raises:
+            ConfigError: a size does not divide; names the parameter and the sizes that would.
+        """
+        dp, pp, fsdp, tp = mesh_coordinates(self)
+        parts = [uncut(size) for size in parameter.extent]
+        coordinates: list[Ints | None] = [None] * len(parts)
+        held = None
+        if self.pp > 1:
+            held = _ends(parameter.stage, pp, self.pp)
+            if parameter.stage is Stage.LAYERS:
+                parts[0], coordinates[0] = stage_layers(parameter, self.pp), pp
+        if self.ep > 1 and parameter.expert_dim is not None:
+            d = parameter.expert_dim + 1
+            parts[d], coordinates[d] = expert_shares(parameter, self.ep), (dp * self.tp + tp) % self.ep
+        elif parameter.tp_dim is not None and (self.tp > 1 or parameter.vocabulary):
+            d = parameter.tp_dim + 1
+            parts[d] = tensor_slices(parameter, self.tp, self.vocab_multiple)
+            if len(parts[d]) > 1:
+                coordinates[d] = tp * len(parts[d]) // self.tp
+        if self.fsdp > 1:
+            d = self._shard_dim(parameter) + 1
+            inner = coordinates[d]
+            parts[d] = chunks(parameter.extent[d], self.fsdp) if inner is None else rechunked(parts[d], self.fsdp)
+            coordinates[d] = fsdp if inner is None else inner * self.fsdp + fsdp
+        return Sharding(self.world, tuple(parts), tuple(coordinates), held)
+
+    def alike(self, parameter: Parameter) -> Hashable:
+        """Equal for parameters that are sharded alike."""
+        return parameter.cut, dict(self.shard_dims).get(parameter.name, 0) if self.shard_dims else 0
+
+    def _shard_dim(self, parameter: Parameter) -> int:
+        dim = next((dim for name, dim in self.shard_dims if name == parameter.name), 0)
+        if dim >= len(parameter.shape):
+            raise ConfigError(f"{parameter.name} of shape {parameter.shape} has no dimension {dim} to shard along.")
+        if dim and parameter.shape[dim] % self.fsdp:
+            raise ConfigError(
+                f"FSDP2 shards dimension {dim} of {parameter.name} only evenly, and fsdp={self.fsdp} does not divide "
+                f"{parameter.shape[dim]}. Leave it on dimension 0."
+            )
+        return dim
+
+    def __str__(self) -> str:
+        sizes = [f"{k}={getattr(self, k)}" for k in ("dp", "pp", "fsdp", "tp", "ep") if getattr(self, k) > 1]
+        changes = ["permuted mesh"] * (self.mesh is not None) + ["chosen shard dimensions"] * bool(self.shard_dims)
+        return ",".join(sizes or ["dp=1"]) + "".join(f" ({c})" for c in changes)
+
+
+@functools.lru_cache(maxsize=16)
+def mesh_coordinates(layout: MeshLayout) -> tuple[Ints, ...]:
+    """(world,) each: dp, pp, fsdp and tp of every rank. Remembered, since every parameter class asks."""
+    position = np.arange(layout.world, dtype=np.int64)
+    if layout.mesh is not None:
+        position[np.asarray(layout.mesh)] = np.arange(layout.world)
+    return np.unravel_index(position, (layout.dp, layout.pp, layout.fsdp, layout.tp))
+
+
+def _ends(stage: Stage, pp: Ints, stages: int) -> NDArray[np.bool_] | None:
+    if stage is Stage.LAYERS:
+        return None
+    ends: NDArray[np.bool_] = np.zeros(len(pp), dtype=np.bool_)
+    if stage in (Stage.FIRST, Stage.ENDS):
+        ends |= pp == 0
+    if stage in (Stage.LAST, Stage.ENDS):
+        ends |= pp == stages - 1
+    return ends
 
 
 def stage_layers(parameter: Parameter, stages: int) -> Ints:
@@ -271,7 +254,7 @@ def stage_layers(parameter: Parameter, stages: int) -> Ints:
     return np.stack([edges[:-1], edges[1:]], axis=-1)[:, None]
 
 
-def dealt_experts(parameter: Parameter, ranks: int) -> Ints:
+def expert_shares(parameter: Parameter, ranks: int) -> Ints:
     """(ranks, 1, 2): whole experts, consecutive ones, the first ranks one more where they do not divide.
 
     Source: vLLM `layers/fused_moe/expert_map_manager.py::determine_expert_map`, strategy "linear".
@@ -304,7 +287,7 @@ def tensor_slices(parameter: Parameter, ways: int, vocab_multiple: int) -> Ints:
         ways = units
     if units % ways:
         raise ConfigError(_indivisible(parameter, ways, units, "does not divide"))
-    return whole(size) if ways == 1 else segmented(size, ways, parameter.segments)
+    return uncut(size) if ways == 1 else segmented(size, ways, parameter.segments)
 
 
 def _indivisible(parameter: Parameter, ways: int, units: int, relation: str) -> str:

@@ -1,4 +1,4 @@
-"""The training layout as it is: read from the placements of live parameters."""
+"""Where weights lie, read from both sides: the trainer's DTensor placements, and the boxes that engines hold."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ import numpy as np
 from trlx_hybrid.errors import ConfigError
 
 from .layouts import Parameter
-from .sharding import Ints, Sharding, rechunked, whole
+from .sharding import Ints, Sharding, rechunked, uncut
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Boxes: TypeAlias = Sequence[tuple[tuple[int, int], ...]]
+"""Of one tensor on one rank; no layers' dimension."""
+
+_Ranges: TypeAlias = tuple[tuple[int, int], ...]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LiveLayout:
-    """A `plan.Placement` of shardings that were read.
+class LiveSharding:
+    """A `plan.ModelSharding` of shardings that were read.
 
     Attributes:
         shardings: by the name of the parameter class.
@@ -45,7 +50,7 @@ class LiveLayout:
         return "the live model"
 
 
-def read(parameters: Iterable[Parameter], tensors: Mapping[str, Tensor], world: int) -> LiveLayout:
+def read_trainer(parameters: Iterable[Parameter], tensors: Mapping[str, Tensor], world: int) -> LiveSharding:
     """The layout of a live model.
 
     Args:
@@ -73,7 +78,7 @@ def read(parameters: Iterable[Parameter], tensors: Mapping[str, Tensor], world: 
                 "Shard all layers alike."
             )
         shardings[parameter.name] = from_dtensor(next(iter(found.values())), world, layers=layers)
-    return LiveLayout(world, shardings)
+    return LiveSharding(world, shardings)
 
 
 def from_dtensor(tensor: Tensor, world: int, *, layers: int = 1) -> Sharding:
@@ -89,7 +94,7 @@ def from_dtensor(tensor: Tensor, world: int, *, layers: int = 1) -> Sharding:
         ConfigError: a placement that is neither a shard nor a replica, or a mesh that is not in order.
     """
     extent = (layers, *tensor.shape)
-    parts, coordinates = [whole(size) for size in extent], list[Ints | None]([None] * len(extent))
+    parts, coordinates = [uncut(size) for size in extent], list[Ints | None]([None] * len(extent))
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return Sharding(world, tuple(parts), tuple(coordinates))
@@ -128,16 +133,7 @@ def _placing(tensor: Tensor) -> tuple[Any, ...]:
     return () if mesh is None else (mesh, tuple(tensor.placements))  # type: ignore[attr-defined]
 
 
-# --- was served
-"""The rollout layout as it is: read from the boxes of each weight that the live engines hold."""
-
-Boxes: TypeAlias = Sequence[tuple[tuple[int, int], ...]]
-"""Of one tensor on one rank; no layers' dimension."""
-
-_Ranges: TypeAlias = tuple[tuple[int, int], ...]
-
-
-def read_boxes(parameters: Sequence[Parameter], held: Sequence[Mapping[str, Boxes]]) -> LiveLayout:
+def read_engines(parameters: Sequence[Parameter], held: Sequence[Mapping[str, Boxes]]) -> LiveSharding:
     """The layout of live engines.
 
     Args:
@@ -147,7 +143,9 @@ def read_boxes(parameters: Sequence[Parameter], held: Sequence[Mapping[str, Boxe
     Raises:
         ConfigError: the boxes of a rank are no product of ranges.
     """
-    return LiveLayout(len(held), {p.name: from_boxes(p, [boxes.get(p.name, ()) for boxes in held]) for p in parameters})
+    return LiveSharding(
+        len(held), {p.name: from_boxes(p, [boxes.get(p.name, ()) for boxes in held]) for p in parameters}
+    )
 
 
 def from_boxes(parameter: Parameter, held: Sequence[Boxes]) -> Sharding:
@@ -171,9 +169,9 @@ def from_boxes(parameter: Parameter, held: Sequence[Boxes]) -> Sharding:
             )
         for d, own in enumerate(ranges):
             which[d, rank] = known[d].setdefault(own, len(known[d]))
-    parts, coordinates = [whole(1)], list[Ints | None]([None])
+    parts, coordinates = [uncut(1)], list[Ints | None]([None])
     for d, distinct in enumerate(known):
-        parts.append(_part(list(distinct)) if distinct else whole(parameter.shape[d]))
+        parts.append(_part(list(distinct)) if distinct else uncut(parameter.shape[d]))
         coordinates.append(which[d] if len(distinct) > 1 else None)
     return Sharding(len(held), tuple(parts), tuple(coordinates), None if some.all() else some)
 

@@ -5,8 +5,12 @@ of index ranges, so what two ranks share is a product of overlaps per dimension:
 and rank, not by tensor. Every byte of a rank's target has one origin, and no rank receives what it holds: the floor
 |T| − |S ∩ T|, with T the rank's target and S its source, is met exactly.
 
+A byte that several ranks hold comes from the receiver's own node if it lies there. The holders that are equally near
+take turns over the ranks that ask and over the layers, so that their loads differ by less than a layer's piece. Sender
+and receiver find the same answer, each from its own side, without looking at the plans of others.
+
 HybridFlow (arXiv:2409.19256, section 5) reshards by all-gathers inside micro data-parallel groups, which asks that the
-training layout is made for it. This one takes the two layouts as they are; `advice` says what better ones save.
+training layout is made for it. This one takes the two layouts as they are; `planner.advice` says what better ones save.
 """
 
 from __future__ import annotations
@@ -23,8 +27,8 @@ from .layouts import Model, Parameter
 from .sharding import Ints, Sharding, length, overlap
 
 
-class Placement(Protocol):
-    """Where parameters lie: a `Layout`, or what was read from a live model."""
+class ModelSharding(Protocol):
+    """Where parameters lie: a `MeshLayout`, or what was read from a live model."""
 
     @property
     def world(self) -> int:
@@ -112,7 +116,7 @@ class RankPlan:
         return sum(c.zero for c in self.classes)
 
 
-def plan(model: Model, source: Placement, target: Placement, rank: int, *, ranks_per_node: int = 0) -> RankPlan:
+def plan(model: Model, source: ModelSharding, target: ModelSharding, rank: int, *, ranks_per_node: int = 0) -> RankPlan:
     """What one rank moves when the model goes from one layout to the other.
 
     Args:
@@ -121,8 +125,8 @@ def plan(model: Model, source: Placement, target: Placement, rank: int, *, ranks
     Raises:
         ConfigError: the layouts differ in their number of ranks, a size does not divide, or bytes have no holder.
     """
-    check(source, target, rank)
-    node = nodes(source.world, ranks_per_node)
+    check_layouts(source, target, rank)
+    node = nodes_of(source.world, ranks_per_node)
     known: dict[tuple[Hashable, Hashable], ClassPlan] = {}
     seen: dict[bytes, Holders] = {}
     found = []
@@ -135,7 +139,7 @@ def plan(model: Model, source: Placement, target: Placement, rank: int, *, ranks
     return RankPlan(rank, node, tuple(found))
 
 
-def check(source: Placement, target: Placement, rank: int) -> None:
+def check_layouts(source: ModelSharding, target: ModelSharding, rank: int) -> None:
     """Refuse two layouts that are not of the same ranks, and a rank that is in neither."""
     if source.world != target.world:
         raise ConfigError(
@@ -146,7 +150,7 @@ def check(source: Placement, target: Placement, rank: int) -> None:
         raise ConfigError(f"There is no rank {rank} among {source.world}.")
 
 
-def nodes(world: int, ranks_per_node: int) -> Ints:
+def nodes_of(world: int, ranks_per_node: int) -> Ints:
     """(world,), the node of each rank."""
     return np.arange(world, dtype=np.int64) // (ranks_per_node or world)
 
@@ -215,9 +219,9 @@ def _sent(source: Sharding, target: Sharding, rank: int, node: Ints) -> tuple[In
         asked[rank] = 0
         return asked, int(asked.sum())
     pieces = source.pieces()
-    mates = pieces == pieces[rank]
-    share = int(asked[~mates].sum()) // int(mates.sum())
-    if share == 0 and not asked[~mates].any():
+    same = pieces == pieces[rank]
+    share = int(asked[~same].sum()) // int(same.sum())
+    if share == 0 and not asked[~same].any():
         return np.zeros_like(asked), 0
     return _by_layer(target, common, piece[0], to_send(pieces, asked > 0, rank, node)), share
 
@@ -230,15 +234,6 @@ def _by_layer(others: Sharding, common: list[Ints], layers: Ints, turns: Turns) 
         start, stop = start[others.coordinates[0]], stop[others.coordinates[0]]
     each = others.per_rank((np.ones(len(ranges), dtype=np.int64), *common[1:]))
     return each * turns.layers(start, stop)
-
-
-# --- was holders
-"""Who sends what several ranks hold: the nearest holder, and among equally near ones each in its turn.
-
-A byte whose piece lies on the receiver's node comes from that node. The eligible holders take turns over the ranks that
-ask and over the layers, so that their loads differ by less than a layer's piece. Sender and receiver find the same
-answer, each from its own side, without looking at the plans of others.
-"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -336,16 +331,16 @@ def to_send(pieces: Ints, asked: NDArray[np.bool_], rank: int, node: Ints) -> Tu
         pieces: of the source, see `Sharding.pieces`.
         asked: (world,), whose target touches this rank's piece.
     """
-    mates = pieces == pieces[rank]
-    beside = np.bincount(node[mates], minlength=int(node.max()) + 1)
+    same = pieces == pieces[rank]
+    beside = np.bincount(node[same], minlength=int(node.max()) + 1)
     local = beside[node] > 0
-    eligible = ~mates & np.where(local, node == node[rank], True)
-    on_node = int((mates & (node == node[rank]))[:rank].sum())
-    order = np.where(local, on_node, int(mates[:rank].sum()))
-    holders = np.where(local, beside[node], int(mates.sum()))
+    eligible = ~same & np.where(local, node == node[rank], True)
+    on_node = int((same & (node == node[rank]))[:rank].sum())
+    order = np.where(local, on_node, int(same[:rank].sum()))
+    holders = np.where(local, beside[node], int(same.sum()))
     if holders[eligible].max(initial=1) == 1:
         return Turns(eligible, np.zeros_like(order), order, holders)
-    asks = asked & ~mates
+    asks = asked & ~same
     before = np.cumsum(asks) - asks
     starts = np.searchsorted(node, node)  # nodes are runs of ranks: the first rank of each rank's node
     key = np.where(local, before - before[starts], before)

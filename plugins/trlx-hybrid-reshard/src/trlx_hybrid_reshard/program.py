@@ -1,9 +1,14 @@
-"""A plan on this rank's tensors: every view made once, so that a replay is a few launches per bucket."""
+"""A plan on this rank's tensors: every view made once, so that a replay is a few launches per bucket.
+
+Slices are grouped into messages. A large slice is a message of its own, so that it can be sent from, and received
+into, the place it belongs to. Small ones that share a bucket and a peer travel together, packed. Both ends know sizes
+and order of the slices, so both find the same messages.
+"""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,22 +20,17 @@ from trlx_hybrid.errors import SyncError
 from trlx_hybrid.protocols import Region
 
 from .descriptors import Descriptors, Slices
-
-# --- was messages
-"""Slices grouped into messages: what goes from one rank to another in one piece.
-
-A large slice is a message of its own, so that it can be sent from, and received into, the place it belongs to. Small
-ones that share a bucket and a peer travel together, packed. Both ends know sizes and order of the slices, so both find
-the same messages.
-"""
+from .sharding import Ints
 
 ALONE = 1 << 20
 """Bytes from which a slice is a message of its own: far above what a message costs, 10 µs or 3 MB of NVLink's time."""
+ALIGNMENT = 256
+"""Bytes. What a copy kernel and the network like to start at."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Message:
-    """One message of a bucket.
+    """What goes from one rank to another in one piece, within one bucket.
 
     Attributes:
         peer: the rank at the other end.
@@ -53,7 +53,7 @@ class Message:
         return sum(self.sizes)
 
 
-def messages(slices: Slices, bucket: int, itemsize: int, alone: int = ALONE) -> list[Message]:
+def messages_of(slices: Slices, bucket: int, itemsize: int, alone: int = ALONE) -> list[Message]:
     """The messages of one bucket in one direction, by peer, in the order both ends agree on.
 
     Args:
@@ -67,7 +67,7 @@ def messages(slices: Slices, bucket: int, itemsize: int, alone: int = ALONE) -> 
     return [m for a, b in itertools.pairwise(edges) for m in _of_peer(found[a:b], sizes[a:b], alone // itemsize)]
 
 
-def _of_peer(slices: Slices, sizes: np.ndarray[tuple[int], np.dtype[np.int64]], alone: int) -> Iterator[Message]:
+def _of_peer(slices: Slices, sizes: Ints, alone: int) -> Iterator[Message]:
     large = sizes >= alone
     for i in np.flatnonzero(large):
         yield Message(int(slices["peer"][i]), slices[i : i + 1], (int(sizes[i]),))
@@ -81,7 +81,7 @@ class Copies:
 
     dense: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
     strided: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
-    _recording: Recording | None = None
+    _graph: torch.cuda.CUDAGraph | None = None
 
     def add(self, to: Tensor, source: Tensor) -> None:
         """Copy `source` into `to`, of the same shape."""
@@ -93,16 +93,30 @@ class Copies:
         pair[1].append(source)
 
     def record(self, device: torch.device) -> None:
-        """From now on `run` is one launch. No tensor may move any more, nor be added."""
-        if len(self.strided[0]) + bool(self.dense[0]) > 1:
-            self._recording = Recording(self._launch, device)
+        """From now on `run` replays one CUDA graph. No tensor may move any more, nor be added; they ran once before.
+
+        The hundreds of copies of a sync cost the host about 5 ms for a model of 7B; recorded, a few launches.
+
+        Only copies are recorded, no messages. NCCL registers the buffers of point-to-point operations that it finds in
+        a graph, and an engine that sleeps unmaps those and maps other memory at the same addresses: the next replay
+        would write to pages that are gone, for ever (NVIDIA/nccl, `NCCL_GRAPH_REGISTER`). A graph with messages in it
+        would also keep their communicator from ever being destroyed. Copies name addresses and nothing else.
+        """
+        if len(self.strided[0]) + bool(self.dense[0]) <= 1:
+            return
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Other threads of this process (NCCL's watchdog) go on calling CUDA meanwhile.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            self._launch()
+        self._graph = graph
 
     def run(self) -> None:
-        """Launch them."""
-        if self._recording is None:
+        """Launch them on the current stream."""
+        if self._graph is None:
             self._launch()
         else:
-            self._recording.replay()
+            self._graph.replay()
 
     def _launch(self) -> None:
         for to, sources in (self.dense, self.strided):
@@ -129,192 +143,9 @@ def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
     return all(n % times == 0 for n in counts) and tensor.data_ptr() % dtype.itemsize == 0
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Wire:
-    """One message on its way.
-
-    Attributes:
-        tensor: flat; in the place it belongs to, or staged.
-        tag: tells apart the messages of a pair of ranks, alike on both.
-    """
-
-    peer: int
-    tensor: Tensor
-    tag: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Bucket:
-    """What moves at one time: packed first, unpacked when it has arrived."""
-
-    pack: Copies
-    sends: list[Wire]
-    receives: list[Wire]
-    unpack: Copies
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Program:
-    """All of one sync on this rank.
-
-    Attributes:
-        local: from this rank's shards into its own engine.
-        echoes: what the engine keeps twice, from its first place to the others; comes last.
-        received_bytes, sent_bytes: over the wire.
-    """
-
-    buckets: list[Bucket]
-    local: Copies
-    echoes: Copies
-    staging: Staging
-    tensors: int
-    received_bytes: int
-    sent_bytes: int
-
-    @property
-    def copies(self) -> list[Copies]:
-        """All of them."""
-        return [self.local, self.echoes, *(c for b in self.buckets for c in (b.pack, b.unpack))]
-
-    def on(self, device: torch.device) -> bool:
-        """Whether all its memory is that device's."""
-        return all(t.device == device for c in self.copies for side in (*c.dense, *c.strided) for t in side)
-
-    def record(self, device: torch.device) -> None:
-        """Replay the copies from now on. The staging buffers they name are kept, and must have memory now."""
-        self.staging.keep()
-        for copies in self.copies:
-            copies.record(device)
-
-
-def program(
-    names: Sequence[str],
-    lowered: Descriptors,
-    buckets: int,
-    shards: Mapping[str, Tensor],
-    regions: Mapping[str, Sequence[Region]],
-    dtype: torch.dtype,
-    device: torch.device,
-    alone: int = ALONE,
-) -> Program:
-    """Make every view.
-
-    Args:
-        names: of the parameters, as the descriptors count them.
-        lowered: this rank's slices.
-        buckets: how many there are.
-        shards: what this rank holds of each parameter, in the training dtype.
-        regions: what this rank's engine holds of each.
-        dtype: on the wire, and of the engine's memory.
-        device: of the engine's memory.
-        alone: bytes, see `messages`.
-    """
-    first: dict[str, dict[Any, Region]] = {}
-    echoes = Copies()
-    for name in names:
-        for region in regions.get(name, ()):
-            kept = first.setdefault(name, {}).setdefault(region.box, region)
-            if kept is not region:
-                echoes.add(region.memory, kept.memory)
-    places = _Places(names, shards, {name: list(boxes.values()) for name, boxes in first.items()}, dtype, device)
-    local = Copies()
-    for piece, there in zip(lowered.copies, lowered.there, strict=True):
-        local.add(places.target(piece), places.source(piece, there))
-    both = [
-        [messages(slices, bucket, dtype.itemsize, alone) for bucket in range(buckets)]
-        for slices in (lowered.sends, lowered.receives)
-    ]
-    sizes = [places.staged(sends, received) for sends, received in zip(*both, strict=True)]
-    staging = Staging(max(sizes, default=0), min(2, max(1, buckets)), dtype, device)
-    made = [places.bucket(staging, b, *pair) for b, pair in enumerate(zip(*both, strict=True))]
-    staging.release()
-    sent, received = (sum(m.elements for bucket in way for m in bucket) * dtype.itemsize for way in both)
-    return Program(made, local, echoes, staging, len(first), received, sent)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Places:
-    """Where slices lie on this rank."""
-
-    names: Sequence[str]
-    shards: Mapping[str, Tensor]
-    regions: Mapping[str, Sequence[Region]]
-    dtype: torch.dtype
-    device: torch.device
-
-    def source(self, piece: Any, here: Any) -> Tensor:
-        tensor = self.shards[self.names[piece["parameter"]]].detach()
-        for d in range(tensor.dim()):
-            tensor = tensor.narrow(d, int(here[d]), int(piece["stop"][d] - piece["start"][d]))
-        return tensor
-
-    def target(self, piece: Any) -> Tensor:
-        name = self.names[piece["parameter"]]
-        start, stop = piece["start"].tolist(), piece["stop"].tolist()
-        for region in self.regions[name]:
-            if all(a <= x and y <= b for (a, b), x, y in zip(region.box, start, stop)):
-                tensor = region.memory
-                for d, (a, _) in enumerate(region.box):
-                    tensor = tensor.narrow(d, start[d] - a, stop[d] - start[d])
-                return tensor
-        raise SyncError(f"No memory of the engine holds {list(zip(start, stop, strict=True))} of {name}.")
-
-    def staged(self, *directions: Iterable[Message]) -> int:
-        """Elements that a bucket stages. What goes to several ranks is packed once."""
-        total, packed = 0, set[bytes]()
-        for sending, found in zip((True, False), directions, strict=True):
-            for message in found:
-                if self._in_place(message, sending) is None and not (sending and message.content in packed):
-                    packed.add(message.content)
-                    total += aligned(message.elements, self.dtype.itemsize)
-        return total
-
-    def bucket(self, staging: Staging, number: int, sends: list[Message], receives: list[Message]) -> Bucket:
-        bucket = Bucket(Copies(), [], [], Copies())
-        start = 0
-        for sending, found, wires in ((True, sends, bucket.sends), (False, receives, bucket.receives)):
-            tags: dict[int, int] = {}
-            packed: dict[bytes, Tensor] = {}
-            for message in found:
-                tag = tags[message.peer] = tags.get(message.peer, number << 16) + 1
-                tensor = self._in_place(message, sending)
-                if tensor is None and sending:
-                    tensor = packed.get(message.content)
-                if tensor is None:
-                    tensor = packed[message.content] = staging.view(number, start, message.elements)
-                    start += aligned(message.elements, self.dtype.itemsize)
-                    self._stage(message, tensor, sending, bucket)
-                wires.append(Wire(message.peer, tensor, tag))
-        return bucket
-
-    def _stage(self, message: Message, staged: Tensor, sending: bool, bucket: Bucket) -> None:
-        for piece, part in zip(message.slices, torch.split(staged, list(message.sizes)), strict=True):
-            if sending:
-                source = self.source(piece, piece["here"])
-                bucket.pack.add(part.view(source.shape), source)
-            else:
-                target = self.target(piece)
-                bucket.unpack.add(target, part.view(target.shape))
-
-    def _in_place(self, message: Message, sending: bool) -> Tensor | None:
-        """The memory that a message can go out of, or come into, as it is."""
-        if len(message.slices) > 1:
-            return None
-        piece = message.slices[0]
-        tensor = self.source(piece, piece["here"]) if sending else self.target(piece)
-        plain = tensor.dtype == self.dtype and tensor.device == self.device and tensor.is_contiguous()
-        return tensor.view(-1) if plain else None
-
-
-# --- was staging
-"""Memory that messages are packed into and received in, held only while a sync runs."""
-
-ALIGNMENT = 256
-"""Bytes. What a copy kernel and the network like to start at."""
-
-
 class Staging:
-    """Buffers of equal size, used in turn: one is on the wire while the other is packed or written.
+    """Memory that messages are packed into and received in: buffers of equal size, used in turn. One is on the wire
+    while the other is packed or written.
 
     Views of them are made once, before the first `release`. Between syncs the storages are empty, and the views stay
     valid; unless the buffers are kept, because a recording names their addresses.
@@ -360,37 +191,184 @@ class Staging:
                 buffer.untyped_storage().resize_(0)
 
 
-def aligned(elements: int, itemsize: int) -> int:
-    """The next number of elements at which something may start."""
-    unit = max(1, ALIGNMENT // itemsize)
-    return -(-elements // unit) * unit
+@dataclass(frozen=True, slots=True, eq=False)
+class Transfer:
+    """One message on its way.
 
-
-# --- was recording
-"""Copies as one CUDA graph: a replay costs the host one launch, however many tensors are copied."""
-
-
-class Recording:
-    """The hundreds of copies of a sync cost the host about 5 ms for a model of 7B; recorded, a few launches.
-
-    Only copies are recorded, no messages. NCCL registers the buffers of point-to-point operations that it finds in a
-    graph, and an engine that sleeps unmaps those and maps other memory at the same addresses: the next replay would
-    write to pages that are gone, for ever (NVIDIA/nccl, `NCCL_GRAPH_REGISTER`). A graph with messages in it would also
-    keep their communicator from ever being destroyed. Copies name addresses and nothing else.
-
-    The memory must stay at its addresses.
-
-    Args:
-        enqueue: launches the copies from the current stream. Ran once before, so that nothing is set up meanwhile.
+    Attributes:
+        tensor: flat; in the place it belongs to, or staged.
+        tag: tells apart the messages of a pair of ranks, alike on both.
     """
 
-    def __init__(self, enqueue: Callable[[], None], device: torch.device) -> None:
-        self._graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Other threads of this process (NCCL's watchdog) go on calling CUDA meanwhile.
-        with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-            enqueue()
+    peer: int
+    tensor: Tensor
+    tag: int
 
-    def replay(self) -> None:
-        """Launch it on the current stream."""
-        self._graph.replay()
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BucketViews:
+    """What moves at one time: packed first, unpacked when it has arrived."""
+
+    pack: Copies = field(default_factory=Copies)
+    sends: list[Transfer] = field(default_factory=list)
+    receives: list[Transfer] = field(default_factory=list)
+    unpack: Copies = field(default_factory=Copies)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """All of one sync on this rank.
+
+    Attributes:
+        local: from this rank's shards into its own engine.
+        duplicates: what the engine keeps twice, from its first place to the others; comes last.
+        tensors: how many parameters this rank's engine holds something of.
+        received_bytes, sent_bytes: over the wire.
+    """
+
+    buckets: list[BucketViews]
+    local: Copies
+    duplicates: Copies
+    staging: Staging
+    tensors: int
+    received_bytes: int
+    sent_bytes: int
+
+    @property
+    def copies(self) -> list[Copies]:
+        """All of them."""
+        return [self.local, self.duplicates, *(c for b in self.buckets for c in (b.pack, b.unpack))]
+
+    def on(self, device: torch.device) -> bool:
+        """Whether all its memory is that device's."""
+        return all(t.device == device for c in self.copies for side in (*c.dense, *c.strided) for t in side)
+
+    def record(self, device: torch.device) -> None:
+        """Replay the copies from now on. The staging buffers they name are kept, and must have memory now."""
+        self.staging.keep()
+        for copies in self.copies:
+            copies.record(device)
+
+
+def program(
+    names: Sequence[str],
+    lowered: Descriptors,
+    buckets: int,
+    shards: Mapping[str, Tensor],
+    regions: Mapping[str, Sequence[Region]],
+    dtype: torch.dtype,
+    device: torch.device,
+    alone: int = ALONE,
+) -> Program:
+    """Make every view.
+
+    Args:
+        names: of the parameters, as the descriptors count them.
+        lowered: this rank's slices.
+        buckets: how many there are.
+        shards: what this rank holds of each parameter, in the training dtype.
+        regions: what this rank's engine holds of each.
+        dtype: on the wire, and of the engine's memory.
+        device: of the engine's memory.
+        alone: bytes from which a slice is a message of its own.
+    """
+    first: dict[str, dict[Any, Region]] = {}
+    duplicates = Copies()
+    for name in names:
+        for region in regions.get(name, ()):
+            kept = first.setdefault(name, {}).setdefault(region.box, region)
+            if kept is not region:
+                duplicates.add(region.memory, kept.memory)
+    places = _Places(names, shards, {name: list(boxes.values()) for name, boxes in first.items()}, dtype, device)
+    local = Copies()
+    for piece, there in zip(lowered.copies, lowered.there, strict=True):
+        local.add(places.target(piece), places.source(piece, there))
+    both = [
+        [messages_of(slices, bucket, dtype.itemsize, alone) for bucket in range(buckets)]
+        for slices in (lowered.sends, lowered.receives)
+    ]
+    sizes = [places.staged(sends, received) for sends, received in zip(*both, strict=True)]
+    staging = Staging(max(sizes, default=0), min(2, max(1, buckets)), dtype, device)
+    made = [places.bucket(staging, b, *pair) for b, pair in enumerate(zip(*both, strict=True))]
+    staging.release()
+    sent, received = (sum(m.elements for bucket in way for m in bucket) * dtype.itemsize for way in both)
+    return Program(made, local, duplicates, staging, len(first), received, sent)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Places:
+    """Where slices lie on this rank."""
+
+    names: Sequence[str]
+    shards: Mapping[str, Tensor]
+    regions: Mapping[str, Sequence[Region]]
+    dtype: torch.dtype
+    device: torch.device
+
+    def source(self, piece: Any, here: Any) -> Tensor:
+        tensor = self.shards[self.names[piece["parameter"]]].detach()
+        for d in range(tensor.dim()):
+            tensor = tensor.narrow(d, int(here[d]), int(piece["stop"][d] - piece["start"][d]))
+        return tensor
+
+    def target(self, piece: Any) -> Tensor:
+        name = self.names[piece["parameter"]]
+        start, stop = piece["start"].tolist(), piece["stop"].tolist()
+        for region in self.regions[name]:
+            if all(a <= x and y <= b for (a, b), x, y in zip(region.box, start, stop)):
+                tensor = region.memory
+                for d, (a, _) in enumerate(region.box):
+                    tensor = tensor.narrow(d, start[d] - a, stop[d] - start[d])
+                return tensor
+        raise SyncError(f"No memory of the engine holds {list(zip(start, stop, strict=True))} of {name}.")
+
+    def staged(self, *directions: Iterable[Message]) -> int:
+        """Elements that a bucket stages. What goes to several ranks is packed once."""
+        total, packed = 0, set[bytes]()
+        for sending, found in zip((True, False), directions, strict=True):
+            for message in found:
+                if self._in_place(message, sending) is None and not (sending and message.content in packed):
+                    packed.add(message.content)
+                    total += self._aligned(message.elements)
+        return total
+
+    def bucket(self, staging: Staging, number: int, sends: list[Message], receives: list[Message]) -> BucketViews:
+        bucket = BucketViews()
+        start = 0
+        for sending, found, transfers in ((True, sends, bucket.sends), (False, receives, bucket.receives)):
+            tags: dict[int, int] = {}
+            packed: dict[bytes, Tensor] = {}
+            for message in found:
+                tag = tags[message.peer] = tags.get(message.peer, number << 16) + 1
+                tensor = self._in_place(message, sending)
+                if tensor is None and sending:
+                    tensor = packed.get(message.content)
+                if tensor is None:
+                    tensor = packed[message.content] = staging.view(number, start, message.elements)
+                    start += self._aligned(message.elements)
+                    self._stage(message, tensor, sending, bucket)
+                transfers.append(Transfer(message.peer, tensor, tag))
+        return bucket
+
+    def _stage(self, message: Message, staged: Tensor, sending: bool, bucket: BucketViews) -> None:
+        for piece, part in zip(message.slices, torch.split(staged, list(message.sizes)), strict=True):
+            if sending:
+                source = self.source(piece, piece["here"])
+                bucket.pack.add(part.view(source.shape), source)
+            else:
+                target = self.target(piece)
+                bucket.unpack.add(target, part.view(target.shape))
+
+    def _in_place(self, message: Message, sending: bool) -> Tensor | None:
+        """The memory that a message can go out of, or come into, as it is."""
+        if len(message.slices) > 1:
+            return None
+        piece = message.slices[0]
+        tensor = self.source(piece, piece["here"]) if sending else self.target(piece)
+        plain = tensor.dtype == self.dtype and tensor.device == self.device and tensor.is_contiguous()
+        return tensor.view(-1) if plain else None
+
+    def _aligned(self, elements: int) -> int:
+        """The next number of elements at which something may start."""
+        unit = max(1, ALIGNMENT // self.dtype.itemsize)
+        return -(-elements // unit) * unit

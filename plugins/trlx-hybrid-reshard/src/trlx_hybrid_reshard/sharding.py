@@ -1,8 +1,12 @@
-"""Which piece of one parameter each rank holds."""
+"""Which piece of one parameter each rank holds: a product of index ranges, one set of them per dimension.
+
+Ranges are half-open and lie in arrays. `parts` has shape (parts, intervals, 2) and dtype int64: for each part its
+ranges [start, stop), ascending; empty ranges fill up where parts have different numbers of them. A rank's piece of a
+tensor is a product of one part per dimension, so the overlap of two pieces is that of the overlaps per dimension.
+"""
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -10,8 +14,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-Box: TypeAlias = tuple[tuple[int, int], ...]
-"""Half-open index ranges, one per dimension, the layers' first."""
+Ints: TypeAlias = NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -20,7 +23,7 @@ class Sharding:
 
     Attributes:
         world: number of ranks.
-        parts: for each dimension, the layers' first, its parts: see `intervals`.
+        parts: for each dimension, the layers' first, its parts: as above.
         coordinates: for each dimension the part that each rank holds, (world,); None where there is one part.
         held: (world,), which ranks hold a piece at all; None when all do.
     """
@@ -42,13 +45,6 @@ class Sharding:
         """The ranges (ranks, intervals, 2) of each dimension, of several ranks; all must hold something."""
         which = [np.zeros(len(ranks), dtype=np.int64) if c is None else c[ranks] for c in self.coordinates]
         return tuple(p[at] for p, at in zip(self.parts, which, strict=True))
-
-    def boxes(self, rank: int) -> list[Box]:
-        """The rank's piece as boxes: none if it holds nothing, several where fused blocks are sliced apart."""
-        if not self.holds(rank):
-            return []
-        ranges = [[(int(a), int(b)) for a, b in part if b > a] for part in self.piece(rank)]
-        return list(itertools.product(*ranges))
 
     def within(self, extent: tuple[int, ...]) -> Sharding:
         """This without the padding: ranges end where the parameter does."""
@@ -85,18 +81,7 @@ class Sharding:
         return product
 
 
-# --- was intervals
-"""Half-open index ranges along one dimension, as arrays: what a rank holds of a dimension is a few of them.
-
-`parts` has shape (parts, intervals, 2) and dtype int64: for each part its ranges [start, stop), ascending; empty ranges
-fill up where parts have different numbers of them. A rank's piece of a tensor is a product of one part per dimension,
-so the overlap of two pieces is the product of the overlaps per dimension.
-"""
-
-Ints: TypeAlias = NDArray[np.int64]
-
-
-def whole(size: int) -> Ints:
+def uncut(size: int) -> Ints:
     """The one part that is everything; (1, 1, 2)."""
     return np.array([[[0, size]]], dtype=np.int64)
 
@@ -152,7 +137,7 @@ def overlap(left: Ints, right: Ints) -> Ints:
     return result
 
 
-def local(part: Ints, index: Ints) -> Ints:
+def position_in(part: Ints, index: Ints) -> Ints:
     """Where global indices lie in a part whose ranges are laid end to end; `part` is (intervals, 2), `index` any shape.
 
     Each index must be in the part.

@@ -20,14 +20,13 @@ from trlx_hybrid.protocols import Regions, WeightSync
 from trlx_hybrid.ranks import abort
 from trlx_hybrid.types import LoadReport
 
-from .agreement import Agreement, of_models, of_plans
+from .agreement import Agreement, model_difference, plan_difference
 from .buckets import Buckets, bucketed
 from .descriptors import Descriptors, lower
 from .layouts import Model
-from .live import LiveLayout, read_boxes
+from .live import LiveSharding, read_engines
 from .options import ReshardOptions
 from .plan import plan
-from .planner.advice import remedies
 from .program import Program, program
 from .sharding import Sharding
 from .shards import Shards, unmergeable
@@ -36,7 +35,14 @@ from .transport import Transport
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
 
-    from .options import ReshardOptions
+logger = logging.getLogger(__name__)
+
+SHOWN = 3
+"""Lines that are printed even where nobody set up logging: the first sync connects the ranks, the third is as all
+that follow."""
+
+WARM, SEEN = 3, 3
+LIMIT = 0.1
 
 
 class ReshardSync(WeightSync):
@@ -47,7 +53,7 @@ class ReshardSync(WeightSync):
     The proof of a sync is left to the session, which gathers whole tensors on another path.
 
     Attributes:
-        moves: of the last sync, or of all parameters before there was one.
+        prepared: the plan of the last sync, or of all parameters before there was one.
     """
 
     name = "reshard"
@@ -60,10 +66,10 @@ class ReshardSync(WeightSync):
         self._held: list[dict[str, Any]] = []
         self._everything: tuple[str, ...] = ()
         self._group: Any = None
-        self._known: dict[tuple[str, ...], Moves] = {}
+        self._known: dict[tuple[str, ...], PreparedPlan] = {}
         self._synced = self._lost = False
         self._log = SyncLog(session.ranks.rank, self._advice)
-        self.moves: Moves | None = None
+        self.prepared: PreparedPlan | None = None
 
     # --- choosing ---------------------------------------------------------------------------------------------------
 
@@ -84,7 +90,7 @@ class ReshardSync(WeightSync):
         ranks = self._session.ranks
         self._agreement = agreement = Agreement(ranks.rank, ranks.world, self._options.deadline, self._options.stall)
         self._shards = shards = Shards(self._session.policy)
-        odd = of_models(agreement.exchange("the comparison of the ranks' models", shards.shapes))
+        odd = model_difference(agreement.exchange("the comparison of the ranks' models", shards.shapes))
         if odd is not None:
             raise SyncError(odd)
         shards.merge()
@@ -140,7 +146,7 @@ class ReshardSync(WeightSync):
         assert self._agreement is not None, "refuses() comes first"
         with self._giving_up():
             self._join(self._agreement)
-        self.moves = self._plan(self._everything)
+        self.prepared = self._prepare(self._everything)
 
     def _join(self, agreement: Agreement) -> None:
         self._group = agreement.group
@@ -154,7 +160,7 @@ class ReshardSync(WeightSync):
     @property
     def summary(self) -> str:
         """What a whole sync moves on this rank."""
-        return str(self.moves)
+        return str(self.prepared)
 
     # --- syncing ----------------------------------------------------------------------------------------------------
 
@@ -174,23 +180,23 @@ class ReshardSync(WeightSync):
         with self._giving_up():
             self._agree(everything)
             self._shards.merge()
-            moves = self._move()
+            prepared = self._move()
         if self._regions is not None and self._regions.padding:
             torch._foreach_zero_(list(self._regions.padding))
         engine.weights_written()
         self._synced = True
-        self._log.done(started, time.perf_counter(), str(moves))
-        return LoadReport(tensors=moves.tensors, bytes=moves.received_bytes)
+        self._log.done(started, time.perf_counter(), str(prepared))
+        return LoadReport(tensors=prepared.tensors, bytes=prepared.received_bytes)
 
-    def _move(self) -> Moves:
+    def _move(self) -> PreparedPlan:
         """Carry it out. Where it stands still, every rank asks who is still there."""
         assert self._agreement is not None
-        assert self.moves is not None
+        assert self.prepared is not None
         try:
-            self.moves.run()
+            self.prepared.run()
         except PeerLostError as error:
             raise PeerLostError(f"{error} {self._agreement.roll_call()}") from error
-        return self.moves
+        return self.prepared
 
     def forget(self) -> None:
         """Frozen parameters move again, too."""
@@ -201,13 +207,13 @@ class ReshardSync(WeightSync):
         assert self._agreement is not None
         assert self._shards is not None
         trained = tuple(name for name in self._everything if name not in self._shards.frozen)
-        small = self._plan(trained or self._everything)
-        whole = self._plan(self._everything)
+        small = self._prepare(trained or self._everything)
+        whole = self._prepare(self._everything)
         mine = [self._session.freshness.version, whole.digest, small.digest]
         same, anyone = self._agreement.same("the start of the weight sync", mine, everything)
         if not same:
-            raise SyncError(of_plans(self._agreement.exchange("the comparison of the ranks' plans", mine)))
-        self.moves = whole if anyone else small
+            raise SyncError(plan_difference(self._agreement.exchange("the comparison of the ranks' plans", mine)))
+        self.prepared = whole if anyone else small
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -220,13 +226,13 @@ class ReshardSync(WeightSync):
                 abort([self._group])
             raise
 
-    def _plan(self, names: tuple[str, ...]) -> Moves:
-        """The moves of some parameters, made at their first use."""
+    def _prepare(self, names: tuple[str, ...]) -> PreparedPlan:
+        """What carries out the plan of some parameters, made at their first use."""
         assert self._shards is not None
         assert self._regions is not None
         if names not in self._known:
             ranks, engine = self._session.ranks, self._session.live_engine
-            self._known[names] = Moves(
+            self._known[names] = PreparedPlan(
                 self._shards,
                 names,
                 self._layouts(),
@@ -238,14 +244,16 @@ class ReshardSync(WeightSync):
             )
         return self._known[names]
 
-    def _layouts(self) -> tuple[LiveLayout, LiveLayout]:
+    def _layouts(self) -> tuple[LiveSharding, LiveSharding]:
         """Where all parameters lie in the trainer, and where in the engines."""
         assert self._shards is not None
         parameters = self._shards.parameters(self._everything)
-        return self._shards.layout(self._session.ranks.world), read_boxes(parameters, self._held)
+        return self._shards.layout(self._session.ranks.world), read_engines(parameters, self._held)
 
     def _advice(self) -> str:
         """By the largest parameter: layers are placed alike. Nothing for a module that is no model of transformers."""
+        from .planner.advice import advice_for_run  # a run needs the planner for this alone
+
         config = getattr(self._session.policy.base, "config", None)
         if config is None:
             return ""
@@ -253,7 +261,7 @@ class ReshardSync(WeightSync):
         parameters = self._shards.parameters(self._everything)
         largest = max(parameters, key=lambda p: p.elements)
         train, rollout = (layout.sharding(largest) for layout in self._layouts())
-        return remedies(config, train, rollout, self._session.live_engine.dtype.itemsize)
+        return advice_for_run(config, train, rollout, self._session.live_engine.dtype.itemsize)
 
     @property
     def _device(self) -> torch.device:
@@ -263,7 +271,7 @@ class ReshardSync(WeightSync):
     def release(self) -> None:
         """The engine was closed: forget its memory, and give the groups back."""
         own, self._group = self._group, None
-        self.moves, self._known = None, {}
+        self.prepared, self._known = None, {}
         if self._agreement is not None:
             whole = not self._lost  # a group that lost a rank would be waited for
             if whole and own is not None and own is not self._agreement.group and dist.is_initialized():
@@ -273,12 +281,8 @@ class ReshardSync(WeightSync):
         self._held, self._synced, self._lost = [], False, False
 
 
-# --- was moves
-"""One plan and all that carries it out: the slices, the views, and the transport."""
-
-
-class Moves:
-    """The sync of some parameters on this rank.
+class PreparedPlan:
+    """The sync of some parameters on this rank: the plan, its slices, the views of them, and the transport.
 
     Args:
         names: of the parameters.
@@ -296,7 +300,7 @@ class Moves:
         self,
         shards: Shards,
         names: Sequence[str],
-        layouts: tuple[LiveLayout, LiveLayout],
+        layouts: tuple[LiveSharding, LiveSharding],
         regions: Regions,
         dtype: torch.dtype,
         device: torch.device,
@@ -352,7 +356,7 @@ class Moves:
         )
 
 
-def _digest(model: Model, layouts: tuple[LiveLayout, LiveLayout], buckets: Buckets) -> int:
+def _digest(model: Model, layouts: tuple[LiveSharding, LiveSharding], buckets: Buckets) -> int:
     """Equal on two ranks only if they plan the same."""
     state = hashlib.blake2b(digest_size=8)
     state.update(repr((model.itemsize, buckets.rounds, buckets.by_source, buckets.count)).encode())
@@ -366,19 +370,6 @@ def _digest(model: Model, layouts: tuple[LiveLayout, LiveLayout], buckets: Bucke
 def _bytes(sharding: Sharding) -> bytes:
     arrays = [*sharding.parts, *sharding.coordinates, sharding.held]
     return b"|".join(b"-" if array is None else array.tobytes() for array in arrays)
-
-
-# --- was sync_log
-"""What a user sees of the weight syncs: a line for each, and a warning where they take too much of the time."""
-
-logger = logging.getLogger(__name__)
-
-SHOWN = 3
-"""Lines that are printed even where nobody set up logging: the first sync connects the ranks, the third is as all
-that follow."""
-
-WARM, SEEN = 3, 3
-LIMIT = 0.1
 
 
 class SyncLog:

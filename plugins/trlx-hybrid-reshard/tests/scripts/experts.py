@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.weights.policy import Policy
-from trlx_hybrid_reshard.layouts import Layout
+from trlx_hybrid_reshard.layouts import MeshLayout
 from trlx_hybrid_reshard.options import ReshardOptions
 from trlx_hybrid_reshard.plan import plan
 from trlx_hybrid_reshard.planner.architectures import describe
@@ -124,7 +124,7 @@ def main(folder):
         report = sync.sync()
         seen["wrong"].append(engine.wrong(policy))
         seen["bytes"] = report.bytes
-    seen["planned"] = plan(described, Layout(fsdp=WORLD), Layout(tp=WORLD).served(), RANK).floor_bytes
+    seen["planned"] = plan(described, MeshLayout(fsdp=WORLD), MeshLayout(tp=WORLD).served(), RANK).floor_bytes
     (folder / f"rank{RANK}.json").write_text(json.dumps(seen))
     sync.release()
     dist.destroy_process_group()

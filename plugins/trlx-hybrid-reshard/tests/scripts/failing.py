@@ -60,14 +60,14 @@ def dies_outside(sync):
 def stalls(sync):
     """Agrees on the sync, and moves nothing."""
     if RANK == CULPRIT:
-        sync.moves.run = lambda: time.sleep(1.3 * DEADLINE)
+        sync.prepared.run = lambda: time.sleep(1.3 * DEADLINE)
     return ended(sync.sync)
 
 
 def dies(sync):
     """The same, and is killed before it moves anything."""
     if RANK == CULPRIT:
-        sync.moves.run = lambda: os._exit(9)
+        sync.prepared.run = lambda: os._exit(9)
     return ended(sync.sync)
 
 

@@ -58,7 +58,7 @@ def a_run(model):
         seen[name] = {"bytes": report.bytes, "tensors": report.tensors, "wrong": engine.wrong(session.policy)}
 
     after("first")
-    seen["floor"] = sync.moves.floor_bytes
+    seen["floor"] = sync.prepared.floor_bytes
     train_step(model)
     engine.poison()
     after("trained")
@@ -89,7 +89,7 @@ def a_run(model):
         model.norm.weight.data = torch.randn(8)
         after("replaced")
     seen["written"] = engine.written
-    staging = sync.moves._program.staging
+    staging = sync.prepared._program.staging
     seen["staging"] = [b.untyped_storage().nbytes() for b in staging._buffers]
     sync.release()
     return seen

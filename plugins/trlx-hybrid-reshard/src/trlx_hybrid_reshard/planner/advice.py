@@ -1,8 +1,9 @@
-"""The training layout one would rather have: FSDP shards that lie inside the rank's rollout slice.
+"""The layouts one would rather have, and what they would save.
 
-The means is `fully_shard(shard_placement_fn=...)`, which shards a weight along another dimension than the first, where
-it divides. A permuted device mesh would bring a rank's rows into its TP slice as well, and is not advised: torch sorts
-the ranks of process groups, so the run refuses such a mesh (`live.from_dtensor`).
+The training layout: FSDP shards that lie inside the rank's rollout slice. The means is
+`fully_shard(shard_placement_fn=...)`, which shards a weight along another dimension than the first, where it divides. A
+permuted device mesh would bring a rank's rows into its TP slice as well, and is not advised: torch sorts the ranks of
+process groups, so the run refuses such a mesh (`live.from_dtensor`).
 """
 
 from __future__ import annotations
@@ -14,10 +15,16 @@ from typing import Any
 import numpy as np
 from trlx_hybrid.errors import ConfigError
 
-from ..layouts import Layout, Model, Parameter
-from ..plan import Placement, plan
-from ..sharding import Ints, Sharding
+from ..layouts import MeshLayout, Model, Parameter
+from ..plan import plan
+from ..sharding import Sharding
 from .architectures import describe
+
+SAMPLE = 64
+"""Of many ranks, so many are planned."""
+HELPS = 0.8
+"""Of the bytes as they are: a running job is not told of what moves more than this of them."""
+ALWAYS = "More training per rollout makes it a smaller part; `trlx-hybrid reshard-plan` compares layouts."
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +37,25 @@ class Better:
     """
 
     name: str
-    layout: Layout
+    layout: MeshLayout
     receives_bytes: int
     sends_bytes: int
 
 
 def alternatives(
-    model: Model, train: Layout, rollout: Layout, *, ranks_per_node: int = 0, back: bool = False
+    model: Model, train: MeshLayout, rollout: MeshLayout, *, ranks_per_node: int = 0, back: bool = False
 ) -> list[Better]:
     """The training layout as it is, and after it one that moves less and that a run takes, if there is one.
 
-    Only a layout with FSDP and without pipeline stages of its own has anything to choose. Of many ranks a sample is
-    planned, see `sample`.
+    Only a layout with FSDP and without pipeline stages of its own has anything to choose.
 
     Args:
         back: measure the way from the rollout to the training layout.
     """
 
-    def measured(name: str, layout: Layout) -> Better:
+    def measured(name: str, layout: MeshLayout) -> Better:
         ends = (rollout, layout) if back else (layout, rollout)
-        moved = [_moved(model, *ends, rank, ranks_per_node) for rank in sample(train.world)]
-        return Better(name, layout, max(received for received, _ in moved), max(sent for _, sent in moved))
+        return Better(name, layout, *_worst(model, *ends, ranks_per_node))
 
     found = [measured("as is", train)]
     if train.fsdp == 1 or train.tp > 1 or train.pp > 1 or train.mesh is not None or train.shard_dims:
@@ -61,64 +66,37 @@ def alternatives(
     return found
 
 
-def shard_dims(model: Model, train: Layout, rollout: Layout) -> tuple[tuple[str, int], ...]:
+def shard_dims(model: Model, train: MeshLayout, rollout: MeshLayout) -> tuple[tuple[str, int], ...]:
     """For each parameter class the dimension whose shards leave the least to receive and send on the worst rank.
 
     FSDP2 shards dimensions other than the first only where they divide.
     """
+
+    def worst(parameter: Parameter, dim: int) -> int:
+        layout = replace(train, shard_dims=((parameter.name, dim),))
+        return max(_worst(replace(model, parameters=(parameter,)), layout, rollout))
+
     chosen: dict[object, int] = {}
     for p in model.parameters:
         if p.cut not in chosen:
             even = [d for d, size in enumerate(p.shape) if d == 0 or size % train.fsdp == 0]
-            chosen[p.cut] = min(even, key=lambda d, p=p: _busiest(p, model, train, rollout, d))  # type: ignore[misc]
+            chosen[p.cut] = min(even, key=lambda d, p=p: worst(p, d))  # type: ignore[misc]
     return tuple((p.name, chosen[p.cut]) for p in model.parameters if chosen[p.cut])
 
 
-def _busiest(parameter: Parameter, model: Model, train: Layout, rollout: Layout, dim: int) -> int:
-    alone = replace(model, parameters=(parameter,))
-    layout = replace(train, shard_dims=((parameter.name, dim),))
-    return max(max(_moved(alone, layout, rollout, rank, 0)) for rank in sample(train.world))
-
-
-def _moved(model: Model, source: Layout, target: Layout, rank: int, ranks_per_node: int) -> tuple[int, int]:
-    made = plan(model, source, target, rank, ranks_per_node=ranks_per_node)
-    return total(made.receives), total(made.sends)
-
-
-def total(vector: Ints) -> int:
-    """Bytes over all peers."""
-    return int(vector.sum())
-
-
-def sample(world: int, most: int = 64) -> Sequence[int]:
-    """All ranks, or of many evenly spread ones with the first and the last."""
-    return range(world) if world <= most else [int(r) for r in np.linspace(0, world - 1, most)]
-
-
-# --- was remedies
-"""What would make the syncs of a running job shorter, in words."""
-
-HELPS = 0.8
-"""Of the bytes as they are: what moves more than this of them is no remedy."""
-
-ALWAYS = "More training per rollout makes it a smaller part; `trlx-hybrid reshard-plan` compares layouts."
-
-
-def remedies(config: Any, train: Sharding, rollout: Sharding, itemsize: int) -> str:
+def advice_for_run(config: Any, train: Sharding, rollout: Sharding, itemsize: int) -> str:
     """Sentences for a user: what changes of the layouts would save, on the rank that receives the most.
-
-    A permuted mesh is not among them, see `live.from_dtensor`.
 
     Args:
         config: of the transformers model.
         train, rollout: where one large parameter lies.
         itemsize: bytes per element on the wire.
     """
-    shards, slices = _pieces(train), _pieces(rollout)
     try:
         model = describe(config, itemsize=itemsize)
-        have = Layout(dp=train.world // shards, fsdp=shards)
-        now = worst(model, have, _engines(slices, train.world))
+        shards, slices = _pieces(train), _pieces(rollout)
+        have = MeshLayout(dp=train.world // shards, fsdp=shards)
+        now, _ = _worst(model, have, _engines(slices, train.world))
         found = [(moved, what) for moved, what in _changes(model, have, slices) if moved < HELPS * now]
     except ConfigError:  # an architecture without a description, or a layout that none of ours is
         return ALWAYS
@@ -129,28 +107,34 @@ def remedies(config: Any, train: Sharding, rollout: Sharding, itemsize: int) -> 
     return " ".join([*said, ALWAYS])
 
 
-def worst(model: Model, train: Placement, rollout: Placement) -> int:
-    """Bytes that the busiest rank receives; of many ranks a sample is planned."""
-    return max(total(plan(model, train, rollout, rank).receives) for rank in sample(train.world))
-
-
-def _changes(model: Model, train: Layout, tp: int) -> Iterator[tuple[int, str]]:
+def _changes(model: Model, train: MeshLayout, tp: int) -> Iterator[tuple[int, str]]:
+    """What each change leaves to receive on the worst rank."""
     world = train.world
     dims = shard_dims(model, train, _engines(tp, world))
     if dims:
         names = ", ".join(sorted({name.split(".")[-2] for name, _ in dims}))
         what = f"Sharding {names} along the dimension that the engine slices (`fully_shard`'s `shard_placement_fn`)"
-        yield worst(model, replace(train, shard_dims=dims), _engines(tp, world)), what
+        yield _worst(model, replace(train, shard_dims=dims), _engines(tp, world))[0], what
     for wider in range(2 * tp, world + 1, tp):
         if world % wider == 0:
             try:
-                yield worst(model, train, _engines(wider, world)), f"An engine of tp={wider}"
+                yield _worst(model, train, _engines(wider, world))[0], f"An engine of tp={wider}"
             except ConfigError:  # which does not divide the model
                 continue
 
 
-def _engines(tp: int, world: int) -> Layout:
-    return Layout(tp=tp).over(world).served()
+def _worst(model: Model, source: MeshLayout, target: MeshLayout, ranks_per_node: int = 0) -> tuple[int, int]:
+    """Bytes of the rank that receives the most, and of the one that sends the most; of many ranks, of a sample."""
+    world = source.world
+    ranks: Sequence[int] = range(world)
+    if world > SAMPLE:
+        ranks = [int(r) for r in np.linspace(0, world - 1, SAMPLE)]  # the first and the last among them
+    made = [plan(model, source, target, rank, ranks_per_node=ranks_per_node) for rank in ranks]
+    return max(int(one.receives.sum()) for one in made), max(int(one.sends.sum()) for one in made)
+
+
+def _engines(tp: int, world: int) -> MeshLayout:
+    return MeshLayout(tp=tp).over(world).served()
 
 
 def _pieces(sharding: Sharding) -> int:

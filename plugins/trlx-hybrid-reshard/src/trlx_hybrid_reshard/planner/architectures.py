@@ -1,12 +1,15 @@
-"""The parameter classes of a model, from its transformers config alone: no weights, no GPU, no torch."""
+"""The parameter classes of a model, from its transformers config alone: no weights, no GPU, no torch.
+
+And the shapes of some models by a short name, as the fields of their config.
+"""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.errors import ConfigError, did_you_mean
 
 from ..layouts import Model, Parameter, Stage
 
@@ -28,8 +31,7 @@ def describe(config: Any, *, name: str = "", itemsize: int = 2) -> Model:
         fields = config.to_dict() | {alias: getattr(config, alias) for alias in config.attribute_map}
     kind = fields.get("model_type", "")
     if kind not in ARCHITECTURES:
-        close = difflib.get_close_matches(str(kind), ARCHITECTURES, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(str(kind), ARCHITECTURES)
         raise ConfigError(
             f"No parameter classes are known of model_type {kind!r}.{hint} Known: {', '.join(ARCHITECTURES)}."
         )
@@ -54,19 +56,18 @@ def _causal_lm(c: Mapping[str, Any], layer: Layer) -> tuple[Parameter, ...]:
         unit="padded vocabulary rows",
     )
     norm = Parameter(name="model.norm.weight", shape=(c["hidden_size"],), stage=Stage.LAST)
-    found = [embedding, *layer(c), norm]
-    if not tied:
-        found.append(
-            Parameter(
-                name="lm_head.weight",
-                shape=embedding.shape,
-                stage=Stage.LAST,
-                tp_dim=0,
-                vocabulary=True,
-                unit=embedding.unit,
-            )
-        )
-    return tuple(found)
+    head = [] if tied else [replace(embedding, name="lm_head.weight", stage=Stage.LAST)]
+    return (embedding, *layer(c), norm, *head)
+
+
+def _linear(weight: Parameter, bias: bool) -> list[Parameter]:
+    """A weight, and its bias, which tensor parallelism slices as it does the weight's rows, or not at all."""
+    if not bias:
+        return [weight]
+    name, shape = weight.name.removesuffix("weight") + "bias", weight.shape[:1]
+    if weight.tp_dim == 0:
+        return [weight, replace(weight, name=name, shape=shape)]
+    return [weight, Parameter(name=name, shape=shape, layers=weight.layers, depth=weight.depth)]
 
 
 def _attention(c: Mapping[str, Any], *, qkv_bias: bool, o_bias: bool, head_norms: bool) -> list[Parameter]:
@@ -76,33 +77,25 @@ def _attention(c: Mapping[str, Any], *, qkv_bias: bool, o_bias: bool, head_norms
     layers = range(c["num_hidden_layers"])
     found = []
     for part, units in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-        shapes = {"weight": (units * size, hidden)} | ({"bias": (units * size,)} if qkv_bias else {})
-        for suffix, shape in shapes.items():
-            found.append(
-                Parameter(
-                    name=f"{LAYER}self_attn.{part}_proj.{suffix}",
-                    shape=shape,
-                    layers=layers,
-                    tp_dim=0,
-                    tp_units=units,
-                    unit="attention heads" if part == "q" else "key-value heads",
-                    replicable=part != "q",
-                    fused=f"{LAYER}self_attn.qkv_proj.{suffix}",
-                )
-            )
-    o = f"{LAYER}self_attn.o_proj."
-    found.append(
-        Parameter(
-            name=f"{o}weight",
-            shape=(hidden, heads * size),
+        weight = Parameter(
+            name=f"{LAYER}self_attn.{part}_proj.weight",
+            shape=(units * size, hidden),
             layers=layers,
-            tp_dim=1,
-            tp_units=heads,
-            unit="attention heads",
+            tp_dim=0,
+            tp_units=units,
+            unit="attention heads" if part == "q" else "key-value heads",
+            replicable=part != "q",
         )
+        found += _linear(weight, qkv_bias)
+    output = Parameter(
+        name=f"{LAYER}self_attn.o_proj.weight",
+        shape=(hidden, heads * size),
+        layers=layers,
+        tp_dim=1,
+        tp_units=heads,
+        unit="attention heads",
     )
-    if o_bias:
-        found.append(Parameter(name=f"{o}bias", shape=(hidden,), layers=layers))
+    found += _linear(output, o_bias)
     norms = [Parameter(name=f"{LAYER}self_attn.{n}_norm.weight", shape=(size,), layers=layers) for n in ("q", "k")]
     return found + norms * head_norms
 
@@ -114,32 +107,20 @@ def _norms(c: Mapping[str, Any]) -> list[Parameter]:
 
 
 def _mlp(c: Mapping[str, Any], layers: Sequence[int], *, bias: bool = False) -> list[Parameter]:
-    hidden, inner, depth = c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"]
-    found = []
-    for suffix in ("weight", "bias") if bias else ("weight",):
-        for part in ("gate", "up"):
-            found.append(
-                Parameter(
-                    name=f"{LAYER}mlp.{part}_proj.{suffix}",
-                    shape=(inner, hidden) if suffix == "weight" else (inner,),
-                    layers=layers,
-                    depth=depth,
-                    tp_dim=0,
-                    unit="intermediate rows",
-                    fused=f"{LAYER}mlp.gate_up_proj.{suffix}",
-                )
-            )
-        found.append(
-            Parameter(
-                name=f"{LAYER}mlp.down_proj.{suffix}",
-                shape=(hidden, inner) if suffix == "weight" else (hidden,),
-                layers=layers,
-                depth=depth,
-                tp_dim=1 if suffix == "weight" else None,
-                unit="intermediate columns",
-            )
-        )
-    return found
+    hidden, inner = c["hidden_size"], c["intermediate_size"]
+    gate = Parameter(
+        name=f"{LAYER}mlp.gate_proj.weight",
+        shape=(inner, hidden),
+        layers=layers,
+        depth=c["num_hidden_layers"],
+        tp_dim=0,
+        unit="intermediate rows",
+    )
+    up = replace(gate, name=f"{LAYER}mlp.up_proj.weight")
+    down = replace(
+        gate, name=f"{LAYER}mlp.down_proj.weight", shape=(hidden, inner), tp_dim=1, unit="intermediate columns"
+    )
+    return [p for weight in (gate, up, down) for p in _linear(weight, bias)]
 
 
 def _experts(c: Mapping[str, Any], layers: Sequence[int]) -> list[Parameter]:
@@ -195,10 +176,6 @@ ARCHITECTURES: Mapping[str, Layer] = {
 def _tensors(parameters: Sequence[Parameter]) -> int:
     """A checkpoint keeps every expert's gate, up and down by itself."""
     return sum(len(p.layers) * (1 if p.expert_dim is None else p.shape[p.expert_dim] * p.segments) for p in parameters)
-
-
-# --- was shapes
-"""Model shapes by a short name, as the fields of their config."""
 
 
 def _shape(

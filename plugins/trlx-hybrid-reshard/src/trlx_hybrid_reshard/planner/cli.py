@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -12,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.errors import ConfigError, did_you_mean
 
-from ..layouts import Layout, Model
+from ..layouts import MeshLayout, Model
 from ..sharding import Ints
 from .advice import Better, alternatives
 from .architectures import SHAPES, describe
@@ -25,6 +24,10 @@ GPUS_PER_NODE = 8
 TRAIN_KEYS = ("dp", "fsdp", "tp", "pp")
 ROLLOUT_KEYS = ("dp", "tp", "pp", "ep")
 EPILOG = "example: trlx-hybrid reshard-plan --model 7b --train fsdp=4 --rollout tp=2"
+SHADES = " .:-=+*#%@"
+WIDEST = 16
+"""Ranks listed one by one, and blocks of ranks in the picture."""
+COLUMNS = ("receives", "floor", "sends", "send floor", "local copy", "zero", "inter-node")
 
 
 def add_command(commands: Any) -> None:
@@ -78,7 +81,7 @@ def run(options: Any) -> int:
     found = forecast(model, source, target, ranks_per_node=per_node, network=options.network * 1e9)
     better = alternatives(model, train, rollout, ranks_per_node=per_node, back=options.back)
     if options.json:
-        print(json.dumps(_as_dict(model, source, target, found) | {"layouts": [_better(b) for b in better]}, indent=2))
+        print(json.dumps(_as_dict(model, source, target, found, better), indent=2))
     else:
         print(report(model, source, target, found, better))
     return 0
@@ -94,8 +97,7 @@ def load(given: str, itemsize: int = 2) -> Model:
         return describe(SHAPES[given.lower()], name=given.lower(), itemsize=itemsize)
     file = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
     if not file.is_file():
-        close = difflib.get_close_matches(given.lower(), SHAPES, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(given.lower(), SHAPES)
         raise ConfigError(f"--model {given}: no such file or shape.{hint} Shapes: {', '.join(SHAPES)}.")
     try:
         fields = json.loads(file.read_text())
@@ -112,7 +114,7 @@ def load(given: str, itemsize: int = 2) -> Model:
     return describe(config, name=file.parent.name if file.name == "config.json" else file.stem, itemsize=itemsize)
 
 
-def parsed(text: str, flag: str, keys: tuple[str, ...]) -> Layout:
+def parsed(text: str, flag: str, keys: tuple[str, ...]) -> MeshLayout:
     """A layout from `key=size,…`.
 
     Raises:
@@ -122,15 +124,14 @@ def parsed(text: str, flag: str, keys: tuple[str, ...]) -> Layout:
     for part in text.split(","):
         key, _, size = part.strip().partition("=")
         if key not in keys:
-            close = difflib.get_close_matches(key, keys, n=1)
-            hint = f"Did you mean {close[0]!r}? " if close else ""
-            raise ConfigError(f"{flag} {text}: unknown key {key!r}. {hint}Keys: {', '.join(keys)}.")
+            hint = did_you_mean(key, keys)
+            raise ConfigError(f"{flag} {text}: unknown key {key!r}.{hint} Keys: {', '.join(keys)}.")
         if key in sizes:
             raise ConfigError(f"{flag} {text}: {key} is given twice.")
         if not size.isdecimal() or int(size) < 1:
             raise ConfigError(f"{flag} {text}: {key}={size} is no size. Write e.g. {key}=4.")
         sizes[key] = int(size)
-    return Layout(**sizes)
+    return MeshLayout(**sizes)
 
 
 def _ranks_per_node(world: int, hosts: int | None) -> int:
@@ -141,7 +142,9 @@ def _ranks_per_node(world: int, hosts: int | None) -> int:
     return world // hosts
 
 
-def _as_dict(model: Model, source: Layout, target: Layout, found: Forecast) -> dict[str, Any]:
+def _as_dict(
+    model: Model, source: MeshLayout, target: MeshLayout, found: Forecast, better: Sequence[Better]
+) -> dict[str, Any]:
     return {
         "model": model.name,
         "model_bytes": model.bytes,
@@ -156,25 +159,16 @@ def _as_dict(model: Model, source: Layout, target: Layout, found: Forecast) -> d
         "peak_bytes": found.peak_bytes,
         "seconds": found.seconds,
         "plan_seconds": found.plan_seconds,
+        "layouts": [
+            {
+                "name": option.name,
+                "receives_bytes": option.receives_bytes,
+                "sends_bytes": option.sends_bytes,
+                "shard_dims": dict(option.layout.shard_dims),
+            }
+            for option in better
+        ],
     }
-
-
-def _better(option: Any) -> dict[str, Any]:
-    return {
-        "name": option.name,
-        "receives_bytes": option.receives_bytes,
-        "sends_bytes": option.sends_bytes,
-        "shard_dims": dict(option.layout.shard_dims),
-    }
-
-
-# --- was picture
-"""A forecast for people: a table of ranks, who sends to whom, and what would be better."""
-
-SHADES = " .:-=+*#%@"
-WIDEST = 16
-"""Ranks listed one by one, and blocks of ranks in the picture."""
-COLUMNS = ("receives", "floor", "sends", "send floor", "local copy", "zero", "inter-node")
 
 
 def gigabytes(count: int) -> str:
@@ -185,7 +179,7 @@ def gigabytes(count: int) -> str:
     return f"{count} B"
 
 
-def report(model: Model, source: Layout, target: Layout, found: Forecast, better: Sequence[Better]) -> str:
+def report(model: Model, source: MeshLayout, target: MeshLayout, found: Forecast, better: Sequence[Better]) -> str:
     """The whole text."""
     world, hosts = len(found.ranks), int(found.node.max()) + 1
     head = (

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..buckets import bucketed
 from ..layouts import Model
-from ..plan import Placement, RankPlan, nodes, plan
+from ..plan import ClassPlan, ModelSharding, RankPlan, nodes_of, plan
 from ..sharding import Ints
-from .advice import total
 
 NVLINK = 322e9
 """Bytes per second that each of 4 H200 received in an all-to-all."""
@@ -20,40 +19,43 @@ NETWORK = 50e9
 """Bytes per second and rank between nodes: one 400 Gb/s port for each GPU."""
 
 
-@dataclass(frozen=True, slots=True)
-class RankForecast:
-    """One rank's bytes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankBytes:
+    """What one rank moves.
 
     Attributes:
         floor_bytes: the least it must receive.
         send_floor_bytes: what it must send, or its fair share of it where others hold the same.
+    """
+
+    receives_bytes: int
+    sends_bytes: int
+    floor_bytes: int
+    send_floor_bytes: int
+    local_copy_bytes: int
+    zero_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankForecast(RankBytes):
+    """All that one rank moves.
+
+    Attributes:
         inter_receives_bytes, inter_sends_bytes: the part that crosses nodes.
         seconds: of its busiest link.
     """
 
     rank: int
-    receives_bytes: int
-    sends_bytes: int
-    floor_bytes: int
-    send_floor_bytes: int
-    local_copy_bytes: int
-    zero_bytes: int
     inter_receives_bytes: int
     inter_sends_bytes: int
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class KindForecast:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindForecast(RankBytes):
     """The part of one rank's bytes that is of one kind of parameter, see `Parameter.kind`."""
 
     kind: str
-    receives_bytes: int
-    sends_bytes: int
-    floor_bytes: int
-    send_floor_bytes: int
-    local_copy_bytes: int
-    zero_bytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +96,7 @@ class Forecast:
 
 
 def forecast(
-    model: Model, source: Placement, target: Placement, *, ranks_per_node: int = 0, network: float = NETWORK
+    model: Model, source: ModelSharding, target: ModelSharding, *, ranks_per_node: int = 0, network: float = NETWORK
 ) -> Forecast:
     """Plan every rank and add up.
 
@@ -104,49 +106,41 @@ def forecast(
     Raises:
         ConfigError: see `plan.plan`.
     """
-    world = source.world
-    node = nodes(world, ranks_per_node)
-    traffic = np.zeros((world, world), dtype=np.int64)
+    node = nodes_of(source.world, ranks_per_node)
+    traffic = np.zeros((source.world, source.world), dtype=np.int64)
     found, slowest = [], 0.0
     busiest: RankPlan | None = None
-    for rank in range(world):
+    for rank in range(source.world):
         started = time.perf_counter()
-        made = plan(model, source, target, rank, ranks_per_node=ranks_per_node)
+        one = plan(model, source, target, rank, ranks_per_node=ranks_per_node)
         slowest = max(slowest, time.perf_counter() - started)
-        received, sent, away = made.receives, made.sends, node != node[rank]
-        traffic[rank] = received
-        if busiest is None or made.floor_bytes > busiest.floor_bytes:
-            busiest = made
-        inside = max(total(received[~away]), total(sent[~away])) / NVLINK
-        outside = max(total(received[away]), total(sent[away])) / network
+        if busiest is None or one.floor_bytes > busiest.floor_bytes:
+            busiest = one
+        traffic[rank] = one.receives
+        away = node != node[rank]
+        received, sent = int(traffic[rank][away].sum()), int(one.sends[away].sum())
+        bytes_ = _sums(one.classes)
+        inside = max(bytes_["receives_bytes"] - received, bytes_["sends_bytes"] - sent) / NVLINK
+        seconds = max(inside, max(received, sent) / network)
         found.append(
-            RankForecast(
-                rank=rank,
-                receives_bytes=total(received),
-                sends_bytes=total(sent),
-                floor_bytes=made.floor_bytes,
-                send_floor_bytes=made.send_floor_bytes,
-                local_copy_bytes=made.local_copy_bytes,
-                zero_bytes=made.zero_bytes,
-                inter_receives_bytes=total(received[away]),
-                inter_sends_bytes=total(sent[away]),
-                seconds=max(inside, outside),
-            )
+            RankForecast(rank=rank, inter_receives_bytes=received, inter_sends_bytes=sent, seconds=seconds, **bytes_)
         )
-    peak = bucketed(model, source, target).peak_bytes
     assert busiest is not None, "a layout has at least one rank"
-    return Forecast(tuple(found), busiest.rank, tuple(_by_kind(busiest)), traffic, node, peak, slowest)
+    kinds = tuple(
+        KindForecast(kind=kind, **_sums([c for c in busiest.classes if c.parameter.kind == kind]))
+        for kind in dict.fromkeys(c.parameter.kind for c in busiest.classes)
+    )
+    peak = bucketed(model, source, target).peak_bytes
+    return Forecast(tuple(found), busiest.rank, kinds, traffic, node, peak, slowest)
 
 
-def _by_kind(made: RankPlan) -> Iterator[KindForecast]:
-    for kind in dict.fromkeys(c.parameter.kind for c in made.classes):
-        these = [c for c in made.classes if c.parameter.kind == kind]
-        yield KindForecast(
-            kind=kind,
-            receives_bytes=sum(total(c.receives) for c in these),
-            sends_bytes=sum(total(c.sends) for c in these),
-            floor_bytes=sum(c.floor for c in these),
-            send_floor_bytes=sum(c.send_floor for c in these),
-            local_copy_bytes=sum(c.local for c in these),
-            zero_bytes=sum(c.zero for c in these),
-        )
+def _sums(classes: Sequence[ClassPlan]) -> dict[str, int]:
+    """The fields of `RankBytes`."""
+    return {
+        "receives_bytes": sum(int(c.receives.sum()) for c in classes),
+        "sends_bytes": sum(int(c.sends.sum()) for c in classes),
+        "floor_bytes": sum(c.floor for c in classes),
+        "send_floor_bytes": sum(c.send_floor for c in classes),
+        "local_copy_bytes": sum(c.local for c in classes),
+        "zero_bytes": sum(c.zero for c in classes),
+    }

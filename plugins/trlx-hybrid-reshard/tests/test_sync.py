@@ -87,7 +87,7 @@ def test_adapters_are_merged_when_all_ranks_have_said_that_they_are_there(monkey
 
 @pytest.fixture
 def said(capsys, caplog):
-    """Let syncs of so many seconds end every ten, on a clock of the test's own; what was printed and what was logged."""
+    """Let syncs of so many seconds end every ten, on the test's own clock; what was printed and what was logged."""
 
     def after(durations, rank=0, level=logging.WARNING):
         with caplog.at_level(level, logger="trlx_hybrid_reshard.sync"):

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +23,12 @@ from trlx_hybrid.types import LoadReport
 
 from .agreement import Agreement, model_difference, plan_difference
 from .buckets import Buckets, bucketed
-from .descriptors import Descriptors, lower
+from .descriptors import lower
 from .layouts import Model
 from .live import LiveSharding, read_engines
 from .options import ReshardOptions
 from .plan import plan
-from .program import Program, program
+from .program import program
 from .sharding import Sharding
 from .shards import Shards, unmergeable
 from .transport import Transport
@@ -61,10 +62,7 @@ class ReshardSync(WeightSync):
     def __init__(self, session: Session, options: ReshardOptions) -> None:
         self._session, self._options = session, options
         self._agreement: Agreement | None = None
-        self._shards: Shards | None = None
-        self._regions: Regions | None = None
-        self._held: list[dict[str, Any]] = []
-        self._everything: tuple[str, ...] = ()
+        self._sides: _Sides | None = None
         self._group: Any = None
         self._known: dict[tuple[str, ...], PreparedPlan] = {}
         self._synced = self._lost = False
@@ -89,20 +87,26 @@ class ReshardSync(WeightSync):
     def _refuses_together(self) -> str | None:
         ranks = self._session.ranks
         self._agreement = agreement = Agreement(ranks.rank, ranks.world, self._options.deadline, self._options.stall)
-        self._shards = shards = Shards(self._session.policy)
+        shards = Shards(self._session.policy)
         odd = model_difference(agreement.exchange("the comparison of the ranks' models", shards.shapes))
         if odd is not None:
             raise SyncError(odd)
         shards.merge()
-        reason, boxes = self._inspect(shards)
+        regions, boxes, reason = Regions({}), {}, None
+        try:
+            regions = self._regions_of_engine(shards)
+            boxes = {name: tuple(r.box for r in found) for name, found in regions.of.items()}
+        except (EngineError, ConfigError) as error:
+            reason = str(error)
         gathered = agreement.exchange("the comparison of what the engines hold", (reason, boxes))
         found = next((f"rank {rank}: {why}" for rank, (why, _) in enumerate(gathered) if why is not None), None)
         if found is not None:
             self.release()
             return reason or found
-        self._held = [theirs for _, theirs in gathered]
-        used = set[str]().union(*self._held)
-        self._everything = tuple(name for name in shards.shapes if name in used)  # in the order of a forward pass
+        held = [theirs for _, theirs in gathered]
+        used = set[str]().union(*held)
+        names = tuple(name for name in shards.shapes if name in used)  # in the order of a forward pass
+        self._sides = _Sides(shards, regions, held, names)
         return None
 
     def _refuses_at_sight(self) -> str | None:
@@ -121,21 +125,22 @@ class ReshardSync(WeightSync):
                 return f"{name} has {p.dim()} dimensions"
         return None
 
-    def _inspect(self, shards: Shards) -> tuple[str | None, dict[str, Any]]:
-        """This rank's reason against, and the boxes that its engine holds."""
+    def _regions_of_engine(self, shards: Shards) -> Regions:
+        """Where this rank's engine holds which parameter.
+
+        Raises:
+            EngineError, ConfigError: why weights cannot be written there, or read from the trainer's shards.
+        """
         engine = self._session.live_engine
-        try:
-            self._regions = regions = engine.regions(self._session.policy)
-            unknown = regions.of.keys() - shards.shapes.keys()
-            if unknown:
-                return f"the engine holds {min(unknown)}, which is no parameter of the policy", {}
-            other = {r.memory.dtype for found in regions.of.values() for r in found} - {engine.dtype}
-            if other:
-                return f"the engine keeps weights in {other.pop()} beside {engine.dtype}", {}
-            shards.layout(self._session.ranks.world)
-        except (EngineError, ConfigError) as error:
-            return str(error), {}
-        return None, {name: tuple(r.box for r in found) for name, found in regions.of.items()}
+        regions: Regions = engine.regions(self._session.policy)
+        unknown = regions.of.keys() - shards.shapes.keys()
+        if unknown:
+            raise EngineError(f"the engine holds {min(unknown)}, which is no parameter of the policy")
+        other = {r.memory.dtype for found in regions.of.values() for r in found} - {engine.dtype}
+        if other:
+            raise EngineError(f"the engine keeps weights in {other.pop()} beside {engine.dtype}")
+        shards.layout(self._session.ranks.world)
+        return regions
 
     def open(self) -> None:
         """Make the plan of a whole sync, and the group its bytes go over.
@@ -143,19 +148,22 @@ class ReshardSync(WeightSync):
         Raises:
             PeerLostError: a rank does not take part.
         """
-        assert self._agreement is not None, "refuses() comes first"
+        agreement, sides = self._opened
         with self._giving_up():
-            self._join(self._agreement)
-        self.prepared = self._prepare(self._everything)
+            self._group = agreement.group
+            if agreement.group is not None and sides.device.type == "cuda":
+                # NCCL's own watchdog ends the process without a word to the others: it comes after our deadline.
+                patience = timedelta(seconds=2 * self._options.deadline + 60)
+                self._group = dist.new_group(backend="nccl", timeout=patience)
+                dist.all_reduce(torch.zeros(1, device=sides.device), group=self._group)  # point-to-point not first
+                agreement.use(self._group, sides.device)
+        self.prepared = self._prepare(sides.names)
 
-    def _join(self, agreement: Agreement) -> None:
-        self._group = agreement.group
-        if agreement.group is not None and self._device.type == "cuda":
-            # NCCL's own watchdog ends the process without a word to the others: it comes after our deadline.
-            patience = timedelta(seconds=2 * self._options.deadline + 60)
-            self._group = dist.new_group(backend="nccl", timeout=patience)
-            dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)  # point-to-point cannot be first
-            agreement.use(self._group, self._device)
+    @property
+    def _opened(self) -> tuple[Agreement, _Sides]:
+        assert self._agreement is not None, "refuses() comes first"
+        assert self._sides is not None, "refuses() comes first"
+        return self._agreement, self._sides
 
     @property
     def summary(self) -> str:
@@ -171,49 +179,39 @@ class ReshardSync(WeightSync):
             SyncError: a rank means something else.
             PeerLostError: a rank has died, does not come within the deadline, or nothing moves any more.
         """
-        assert self._agreement is not None
-        assert self._shards is not None
+        agreement, sides = self._opened
         engine = self._session.live_engine
         started = time.perf_counter()
-        changed = self._shards.refresh()
+        changed = sides.shards.refresh()
         everything, self._synced = changed or engine.weights_lost or not self._synced, False
         with self._giving_up():
-            self._agree(everything)
-            self._shards.merge()
-            prepared = self._move()
-        if self._regions is not None and self._regions.padding:
-            torch._foreach_zero_(list(self._regions.padding))
+            self.prepared = prepared = self._agreed(everything)
+            sides.shards.merge()
+            try:
+                prepared.run()
+            except PeerLostError as error:
+                raise PeerLostError(f"{error} {agreement.roll_call()}") from error
+        if sides.regions.padding:
+            torch._foreach_zero_(list(sides.regions.padding))
         engine.weights_written()
         self._synced = True
         self._log.done(started, time.perf_counter(), str(prepared))
         return LoadReport(tensors=prepared.tensors, bytes=prepared.received_bytes)
 
-    def _move(self) -> PreparedPlan:
-        """Carry it out. Where it stands still, every rank asks who is still there."""
-        assert self._agreement is not None
-        assert self.prepared is not None
-        try:
-            self.prepared.run()
-        except PeerLostError as error:
-            raise PeerLostError(f"{error} {self._agreement.roll_call()}") from error
-        return self.prepared
-
     def forget(self) -> None:
         """Frozen parameters move again, too."""
         self._synced = False
 
-    def _agree(self, everything: bool) -> None:
+    def _agreed(self, everything: bool) -> PreparedPlan:
         """All ranks are there, at one weight version and one plan; if one must move everything, all do."""
-        assert self._agreement is not None
-        assert self._shards is not None
-        trained = tuple(name for name in self._everything if name not in self._shards.frozen)
-        small = self._prepare(trained or self._everything)
-        whole = self._prepare(self._everything)
+        agreement, sides = self._opened
+        trained = tuple(name for name in sides.names if name not in sides.shards.frozen)
+        small, whole = self._prepare(trained or sides.names), self._prepare(sides.names)
         mine = [self._session.freshness.version, whole.digest, small.digest]
-        same, anyone = self._agreement.same("the start of the weight sync", mine, everything)
+        same, anyone = agreement.same("the start of the weight sync", mine, everything)
         if not same:
-            raise SyncError(plan_difference(self._agreement.exchange("the comparison of the ranks' plans", mine)))
-        self.prepared = whole if anyone else small
+            raise SyncError(plan_difference(agreement.exchange("the comparison of the ranks' plans", mine)))
+        return whole if anyone else small
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -228,27 +226,11 @@ class ReshardSync(WeightSync):
 
     def _prepare(self, names: tuple[str, ...]) -> PreparedPlan:
         """What carries out the plan of some parameters, made at their first use."""
-        assert self._shards is not None
-        assert self._regions is not None
         if names not in self._known:
-            ranks, engine = self._session.ranks, self._session.live_engine
-            self._known[names] = PreparedPlan(
-                self._shards,
-                names,
-                self._layouts(),
-                self._regions,
-                engine.dtype,
-                self._device,
-                (ranks.rank, self._group),
-                self._options,
-            )
+            _, sides = self._opened
+            place = self._session.ranks.rank, self._session.ranks.world, self._group
+            self._known[names] = PreparedPlan(sides, names, self._session.live_engine.dtype, place, self._options)
         return self._known[names]
-
-    def _layouts(self) -> tuple[LiveSharding, LiveSharding]:
-        """Where all parameters lie in the trainer, and where in the engines."""
-        assert self._shards is not None
-        parameters = self._shards.parameters(self._everything)
-        return self._shards.layout(self._session.ranks.world), read_engines(parameters, self._held)
 
     def _advice(self) -> str:
         """By the largest parameter: layers are placed alike. Nothing for a module that is no model of transformers."""
@@ -257,16 +239,10 @@ class ReshardSync(WeightSync):
         config = getattr(self._session.policy.base, "config", None)
         if config is None:
             return ""
-        assert self._shards is not None
-        parameters = self._shards.parameters(self._everything)
-        largest = max(parameters, key=lambda p: p.elements)
-        train, rollout = (layout.sharding(largest) for layout in self._layouts())
+        _, sides = self._opened
+        largest = max(sides.shards.parameters(sides.names), key=lambda p: p.elements)
+        train, rollout = (layout.sharding(largest) for layout in sides.layouts(self._session.ranks.world))
         return advice_for_run(config, train, rollout, self._session.live_engine.dtype.itemsize)
-
-    @property
-    def _device(self) -> torch.device:
-        assert self._regions is not None
-        return next((r.memory.device for found in self._regions.of.values() for r in found), torch.device("cpu"))
 
     def release(self) -> None:
         """The engine was closed: forget its memory, and give the groups back."""
@@ -277,8 +253,34 @@ class ReshardSync(WeightSync):
             if whole and own is not None and own is not self._agreement.group and dist.is_initialized():
                 dist.destroy_process_group(own)
             self._agreement.close()
-        self._agreement = self._shards = self._regions = None
-        self._held, self._synced, self._lost = [], False, False
+        self._agreement = self._sides = None
+        self._synced = self._lost = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sides:
+    """Where weights come from and go to.
+
+    Attributes:
+        shards: of this rank's trainer.
+        regions: of this rank's engine.
+        held: for each rank, the boxes of each parameter that its engine holds.
+        names: of the parameters that some engine holds, in the order of a forward pass.
+    """
+
+    shards: Shards
+    regions: Regions
+    held: list[dict[str, Any]]
+    names: tuple[str, ...]
+
+    def layouts(self, world: int) -> tuple[LiveSharding, LiveSharding]:
+        """Where all parameters lie in the trainer, and where in the engines."""
+        return self.shards.layout(world), read_engines(self.shards.parameters(self.names), self.held)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the engine's memory."""
+        return next((r.memory.device for found in self.regions.of.values() for r in found), torch.device("cpu"))
 
 
 class PreparedPlan:
@@ -286,8 +288,8 @@ class PreparedPlan:
 
     Args:
         names: of the parameters.
-        layouts: where all of them lie in the trainer and in the engines.
-        place: this rank, and the group of all ranks.
+        dtype: on the wire, and of the engine's memory.
+        place: this rank, the number of ranks, and the group of all.
 
     Attributes:
         digest: of everything that the ranks must agree on, 64 bits.
@@ -298,22 +300,19 @@ class PreparedPlan:
 
     def __init__(
         self,
-        shards: Shards,
+        sides: _Sides,
         names: Sequence[str],
-        layouts: tuple[LiveSharding, LiveSharding],
-        regions: Regions,
         dtype: torch.dtype,
-        device: torch.device,
-        place: tuple[int, Any],
+        place: tuple[int, int, Any],
         options: ReshardOptions,
     ) -> None:
-        self._shards, self._names, self._regions = shards, names, regions
-        self._dtype, self._device, self._options = dtype, device, options
-        rank, self._group = place
+        self._sides, self._names, self._dtype, self._options = sides, names, dtype, options
+        rank, world, self._group = place
+        shards, layouts = sides.shards, sides.layouts(world)
         model = Model(name="live", parameters=tuple(shards.parameters(names)), itemsize=dtype.itemsize)
         cast = any(shards.local[name].dtype != dtype for name in names)
-        self._buckets: Buckets = bucketed(model, *layouts, options.bucket_bytes, cast=cast)
-        self._lowered: Descriptors = lower(model, *layouts, rank, self._buckets)
+        self._buckets = bucketed(model, *layouts, options.bucket_bytes, cast=cast)
+        self._lowered = lower(model, *layouts, rank, self._buckets)
         self.floor_bytes = plan(model, *layouts, rank).floor_bytes
         self.digest = _digest(model, layouts, self._buckets)
         self._made = -1
@@ -321,21 +320,14 @@ class PreparedPlan:
 
     def _renew(self) -> None:
         """Make the views anew where the trainer's tensors have become others."""
-        if self._made == self._shards.moved:
+        sides, options = self._sides, self._options
+        if self._made == sides.shards.moved:
             return
-        self._made = self._shards.moved
-        self._program: Program = program(
-            self._names,
-            self._lowered,
-            self._buckets.count,
-            self._shards.local,
-            self._regions.of,
-            self._dtype,
-            self._device,
-        )
-        self._transport = Transport(
-            self._program, self._group, self._device, self._options.stall, record=self._options.record
-        )
+        self._made = sides.shards.moved
+        local, regions, device = sides.shards.local, sides.regions.of, sides.device
+        count = self._buckets.count
+        self._program = program(self._names, self._lowered, count, local, regions, self._dtype, device)
+        self._transport = Transport(self._program, self._group, device, options.stall, record=options.record)
         self.received_bytes, self.sent_bytes = self._program.received_bytes, self._program.sent_bytes
         self.tensors = self._program.tensors
 

@@ -113,8 +113,8 @@ def main(folder):
     sync.open()
     seen["sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
     name = "model.layers.1.mlp.experts."
-    seen["gate_up"] = boxes(sync._regions, f"{name}gate_up_proj")
-    seen["down"] = boxes(sync._regions, f"{name}down_proj")
+    seen["gate_up"] = boxes(sync._sides.regions, f"{name}gate_up_proj")
+    seen["down"] = boxes(sync._sides.regions, f"{name}down_proj")
     seen["wrong"] = []
     for version in range(2):
         session.freshness.version = version

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -119,28 +118,30 @@ def forecast(
         traffic[rank] = one.receives
         away = node != node[rank]
         received, sent = int(traffic[rank][away].sum()), int(one.sends[away].sum())
-        bytes_ = _sums(one.classes)
+        bytes_ = _sums(one)
         inside = max(bytes_["receives_bytes"] - received, bytes_["sends_bytes"] - sent) / NVLINK
         seconds = max(inside, max(received, sent) / network)
         found.append(
             RankForecast(rank=rank, inter_receives_bytes=received, inter_sends_bytes=sent, seconds=seconds, **bytes_)
         )
     assert busiest is not None, "a layout has at least one rank"
+    by_kind: dict[str, list[ClassPlan]] = {}
+    for c in busiest.classes:
+        by_kind.setdefault(c.parameter.kind, []).append(c)
     kinds = tuple(
-        KindForecast(kind=kind, **_sums([c for c in busiest.classes if c.parameter.kind == kind]))
-        for kind in dict.fromkeys(c.parameter.kind for c in busiest.classes)
+        KindForecast(kind=kind, **_sums(replace(busiest, classes=tuple(its)))) for kind, its in by_kind.items()
     )
     peak = bucketed(model, source, target).peak_bytes
     return Forecast(tuple(found), busiest.rank, kinds, traffic, node, peak, slowest)
 
 
-def _sums(classes: Sequence[ClassPlan]) -> dict[str, int]:
+def _sums(made: RankPlan) -> dict[str, int]:
     """The fields of `RankBytes`."""
     return {
-        "receives_bytes": sum(int(c.receives.sum()) for c in classes),
-        "sends_bytes": sum(int(c.sends.sum()) for c in classes),
-        "floor_bytes": sum(c.floor for c in classes),
-        "send_floor_bytes": sum(c.send_floor for c in classes),
-        "local_copy_bytes": sum(c.local for c in classes),
-        "zero_bytes": sum(c.zero for c in classes),
+        "receives_bytes": int(made.receives.sum()),
+        "sends_bytes": int(made.sends.sum()),
+        "floor_bytes": made.floor_bytes,
+        "send_floor_bytes": made.send_floor_bytes,
+        "local_copy_bytes": made.local_copy_bytes,
+        "zero_bytes": made.zero_bytes,
     }

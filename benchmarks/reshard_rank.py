@@ -50,10 +50,7 @@ def build(case: Mapping[str, Any], device: torch.device) -> Any:
     with torch.device(device):
         config = AutoConfig.for_model(fields.pop("model_type"), **fields, eos_token_id=0, pad_token_id=0)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, case["dtype"]))
-    order = list(range(WORLD))
-    if case["permuted"]:  # chunk i on a rank whose slice holds it
-        order = torch.arange(WORLD).reshape(WORLD // case["tp"], case["tp"]).T.reshape(-1).tolist()
-    mesh = DeviceMesh(device.type, order)
+    mesh = DeviceMesh(device.type, range(WORLD))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -72,13 +69,7 @@ class Gathering:
     def __init__(self, session: Any) -> None:
         self._session, self._world = session, dist.get_world_size()
         self._dtype = session.live_engine.dtype
-        self._order = self._ranks_in_order()
         self._converts = session.policy.converts
-
-    def _ranks_in_order(self) -> list[int]:
-        """The group's rank of each chunk: another than i where the mesh is permuted."""
-        p = next(iter(shards_of(self._session.policy).values()))
-        return [int(rank) for rank in p.device_mesh.mesh.tolist()]
 
     def sync(self) -> None:
         """Stream the policy through the engine's loader."""
@@ -105,7 +96,6 @@ class Gathering:
         torch._foreach_copy_([part[: t.numel()] for part, t in zip(parts, local)], local)
         everyone = torch.empty(self._world, used, dtype=self._dtype, device=device)
         dist.all_gather_into_tensor(everyone.view(-1), mine)
-        everyone = everyone if self._order == list(range(self._world)) else everyone[self._order]
         start, full = 0, {}
         for name, p, elements in bucket:
             full[name] = everyone[:, start : start + elements].reshape(-1)[: p.numel()].view(p.shape)

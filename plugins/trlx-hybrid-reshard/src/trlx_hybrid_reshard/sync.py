@@ -34,7 +34,7 @@ from .shards import Shards, unmergeable
 from .transport import Transport
 
 if TYPE_CHECKING:
-    from trlx_hybrid.session import Session
+    from trlx_hybrid.protocols import Run
 
 logger = logging.getLogger(__name__)
 
@@ -59,14 +59,14 @@ class ReshardSync(WeightSync):
 
     name = "reshard"
 
-    def __init__(self, session: Session, options: ReshardOptions) -> None:
-        self._session, self._options = session, options
+    def __init__(self, run: Run, options: ReshardOptions) -> None:
+        self._run, self._options = run, options
         self._agreement: Agreement | None = None
         self._sides: _Sides | None = None
         self._group: Any = None
         self._known: dict[tuple[str, ...], PreparedPlan] = {}
         self._synced = self._lost = False
-        self._log = SyncLog(session.ranks.rank, self._advice)
+        self._log = SyncLog(run.ranks.rank, self._advice)
         self.prepared: PreparedPlan | None = None
 
     # --- choosing ---------------------------------------------------------------------------------------------------
@@ -85,9 +85,9 @@ class ReshardSync(WeightSync):
             return self._refuses_together()
 
     def _refuses_together(self) -> str | None:
-        ranks = self._session.ranks
+        ranks = self._run.ranks
         self._agreement = agreement = Agreement(ranks.rank, ranks.world, self._options.deadline, self._options.stall)
-        shards = Shards(self._session.policy)
+        shards = Shards(self._run.policy)
         odd = model_difference(agreement.exchange("the comparison of the ranks' models", shards.shapes))
         if odd is not None:
             raise SyncError(odd)
@@ -110,13 +110,13 @@ class ReshardSync(WeightSync):
         return None
 
     def _refuses_at_sight(self) -> str | None:
-        policy = self._session.policy
-        if policy.adapters and self._session.ranks.world == 1:
+        policy = self._run.policy
+        if policy.adapters and self._run.ranks.world == 1:
             return "one rank has nothing to reshard; what cannot be served is merged (`gather`)"
         reason = unmergeable(policy) or policy.refuses_gather()
         if reason is not None:
             return reason
-        if not hasattr(self._session.live_engine, "regions"):
+        if not hasattr(self._run.live_engine, "regions"):
             return "the engine does not say where its weights lie"
         for name, p in policy.base_parameters().items():
             if hasattr(p, "ds_id"):
@@ -131,15 +131,15 @@ class ReshardSync(WeightSync):
         Raises:
             EngineError, ConfigError: why weights cannot be written there, or read from the trainer's shards.
         """
-        engine = self._session.live_engine
-        regions: Regions = engine.regions(self._session.policy)
+        engine = self._run.live_engine
+        regions: Regions = engine.regions(self._run.policy)
         unknown = regions.of.keys() - shards.shapes.keys()
         if unknown:
             raise EngineError(f"the engine holds {min(unknown)}, which is no parameter of the policy")
         other = {r.memory.dtype for found in regions.of.values() for r in found} - {engine.dtype}
         if other:
             raise EngineError(f"the engine keeps weights in {other.pop()} beside {engine.dtype}")
-        shards.layout(self._session.ranks.world)
+        shards.layout(self._run.ranks.world)
         return regions
 
     def open(self) -> None:
@@ -180,7 +180,7 @@ class ReshardSync(WeightSync):
             PeerLostError: a rank has died, does not come within the deadline, or nothing moves any more.
         """
         agreement, sides = self._opened
-        engine = self._session.live_engine
+        engine = self._run.live_engine
         started = time.perf_counter()
         changed = sides.shards.refresh()
         everything, self._synced = changed or engine.weights_lost or not self._synced, False
@@ -207,7 +207,7 @@ class ReshardSync(WeightSync):
         agreement, sides = self._opened
         trained = tuple(name for name in sides.names if name not in sides.shards.frozen)
         small, whole = self._prepare(trained or sides.names), self._prepare(sides.names)
-        mine = [self._session.freshness.version, whole.digest, small.digest]
+        mine = [self._run.weight_version, whole.digest, small.digest]
         same, anyone = agreement.same("the start of the weight sync", mine, everything)
         if not same:
             raise SyncError(plan_difference(agreement.exchange("the comparison of the ranks' plans", mine)))
@@ -219,7 +219,7 @@ class ReshardSync(WeightSync):
         try:
             yield
         except PeerLostError:
-            self._lost = self._session.live_engine.peers_lost = True
+            self._lost = self._run.live_engine.peers_lost = True
             if self._agreement is not None and self._group not in (None, self._agreement.group):
                 abort([self._group])
             raise
@@ -228,21 +228,21 @@ class ReshardSync(WeightSync):
         """What carries out the plan of some parameters, made at their first use."""
         if names not in self._known:
             _, sides = self._opened
-            place = self._session.ranks.rank, self._session.ranks.world, self._group
-            self._known[names] = PreparedPlan(sides, names, self._session.live_engine.dtype, place, self._options)
+            place = self._run.ranks.rank, self._run.ranks.world, self._group
+            self._known[names] = PreparedPlan(sides, names, self._run.live_engine.dtype, place, self._options)
         return self._known[names]
 
     def _advice(self) -> str:
         """By the largest parameter: layers are placed alike. Nothing for a module that is no model of transformers."""
         from .planner.advice import advice_for_run  # a run needs the planner for this alone
 
-        config = getattr(self._session.policy.base, "config", None)
+        config = getattr(self._run.policy.base, "config", None)
         if config is None:
             return ""
         _, sides = self._opened
         largest = max(sides.shards.parameters(sides.names), key=lambda p: p.elements)
-        train, rollout = (layout.sharding(largest) for layout in sides.layouts(self._session.ranks.world))
-        return advice_for_run(config, train, rollout, self._session.live_engine.dtype.itemsize)
+        train, rollout = (layout.sharding(largest) for layout in sides.layouts(self._run.ranks.world))
+        return advice_for_run(config, train, rollout, self._run.live_engine.dtype.itemsize)
 
     def release(self) -> None:
         """The engine was closed: forget its memory, and give the groups back."""

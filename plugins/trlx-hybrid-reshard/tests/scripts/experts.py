@@ -106,7 +106,7 @@ def main(folder):
         policy=policy,
         ranks=SimpleNamespace(rank=RANK, world=WORLD),
         live_engine=engine,
-        freshness=SimpleNamespace(version=0),
+        weight_version=0,
     )
     sync = ReshardSync(session, ReshardOptions(deadline=20.0, bucket_bytes=20_000))
     seen = {"refuses": sync.refuses(), "refused": refused(engine)}
@@ -117,7 +117,7 @@ def main(folder):
     seen["down"] = boxes(sync._sides.regions, f"{name}down_proj")
     seen["wrong"] = []
     for version in range(2):
-        session.freshness.version = version
+        session.weight_version = version
         for p in model.parameters():
             p.data._local_tensor.add_(version * torch.rand(p.data._local_tensor.shape))
         engine.poison()

@@ -78,7 +78,7 @@ def main(folder, faults):
         session, sync = session_of(sharded(), SlicedEngine(tp=1), deadline=DEADLINE, stall=DEADLINE)
         assert sync.refuses() is None
         sync.open()
-        session.freshness.version += 1
+        session.weight_version += 1
         seen[fault.__name__] = found = fault(sync)
         if found is not None:
             found["peers_lost"] = getattr(session.live_engine, "peers_lost", False)

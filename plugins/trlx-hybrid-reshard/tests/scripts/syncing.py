@@ -53,7 +53,7 @@ def a_run(model):
     seen = {}
 
     def after(name):
-        session.freshness.version += 1
+        session.weight_version += 1
         report = sync.sync()
         seen[name] = {"bytes": report.bytes, "tensors": report.tensors, "wrong": engine.wrong(session.policy)}
 
@@ -106,9 +106,9 @@ def refusals():
     _, sync = session_of(Model(layers=2 + (RANK == 1)), SlicedEngine(tp=WORLD))
     seen["other model"] = error_of(sync.refuses)
     session, sync = opened(sharded(), SlicedEngine(tp=WORLD))
-    session.freshness.version = 7 + RANK
+    session.weight_version = 7 + RANK
     seen["version"] = error_of(sync.sync)
-    session.freshness.version = 9
+    session.weight_version = 9
     if RANK == 0:
         session.policy.module.norm.weight.requires_grad_(False)
     seen["freezing"] = error_of(sync.sync)

@@ -44,18 +44,16 @@ class Case:
     """One policy and its engines.
 
     Attributes:
-        model: a name of `trlx_hybrid_reshard.shapes`, or "tiny" for a CPU.
+        model: a name of `trlx_hybrid_reshard.planner.architectures`, or "tiny" for a CPU.
         layers: instead of the shape's own number; 0 keeps it.
         ranks, tp: of FSDP, and of each engine.
         dtype: of the policy; the engines are in bf16.
-        permuted: FSDP's mesh in the order of the engines' slices.
     """
 
     model: str
     ranks: int
     tp: int
     dtype: str = "bfloat16"
-    permuted: bool = False
     layers: int = 0
 
     @property
@@ -63,18 +61,18 @@ class Case:
         """As in the table."""
         model = f"{self.model}-{self.layers}-layers" if self.layers else self.model
         master = ", fp32 master" if self.dtype == "float32" else ""
-        return f"{model} ({self.ranks},{self.tp}){', permuted mesh' * self.permuted}{master}"
+        return f"{model} ({self.ranks},{self.tp}){master}"
 
     @property
     def metric(self) -> str:
         """For the names of metrics."""
-        changes = "_permuted" * self.permuted + "_fp32" * (self.dtype == "float32")
+        master = "_fp32" * (self.dtype == "float32")
         model = "" if self.model in ("7b", "tiny") else f"_{self.model.replace('-', '_')}"
-        return f"{self.ranks}_{self.tp}{changes}{model}" + f"_{self.layers}_layers" * bool(self.layers)
+        return f"{self.ranks}_{self.tp}{master}{model}" + f"_{self.layers}_layers" * bool(self.layers)
 
 
-PAIRS = {4: ((4, 4, False), (4, 2, False), (4, 1, False)), 2: ((2, 2, False), (2, 1, False))}
-"""(ranks, tp, permuted mesh) by the number of GPUs. torch 2.11 cannot have the latter, see docs/resharding.md."""
+PAIRS = {4: ((4, 4), (4, 2), (4, 1)), 2: ((2, 2), (2, 1))}
+"""(ranks, tp) by the number of GPUs."""
 
 
 def measure(case: Case, repetitions: int, unrecorded: bool = False) -> dict[str, Any]:
@@ -150,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", default="7b", help="a shape of `trlx-hybrid reshard-plan`; tiny is for a CPU")
     parser.add_argument("--layers", type=int, help="instead of the shape's own number; of 70b 20, of 30b-a3b 12")
     parser.add_argument("--gpus", type=int, choices=sorted(PAIRS), default=2)
-    parser.add_argument("--pairs", nargs="+", help="of ranks and TP, as 4,2 or 4,2p for a permuted mesh; default: all")
+    parser.add_argument("--pairs", nargs="+", help="of ranks and TP, as 4,2; default: all")
     parser.add_argument("--dtypes", nargs="+", choices=("bfloat16", "float32"), default=("bfloat16", "float32"))
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--unrecorded", action="store_true", help="one arm more: every copy launched by itself")
@@ -158,12 +156,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = parser.parse_args(argv)
     pairs = PAIRS[given.gpus]
     if given.pairs:
-        split = [(pair.rstrip("p").split(","), pair.endswith("p")) for pair in given.pairs]
-        pairs = tuple((int(n), int(t), permuted) for (n, t), permuted in split)
+        pairs = tuple((int(n), int(t)) for n, t in (pair.split(",") for pair in given.pairs))
     layers = LAYERS.get(given.model, 0) if given.layers is None else given.layers
     failed, keep = [], given.add
-    for (n, t, permuted), dtype in itertools.product(pairs, given.dtypes):
-        case = Case(model=given.model, layers=layers, ranks=n, tp=t, dtype=dtype, permuted=permuted)
+    for (n, t), dtype in itertools.product(pairs, given.dtypes):
+        case = Case(model=given.model, layers=layers, ranks=n, tp=t, dtype=dtype)
         try:
             result = run(case, given.repetitions, given.unrecorded)
         except RuntimeError as error:

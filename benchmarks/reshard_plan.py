@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid_reshard.architecture import describe
 from trlx_hybrid_reshard.buckets import bucketed
 from trlx_hybrid_reshard.descriptors import Descriptors, lower
-from trlx_hybrid_reshard.layout import Layout, mesh_coordinates
-from trlx_hybrid_reshard.parameter import Model
+from trlx_hybrid_reshard.layouts import MeshLayout, Model, mesh_coordinates
 from trlx_hybrid_reshard.plan import RankPlan, plan
-from trlx_hybrid_reshard.shapes import SHAPES
+from trlx_hybrid_reshard.planner.architectures import SHAPES, describe
 
 from .harness import Measurement
 from .result import Result, cpu
@@ -35,8 +33,8 @@ class Case:
 
     size: str
     model: Model
-    train: Layout
-    rollout: Layout
+    train: MeshLayout
+    rollout: MeshLayout
 
     @property
     def name(self) -> str:
@@ -49,7 +47,7 @@ def cases() -> list[Case]:
 
 
 def _case(size: str, n: int, t: int) -> Case:
-    train, rollout = Layout(fsdp=n), Layout(tp=t).served().over(n)
+    train, rollout = MeshLayout(fsdp=n), MeshLayout(tp=t).served().over(n)
     for shape in MODELS[size]:
         model = describe(SHAPES[shape], name=shape)
         try:

@@ -6,25 +6,26 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from trlx_hybrid import HybridConfig, HybridEngine
 from trlx_hybrid.weights.gather import GatherSync
 from trlx_hybrid_reshard.options import ReshardOptions
-from trlx_hybrid_reshard.shapes import SHAPES
+from trlx_hybrid_reshard.planner.architectures import SHAPES
 from trlx_hybrid_reshard.sync import ReshardSync
 
 from .digest import digest
-from .gathering import Gathering, shards_of
 from .harness import Arm, Timed, alternate, synchronise
 from .rollout import SCALES, tokenizer
 
 NOISE = 1e-2
+BUCKET = 256 << 20
 CEILING_BYTES = 256 << 20
 CEILING_ROUNDS = 5
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -49,16 +50,70 @@ def build(case: Mapping[str, Any], device: torch.device) -> Any:
     with torch.device(device):
         config = AutoConfig.for_model(fields.pop("model_type"), **fields, eos_token_id=0, pad_token_id=0)
         model: Any = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, case["dtype"]))
-    order = list(range(WORLD))
-    if case["permuted"]:  # chunk i on a rank whose slice holds it
-        order = torch.arange(WORLD).reshape(WORLD // case["tp"], case["tp"]).T.reshape(-1).tolist()
-    mesh = DeviceMesh(device.type, order)
+    mesh = DeviceMesh(device.type, range(WORLD))
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # of the whole model, for the engine
     return model
+
+
+class Gathering:
+    """The arm that reshards as verl does: full tensors on every rank, all-gathered a bucket at a time in the engine's
+    dtype, with one collective and a copy per bucket.
+
+    FSDP2's default sharding is assumed: chunks of rows, the last ones shorter.
+    """
+
+    def __init__(self, session: Any) -> None:
+        self._session, self._world = session, dist.get_world_size()
+        self._dtype = session.live_engine.dtype
+        self._converts = session.policy.converts
+
+    def sync(self) -> None:
+        """Stream the policy through the engine's loader."""
+        self._session.live_engine.load_weights(self._weights())
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        bucket: list[tuple[str, Any, int]] = []
+        used = 0
+        for name, p in shards_of(self._session.policy).items():
+            rows = -(-p.shape[0] // self._world)
+            elements = rows * (p.numel() // p.shape[0])
+            if used and (used + elements) * self._world * self._dtype.itemsize > BUCKET:
+                yield from self._gathered(bucket, used)
+                bucket, used = [], 0
+            bucket.append((name, p, elements))
+            used += elements
+        yield from self._gathered(bucket, used)
+
+    def _gathered(self, bucket: list[tuple[str, Any, int]], used: int) -> Iterator[tuple[str, Tensor]]:
+        device = bucket[0][1].device
+        mine = torch.empty(used, dtype=self._dtype, device=device)
+        parts = mine.split([elements for _, _, elements in bucket])  # type: ignore[no-untyped-call]
+        local = [p.detach()._local_tensor.reshape(-1) for _, p, _ in bucket]
+        torch._foreach_copy_([part[: t.numel()] for part, t in zip(parts, local)], local)
+        everyone = torch.empty(self._world, used, dtype=self._dtype, device=device)
+        dist.all_gather_into_tensor(everyone.view(-1), mine)
+        start, full = 0, {}
+        for name, p, elements in bucket:
+            full[name] = everyone[:, start : start + elements].reshape(-1)[: p.numel()].view(p.shape)
+            start += elements
+        yield from (self._as_in_checkpoint(full) if self._converts else full).items()
+
+    def _as_in_checkpoint(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Experts apart, as vLLM's loader wants them."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        return revert_weight_conversion(self._session.policy.base, tensors)  # type: ignore[no-any-return]
+
+
+def shards_of(policy: Any) -> dict[str, Any]:
+    """The DTensors by name. FSDP2 leaves the root unsharded after a forward pass without a backward one."""
+    for module in filter(lambda m: hasattr(m, "reshard"), policy.module.modules()):
+        module.reshard()
+    return dict(policy.base_parameters())
 
 
 def another(session: Any) -> ReshardSync:
@@ -199,13 +254,13 @@ def main(order: Mapping[str, Any]) -> None:
         arms_of(session, peaks, order["unrecorded"]), warmup=order["warmup"], repetitions=order["repetitions"]
     )
     moved: list[Any] = [None] * WORLD
-    mine = (session.weights.moves.received_bytes, session.weights.moves.sent_bytes)
+    mine = (session.weights.prepared.received_bytes, session.weights.prepared.sent_bytes)
     dist.all_gather_object(moved, mine, group=_cpu_group())
     found = {
         "seconds": {m.arm: m.seconds for m in measured},
         "peak_bytes": peaks,
         "moved_bytes": moved,
-        "floor_bytes": session.weights.moves.floor_bytes,
+        "floor_bytes": session.weights.prepared.floor_bytes,
         "summary": session.weights.summary,
         "built_seconds": built,
         **ceilings(device),

@@ -108,6 +108,5 @@ def session_of(model, engine, deadline=20.0, bucket_bytes=200, stall=20.0):
     """A session as the weight sync sees it, and the weight sync."""
     policy = PlainPolicy(lambda: model, None, torch.device("cpu"))
     ranks = SimpleNamespace(rank=RANK, world=WORLD)
-    freshness = SimpleNamespace(version=0)
-    session = SimpleNamespace(policy=policy, ranks=ranks, live_engine=engine, freshness=freshness)
+    session = SimpleNamespace(policy=policy, ranks=ranks, live_engine=engine, weight_version=0)
     return session, ReshardSync(session, ReshardOptions(deadline=deadline, stall=stall, bucket_bytes=bucket_bytes))

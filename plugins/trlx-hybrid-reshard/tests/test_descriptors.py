@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from trlx_hybrid_reshard.architecture import describe
 from trlx_hybrid_reshard.buckets import bucketed
 from trlx_hybrid_reshard.descriptors import lower
-from trlx_hybrid_reshard.layout import Layout
+from trlx_hybrid_reshard.layouts import MeshLayout
 from trlx_hybrid_reshard.plan import plan
-from trlx_hybrid_reshard.shapes import SHAPES
+from trlx_hybrid_reshard.planner.architectures import SHAPES, describe
 
 sys.path.insert(0, str(Path(__file__).parent))
 from worlds import held, reshards
@@ -150,7 +149,7 @@ def in_buckets(slices):
 @pytest.mark.parametrize(("n", "t"), [(4, 1), (4, 2), (4, 4), (8, 2)])
 def test_no_rank_receives_more_than_a_bucket_at_a_time(n, t):
     model = describe(SHAPES["7b" if t < 8 else "70b"])
-    train, rollout = Layout(fsdp=n), Layout(tp=t).served().over(n)
+    train, rollout = MeshLayout(fsdp=n), MeshLayout(tp=t).served().over(n)
     buckets = bucketed(model, train, rollout)
     assert buckets.peak_bytes <= 512 << 20
     for rank in range(n):
@@ -160,7 +159,7 @@ def test_no_rank_receives_more_than_a_bucket_at_a_time(n, t):
 
 def test_what_is_larger_than_a_bucket_keeps_every_rank_receiving():
     model = describe(SHAPES["7b"])
-    train, rollout = Layout(fsdp=8), Layout(tp=2).served().over(8)
+    train, rollout = MeshLayout(fsdp=8), MeshLayout(tp=2).served().over(8)
     buckets = bucketed(model, train, rollout, 64 << 20)
     assert buckets.rounds[0] > 1
     slices = lower(model, train, rollout, 0, buckets).receives

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid_reshard.layout import VLLM_VOCAB_MULTIPLE, Layout
-from trlx_hybrid_reshard.parameter import Parameter
-from trlx_hybrid_reshard.slicing import dealt_experts, stage_layers
+from trlx_hybrid_reshard.layouts import VLLM_VOCAB_MULTIPLE, MeshLayout, Parameter, expert_shares, stage_layers
+
+sys.path.insert(0, str(Path(__file__).parent))
+from worlds import boxes
 
 KV = Parameter(name="k", shape=(8, 3), tp_dim=0, tp_units=2, unit="key-value heads", replicable=True)
 GATE_UP = Parameter(name="w13", shape=(4, 12, 5), tp_dim=1, segments=2, expert_dim=0)
@@ -16,40 +18,40 @@ GATE_UP = Parameter(name="w13", shape=(4, 12, 5), tp_dim=1, segments=2, expert_d
 def rows(layout, parameter, dim=1):
     """For each rank the ranges of one dimension of its boxes."""
     sharding = layout.sharding(parameter)
-    return [[box[dim] for box in sharding.boxes(r)] for r in range(layout.world)]
+    return [[box[dim] for box in boxes(sharding, r)] for r in range(layout.world)]
 
 
 def test_key_value_heads_are_shared_by_neighbouring_ranks():
-    assert rows(Layout(tp=4), KV) == [[(0, 4)], [(0, 4)], [(4, 8)], [(4, 8)]]
+    assert rows(MeshLayout(tp=4), KV) == [[(0, 4)], [(0, 4)], [(4, 8)], [(4, 8)]]
 
 
 def test_gate_and_up_are_sliced_each_by_itself():
-    assert rows(Layout(tp=2), GATE_UP, dim=2) == [[(0, 3), (6, 9)], [(3, 6), (9, 12)]]
+    assert rows(MeshLayout(tp=2), GATE_UP, dim=2) == [[(0, 3), (6, 9)], [(3, 6), (9, 12)]]
 
 
 def test_fsdp_cuts_experts_where_tensor_parallelism_does_not():
-    assert rows(Layout(fsdp=2), GATE_UP) == [[(0, 2)], [(2, 4)]]
-    assert rows(Layout(fsdp=2), GATE_UP, dim=2) == [[(0, 12)], [(0, 12)]]
+    assert rows(MeshLayout(fsdp=2), GATE_UP) == [[(0, 2)], [(2, 4)]]
+    assert rows(MeshLayout(fsdp=2), GATE_UP, dim=2) == [[(0, 12)], [(0, 12)]]
 
 
 def test_uneven_shards_are_those_of_torch_chunk():
     ten = Parameter(name="weight", shape=(10, 2))
-    assert rows(Layout(fsdp=4), ten) == [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 10)]]
-    assert rows(Layout(fsdp=8), Parameter(name="weight", shape=(5,)))[4:] == [[(4, 5)], [], [], []]
+    assert rows(MeshLayout(fsdp=4), ten) == [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 10)]]
+    assert rows(MeshLayout(fsdp=8), Parameter(name="weight", shape=(5,)))[4:] == [[(4, 5)], [], [], []]
 
 
 def test_a_permuted_mesh_moves_the_shards():
     four = Parameter(name="weight", shape=(4, 2))
-    assert rows(Layout(fsdp=4, mesh=(0, 2, 1, 3)), four) == [[(0, 1)], [(2, 3)], [(1, 2)], [(3, 4)]]
+    assert rows(MeshLayout(fsdp=4, mesh=(0, 2, 1, 3)), four) == [[(0, 1)], [(2, 3)], [(1, 2)], [(3, 4)]]
 
 
 @pytest.mark.parametrize(
     ("layout", "parameter", "message"),
     [
-        (Layout(tp=3), KV, r"tp=3 neither divides nor is a multiple of the 2 key-value heads of k"),
-        (Layout(tp=4), GATE_UP, r"tp=4 does not divide the 6 rows of w13\. Choose a tp that fits: 1, 2, 3, 6"),
-        (Layout(fsdp=2, shard_dims=(("k", 1),)), KV, r"dimension 1 of k only evenly, and fsdp=2 does not divide 3"),
-        (Layout(fsdp=2, shard_dims=(("k", 2),)), KV, r"k of shape \(8, 3\) has no dimension 2"),
+        (MeshLayout(tp=3), KV, r"tp=3 neither divides nor is a multiple of the 2 key-value heads of k"),
+        (MeshLayout(tp=4), GATE_UP, r"tp=4 does not divide the 6 rows of w13\. Choose a tp that fits: 1, 2, 3, 6"),
+        (MeshLayout(fsdp=2, shard_dims=(("k", 1),)), KV, r"dimension 1 of k only evenly, and fsdp=2 does not divide 3"),
+        (MeshLayout(fsdp=2, shard_dims=(("k", 2),)), KV, r"k of shape \(8, 3\) has no dimension 2"),
     ],
 )
 def test_a_size_that_does_not_divide_is_named(layout, parameter, message):
@@ -67,7 +69,7 @@ def test_a_size_that_does_not_divide_is_named(layout, parameter, message):
 )
 def test_a_layout_that_cannot_be_is_refused(sizes, message):
     with pytest.raises(ConfigError, match=message):
-        Layout(**sizes)
+        MeshLayout(**sizes)
 
 
 def test_vllm_cuts_stages_experts_and_vocabularies_like_this():
@@ -82,7 +84,7 @@ def test_vllm_cuts_stages_experts_and_vocabularies_like_this():
             assert ours == [list(get_pp_indices(depth, i, stages)) for i in range(stages)]
     for experts in (8, 10):
         for ranks in (2, 4):
-            ours = dealt_experts(Parameter(name="experts", shape=(experts, 1, 1), expert_dim=0), ranks)[:, 0]
+            ours = expert_shares(Parameter(name="experts", shape=(experts, 1, 1), expert_dim=0), ranks)[:, 0]
             for rank, (start, stop) in enumerate(ours.tolist()):
                 local = determine_expert_map(ranks, rank, experts)[1]
                 assert [i for i, at in enumerate(local.tolist()) if at >= 0] == list(range(start, stop))
@@ -91,7 +93,7 @@ def test_vllm_cuts_stages_experts_and_vocabularies_like_this():
 
 def test_the_plugin_and_the_planner_import_no_backend():
     code = (
-        "import sys, trlx_hybrid_reshard.plugin, trlx_hybrid_reshard.tool, trlx_hybrid_reshard.descriptors,"
+        "import sys, trlx_hybrid_reshard.plugin, trlx_hybrid_reshard.planner.cli, trlx_hybrid_reshard.descriptors,"
         " trlx_hybrid_reshard.live; print([m for m in ('vllm', 'ray', 'trl', 'torch') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

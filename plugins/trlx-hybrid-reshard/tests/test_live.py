@@ -1,5 +1,8 @@
 """Layouts read from DTensors that torch itself sharded, once as every rank; no communication takes place."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,10 +12,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid_reshard.layout import Layout
-from trlx_hybrid_reshard.live import from_dtensor, read
-from trlx_hybrid_reshard.parameter import Model, Parameter
+from trlx_hybrid_reshard.layouts import MeshLayout, Model, Parameter
+from trlx_hybrid_reshard.live import from_dtensor, read_trainer
 from trlx_hybrid_reshard.plan import plan
+
+sys.path.insert(0, str(Path(__file__).parent))
+from worlds import boxes
 
 WORLD = 4
 
@@ -57,8 +62,8 @@ def test_each_rank_holds_what_torch_gave_it(as_rank, mesh, placements, shape):
     for rank in range(WORLD):
         as_rank(rank)
         tensor = distribute_tensor(full, init_device_mesh("cpu", mesh), placements, src_data_rank=None)
-        boxes = from_dtensor(tensor, WORLD).boxes(rank)
-        assert taken(full, boxes) == tensor.to_local().flatten().tolist()
+        held = boxes(from_dtensor(tensor, WORLD), rank)
+        assert taken(full, held) == tensor.to_local().flatten().tolist()
 
 
 def test_fsdp_inside_tensor_parallelism(as_rank):
@@ -69,8 +74,8 @@ def test_fsdp_inside_tensor_parallelism(as_rank):
         layer = nn.Linear(2, 8, bias=False)
         layer.weight = nn.Parameter(distribute_tensor(full, mesh["tp"], [Shard(0)], src_data_rank=None))
         fully_shard(layer, mesh=mesh["fsdp"])
-        boxes = from_dtensor(layer.weight, WORLD).boxes(rank)
-        assert taken(full, boxes) == layer.weight.to_local().flatten().tolist()
+        held = boxes(from_dtensor(layer.weight, WORLD), rank)
+        assert taken(full, held) == layer.weight.to_local().flatten().tolist()
 
 
 def live(layers=2):
@@ -90,10 +95,10 @@ def test_a_model_under_fully_shard_plans_like_the_layout_it_has(as_rank):
     tensors = dict(model.named_parameters())
     assert all(isinstance(t, DTensor) for t in tensors.values())
     described = Model(name="two layers", parameters=(WEIGHT,))
-    seen = read([WEIGHT], tensors, WORLD)
+    seen = read_trainer([WEIGHT], tensors, WORLD)
     for rank in range(WORLD):
-        found = plan(described, seen, Layout(tp=2, dp=2), rank)
-        meant = plan(described, Layout(fsdp=4), Layout(tp=2, dp=2), rank)
+        found = plan(described, seen, MeshLayout(tp=2, dp=2), rank)
+        meant = plan(described, MeshLayout(fsdp=4), MeshLayout(tp=2, dp=2), rank)
         assert (found.receives == meant.receives).all()
         assert (found.sends == meant.sends).all()
 
@@ -107,7 +112,7 @@ def test_a_mesh_out_of_order_is_refused(as_rank):
         fully_shard(layer, mesh=DeviceMesh("cpu", [0, 2, 1, 3]))
     row = Parameter(name="layers.{}.weight", shape=(12, 8), layers=range(2), tp_dim=1, unit="columns")
     with pytest.raises(ConfigError, match=r"lists its ranks as \[0, 2, 1, 3\]"):
-        read([row], dict(model.named_parameters()), WORLD)
+        read_trainer([row], dict(model.named_parameters()), WORLD)
 
 
 def test_advised_shard_dimensions_are_what_fully_shard_makes(as_rank):
@@ -118,23 +123,23 @@ def test_advised_shard_dimensions_are_what_fully_shard_makes(as_rank):
         fully_shard(layer, mesh=DeviceMesh("cpu", range(WORLD)), shard_placement_fn=lambda p: Shard(1))
     row = Parameter(name="layers.{}.weight", shape=(12, 8), layers=range(2), tp_dim=1, unit="columns")
     described = Model(name="two layers", parameters=(row,))
-    seen = read([row], dict(model.named_parameters()), WORLD)
-    rollout, meant = Layout(tp=2, dp=2), Layout(fsdp=4, shard_dims=((row.name, 1),))
+    seen = read_trainer([row], dict(model.named_parameters()), WORLD)
+    rollout, meant = MeshLayout(tp=2, dp=2), MeshLayout(fsdp=4, shard_dims=((row.name, 1),))
     for rank in range(WORLD):
         assert (plan(described, seen, rollout, rank).receives == plan(described, meant, rollout, rank).receives).all()
 
 
 def test_plain_parameters_are_on_every_rank():
-    seen = read([WEIGHT], dict(live().named_parameters()), WORLD)
+    seen = read_trainer([WEIGHT], dict(live().named_parameters()), WORLD)
     assert [seen.sharding(WEIGHT).elements(r) for r in range(WORLD)] == [60] * WORLD
 
 
 def test_another_model_is_named():
     with pytest.raises(ConfigError, match=r"no parameter layers\.1\.weight"):
-        read([WEIGHT], dict(live(1).named_parameters()), WORLD)
+        read_trainer([WEIGHT], dict(live(1).named_parameters()), WORLD)
     wide = Parameter(name="layers.{}.weight", shape=(12, 3), layers=range(2))
     with pytest.raises(ConfigError, match=r"layers\.0\.weight has shape \(10, 3\), the plan expects \(12, 3\)"):
-        read([wide], dict(live().named_parameters()), WORLD)
+        read_trainer([wide], dict(live().named_parameters()), WORLD)
 
 
 def test_layers_sharded_differently_are_refused(as_rank):
@@ -142,4 +147,4 @@ def test_layers_sharded_differently_are_refused(as_rank):
     model = live()
     fully_shard(model.layers[0])
     with pytest.raises(ConfigError, match="placed in 2 ways"):
-        read([WEIGHT], dict(model.named_parameters()), WORLD)
+        read_trainer([WEIGHT], dict(model.named_parameters()), WORLD)

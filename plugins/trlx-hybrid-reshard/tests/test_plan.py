@@ -7,11 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid_reshard.architecture import describe
-from trlx_hybrid_reshard.layout import Layout
-from trlx_hybrid_reshard.parameter import Model, Parameter
+from trlx_hybrid_reshard.layouts import MeshLayout, Model, Parameter
 from trlx_hybrid_reshard.plan import plan
-from trlx_hybrid_reshard.shapes import SHAPES
+from trlx_hybrid_reshard.planner.architectures import SHAPES, describe
 
 sys.path.insert(0, str(Path(__file__).parent))
 from worlds import held, reshards
@@ -98,21 +96,21 @@ FIGURES = [
 
 @pytest.mark.parametrize(("train", "tp", "gigabytes"), [f[1:] for f in FIGURES], ids=[f[0] for f in FIGURES])
 def test_the_worst_rank_of_a_7b_model(train, tp, gigabytes):
-    model, layout = describe(SHAPES["7b"]), Layout(**train)
-    made = plans(model, layout, Layout(tp=tp).served().over(layout.world))
+    model, layout = describe(SHAPES["7b"]), MeshLayout(**train)
+    made = plans(model, layout, MeshLayout(tp=tp).served().over(layout.world))
     assert max(int(one.receives.sum()) for one in made) / 1e9 == pytest.approx(gigabytes, abs=5e-4)
 
 
 def test_the_best_layout_is_at_the_dense_floor():
     model = describe(SHAPES["7b"])
-    layout = Layout(**FIGURES[2][1])
-    worst = max(int(one.receives.sum()) for one in plans(model, layout, Layout(tp=2).served().over(4)))
+    layout = MeshLayout(**FIGURES[2][1])
+    worst = max(int(one.receives.sum()) for one in plans(model, layout, MeshLayout(tp=2).served().over(4)))
     assert worst == pytest.approx((1 / 2 - 1 / 4) * model.bytes, rel=1e-3)  # norms are on both TP ranks
 
 
 def test_experts_have_no_overlap_to_save():
     model = describe(SHAPES["30b-a3b"])
-    made = plans(model, Layout(fsdp=4), Layout(tp=4).served())
+    made = plans(model, MeshLayout(fsdp=4), MeshLayout(tp=4).served())
     for one in made:
         experts = [c for c in one.classes if c.parameter.kind == "expert"]
         size = sum(c.parameter.elements for c in experts) * model.itemsize
@@ -121,13 +119,13 @@ def test_experts_have_no_overlap_to_save():
 
 def test_expert_parallel_engines_take_the_shards_as_they_are():
     model = describe(SHAPES["30b-a3b"])
-    one = plan(model, Layout(fsdp=4), Layout(tp=4, ep=4).served(), 1)
+    one = plan(model, MeshLayout(fsdp=4), MeshLayout(tp=4, ep=4).served(), 1)
     assert sum(c.floor for c in one.classes if c.parameter.kind == "expert") == 0
 
 
 def test_replicas_share_the_sending():
     model = describe(SHAPES["1.5b"])
-    made = plans(model, Layout(dp=4, fsdp=2), Layout(tp=2).served().over(8))
+    made = plans(model, MeshLayout(dp=4, fsdp=2), MeshLayout(tp=2).served().over(8))
     sent = [int(one.sends.sum()) for one in made]
     assert max(sent) - min(sent) < 0.02 * max(sent)
     fair = [one.send_floor_bytes for one in made]
@@ -138,19 +136,19 @@ def test_replicas_share_what_only_one_layer_has():
     """Eight copies on one node, each asked by its neighbours: the queue decides, since no layer follows."""
     embedding = Parameter(name="embed", shape=(64, 4), tp_dim=0)
     model = Model(name="one", parameters=(embedding,))
-    sent = [int(one.sends.sum()) for one in plans(model, Layout(dp=8, fsdp=2), Layout(dp=16))]
+    sent = [int(one.sends.sum()) for one in plans(model, MeshLayout(dp=8, fsdp=2), MeshLayout(dp=16))]
     assert max(sent) == min(sent) == 64 * 4 * 2 // 2
 
 
 def test_ddp_moves_nothing():
-    one = plan(describe(SHAPES["7b"]), Layout(dp=4), Layout(tp=4).served(), 2)
+    one = plan(describe(SHAPES["7b"]), MeshLayout(dp=4), MeshLayout(tp=4).served(), 2)
     assert (one.receives.sum(), one.sends.sum()) == (0, 0)
     assert one.local_copy_bytes > 0
 
 
 def test_pipeline_stages_receive_only_their_layers():
     model = describe(SHAPES["70b"])
-    first, last = (plan(model, Layout(fsdp=8), Layout(tp=4, pp=2).served(), r) for r in (0, 7))
+    first, last = (plan(model, MeshLayout(fsdp=8), MeshLayout(tp=4, pp=2).served(), r) for r in (0, 7))
     named = {c.parameter.name: c for c in first.classes}
     assert named["lm_head.weight"].floor == 0 < named["model.embed_tokens.weight"].floor
     assert {c.parameter.name: c for c in last.classes}["lm_head.weight"].floor > 0
@@ -159,25 +157,25 @@ def test_pipeline_stages_receive_only_their_layers():
 
 def test_a_tied_embedding_goes_to_both_ends_of_the_pipeline():
     model = describe(SHAPES["0.6b"])
-    made = plans(model, Layout(fsdp=3), Layout(pp=3).served())
+    made = plans(model, MeshLayout(fsdp=3), MeshLayout(pp=3).served())
     sizes = [one.classes[0].floor + one.classes[0].local for one in made]
     assert sizes == [151936 * 1024 * 2, 0, 151936 * 1024 * 2]
 
 
 def test_layouts_of_other_worlds_are_refused_with_the_way_out():
     with pytest.raises(ConfigError, match=r"fsdp=8 takes 8, tp=4 takes 4\..*more replicas with dp"):
-        plan(describe(SHAPES["7b"]), Layout(fsdp=8), Layout(tp=4), 0)
+        plan(describe(SHAPES["7b"]), MeshLayout(fsdp=8), MeshLayout(tp=4), 0)
 
 
 def test_a_source_that_lost_bytes_is_named():
-    class Partial(Layout):
+    class Partial(MeshLayout):
         """Half of the rows are nowhere."""
 
         def sharding(self, parameter):
-            sharding = Layout.sharding(self, parameter)
+            sharding = MeshLayout.sharding(self, parameter)
             sharding.parts[1][0] = 0
             return sharding
 
     model = Model(name="one", parameters=(Parameter(name="weight", shape=(4, 2)),))
     with pytest.raises(ConfigError, match=r"Rank 1 lacks 4 elements of weight, and 0 can be had"):
-        plan(model, Partial(fsdp=2), Layout(dp=2), 1)
+        plan(model, Partial(fsdp=2), MeshLayout(dp=2), 1)

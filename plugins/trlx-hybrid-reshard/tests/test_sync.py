@@ -1,6 +1,7 @@
 """The weight sync on FSDP2 and plain models: right after every kind of change, at the floor, and alike on all ranks."""
 
 import functools
+import logging
 import sys
 from pathlib import Path
 
@@ -10,7 +11,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ranks import reports
 from standins import Model, SlicedEngine, session_of
 from trlx_hybrid_reshard.agreement import Agreement
-from trlx_hybrid_reshard.merged import MergedShards
+from trlx_hybrid_reshard.shards import Shards
+from trlx_hybrid_reshard.sync import LIMIT, SEEN, SHOWN, WARM, SyncLog
 
 SYNCS = ["first", "trained", "newly frozen", "one frozen", "frozen but written", "lost", "offloaded and run"]
 
@@ -72,12 +74,52 @@ def test_adapters_are_merged_when_all_ranks_have_said_that_they_are_there(monkey
     """The merge of shards is FSDP's collective, which has no deadline of ours: a missing rank would hang the others."""
     _, sync = session_of(Model(), SlicedEngine(tp=1))
     called = []
-    for owner, name in ((Agreement, "exchange"), (Agreement, "same"), (MergedShards, "refresh")):
+    for owner, name in ((Agreement, "exchange"), (Agreement, "same"), (Shards, "merge")):
         plain = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, plain=plain, name=name: (called.append(name), plain(*a))[1])
     assert sync.refuses() is None
     sync.open()
-    assert called[:2] == ["exchange", "refresh"]
+    assert called[:2] == ["exchange", "merge"]
     called.clear()
     sync.sync()
-    assert called == ["same", "refresh"]
+    assert called == ["same", "merge"]
+
+
+@pytest.fixture
+def said(capsys, caplog):
+    """Let syncs of so many seconds end every ten, on the test's own clock; what was printed and what was logged."""
+
+    def after(durations, rank=0, level=logging.WARNING):
+        with caplog.at_level(level, logger="trlx_hybrid_reshard.sync"):
+            log = SyncLog(rank, lambda: "Do less.")
+            for number, seconds in enumerate(durations):
+                log.done(10.0 * number - seconds, 10.0 * number, f"transferred={number}GB")
+        return capsys.readouterr().err.splitlines(), [(r.levelname, r.message) for r in caplog.records]
+
+    return after
+
+
+def test_the_first_syncs_are_shown_without_any_set_up(said):
+    printed, logged = said([0.5] * (SHOWN + 4))
+    assert printed == [f"[Reshard] duration=0.500s, transferred={number}GB" for number in range(SHOWN)]
+    assert logged == []
+
+
+def test_all_are_logged_and_none_is_said_twice(said):
+    printed, logged = said([0.5] * 5, level=logging.INFO)
+    assert printed == []
+    assert logged == [("INFO", f"[Reshard] duration=0.500s, transferred={number}GB") for number in range(5)]
+
+
+def test_other_ranks_print_nothing(said):
+    assert said([3.0] * 20, rank=1) == ([], [])
+
+
+def test_a_tenth_of_an_iteration_is_warned_about_once_and_only_when_warm(said):
+    _, logged = said([9.0] * WARM + [0.9] * 5 + [2.0] * (SEEN - 1) + [0.9] + [2.0] * 10)
+    assert logged == [("WARNING", "[Reshard] Resharding takes 20% of an iteration, 2 s of 10 s. Do less.")]
+
+
+def test_one_slow_sync_among_others_is_no_news(said):
+    assert said([10 * LIMIT] * 20)[1] == []
+    assert said([0.5, 0.5, 5.0, 5.0] * 5)[1] == []

@@ -1,11 +1,11 @@
 """Random models and layouts, and an oracle that cuts real arrays the way torch and vLLM do."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
 from hypothesis import strategies as st
-from trlx_hybrid_reshard.layout import Layout
-from trlx_hybrid_reshard.parameter import Model, Parameter, Stage
+from trlx_hybrid_reshard.layouts import MeshLayout, Model, Parameter, Stage
 
 DEPTH = 3
 PADDING = 8
@@ -52,7 +52,7 @@ def layouts(draw, world, tp, *, served):
     dp = rest // fsdp
     ep = draw(st.sampled_from([1] * 4 + [tp * d for d in (1, 2, 3) if dp % d == 0])) if served else 1
     mesh = tuple(draw(st.permutations(range(world)))) if draw(st.booleans()) else None
-    return Layout(dp=dp, pp=pp, fsdp=fsdp, tp=tp, ep=ep, vocab_multiple=PADDING if served else 1, mesh=mesh)
+    return MeshLayout(dp=dp, pp=pp, fsdp=fsdp, tp=tp, ep=ep, vocab_multiple=PADDING if served else 1, mesh=mesh)
 
 
 @st.composite
@@ -72,7 +72,7 @@ def reshards(draw):
         if even and draw(st.booleans()):
             dims.append((f"{i}.{p.name}", draw(st.sampled_from(even))))
     named = tuple(_renamed(p, f"{i}.{p.name}") for i, p in enumerate(parameters))
-    train = Layout(**{k: getattr(train, k) for k in ("dp", "pp", "fsdp", "tp", "mesh")}, shard_dims=tuple(dims))
+    train = MeshLayout(**{k: getattr(train, k) for k in ("dp", "pp", "fsdp", "tp", "mesh")}, shard_dims=tuple(dims))
     node = draw(st.sampled_from([n for n in (1, 2, 4, world) if world % n == 0]))
     return Model(name="random", parameters=named), train, draw(layouts(world, tp, served=True)), node
 
@@ -121,6 +121,13 @@ def _sliced(array, parameter, layout, tp):
         tp, ways = tp * parameter.tp_units // ways, parameter.tp_units
     blocks = np.split(array, parameter.segments, axis=dim)
     return np.concatenate([np.split(block, ways, axis=dim)[tp] for block in blocks], axis=dim)
+
+
+def boxes(sharding, rank):
+    """A rank's piece as half-open ranges per dimension: no box if it holds nothing, several for fused blocks."""
+    if not sharding.holds(rank):
+        return []
+    return list(itertools.product(*([(int(a), int(b)) for a, b in part if b > a] for part in sharding.piece(rank))))
 
 
 def whole(parameter):

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .intervals import Ints, length, overlap
-from .parameter import Model, Stage
-from .plan import Placement
-from .sharding import Sharding
+from .layouts import Model, Stage
+from .plan import ModelSharding
+from .sharding import Ints, Sharding, length, overlap
 
 CAPACITY = 256 << 20
 """Bytes one rank receives and packs in a bucket, unless a single row is larger."""
@@ -47,7 +46,7 @@ class Buckets:
 
 
 def bucketed(
-    model: Model, source: Placement, target: Placement, capacity: int = CAPACITY, *, cast: bool = False
+    model: Model, source: ModelSharding, target: ModelSharding, capacity: int = CAPACITY, *, cast: bool = False
 ) -> Buckets:
     """The buckets of a reshard, the same on every rank.
 

@@ -9,11 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .buckets import Buckets
-from .holders import Turns, holders_seen, to_receive, to_send
-from .intervals import Ints, crossings, local, overlap, rechunked
-from .parameter import Model
-from .plan import Placement, check, nodes
-from .sharding import Sharding
+from .layouts import Model
+from .plan import ModelSharding, Turns, check_layouts, holders_seen, nodes_of, to_receive, to_send
+from .sharding import Ints, Sharding, crossings, overlap, position_in, rechunked
 
 DIMENSIONS = 3
 """Of the largest tensor, layers not counted. Smaller ones have ranges [0, 1) in the rest."""
@@ -54,15 +52,15 @@ class Descriptors:
 
 
 def lower(
-    model: Model, source: Placement, target: Placement, rank: int, buckets: Buckets, *, ranks_per_node: int = 0
+    model: Model, source: ModelSharding, target: ModelSharding, rank: int, buckets: Buckets, *, ranks_per_node: int = 0
 ) -> Descriptors:
     """The slices of one rank; agrees with `plan.plan` byte for byte.
 
     Raises:
         ConfigError: see `plan.plan`.
     """
-    check(source, target, rank)
-    node = nodes(source.world, ranks_per_node)
+    check_layouts(source, target, rank)
+    node = nodes_of(source.world, ranks_per_node)
     lists: tuple[list[Slices], ...] = ([], [], [], [])
     theirs: list[Ints] = []
     for c, parameter in enumerate(model.parameters):
@@ -193,7 +191,7 @@ def _here(sharding: Sharding, rank: int, start: Ints) -> Ints:
     """Starts of boxes in the rank's own piece."""
     placed = start.copy()
     for d, part in enumerate(sharding.piece(rank)[1:]):
-        placed[:, d] = local(part, start[:, d])
+        placed[:, d] = position_in(part, start[:, d])
     return placed
 
 

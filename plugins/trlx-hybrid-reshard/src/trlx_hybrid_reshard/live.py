@@ -1,25 +1,29 @@
-"""The training layout as it is: read from the placements of live parameters."""
+"""Where weights lie, read from both sides: the trainer's DTensor placements, and the boxes that engines hold."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from trlx_hybrid.errors import ConfigError
 
-from .intervals import Ints, rechunked, whole
-from .parameter import Parameter
-from .sharding import Sharding
+from .layouts import Parameter
+from .sharding import Ints, Sharding, rechunked, uncut
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Boxes: TypeAlias = Sequence[tuple[tuple[int, int], ...]]
+"""Of one tensor on one rank; no layers' dimension."""
+
+_Ranges: TypeAlias = tuple[tuple[int, int], ...]
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LiveLayout:
-    """A `plan.Placement` of shardings that were read.
+class LiveSharding:
+    """A `plan.ModelSharding` of shardings that were read.
 
     Attributes:
         shardings: by the name of the parameter class.
@@ -46,7 +50,7 @@ class LiveLayout:
         return "the live model"
 
 
-def read(parameters: Iterable[Parameter], tensors: Mapping[str, Tensor], world: int) -> LiveLayout:
+def read_trainer(parameters: Iterable[Parameter], tensors: Mapping[str, Tensor], world: int) -> LiveSharding:
     """The layout of a live model.
 
     Args:
@@ -74,7 +78,7 @@ def read(parameters: Iterable[Parameter], tensors: Mapping[str, Tensor], world: 
                 "Shard all layers alike."
             )
         shardings[parameter.name] = from_dtensor(next(iter(found.values())), world, layers=layers)
-    return LiveLayout(world, shardings)
+    return LiveSharding(world, shardings)
 
 
 def from_dtensor(tensor: Tensor, world: int, *, layers: int = 1) -> Sharding:
@@ -90,7 +94,7 @@ def from_dtensor(tensor: Tensor, world: int, *, layers: int = 1) -> Sharding:
         ConfigError: a placement that is neither a shard nor a replica, or a mesh that is not in order.
     """
     extent = (layers, *tensor.shape)
-    parts, coordinates = [whole(size) for size in extent], list[Ints | None]([None] * len(extent))
+    parts, coordinates = [uncut(size) for size in extent], list[Ints | None]([None] * len(extent))
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return Sharding(world, tuple(parts), tuple(coordinates))
@@ -127,3 +131,52 @@ def from_dtensor(tensor: Tensor, world: int, *, layers: int = 1) -> Sharding:
 def _placing(tensor: Tensor) -> tuple[Any, ...]:
     mesh = getattr(tensor, "device_mesh", None)
     return () if mesh is None else (mesh, tuple(tensor.placements))  # type: ignore[attr-defined]
+
+
+def read_engines(parameters: Sequence[Parameter], held: Sequence[Mapping[str, Boxes]]) -> LiveSharding:
+    """The layout of live engines.
+
+    Args:
+        parameters: of one layer each.
+        held: for each rank, the boxes of each parameter by name.
+
+    Raises:
+        ConfigError: the boxes of a rank are no product of ranges.
+    """
+    return LiveSharding(
+        len(held), {p.name: from_boxes(p, [boxes.get(p.name, ()) for boxes in held]) for p in parameters}
+    )
+
+
+def from_boxes(parameter: Parameter, held: Sequence[Boxes]) -> Sharding:
+    """Where a parameter lies, by the boxes of each rank.
+
+    Raises:
+        ConfigError: the boxes of a rank are no product of ranges.
+    """
+    dims = len(parameter.shape)
+    some = np.array([bool(boxes) for boxes in held])
+    known: list[dict[_Ranges, int]] = [{} for _ in range(dims)]
+    which = np.zeros((dims, len(held)), dtype=np.int64)
+    for rank, boxes in enumerate(held):
+        if not boxes:
+            continue
+        ranges = [tuple(sorted({box[d] for box in boxes})) for d in range(dims)]
+        if np.prod([len(r) for r in ranges]) != len(set(boxes)):
+            raise ConfigError(
+                f"What rank {rank}'s engine holds of {parameter.name} is no product of ranges per dimension: "
+                f"{sorted(set(boxes))}."
+            )
+        for d, own in enumerate(ranges):
+            which[d, rank] = known[d].setdefault(own, len(known[d]))
+    parts, coordinates = [uncut(1)], list[Ints | None]([None])
+    for d, distinct in enumerate(known):
+        parts.append(_part(list(distinct)) if distinct else uncut(parameter.shape[d]))
+        coordinates.append(which[d] if len(distinct) > 1 else None)
+    return Sharding(len(held), tuple(parts), tuple(coordinates), None if some.all() else some)
+
+
+def _part(distinct: Sequence[_Ranges]) -> Ints:
+    most = max(len(ranges) for ranges in distinct)
+    filled = [[*ranges, *[(ranges[-1][1], ranges[-1][1])] * (most - len(ranges))] for ranges in distinct]
+    return np.array(filled, dtype=np.int64)

@@ -5,8 +5,12 @@ of index ranges, so what two ranks share is a product of overlaps per dimension:
 and rank, not by tensor. Every byte of a rank's target has one origin, and no rank receives what it holds: the floor
 |T| − |S ∩ T|, with T the rank's target and S its source, is met exactly.
 
+A byte that several ranks hold comes from the receiver's own node if it lies there. The holders that are equally near
+take turns over the ranks that ask and over the layers, so that their loads differ by less than a layer's piece. Sender
+and receiver find the same answer, each from its own side, without looking at the plans of others.
+
 HybridFlow (arXiv:2409.19256, section 5) reshards by all-gathers inside micro data-parallel groups, which asks that the
-training layout is made for it. This one takes the two layouts as they are; `advice` says what better ones save.
+training layout is made for it. This one takes the two layouts as they are; `planner.advice` says what better ones save.
 """
 
 from __future__ import annotations
@@ -16,16 +20,15 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 from trlx_hybrid.errors import ConfigError
 
-from .holders import Holders, Turns, holders_seen, to_receive, to_send
-from .intervals import Ints, length, overlap
-from .parameter import Model, Parameter
-from .sharding import Sharding
+from .layouts import Model, Parameter
+from .sharding import Ints, Sharding, length, overlap
 
 
-class Placement(Protocol):
-    """Where parameters lie: a `Layout`, or what was read from a live model."""
+class ModelSharding(Protocol):
+    """Where parameters lie: a `MeshLayout`, or what was read from a live model."""
 
     @property
     def world(self) -> int:
@@ -113,7 +116,7 @@ class RankPlan:
         return sum(c.zero for c in self.classes)
 
 
-def plan(model: Model, source: Placement, target: Placement, rank: int, *, ranks_per_node: int = 0) -> RankPlan:
+def plan(model: Model, source: ModelSharding, target: ModelSharding, rank: int, *, ranks_per_node: int = 0) -> RankPlan:
     """What one rank moves when the model goes from one layout to the other.
 
     Args:
@@ -122,8 +125,8 @@ def plan(model: Model, source: Placement, target: Placement, rank: int, *, ranks
     Raises:
         ConfigError: the layouts differ in their number of ranks, a size does not divide, or bytes have no holder.
     """
-    check(source, target, rank)
-    node = nodes(source.world, ranks_per_node)
+    check_layouts(source, target, rank)
+    node = nodes_of(source.world, ranks_per_node)
     known: dict[tuple[Hashable, Hashable], ClassPlan] = {}
     seen: dict[bytes, Holders] = {}
     found = []
@@ -136,7 +139,7 @@ def plan(model: Model, source: Placement, target: Placement, rank: int, *, ranks
     return RankPlan(rank, node, tuple(found))
 
 
-def check(source: Placement, target: Placement, rank: int) -> None:
+def check_layouts(source: ModelSharding, target: ModelSharding, rank: int) -> None:
     """Refuse two layouts that are not of the same ranks, and a rank that is in neither."""
     if source.world != target.world:
         raise ConfigError(
@@ -147,7 +150,7 @@ def check(source: Placement, target: Placement, rank: int) -> None:
         raise ConfigError(f"There is no rank {rank} among {source.world}.")
 
 
-def nodes(world: int, ranks_per_node: int) -> Ints:
+def nodes_of(world: int, ranks_per_node: int) -> Ints:
     """(world,), the node of each rank."""
     return np.arange(world, dtype=np.int64) // (ranks_per_node or world)
 
@@ -216,9 +219,9 @@ def _sent(source: Sharding, target: Sharding, rank: int, node: Ints) -> tuple[In
         asked[rank] = 0
         return asked, int(asked.sum())
     pieces = source.pieces()
-    mates = pieces == pieces[rank]
-    share = int(asked[~mates].sum()) // int(mates.sum())
-    if share == 0 and not asked[~mates].any():
+    same = pieces == pieces[rank]
+    share = int(asked[~same].sum()) // int(same.sum())
+    if share == 0 and not asked[~same].any():
         return np.zeros_like(asked), 0
     return _by_layer(target, common, piece[0], to_send(pieces, asked > 0, rank, node)), share
 
@@ -231,3 +234,136 @@ def _by_layer(others: Sharding, common: list[Ints], layers: Ints, turns: Turns) 
         start, stop = start[others.coordinates[0]], stop[others.coordinates[0]]
     each = others.per_rank((np.ones(len(ranges), dtype=np.int64), *common[1:]))
     return each * turns.layers(start, stop)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Turns:
+    """For each rank as the other end of a transfer: which layers are this pair's.
+
+    Layer l of the pair is sent if `(l + key) % holders == order`.
+
+    Attributes:
+        eligible: (world,), whether this pair exchanges anything at all.
+        key: (world,), the asking rank's place in the queue.
+        order: (world,), the holder's place among those that take turns.
+        holders: (world,), how many take turns, at least 1.
+    """
+
+    eligible: NDArray[np.bool_]
+    key: Ints
+    order: Ints
+    holders: Ints
+
+    def layers(self, start: Ints, stop: Ints) -> Ints:
+        """(world,): how many of the layers [start, stop) of each pair are sent."""
+        phase = (self.order - self.key) % self.holders
+
+        def before(x: Ints) -> Ints:
+            return (np.maximum(x, 0) + self.holders - 1 - phase) // self.holders
+
+        return np.where(self.eligible & (stop > start), before(stop) - before(start), 0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Holders:
+    """The ranks that hold each piece, as one rank sees them.
+
+    Attributes:
+        near: (world,), on this rank's node.
+        of: (world,), the number of the piece held, 0 for none.
+        held: (world,), whether there is one.
+        local: (world,), whether the piece of each rank has a holder near.
+        turns: with no queue yet: every key is 0.
+    """
+
+    near: NDArray[np.bool_]
+    of: Ints
+    held: NDArray[np.bool_]
+    local: NDArray[np.bool_]
+    turns: Turns
+
+
+def holders_seen(pieces: Ints, rank: int, node: Ints) -> Holders:
+    """Who may send to a rank, whatever it asks for.
+
+    Args:
+        pieces: of the source, see `Sharding.pieces`.
+    """
+    held, near = pieces >= 0, node == node[rank]
+    count = int(pieces.max()) + 1
+    of = np.where(held, pieces, 0)
+    beside = np.bincount(of[held & near], minlength=count)
+    local = beside[of] > 0
+    taking = held & (near | ~local)
+    eligible = taking & (of != (pieces[rank] if held[rank] else -1))
+    order = _order_within(of, taking, count)
+    everywhere = np.bincount(of[held], minlength=count)
+    several = np.maximum(np.where(local, beside[of], everywhere[of]), 1)
+    return Holders(near, of, held, local, Turns(eligible, np.zeros_like(order), order, several))
+
+
+def to_receive(source: Sharding, target: Sharding, rank: int, seen: Holders) -> Turns:
+    """Turns between this rank, which asks, and every rank that holds something of its target.
+
+    Args:
+        seen: see `holders_seen`; the same for all parameters whose pieces have the same holders.
+    """
+    turns, of = seen.turns, seen.of
+    if turns.holders[turns.eligible].max(initial=1) == 1:  # nobody takes turns: there is no queue to keep
+        return turns
+    wanted, asks = _wanted(source, target), target.pieces()
+    key = np.zeros_like(of)
+    for region, mine in ((seen.near, seen.local), (np.ones_like(seen.near), ~seen.local)):
+        if not (mine & seen.held).any():
+            continue
+        earlier = np.flatnonzero(region[:rank] & (asks[:rank] >= 0))
+        asking = np.bincount(asks[earlier], minlength=len(wanted)) @ wanted
+        own = earlier[seen.held[earlier]]
+        own = own[wanted[asks[own], of[own]]]
+        key = np.where(mine, (asking - np.bincount(of[own], minlength=wanted.shape[1]))[of], key)
+    return replace(turns, key=key)
+
+
+def to_send(pieces: Ints, asked: NDArray[np.bool_], rank: int, node: Ints) -> Turns:
+    """Turns between this rank, which holds a piece, and every rank that may ask for it.
+
+    Args:
+        pieces: of the source, see `Sharding.pieces`.
+        asked: (world,), whose target touches this rank's piece.
+    """
+    same = pieces == pieces[rank]
+    beside = np.bincount(node[same], minlength=int(node.max()) + 1)
+    local = beside[node] > 0
+    eligible = ~same & np.where(local, node == node[rank], True)
+    on_node = int((same & (node == node[rank]))[:rank].sum())
+    order = np.where(local, on_node, int(same[:rank].sum()))
+    holders = np.where(local, beside[node], int(same.sum()))
+    if holders[eligible].max(initial=1) == 1:
+        return Turns(eligible, np.zeros_like(order), order, holders)
+    asks = asked & ~same
+    before = np.cumsum(asks) - asks
+    starts = np.searchsorted(node, node)  # nodes are runs of ranks: the first rank of each rank's node
+    key = np.where(local, before - before[starts], before)
+    return Turns(eligible, key, order, holders)
+
+
+def _wanted(source: Sharding, target: Sharding) -> NDArray[np.bool_]:
+    """(pieces of target, pieces of source): whether they touch; both numbered as `Sharding.pieces` does."""
+    touching = np.ones((1, 1), dtype=np.bool_)
+    for asked, held in zip(target.parts, source.parts, strict=True):
+        both = overlap(asked[:, None], held[None]) > 0
+        touching = (touching[:, None, :, None] & both[None, :, None, :]).reshape(
+            touching.shape[0] * both.shape[0], touching.shape[1] * both.shape[1]
+        )
+    return touching
+
+
+def _order_within(group: Ints, member: NDArray[np.bool_], count: int) -> Ints:
+    """(world,), for each member its place, by rank, among the members of its group; anything for others."""
+    ranks = np.flatnonzero(member)
+    by_group = ranks[np.argsort(group[ranks], kind="stable")]
+    sizes = np.bincount(group[by_group], minlength=count)
+    first = np.cumsum(sizes) - sizes
+    order = np.zeros(len(group), dtype=np.int64)
+    order[by_group] = np.arange(len(by_group)) - first[group[by_group]]
+    return order

@@ -10,11 +10,10 @@ from .options import ReshardOptions
 
 if TYPE_CHECKING:
     from trlx_hybrid.plugins.registry import Registry
-    from trlx_hybrid.protocols import WeightSync
-    from trlx_hybrid.session import Session
+    from trlx_hybrid.protocols import Run, WeightSync
 
 
-def _reshard(session: Session, options: ReshardOptions) -> WeightSync:
+def _reshard(session: Run, options: ReshardOptions) -> WeightSync:
     from .sync import ReshardSync
 
     return ReshardSync(session, options)
@@ -34,7 +33,7 @@ def trlx_register(registry: Registry) -> None:
 
 
 @hookimpl
-def trlx_report_header(session: Session) -> str | None:
+def trlx_report_header(session: Run) -> str | None:
     """What a sync will move."""
     if session.weights is None or session.weights.name != "reshard":
         return None
@@ -44,6 +43,6 @@ def trlx_report_header(session: Session) -> str | None:
 @hookimpl
 def trlx_command(commands: Any) -> None:
     """Add `trlx-hybrid reshard-plan`."""
-    from .tool import add_command
+    from .planner.cli import add_command
 
     add_command(commands)

@@ -1,20 +1,78 @@
-"""A plan on this rank's tensors: every view made once, so that a replay is a few launches per bucket."""
+"""A plan on this rank's tensors: every view made once, so that a replay is a few launches per bucket.
+
+Slices are grouped into messages. A large slice is a message of its own, so that it can be sent from, and received
+into, the place it belongs to. Small ones that share a bucket and a peer travel together, packed. Both ends know sizes
+and order of the slices, so both find the same messages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from trlx_hybrid.errors import SyncError
 from trlx_hybrid.protocols import Region
 
-from .descriptors import Descriptors
-from .messages import ALONE, Message, messages
-from .recording import Recording
-from .staging import Staging, aligned
+from .descriptors import Descriptors, Slices
+from .sharding import Ints
+
+ALONE = 1 << 20
+"""Bytes from which a slice is a message of its own: far above what a message costs, 10 µs or 3 MB of NVLink's time."""
+ALIGNMENT = 256
+"""Bytes. What a copy kernel and the network like to start at."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Message:
+    """What goes from one rank to another in one piece, within one bucket.
+
+    Attributes:
+        peer: the rank at the other end.
+        slices: (slices,) of `descriptors.SLICE`, in the order of the bytes.
+        sizes: elements of each.
+    """
+
+    peer: int
+    slices: Slices
+    sizes: tuple[int, ...]
+
+    @property
+    def content(self) -> bytes:
+        """Equal for messages of the same bytes to other ranks."""
+        return b"".join(self.slices[name].tobytes() for name in ("parameter", "start", "stop"))
+
+    @property
+    def elements(self) -> int:
+        """Of all slices."""
+        return sum(self.sizes)
+
+
+def messages_of(slices: Slices, bucket: int, itemsize: int, alone: int = ALONE) -> list[Message]:
+    """The messages of one bucket in one direction, by peer, in the order both ends agree on.
+
+    Args:
+        slices: of that direction, of all buckets, sorted as `descriptors.lower` sorts them.
+        itemsize: bytes per element on the wire.
+    """
+    first, last = np.searchsorted(slices["bucket"], [bucket, bucket + 1])
+    found = slices[first:last]
+    sizes = (found["stop"] - found["start"]).prod(axis=1)
+    edges = np.flatnonzero(np.diff(found["peer"], prepend=-1, append=-1))
+    return [m for a, b in itertools.pairwise(edges) for m in _of_peer(found[a:b], sizes[a:b], alone // itemsize)]
+
+
+def _of_peer(slices: Slices, sizes: Ints, alone: int) -> Iterator[Message]:
+    large = sizes >= alone
+    for i in np.flatnonzero(large):
+        yield Message(int(slices["peer"][i]), slices[i : i + 1], (int(sizes[i]),))
+    if not large.all():
+        yield Message(int(slices["peer"][0]), slices[~large], tuple(sizes[~large].tolist()))
 
 
 @dataclass(slots=True)
@@ -23,7 +81,7 @@ class Copies:
 
     dense: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
     strided: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
-    _recording: Recording | None = None
+    _graph: torch.cuda.CUDAGraph | None = None
 
     def add(self, to: Tensor, source: Tensor) -> None:
         """Copy `source` into `to`, of the same shape."""
@@ -35,16 +93,30 @@ class Copies:
         pair[1].append(source)
 
     def record(self, device: torch.device) -> None:
-        """From now on `run` is one launch. No tensor may move any more, nor be added."""
-        if len(self.strided[0]) + bool(self.dense[0]) > 1:
-            self._recording = Recording(self._launch, device)
+        """From now on `run` replays one CUDA graph. No tensor may move any more, nor be added; they ran once before.
+
+        The hundreds of copies of a sync cost the host about 5 ms for a model of 7B; recorded, a few launches.
+
+        Only copies are recorded, no messages. NCCL registers the buffers of point-to-point operations that it finds in
+        a graph, and an engine that sleeps unmaps those and maps other memory at the same addresses: the next replay
+        would write to pages that are gone, for ever (NVIDIA/nccl, `NCCL_GRAPH_REGISTER`). A graph with messages in it
+        would also keep their communicator from ever being destroyed. Copies name addresses and nothing else.
+        """
+        if len(self.strided[0]) + bool(self.dense[0]) <= 1:
+            return
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Other threads of this process (NCCL's watchdog) go on calling CUDA meanwhile.
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            self._launch()
+        self._graph = graph
 
     def run(self) -> None:
-        """Launch them."""
-        if self._recording is None:
+        """Launch them on the current stream."""
+        if self._graph is None:
             self._launch()
         else:
-            self._recording.replay()
+            self._graph.replay()
 
     def _launch(self) -> None:
         for to, sources in (self.dense, self.strided):
@@ -71,8 +143,56 @@ def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
     return all(n % times == 0 for n in counts) and tensor.data_ptr() % dtype.itemsize == 0
 
 
+class Staging:
+    """Memory that messages are packed into and received in: buffers of equal size, used in turn. One is on the wire
+    while the other is packed or written.
+
+    Views of them are made once, before the first `release`. Between syncs the storages are empty, and the views stay
+    valid; unless the buffers are kept, because a recording names their addresses.
+
+    Args:
+        elements: of one buffer.
+        count: of buffers.
+    """
+
+    def __init__(self, elements: int, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._buffers = [torch.empty(elements, dtype=dtype, device=device) for _ in range(count)]
+        self._size = elements * dtype.itemsize
+        self._kept = False
+
+    @property
+    def bytes(self) -> int:
+        """Of all buffers, while a sync runs."""
+        return self._size * len(self._buffers)
+
+    def view(self, number: int, start: int, elements: int) -> Tensor:
+        """A range of buffer `number` modulo the count; flat."""
+        return self._buffers[number % len(self._buffers)].as_strided((elements,), (1,), start)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """While it has memory."""
+        if not self._kept:
+            for buffer in self._buffers:
+                buffer.untyped_storage().resize_(self._size)
+        try:
+            yield
+        finally:
+            self.release()
+
+    def keep(self) -> None:
+        """From now on, while it is held: never give it back."""
+        self._kept = True
+
+    def release(self) -> None:
+        """Give the memory back, unless it is kept."""
+        if not self._kept:
+            for buffer in self._buffers:
+                buffer.untyped_storage().resize_(0)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class Wire:
+class Transfer:
     """One message on its way.
 
     Attributes:
@@ -86,13 +206,13 @@ class Wire:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Bucket:
+class BucketViews:
     """What moves at one time: packed first, unpacked when it has arrived."""
 
-    pack: Copies
-    sends: list[Wire]
-    receives: list[Wire]
-    unpack: Copies
+    pack: Copies = field(default_factory=Copies)
+    sends: list[Transfer] = field(default_factory=list)
+    receives: list[Transfer] = field(default_factory=list)
+    unpack: Copies = field(default_factory=Copies)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,13 +221,14 @@ class Program:
 
     Attributes:
         local: from this rank's shards into its own engine.
-        echoes: what the engine keeps twice, from its first place to the others; comes last.
+        duplicates: what the engine keeps twice, from its first place to the others; comes last.
+        tensors: how many parameters this rank's engine holds something of.
         received_bytes, sent_bytes: over the wire.
     """
 
-    buckets: list[Bucket]
+    buckets: list[BucketViews]
     local: Copies
-    echoes: Copies
+    duplicates: Copies
     staging: Staging
     tensors: int
     received_bytes: int
@@ -116,7 +237,7 @@ class Program:
     @property
     def copies(self) -> list[Copies]:
         """All of them."""
-        return [self.local, self.echoes, *(c for b in self.buckets for c in (b.pack, b.unpack))]
+        return [self.local, self.duplicates, *(c for b in self.buckets for c in (b.pack, b.unpack))]
 
     def on(self, device: torch.device) -> bool:
         """Whether all its memory is that device's."""
@@ -149,21 +270,21 @@ def program(
         regions: what this rank's engine holds of each.
         dtype: on the wire, and of the engine's memory.
         device: of the engine's memory.
-        alone: bytes, see `messages`.
+        alone: bytes from which a slice is a message of its own.
     """
     first: dict[str, dict[Any, Region]] = {}
-    echoes = Copies()
+    duplicates = Copies()
     for name in names:
         for region in regions.get(name, ()):
             kept = first.setdefault(name, {}).setdefault(region.box, region)
             if kept is not region:
-                echoes.add(region.memory, kept.memory)
+                duplicates.add(region.memory, kept.memory)
     places = _Places(names, shards, {name: list(boxes.values()) for name, boxes in first.items()}, dtype, device)
     local = Copies()
     for piece, there in zip(lowered.copies, lowered.there, strict=True):
         local.add(places.target(piece), places.source(piece, there))
     both = [
-        [messages(slices, bucket, dtype.itemsize, alone) for bucket in range(buckets)]
+        [messages_of(slices, bucket, dtype.itemsize, alone) for bucket in range(buckets)]
         for slices in (lowered.sends, lowered.receives)
     ]
     sizes = [places.staged(sends, received) for sends, received in zip(*both, strict=True)]
@@ -171,7 +292,7 @@ def program(
     made = [places.bucket(staging, b, *pair) for b, pair in enumerate(zip(*both, strict=True))]
     staging.release()
     sent, received = (sum(m.elements for bucket in way for m in bucket) * dtype.itemsize for way in both)
-    return Program(made, local, echoes, staging, len(first), received, sent)
+    return Program(made, local, duplicates, staging, len(first), received, sent)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,13 +329,13 @@ class _Places:
             for message in found:
                 if self._in_place(message, sending) is None and not (sending and message.content in packed):
                     packed.add(message.content)
-                    total += aligned(message.elements, self.dtype.itemsize)
+                    total += self._aligned(message.elements)
         return total
 
-    def bucket(self, staging: Staging, number: int, sends: list[Message], receives: list[Message]) -> Bucket:
-        bucket = Bucket(Copies(), [], [], Copies())
+    def bucket(self, staging: Staging, number: int, sends: list[Message], receives: list[Message]) -> BucketViews:
+        bucket = BucketViews()
         start = 0
-        for sending, found, wires in ((True, sends, bucket.sends), (False, receives, bucket.receives)):
+        for sending, found, transfers in ((True, sends, bucket.sends), (False, receives, bucket.receives)):
             tags: dict[int, int] = {}
             packed: dict[bytes, Tensor] = {}
             for message in found:
@@ -224,12 +345,12 @@ class _Places:
                     tensor = packed.get(message.content)
                 if tensor is None:
                     tensor = packed[message.content] = staging.view(number, start, message.elements)
-                    start += aligned(message.elements, self.dtype.itemsize)
+                    start += self._aligned(message.elements)
                     self._stage(message, tensor, sending, bucket)
-                wires.append(Wire(message.peer, tensor, tag))
+                transfers.append(Transfer(message.peer, tensor, tag))
         return bucket
 
-    def _stage(self, message: Message, staged: Tensor, sending: bool, bucket: Bucket) -> None:
+    def _stage(self, message: Message, staged: Tensor, sending: bool, bucket: BucketViews) -> None:
         for piece, part in zip(message.slices, torch.split(staged, list(message.sizes)), strict=True):
             if sending:
                 source = self.source(piece, piece["here"])
@@ -246,3 +367,8 @@ class _Places:
         tensor = self.source(piece, piece["here"]) if sending else self.target(piece)
         plain = tensor.dtype == self.dtype and tensor.device == self.device and tensor.is_contiguous()
         return tensor.view(-1) if plain else None
+
+    def _aligned(self, elements: int) -> int:
+        """The next number of elements at which something may start."""
+        unit = max(1, ALIGNMENT // self.dtype.itemsize)
+        return -(-elements // unit) * unit

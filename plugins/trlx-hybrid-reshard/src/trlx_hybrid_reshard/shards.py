@@ -1,16 +1,22 @@
-"""What this rank's trainer holds of each parameter: the live local tensors, by name."""
+"""What this rank's trainer holds of each parameter: the live local tensors, by name, adapters merged.
+
+LoRA adapters are merged into this rank's shards, in memory beside the base weights, which stay as they are. PEFT's
+own merge of sharded tensors does it, out of place, as it does for the path that gathers: so both bring the same bits. A
+shard of rows of the merged weight needs only the same rows of B and all of A, which is small; PEFT's product of two
+DTensors mostly moves more than that, which neither the plan's bytes nor its floor count.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from trlx_hybrid.weights.frozen import Frozen
+from trlx_hybrid.weights.merging import AdaptedModule, adapted, parted_head
 
-from .live import LiveLayout, read
-from .merged import MergedShards
-from .parameter import Parameter
+from .layouts import Parameter
+from .live import LiveSharding, read_trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -22,17 +28,25 @@ class Shards:
 
     Attributes:
         shapes: of the whole parameters, by their names; tied ones once.
-        local: what this rank holds of each; a view or the parameter itself.
+        local: what this rank holds of each; a view, the parameter itself, or its merged copy. Merged weights take the
+            memory of the adapted shards once more.
         moved: how often some local tensor has become another one.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         policy.reshard()
-        self.shapes = {name: tuple(p.shape) for name, p in policy.base_parameters().items()}
+        parameters = policy.base_parameters()
+        self.shapes = {name: tuple(p.shape) for name, p in parameters.items()}
         self._owners = policy.base_slots()
-        self._merged = MergedShards(policy)
-        self._names = [name for name in self.shapes if name not in self._merged.names]
+        names = {id(p): name for name, p in parameters.items()}
+        self._adapted = [
+            (module, {key: names[id(p)] for key, p in module.base.named_parameters()})
+            for _, module in _adapted_modules(policy)
+            if module.layers
+        ]
+        merged = {name for _, keys in self._adapted for name in keys.values()}
+        self._names = [name for name in self.shapes if name not in merged]
         self._slots = [self._owners[name] for name in self._names]
         self._tensors: list[Tensor] = []
         self._addresses: list[int] = []
@@ -49,7 +63,6 @@ class Shards:
         not.
         """
         self._policy.reshard()
-        moved = False
         parameters: list[Any] = [held[key] for held, key in self._slots]
         tensors: list[Tensor] = [getattr(p, "_local_tensor", p) for p in parameters]
         addresses = [t.data_ptr() for t in tensors]
@@ -57,14 +70,22 @@ class Shards:
         changed = self._frozen.changed({name: t for name, p, t in named if not p.requires_grad})
         if addresses != self._addresses or not all(map(is_, tensors, self._tensors)):
             self.local.update((name, t.detach()) for name, t in zip(self._names, tensors, strict=True))
-            self._tensors, self._addresses, moved = tensors, addresses, True
-        self.moved += moved
+            self._tensors, self._addresses = tensors, addresses
+            self.moved += 1
         return changed
 
     def merge(self) -> None:
         """Merge adapters anew. Collective where the policy is sharded, with no deadline: all ranks must be there."""
-        self.moved += self._merged.refresh()
-        self.local.update((name, self._merged[name]) for name in self._merged.names)
+        moved = False
+        for module, keys in self._adapted:
+            for key, merged in module.merged().items():
+                name, local = keys[key], getattr(merged, "_local_tensor", merged)
+                kept = self.local.get(name)
+                if kept is None or (kept.shape, kept.dtype, kept.device) != (local.shape, local.dtype, local.device):
+                    self.local[name], moved = local.clone(), True
+                else:
+                    kept.copy_(local)
+        self.moved += moved
 
     @property
     def frozen(self) -> Set[str]:
@@ -75,11 +96,39 @@ class Shards:
         """For a plan: each parameter a class of its own."""
         return [Parameter(name=name, shape=self.shapes[name]) for name in names]
 
-    def layout(self, world: int) -> LiveLayout:
+    def layout(self, world: int) -> LiveSharding:
         """Where all parameters lie, on all ranks.
 
         Raises:
             ConfigError: a placement that is neither a shard nor a replica.
         """
         live = {name: held[key] for name, (held, key) in self._owners.items()}
-        return read(self.parameters(list(self.shapes)), live, world)  # type: ignore[arg-type]
+        return read_trainer(self.parameters(list(self.shapes)), live, world)  # type: ignore[arg-type]
+
+
+def unmergeable(policy: Policy) -> str | None:
+    """Why the adapters of this policy cannot be merged shard by shard, or None."""
+    if not policy.adapters:
+        return None
+    if parted_head(policy.base) is not None:
+        return "adapters part the output head from the embeddings that it is tied to"
+    from peft.tuners.lora.layer import Embedding, Linear
+
+    for name, module in _adapted_modules(policy):
+        for layer in module.layers:
+            if type(layer) not in (Linear, Embedding):
+                return f"{name} is adapted by PEFT's {type(layer).__name__} layer, which is merged as a whole"
+            variants = [v for a, v in layer.lora_variant.items() if a in layer.active_adapters]
+            if variants:
+                return f"{name} computes a variant of LoRA ({type(variants[0]).__name__}), which is merged as a whole"
+    return None
+
+
+def _adapted_modules(policy: Policy) -> Iterator[tuple[str, AdaptedModule]]:
+    """Each with its name; where several layers adapt one module, the outermost has them all."""
+    seen: set[int] = set()
+    for name, module in policy.base.named_modules():
+        found = None if id(module) in seen else adapted(module)
+        if found is not None:
+            seen.update(id(layer) for layer in found.layers)
+            yield name, found

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
+import statistics
+import sys
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -15,20 +21,29 @@ from trlx_hybrid.protocols import Regions, WeightSync
 from trlx_hybrid.ranks import abort
 from trlx_hybrid.types import LoadReport
 
-from . import differences
-from .agreement import Agreement
-from .live import LiveLayout
-from .merged import unmergeable
-from .moves import Moves
-from .remedies import remedies
-from .served import read_boxes
-from .shards import Shards
-from .sync_log import SyncLog
+from .agreement import Agreement, model_difference, plan_difference
+from .buckets import Buckets, bucketed
+from .descriptors import lower
+from .layouts import Model
+from .live import LiveSharding, read_engines
+from .options import ReshardOptions
+from .plan import plan
+from .program import program
+from .sharding import Sharding
+from .shards import Shards, unmergeable
+from .transport import Transport
 
 if TYPE_CHECKING:
-    from trlx_hybrid.session import Session
+    from trlx_hybrid.protocols import Run
 
-    from .options import ReshardOptions
+logger = logging.getLogger(__name__)
+
+SHOWN = 3
+"""Lines that are printed even where nobody set up logging: the first sync connects the ranks, the third is as all
+that follow."""
+
+WARM, SEEN = 3, 3
+LIMIT = 0.1
 
 
 class ReshardSync(WeightSync):
@@ -39,23 +54,20 @@ class ReshardSync(WeightSync):
     The proof of a sync is left to the session, which gathers whole tensors on another path.
 
     Attributes:
-        moves: of the last sync, or of all parameters before there was one.
+        prepared: the plan of the last sync, or of all parameters before there was one.
     """
 
     name = "reshard"
 
-    def __init__(self, session: Session, options: ReshardOptions) -> None:
-        self._session, self._options = session, options
+    def __init__(self, run: Run, options: ReshardOptions) -> None:
+        self._run, self._options = run, options
         self._agreement: Agreement | None = None
-        self._shards: Shards | None = None
-        self._regions: Regions | None = None
-        self._held: list[dict[str, Any]] = []
-        self._everything: tuple[str, ...] = ()
+        self._sides: _Sides | None = None
         self._group: Any = None
-        self._known: dict[tuple[str, ...], Moves] = {}
+        self._known: dict[tuple[str, ...], PreparedPlan] = {}
         self._synced = self._lost = False
-        self._log = SyncLog(session.ranks.rank, self._advice)
-        self.moves: Moves | None = None
+        self._log = SyncLog(run.ranks.rank, self._advice)
+        self.prepared: PreparedPlan | None = None
 
     # --- choosing ---------------------------------------------------------------------------------------------------
 
@@ -73,32 +85,38 @@ class ReshardSync(WeightSync):
             return self._refuses_together()
 
     def _refuses_together(self) -> str | None:
-        ranks = self._session.ranks
+        ranks = self._run.ranks
         self._agreement = agreement = Agreement(ranks.rank, ranks.world, self._options.deadline, self._options.stall)
-        self._shards = shards = Shards(self._session.policy)
-        odd = differences.of_models(agreement.exchange("the comparison of the ranks' models", shards.shapes))
+        shards = Shards(self._run.policy)
+        odd = model_difference(agreement.exchange("the comparison of the ranks' models", shards.shapes))
         if odd is not None:
             raise SyncError(odd)
         shards.merge()
-        reason, boxes = self._inspect(shards)
+        regions, boxes, reason = Regions({}), {}, None
+        try:
+            regions = self._regions_of_engine(shards)
+            boxes = {name: tuple(r.box for r in found) for name, found in regions.of.items()}
+        except (EngineError, ConfigError) as error:
+            reason = str(error)
         gathered = agreement.exchange("the comparison of what the engines hold", (reason, boxes))
         found = next((f"rank {rank}: {why}" for rank, (why, _) in enumerate(gathered) if why is not None), None)
         if found is not None:
             self.release()
             return reason or found
-        self._held = [theirs for _, theirs in gathered]
-        used = set[str]().union(*self._held)
-        self._everything = tuple(name for name in shards.shapes if name in used)  # in the order of a forward pass
+        held = [theirs for _, theirs in gathered]
+        used = set[str]().union(*held)
+        names = tuple(name for name in shards.shapes if name in used)  # in the order of a forward pass
+        self._sides = _Sides(shards, regions, held, names)
         return None
 
     def _refuses_at_sight(self) -> str | None:
-        policy = self._session.policy
-        if policy.adapters and self._session.ranks.world == 1:
+        policy = self._run.policy
+        if policy.adapters and self._run.ranks.world == 1:
             return "one rank has nothing to reshard; what cannot be served is merged (`gather`)"
         reason = unmergeable(policy) or policy.refuses_gather()
         if reason is not None:
             return reason
-        if not hasattr(self._session.live_engine, "regions"):
+        if not hasattr(self._run.live_engine, "regions"):
             return "the engine does not say where its weights lie"
         for name, p in policy.base_parameters().items():
             if hasattr(p, "ds_id"):
@@ -107,21 +125,22 @@ class ReshardSync(WeightSync):
                 return f"{name} has {p.dim()} dimensions"
         return None
 
-    def _inspect(self, shards: Shards) -> tuple[str | None, dict[str, Any]]:
-        """This rank's reason against, and the boxes that its engine holds."""
-        engine = self._session.live_engine
-        try:
-            self._regions = regions = engine.regions(self._session.policy)
-            unknown = regions.of.keys() - shards.shapes.keys()
-            if unknown:
-                return f"the engine holds {min(unknown)}, which is no parameter of the policy", {}
-            other = {r.memory.dtype for found in regions.of.values() for r in found} - {engine.dtype}
-            if other:
-                return f"the engine keeps weights in {other.pop()} beside {engine.dtype}", {}
-            shards.layout(self._session.ranks.world)
-        except (EngineError, ConfigError) as error:
-            return str(error), {}
-        return None, {name: tuple(r.box for r in found) for name, found in regions.of.items()}
+    def _regions_of_engine(self, shards: Shards) -> Regions:
+        """Where this rank's engine holds which parameter.
+
+        Raises:
+            EngineError, ConfigError: why weights cannot be written there, or read from the trainer's shards.
+        """
+        engine = self._run.live_engine
+        regions: Regions = engine.regions(self._run.policy)
+        unknown = regions.of.keys() - shards.shapes.keys()
+        if unknown:
+            raise EngineError(f"the engine holds {min(unknown)}, which is no parameter of the policy")
+        other = {r.memory.dtype for found in regions.of.values() for r in found} - {engine.dtype}
+        if other:
+            raise EngineError(f"the engine keeps weights in {other.pop()} beside {engine.dtype}")
+        shards.layout(self._run.ranks.world)
+        return regions
 
     def open(self) -> None:
         """Make the plan of a whole sync, and the group its bytes go over.
@@ -129,24 +148,27 @@ class ReshardSync(WeightSync):
         Raises:
             PeerLostError: a rank does not take part.
         """
-        assert self._agreement is not None, "refuses() comes first"
+        agreement, sides = self._opened
         with self._giving_up():
-            self._join(self._agreement)
-        self.moves = self._plan(self._everything)
+            self._group = agreement.group
+            if agreement.group is not None and sides.device.type == "cuda":
+                # NCCL's own watchdog ends the process without a word to the others: it comes after our deadline.
+                patience = timedelta(seconds=2 * self._options.deadline + 60)
+                self._group = dist.new_group(backend="nccl", timeout=patience)
+                dist.all_reduce(torch.zeros(1, device=sides.device), group=self._group)  # point-to-point not first
+                agreement.use(self._group, sides.device)
+        self.prepared = self._prepare(sides.names)
 
-    def _join(self, agreement: Agreement) -> None:
-        self._group = agreement.group
-        if agreement.group is not None and self._device.type == "cuda":
-            # NCCL's own watchdog ends the process without a word to the others: it comes after our deadline.
-            patience = timedelta(seconds=2 * self._options.deadline + 60)
-            self._group = dist.new_group(backend="nccl", timeout=patience)
-            dist.all_reduce(torch.zeros(1, device=self._device), group=self._group)  # point-to-point cannot be first
-            agreement.use(self._group, self._device)
+    @property
+    def _opened(self) -> tuple[Agreement, _Sides]:
+        assert self._agreement is not None, "refuses() comes first"
+        assert self._sides is not None, "refuses() comes first"
+        return self._agreement, self._sides
 
     @property
     def summary(self) -> str:
         """What a whole sync moves on this rank."""
-        return str(self.moves)
+        return str(self.prepared)
 
     # --- syncing ----------------------------------------------------------------------------------------------------
 
@@ -157,49 +179,39 @@ class ReshardSync(WeightSync):
             SyncError: a rank means something else.
             PeerLostError: a rank has died, does not come within the deadline, or nothing moves any more.
         """
-        assert self._agreement is not None
-        assert self._shards is not None
-        engine = self._session.live_engine
+        agreement, sides = self._opened
+        engine = self._run.live_engine
         started = time.perf_counter()
-        changed = self._shards.refresh()
+        changed = sides.shards.refresh()
         everything, self._synced = changed or engine.weights_lost or not self._synced, False
         with self._giving_up():
-            self._agree(everything)
-            self._shards.merge()
-            moves = self._move()
-        if self._regions is not None and self._regions.padding:
-            torch._foreach_zero_(list(self._regions.padding))
+            self.prepared = prepared = self._agreed(everything)
+            sides.shards.merge()
+            try:
+                prepared.run()
+            except PeerLostError as error:
+                raise PeerLostError(f"{error} {agreement.roll_call()}") from error
+        if sides.regions.padding:
+            torch._foreach_zero_(list(sides.regions.padding))
         engine.weights_written()
         self._synced = True
-        self._log.done(started, time.perf_counter(), str(moves))
-        return LoadReport(tensors=moves.tensors, bytes=moves.received_bytes)
-
-    def _move(self) -> Moves:
-        """Carry it out. Where it stands still, every rank asks who is still there."""
-        assert self._agreement is not None
-        assert self.moves is not None
-        try:
-            self.moves.run()
-        except PeerLostError as error:
-            raise PeerLostError(f"{error} {self._agreement.roll_call()}") from error
-        return self.moves
+        self._log.done(started, time.perf_counter(), str(prepared))
+        return LoadReport(tensors=prepared.tensors, bytes=prepared.received_bytes)
 
     def forget(self) -> None:
         """Frozen parameters move again, too."""
         self._synced = False
 
-    def _agree(self, everything: bool) -> None:
+    def _agreed(self, everything: bool) -> PreparedPlan:
         """All ranks are there, at one weight version and one plan; if one must move everything, all do."""
-        assert self._agreement is not None
-        assert self._shards is not None
-        trained = tuple(name for name in self._everything if name not in self._shards.frozen)
-        small = self._plan(trained or self._everything)
-        whole = self._plan(self._everything)
-        mine = [self._session.freshness.version, whole.digest, small.digest]
-        same, anyone = self._agreement.same("the start of the weight sync", mine, everything)
+        agreement, sides = self._opened
+        trained = tuple(name for name in sides.names if name not in sides.shards.frozen)
+        small, whole = self._prepare(trained or sides.names), self._prepare(sides.names)
+        mine = [self._run.weight_version, whole.digest, small.digest]
+        same, anyone = agreement.same("the start of the weight sync", mine, everything)
         if not same:
-            raise SyncError(differences.of_plans(self._agreement.exchange("the comparison of the ranks' plans", mine)))
-        self.moves = whole if anyone else small
+            raise SyncError(plan_difference(agreement.exchange("the comparison of the ranks' plans", mine)))
+        return whole if anyone else small
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
@@ -207,59 +219,193 @@ class ReshardSync(WeightSync):
         try:
             yield
         except PeerLostError:
-            self._lost = self._session.live_engine.peers_lost = True
+            self._lost = self._run.live_engine.peers_lost = True
             if self._agreement is not None and self._group not in (None, self._agreement.group):
                 abort([self._group])
             raise
 
-    def _plan(self, names: tuple[str, ...]) -> Moves:
-        """The moves of some parameters, made at their first use."""
-        assert self._shards is not None
-        assert self._regions is not None
+    def _prepare(self, names: tuple[str, ...]) -> PreparedPlan:
+        """What carries out the plan of some parameters, made at their first use."""
         if names not in self._known:
-            ranks, engine = self._session.ranks, self._session.live_engine
-            self._known[names] = Moves(
-                self._shards,
-                names,
-                self._layouts(),
-                self._regions,
-                engine.dtype,
-                self._device,
-                (ranks.rank, self._group),
-                self._options,
-            )
+            _, sides = self._opened
+            place = self._run.ranks.rank, self._run.ranks.world, self._group
+            self._known[names] = PreparedPlan(sides, names, self._run.live_engine.dtype, place, self._options)
         return self._known[names]
-
-    def _layouts(self) -> tuple[LiveLayout, LiveLayout]:
-        """Where all parameters lie in the trainer, and where in the engines."""
-        assert self._shards is not None
-        parameters = self._shards.parameters(self._everything)
-        return self._shards.layout(self._session.ranks.world), read_boxes(parameters, self._held)
 
     def _advice(self) -> str:
         """By the largest parameter: layers are placed alike. Nothing for a module that is no model of transformers."""
-        config = getattr(self._session.policy.base, "config", None)
+        from .planner.advice import advice_for_run  # a run needs the planner for this alone
+
+        config = getattr(self._run.policy.base, "config", None)
         if config is None:
             return ""
-        assert self._shards is not None
-        parameters = self._shards.parameters(self._everything)
-        largest = max(parameters, key=lambda p: p.elements)
-        train, rollout = (layout.sharding(largest) for layout in self._layouts())
-        return remedies(config, train, rollout, self._session.live_engine.dtype.itemsize)
-
-    @property
-    def _device(self) -> torch.device:
-        assert self._regions is not None
-        return next((r.memory.device for found in self._regions.of.values() for r in found), torch.device("cpu"))
+        _, sides = self._opened
+        largest = max(sides.shards.parameters(sides.names), key=lambda p: p.elements)
+        train, rollout = (layout.sharding(largest) for layout in sides.layouts(self._run.ranks.world))
+        return advice_for_run(config, train, rollout, self._run.live_engine.dtype.itemsize)
 
     def release(self) -> None:
         """The engine was closed: forget its memory, and give the groups back."""
         own, self._group = self._group, None
-        self.moves, self._known = None, {}
+        self.prepared, self._known = None, {}
         if self._agreement is not None:
             whole = not self._lost  # a group that lost a rank would be waited for
             if whole and own is not None and own is not self._agreement.group and dist.is_initialized():
                 dist.destroy_process_group(own)
             self._agreement.close()
-        self._agreement = self._shards = self._regions = None
-        self._held, self._synced, self._lost = [], False, False
+        self._agreement = self._sides = None
+        self._synced = self._lost = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sides:
+    """Where weights come from and go to.
+
+    Attributes:
+        shards: of this rank's trainer.
+        regions: of this rank's engine.
+        held: for each rank, the boxes of each parameter that its engine holds.
+        names: of the parameters that some engine holds, in the order of a forward pass.
+    """
+
+    shards: Shards
+    regions: Regions
+    held: list[dict[str, Any]]
+    names: tuple[str, ...]
+
+    def layouts(self, world: int) -> tuple[LiveSharding, LiveSharding]:
+        """Where all parameters lie in the trainer, and where in the engines."""
+        return self.shards.layout(world), read_engines(self.shards.parameters(self.names), self.held)
+
+    @property
+    def device(self) -> torch.device:
+        """Of the engine's memory."""
+        return next((r.memory.device for found in self.regions.of.values() for r in found), torch.device("cpu"))
+
+
+class PreparedPlan:
+    """The sync of some parameters on this rank: the plan, its slices, the views of them, and the transport.
+
+    Args:
+        names: of the parameters.
+        dtype: on the wire, and of the engine's memory.
+        place: this rank, the number of ranks, and the group of all.
+
+    Attributes:
+        digest: of everything that the ranks must agree on, 64 bits.
+        received_bytes, floor_bytes: per sync on this rank, and the least it could be.
+        sent_bytes: the other way.
+        tensors: how many of them this rank's engine holds.
+    """
+
+    def __init__(
+        self,
+        sides: _Sides,
+        names: Sequence[str],
+        dtype: torch.dtype,
+        place: tuple[int, int, Any],
+        options: ReshardOptions,
+    ) -> None:
+        self._sides, self._names, self._dtype, self._options = sides, names, dtype, options
+        rank, world, self._group = place
+        shards, layouts = sides.shards, sides.layouts(world)
+        model = Model(name="live", parameters=tuple(shards.parameters(names)), itemsize=dtype.itemsize)
+        cast = any(shards.local[name].dtype != dtype for name in names)
+        self._buckets = bucketed(model, *layouts, options.bucket_bytes, cast=cast)
+        self._lowered = lower(model, *layouts, rank, self._buckets)
+        self.floor_bytes = plan(model, *layouts, rank).floor_bytes
+        self.digest = _digest(model, layouts, self._buckets)
+        self._made = -1
+        self._renew()
+
+    def _renew(self) -> None:
+        """Make the views anew where the trainer's tensors have become others."""
+        sides, options = self._sides, self._options
+        if self._made == sides.shards.moved:
+            return
+        self._made = sides.shards.moved
+        local, regions, device = sides.shards.local, sides.regions.of, sides.device
+        count = self._buckets.count
+        self._program = program(self._names, self._lowered, count, local, regions, self._dtype, device)
+        self._transport = Transport(self._program, self._group, device, options.stall, record=options.record)
+        self.received_bytes, self.sent_bytes = self._program.received_bytes, self._program.sent_bytes
+        self.tensors = self._program.tensors
+
+    def run(self) -> None:
+        """Move them.
+
+        Raises:
+            PeerLostError: see `Transport.run`.
+        """
+        self._renew()
+        self._transport.run()
+
+    def __str__(self) -> str:
+        received, floor, extra = self.received_bytes, self.floor_bytes, self._program.staging.bytes
+        return (
+            f"transferred={received / 1e9:.3g}GB (floor {floor / 1e9:.3g}GB), peak=+{extra / 1e9:.3g}GB, "
+            f"buckets={self._buckets.count}"
+        )
+
+
+def _digest(model: Model, layouts: tuple[LiveSharding, LiveSharding], buckets: Buckets) -> int:
+    """Equal on two ranks only if they plan the same."""
+    state = hashlib.blake2b(digest_size=8)
+    state.update(repr((model.itemsize, buckets.rounds, buckets.by_source, buckets.count)).encode())
+    for parameter, numbers in zip(model.parameters, buckets.numbers, strict=True):
+        state.update(f"{parameter.name}{parameter.shape}".encode() + numbers.tobytes())
+        for layout in layouts:
+            state.update(_bytes(layout.sharding(parameter)))
+    return int.from_bytes(state.digest(), "little", signed=True)
+
+
+def _bytes(sharding: Sharding) -> bytes:
+    arrays = [*sharding.parts, *sharding.coordinates, sharding.held]
+    return b"|".join(b"-" if array is None else array.tobytes() for array in arrays)
+
+
+class SyncLog:
+    """Of one rank. Told of every sync.
+
+    Args:
+        rank: rank 0 speaks for all; every rank logs.
+        advice: what would make a sync shorter; asked for once at most.
+    """
+
+    def __init__(self, rank: int, advice: Callable[[], str]) -> None:
+        self._speaks, self._advice = rank == 0, advice
+        self._syncs = 0
+        self._ended: float | None = None
+        self._iterations: deque[tuple[float, float]] = deque(maxlen=SEEN)
+        self._warned = False
+
+    def done(self, started: float, ended: float, moved: str) -> None:
+        """A sync went from one time to another, in seconds of one clock.
+
+        It is `LIMIT` of an iteration, which is the time between the ends of two syncs, when each of the last `SEEN`
+        was, the first `WARM` ones left out.
+        """
+        self._syncs += 1
+        line = f"[Reshard] duration={ended - started:.3f}s, {moved}"
+        logger.info(line)
+        if self._speaks and self._syncs <= SHOWN and not logger.isEnabledFor(logging.INFO):
+            print(line, file=sys.stderr, flush=True)
+        before, self._ended = self._ended, ended
+        if before is not None and self._syncs > WARM:
+            self._iterations.append((ended - started, ended - before))
+        self._warn()
+
+    def _warn(self) -> None:
+        seen = self._iterations
+        if self._warned or len(seen) < SEEN or any(taken <= LIMIT * all_of_it for taken, all_of_it in seen):
+            return
+        self._warned = True
+        if self._speaks:
+            taken, iteration = (statistics.median(values) for values in zip(*seen, strict=True))
+            logger.warning(
+                "[Reshard] Resharding takes %.0f%% of an iteration, %.3g s of %.3g s. %s",
+                100 * taken / iteration,
+                taken,
+                iteration,
+                self._advice(),
+            )

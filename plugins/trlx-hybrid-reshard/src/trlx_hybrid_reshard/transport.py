@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from trlx_hybrid.errors import PeerLostError
 
-from .arrival import arrived
-from .program import Bucket, Program
+from .agreement import POLL
+from .program import BucketViews, Program
 
 
 class Transport:
@@ -35,10 +35,10 @@ class Transport:
         self._program, self._group, self._stall = program, group, stall
         self._device = device
         self._peers = [
-            [f"from rank {w.peer}" for w in b.receives] + [f"to rank {w.peer}" for w in b.sends]
+            [f"from rank {t.peer}" for t in b.receives] + [f"to rank {t.peer}" for t in b.sends]
             for b in program.buckets
         ]
-        self._operations = [self._prepared(bucket) for bucket in program.buckets]
+        self._operations = [self._operations_of(bucket) for bucket in program.buckets]
         self._streams: Any = None
         self._to_record, self._ran = record and program.on(device), False
         if device.type == "cuda":
@@ -46,9 +46,9 @@ class Transport:
             self._numbers = torch.arange(len(program.buckets) + 1, dtype=torch.int32, device=device)
             self._done = torch.zeros((), dtype=torch.int32, pin_memory=True)
 
-    def _prepared(self, bucket: Bucket) -> list[dist.P2POp]:
-        receives = [dist.P2POp(dist.irecv, w.tensor, w.peer, self._group, w.tag) for w in bucket.receives]
-        return receives + [dist.P2POp(dist.isend, w.tensor, w.peer, self._group, w.tag) for w in bucket.sends]
+    def _operations_of(self, bucket: BucketViews) -> list[dist.P2POp]:
+        receives = [dist.P2POp(dist.irecv, t.tensor, t.peer, self._group, t.tag) for t in bucket.receives]
+        return receives + [dist.P2POp(dist.isend, t.tensor, t.peer, self._group, t.tag) for t in bucket.sends]
 
     @torch.no_grad()
     def run(self) -> None:
@@ -72,7 +72,7 @@ class Transport:
             self._wait(number, under_way)
             bucket.unpack.run()
             under_way = following
-        self._program.echoes.run()
+        self._program.duplicates.run()
 
     def _launch(self, number: int) -> list[Any]:
         """Pack a bucket and put it on the wire."""
@@ -83,7 +83,7 @@ class Transport:
         try:
             return dist.batch_isend_irecv(operations)
         except RuntimeError as error:
-            raise self._failed(number, "exchange with", ", ".join(sorted(set(self._peers[number]))), error) from error
+            raise self._failed(number, "exchange with", None, error) from error
 
     def _wait(self, number: int, under_way: list[Any]) -> None:
         ends = time.monotonic() + self._stall
@@ -99,10 +99,7 @@ class Transport:
             self._to_record = False
         self._done.zero_()
         self._enqueue()
-        end = torch.cuda.current_stream(self._device).record_event()
-        if not arrived(end, self._stall, progress=lambda: int(self._done)):
-            number = min(int(self._done), len(self._peers) - 1)
-            raise self._failed(number, "exchange", ", ".join(sorted(set(self._peers[number]))), None)
+        self._wait_for(torch.cuda.current_stream(self._device).record_event())
         self._ran = True
 
     def _enqueue(self) -> None:
@@ -127,9 +124,21 @@ class Transport:
                 written.append(writing.record_event())
         for stream in self._streams:
             caller.wait_stream(stream)
-        self._program.echoes.run()
+        self._program.duplicates.run()
 
-    def _failed(self, number: int, what: str, peers: str, error: Exception | None) -> PeerLostError:
+    def _wait_for(self, end: torch.cuda.Event) -> None:
+        """Until the event, as long as some bucket is done every `stall` seconds."""
+        done, ends = int(self._done), time.monotonic() + self._stall
+        while not end.query():  # type: ignore[no-untyped-call]
+            if (now := int(self._done)) != done:
+                done, ends = now, time.monotonic() + self._stall
+            if time.monotonic() > ends:
+                raise self._failed(min(done, len(self._peers) - 1), "exchange", None, None)
+            time.sleep(POLL)
+
+    def _failed(self, number: int, what: str, peer: str | None, error: Exception | None) -> PeerLostError:
+        """The error of one bucket; of one peer, or of all that it exchanges with."""
+        peers = peer or ", ".join(sorted(set(self._peers[number])))
         reason = f" ({str(error).splitlines()[0][:200]})" if error is not None else ""
         return PeerLostError(
             f"Rank {dist.get_rank()} did not complete bucket {number + 1} of {len(self._peers)} (deadline "

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.weights.policy import Policy
-from trlx_hybrid_reshard.architecture import describe
-from trlx_hybrid_reshard.layout import Layout
+from trlx_hybrid_reshard.layouts import MeshLayout
 from trlx_hybrid_reshard.options import ReshardOptions
 from trlx_hybrid_reshard.plan import plan
+from trlx_hybrid_reshard.planner.architectures import describe
 from trlx_hybrid_reshard.sync import ReshardSync
 from trlx_hybrid_vllm.checkpoint import write_without_weights
 from trlx_hybrid_vllm.loading import WeightLoader
@@ -106,25 +106,25 @@ def main(folder):
         policy=policy,
         ranks=SimpleNamespace(rank=RANK, world=WORLD),
         live_engine=engine,
-        freshness=SimpleNamespace(version=0),
+        weight_version=0,
     )
     sync = ReshardSync(session, ReshardOptions(deadline=20.0, bucket_bytes=20_000))
     seen = {"refuses": sync.refuses(), "refused": refused(engine)}
     sync.open()
     seen["sharded"] = all(isinstance(p, DTensor) for p in model.parameters())
     name = "model.layers.1.mlp.experts."
-    seen["gate_up"] = boxes(sync._regions, f"{name}gate_up_proj")
-    seen["down"] = boxes(sync._regions, f"{name}down_proj")
+    seen["gate_up"] = boxes(sync._sides.regions, f"{name}gate_up_proj")
+    seen["down"] = boxes(sync._sides.regions, f"{name}down_proj")
     seen["wrong"] = []
     for version in range(2):
-        session.freshness.version = version
+        session.weight_version = version
         for p in model.parameters():
             p.data._local_tensor.add_(version * torch.rand(p.data._local_tensor.shape))
         engine.poison()
         report = sync.sync()
         seen["wrong"].append(engine.wrong(policy))
         seen["bytes"] = report.bytes
-    seen["planned"] = plan(described, Layout(fsdp=WORLD), Layout(tp=WORLD).served(), RANK).floor_bytes
+    seen["planned"] = plan(described, MeshLayout(fsdp=WORLD), MeshLayout(tp=WORLD).served(), RANK).floor_bytes
     (folder / f"rank{RANK}.json").write_text(json.dumps(seen))
     sync.release()
     dist.destroy_process_group()

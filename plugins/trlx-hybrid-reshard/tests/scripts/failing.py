@@ -60,14 +60,14 @@ def dies_outside(sync):
 def stalls(sync):
     """Agrees on the sync, and moves nothing."""
     if RANK == CULPRIT:
-        sync.moves.run = lambda: time.sleep(1.3 * DEADLINE)
+        sync.prepared.run = lambda: time.sleep(1.3 * DEADLINE)
     return ended(sync.sync)
 
 
 def dies(sync):
     """The same, and is killed before it moves anything."""
     if RANK == CULPRIT:
-        sync.moves.run = lambda: os._exit(9)
+        sync.prepared.run = lambda: os._exit(9)
     return ended(sync.sync)
 
 
@@ -78,7 +78,7 @@ def main(folder, faults):
         session, sync = session_of(sharded(), SlicedEngine(tp=1), deadline=DEADLINE, stall=DEADLINE)
         assert sync.refuses() is None
         sync.open()
-        session.freshness.version += 1
+        session.weight_version += 1
         seen[fault.__name__] = found = fault(sync)
         if found is not None:
             found["peers_lost"] = getattr(session.live_engine, "peers_lost", False)

@@ -68,7 +68,7 @@ def run(folder, fault):
     if rank == CULPRIT:
         misbehave = kill if fault.startswith("killed") else away
         if fault.endswith("in_the_sync"):
-            session.weights.moves.run = misbehave
+            session.weights.prepared.run = misbehave
             session.weights.sync()
         misbehave()
         return

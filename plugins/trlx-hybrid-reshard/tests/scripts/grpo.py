@@ -40,7 +40,7 @@ class Poisoned:
 
     @hookimpl
     def trlx_sync_end(self, session, report):
-        engine, moves = session.live_engine, session.weights.moves
+        engine, moves = session.live_engine, session.weights.prepared
         parameters = model_of(engine.llm).named_parameters()
         self.syncs.append(
             {

@@ -16,14 +16,12 @@ from hypothesis import strategies as st
 from trlx_hybrid.protocols import Region
 from trlx_hybrid_reshard.buckets import bucketed
 from trlx_hybrid_reshard.descriptors import lower
-from trlx_hybrid_reshard.layout import Layout
-from trlx_hybrid_reshard.messages import messages
-from trlx_hybrid_reshard.parameter import Model, Parameter, Stage
+from trlx_hybrid_reshard.layouts import MeshLayout, Model, Parameter, Stage
+from trlx_hybrid_reshard.live import read_engines
 from trlx_hybrid_reshard.plan import plan
-from trlx_hybrid_reshard.program import program
-from trlx_hybrid_reshard.served import read_boxes
+from trlx_hybrid_reshard.program import messages_of, program
 from trlx_hybrid_reshard.transport import Transport
-from worlds import PADDING, held, layered, vocabulary
+from worlds import PADDING, boxes, held, layered, vocabulary
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 GROUP = None
@@ -38,8 +36,8 @@ def cases(draw):
     alike = {"layers": range(1), "depth": 0, "stage": Stage.LAYERS}
     parameters = tuple(replace(p, name=f"{i}.{p.name}", **alike) for i, p in enumerate(drawn))
     meshes = [tuple(draw(st.permutations(range(WORLD)))) if draw(st.booleans()) else None for _ in range(2)]
-    train = Layout(dp=WORLD // fsdp, fsdp=fsdp, mesh=meshes[0])
-    rollout = Layout(dp=WORLD // tp, tp=tp, vocab_multiple=PADDING, mesh=meshes[1])
+    train = MeshLayout(dp=WORLD // fsdp, fsdp=fsdp, mesh=meshes[0])
+    rollout = MeshLayout(dp=WORLD // tp, tp=tp, vocab_multiple=PADDING, mesh=meshes[1])
     dtypes = [draw(st.sampled_from([torch.float32, torch.bfloat16])) for _ in range(2)]
     return (
         parameters,
@@ -63,7 +61,7 @@ def poisoned(box, dtype, twice):
 def moved(parameters, source, shards, target_boxes, dtype, capacity, alone):
     """The memory of this rank's engine after one sync, by name: (outer tensor, view, box)."""
     model = Model(name="drawn", parameters=parameters, itemsize=dtype.itemsize)
-    target = read_boxes(parameters, target_boxes)
+    target = read_engines(parameters, target_boxes)
     memory = {
         p.name: [(*poisoned(box, dtype, i % 2), box) for i, box in enumerate(target_boxes[RANK][p.name])]
         for p in parameters
@@ -85,7 +83,7 @@ def moved(parameters, source, shards, target_boxes, dtype, capacity, alone):
     SEEN["buckets"] = max(SEEN["buckets"], buckets.count)
     buffers = {b.untyped_storage().data_ptr() for b in made.staging._buffers}
     for number, bucket in enumerate(made.buckets):
-        SEEN["joined"] += sum(len(m.slices) > 1 for m in messages(lowered.receives, number, dtype.itemsize, alone))
+        SEEN["joined"] += sum(len(m.slices) > 1 for m in messages_of(lowered.receives, number, dtype.itemsize, alone))
         for wire in [*bucket.sends, *bucket.receives]:
             staged = wire.tensor.untyped_storage().data_ptr() in buffers
             SEEN["packed" if staged else "in_place"] += 1
@@ -95,7 +93,7 @@ def moved(parameters, source, shards, target_boxes, dtype, capacity, alone):
 def everyone_wants_everything():
     """Tensors of one shape, each shard to all other ranks, cast on the way: what is sent is packed once."""
     alike = [Parameter(name=f"{i}", shape=(8 * WORLD, 6), tp_dim=0) for i in range(2)]
-    layouts = Layout(fsdp=WORLD), Layout(dp=WORLD, vocab_multiple=PADDING)
+    layouts = MeshLayout(fsdp=WORLD), MeshLayout(dp=WORLD, vocab_multiple=PADDING)
     return (*alike,), *layouts, [torch.float32, torch.bfloat16], 1 << 20, 1
 
 
@@ -109,11 +107,11 @@ def check(case):
     for i, p in enumerate(parameters):  # whole numbers that bf16 has, other ones in each parameter
         full[p.name] = (torch.arange(p.elements, dtype=torch.float32).reshape(p.shape) + 31 * i) % 251
         shards[p.name] = torch.from_numpy((held(train, p, RANK)[0] + 31 * i) % 251).to(own)
-    boxes = [
-        {p.name: [b[1:] for b in rollout.sharding(p).within(p.extent).boxes(rank)] for p in parameters}
+    served = [
+        {p.name: [b[1:] for b in boxes(rollout.sharding(p).within(p.extent), rank)] for p in parameters}
         for rank in range(WORLD)
     ]
-    for name, found in moved(parameters, train, shards, boxes, wire, capacity, alone).items():
+    for name, found in moved(parameters, train, shards, served, wire, capacity, alone).items():
         for whole, view, box in found:
             assert torch.equal(view, full[name][tuple(slice(a, b) for a, b in box)].to(wire)), (name, box)
             assert whole.isnan().sum() == whole.numel() - view.numel()  # and nothing beside it

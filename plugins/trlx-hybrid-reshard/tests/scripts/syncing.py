@@ -53,12 +53,12 @@ def a_run(model):
     seen = {}
 
     def after(name):
-        session.freshness.version += 1
+        session.weight_version += 1
         report = sync.sync()
         seen[name] = {"bytes": report.bytes, "tensors": report.tensors, "wrong": engine.wrong(session.policy)}
 
     after("first")
-    seen["floor"] = sync.moves.floor_bytes
+    seen["floor"] = sync.prepared.floor_bytes
     train_step(model)
     engine.poison()
     after("trained")
@@ -89,7 +89,7 @@ def a_run(model):
         model.norm.weight.data = torch.randn(8)
         after("replaced")
     seen["written"] = engine.written
-    staging = sync.moves._program.staging
+    staging = sync.prepared._program.staging
     seen["staging"] = [b.untyped_storage().nbytes() for b in staging._buffers]
     sync.release()
     return seen
@@ -106,9 +106,9 @@ def refusals():
     _, sync = session_of(Model(layers=2 + (RANK == 1)), SlicedEngine(tp=WORLD))
     seen["other model"] = error_of(sync.refuses)
     session, sync = opened(sharded(), SlicedEngine(tp=WORLD))
-    session.freshness.version = 7 + RANK
+    session.weight_version = 7 + RANK
     seen["version"] = error_of(sync.sync)
-    session.freshness.version = 9
+    session.weight_version = 9
     if RANK == 0:
         session.policy.module.norm.weight.requires_grad_(False)
     seen["freezing"] = error_of(sync.sync)

@@ -4,8 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid_reshard.architecture import ARCHITECTURES, describe
-from trlx_hybrid_reshard.shapes import SHAPES
+from trlx_hybrid_reshard.planner.architectures import ARCHITECTURES, SHAPES, describe
 
 SMALL = {
     "hidden_size": 32,

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import json
+import textwrap
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trlx_hybrid.errors import ConfigError
+import numpy as np
+from trlx_hybrid.errors import ConfigError, did_you_mean
 
-from .advice import alternatives
-from .architecture import describe
-from .forecast import NETWORK, Forecast, forecast
-from .layout import Layout
-from .parameter import Model
-from .picture import report
-from .shapes import SHAPES
+from ..layouts import MeshLayout, Model
+from ..sharding import Ints
+from .advice import Better, alternatives
+from .architectures import SHAPES, describe
+from .forecast import NETWORK, NVLINK, Forecast, forecast
 
 SIZES = {"bf16": 2, "fp16": 2, "fp32": 4}
 GPUS_PER_NODE = 8
 TRAIN_KEYS = ("dp", "fsdp", "tp", "pp")
 ROLLOUT_KEYS = ("dp", "tp", "pp", "ep")
 EPILOG = "example: trlx-hybrid reshard-plan --model 7b --train fsdp=4 --rollout tp=2"
+SHADES = " .:-=+*#%@"
+WIDEST = 16
+"""Ranks listed one by one, and blocks of ranks in the picture."""
+COLUMNS = ("receives", "floor", "sends", "send floor", "local copy", "zero", "inter-node")
 
 
 def add_command(commands: Any) -> None:
@@ -77,7 +81,7 @@ def run(options: Any) -> int:
     found = forecast(model, source, target, ranks_per_node=per_node, network=options.network * 1e9)
     better = alternatives(model, train, rollout, ranks_per_node=per_node, back=options.back)
     if options.json:
-        print(json.dumps(_as_dict(model, source, target, found) | {"layouts": [_better(b) for b in better]}, indent=2))
+        print(json.dumps(_as_dict(model, source, target, found, better), indent=2))
     else:
         print(report(model, source, target, found, better))
     return 0
@@ -93,8 +97,7 @@ def load(given: str, itemsize: int = 2) -> Model:
         return describe(SHAPES[given.lower()], name=given.lower(), itemsize=itemsize)
     file = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
     if not file.is_file():
-        close = difflib.get_close_matches(given.lower(), SHAPES, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(given.lower(), SHAPES)
         raise ConfigError(f"--model {given}: no such file or shape.{hint} Shapes: {', '.join(SHAPES)}.")
     try:
         fields = json.loads(file.read_text())
@@ -111,7 +114,7 @@ def load(given: str, itemsize: int = 2) -> Model:
     return describe(config, name=file.parent.name if file.name == "config.json" else file.stem, itemsize=itemsize)
 
 
-def parsed(text: str, flag: str, keys: tuple[str, ...]) -> Layout:
+def parsed(text: str, flag: str, keys: tuple[str, ...]) -> MeshLayout:
     """A layout from `key=size,…`.
 
     Raises:
@@ -121,15 +124,14 @@ def parsed(text: str, flag: str, keys: tuple[str, ...]) -> Layout:
     for part in text.split(","):
         key, _, size = part.strip().partition("=")
         if key not in keys:
-            close = difflib.get_close_matches(key, keys, n=1)
-            hint = f"Did you mean {close[0]!r}? " if close else ""
-            raise ConfigError(f"{flag} {text}: unknown key {key!r}. {hint}Keys: {', '.join(keys)}.")
+            hint = did_you_mean(key, keys)
+            raise ConfigError(f"{flag} {text}: unknown key {key!r}.{hint} Keys: {', '.join(keys)}.")
         if key in sizes:
             raise ConfigError(f"{flag} {text}: {key} is given twice.")
         if not size.isdecimal() or int(size) < 1:
             raise ConfigError(f"{flag} {text}: {key}={size} is no size. Write e.g. {key}=4.")
         sizes[key] = int(size)
-    return Layout(**sizes)
+    return MeshLayout(**sizes)
 
 
 def _ranks_per_node(world: int, hosts: int | None) -> int:
@@ -140,7 +142,9 @@ def _ranks_per_node(world: int, hosts: int | None) -> int:
     return world // hosts
 
 
-def _as_dict(model: Model, source: Layout, target: Layout, found: Forecast) -> dict[str, Any]:
+def _as_dict(
+    model: Model, source: MeshLayout, target: MeshLayout, found: Forecast, better: Sequence[Better]
+) -> dict[str, Any]:
     return {
         "model": model.name,
         "model_bytes": model.bytes,
@@ -155,13 +159,107 @@ def _as_dict(model: Model, source: Layout, target: Layout, found: Forecast) -> d
         "peak_bytes": found.peak_bytes,
         "seconds": found.seconds,
         "plan_seconds": found.plan_seconds,
+        "layouts": [
+            {
+                "name": option.name,
+                "receives_bytes": option.receives_bytes,
+                "sends_bytes": option.sends_bytes,
+                "shard_dims": dict(option.layout.shard_dims),
+            }
+            for option in better
+        ],
     }
 
 
-def _better(option: Any) -> dict[str, Any]:
-    return {
-        "name": option.name,
-        "receives_bytes": option.receives_bytes,
-        "sends_bytes": option.sends_bytes,
-        "shard_dims": dict(option.layout.shard_dims),
-    }
+def gigabytes(count: int) -> str:
+    """In GB of 10⁹ bytes, small amounts in MB and kB."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size / 10:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"
+
+
+def report(model: Model, source: MeshLayout, target: MeshLayout, found: Forecast, better: Sequence[Better]) -> str:
+    """The whole text."""
+    world, hosts = len(found.ranks), int(found.node.max()) + 1
+    head = (
+        f"{model.name}: {gigabytes(model.bytes)} at {model.itemsize} bytes per element, {source} → {target}, "
+        f"{_count(world, 'rank')} on {_count(hosts, 'node')}"
+    )
+    links = f"{gigabytes(found.intra_node_bytes)} within nodes, {gigabytes(found.inter_node_bytes)} between nodes"
+    return "\n".join(
+        [
+            head,
+            "",
+            *_table(found),
+            "",
+            f"of rank {found.busiest}, which receives the most:",
+            *(_row(kind.kind, [_cell(kind, name) for name in COLUMNS[:-1]]) for kind in found.kinds),
+            "",
+            f"links      {links}, all ranks together",
+            f"peak       +{gigabytes(found.peak_bytes)} for what is packed or staged, on the worst rank",
+            f"time       ≈ {found.seconds * 1e3:.1f} ms on the busiest link, NVLink at {NVLINK / 1e9:.0f} GB/s",
+            f"planned in {found.plan_seconds * 1e3:.1f} ms on the slowest rank",
+            "",
+            *_picture(found.traffic),
+            "",
+            *_advice(better),
+        ]
+    )
+
+
+def _table(found: Forecast) -> Iterator[str]:
+    yield "rank        " + "  ".join(f"{name:>11}" for name in COLUMNS)
+    for rank in found.ranks[:WIDEST]:
+        yield _row(str(rank.rank), [_cell(rank, name) for name in COLUMNS])
+    if len(found.ranks) > WIDEST:
+        yield f"…           and {len(found.ranks) - WIDEST} more; --json lists all"
+    yield _row("worst", [max(_cell(rank, name) for rank in found.ranks) for name in COLUMNS])
+
+
+def _cell(rank: object, column: str) -> int:
+    field = {"inter-node": "inter_receives_bytes"}.get(column, f"{column.replace(' ', '_')}_bytes")
+    return int(getattr(rank, field))
+
+
+def _row(name: str, cells: Sequence[int]) -> str:
+    return f"{name:<10}  " + "  ".join(f"{gigabytes(cell):>11}" for cell in cells)
+
+
+def _picture(traffic: Ints) -> Iterator[str]:
+    """One character per pair; above `WIDEST` ranks, per pair of blocks of ranks."""
+    block = -(-len(traffic) // WIDEST)
+    edges = np.arange(0, len(traffic), block)
+    blocks = np.add.reduceat(np.add.reduceat(traffic, edges, axis=0), edges, axis=1)
+    largest = int(blocks.max())
+    of = "" if block == 1 else f", each row and column {block} ranks"
+    if not largest:
+        yield "nothing moves between ranks"
+        return
+    yield f"who sends (columns) to whom (rows){of}; {SHADES[-1]} is {gigabytes(largest)}, blank is nothing"
+    yield "      " + "".join(f"{int(edge) % 1000:>4}" for edge in edges)
+    for edge, row in zip(edges, blocks):
+        shades = [-(-int(cell) * (len(SHADES) - 1) // largest) for cell in row]
+        yield f"{int(edge):>6}" + "".join(f"{SHADES[shade] * 2:>4}" for shade in shades)
+
+
+def _advice(better: Sequence[Better]) -> Iterator[str]:
+    now = better[0]
+    if len(better) == 1:
+        yield "rather     this layout: no choice of shard dimensions moves less"
+        return
+    for option in better[1:]:
+        saved, less = now.receives_bytes - option.receives_bytes, now.sends_bytes - option.sends_bytes
+        yield (
+            f"rather     {option.name}: the worst rank receives {gigabytes(option.receives_bytes)} (saves "
+            f"{gigabytes(max(saved, 0))}), sends {gigabytes(option.sends_bytes)} (saves {gigabytes(max(less, 0))})"
+        )
+    chosen = better[-1].layout.shard_dims
+    for dim in sorted({dim for _, dim in chosen}):
+        names = ", ".join(name.format("*") for name, its in chosen if its == dim)
+        head = f"           shard_placement_fn: Shard({dim}) for "
+        yield from textwrap.wrap(names, 100, initial_indent=head, subsequent_indent=" " * 13)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

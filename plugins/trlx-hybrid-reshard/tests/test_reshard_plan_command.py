@@ -5,7 +5,7 @@ import json
 
 import pytest
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid_reshard.tool import add_command
+from trlx_hybrid_reshard.planner.cli import add_command
 
 
 @pytest.fixture

@@ -1,14 +1,17 @@
-"""The parameter classes of a model, from its transformers config alone: no weights, no GPU, no torch."""
+"""The parameter classes of a model, from its transformers config alone: no weights, no GPU, no torch.
+
+And the shapes of some models by a short name, as the fields of their config.
+"""
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.errors import ConfigError, did_you_mean
 
-from .parameter import Model, Parameter, Stage
+from ..layouts import Model, Parameter, Stage
 
 LAYER = "model.layers.{}."
 
@@ -28,8 +31,7 @@ def describe(config: Any, *, name: str = "", itemsize: int = 2) -> Model:
         fields = config.to_dict() | {alias: getattr(config, alias) for alias in config.attribute_map}
     kind = fields.get("model_type", "")
     if kind not in ARCHITECTURES:
-        close = difflib.get_close_matches(str(kind), ARCHITECTURES, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(str(kind), ARCHITECTURES)
         raise ConfigError(
             f"No parameter classes are known of model_type {kind!r}.{hint} Known: {', '.join(ARCHITECTURES)}."
         )
@@ -54,19 +56,18 @@ def _causal_lm(c: Mapping[str, Any], layer: Layer) -> tuple[Parameter, ...]:
         unit="padded vocabulary rows",
     )
     norm = Parameter(name="model.norm.weight", shape=(c["hidden_size"],), stage=Stage.LAST)
-    found = [embedding, *layer(c), norm]
-    if not tied:
-        found.append(
-            Parameter(
-                name="lm_head.weight",
-                shape=embedding.shape,
-                stage=Stage.LAST,
-                tp_dim=0,
-                vocabulary=True,
-                unit=embedding.unit,
-            )
-        )
-    return tuple(found)
+    head = [] if tied else [replace(embedding, name="lm_head.weight", stage=Stage.LAST)]
+    return (embedding, *layer(c), norm, *head)
+
+
+def _linear(weight: Parameter, bias: bool) -> list[Parameter]:
+    """A weight, and its bias, which tensor parallelism slices as it does the weight's rows, or not at all."""
+    if not bias:
+        return [weight]
+    name, shape = weight.name.removesuffix("weight") + "bias", weight.shape[:1]
+    if weight.tp_dim == 0:
+        return [weight, replace(weight, name=name, shape=shape)]
+    return [weight, Parameter(name=name, shape=shape, layers=weight.layers, depth=weight.depth)]
 
 
 def _attention(c: Mapping[str, Any], *, qkv_bias: bool, o_bias: bool, head_norms: bool) -> list[Parameter]:
@@ -76,33 +77,25 @@ def _attention(c: Mapping[str, Any], *, qkv_bias: bool, o_bias: bool, head_norms
     layers = range(c["num_hidden_layers"])
     found = []
     for part, units in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-        shapes = {"weight": (units * size, hidden)} | ({"bias": (units * size,)} if qkv_bias else {})
-        for suffix, shape in shapes.items():
-            found.append(
-                Parameter(
-                    name=f"{LAYER}self_attn.{part}_proj.{suffix}",
-                    shape=shape,
-                    layers=layers,
-                    tp_dim=0,
-                    tp_units=units,
-                    unit="attention heads" if part == "q" else "key-value heads",
-                    replicable=part != "q",
-                    fused=f"{LAYER}self_attn.qkv_proj.{suffix}",
-                )
-            )
-    o = f"{LAYER}self_attn.o_proj."
-    found.append(
-        Parameter(
-            name=f"{o}weight",
-            shape=(hidden, heads * size),
+        weight = Parameter(
+            name=f"{LAYER}self_attn.{part}_proj.weight",
+            shape=(units * size, hidden),
             layers=layers,
-            tp_dim=1,
-            tp_units=heads,
-            unit="attention heads",
+            tp_dim=0,
+            tp_units=units,
+            unit="attention heads" if part == "q" else "key-value heads",
+            replicable=part != "q",
         )
+        found += _linear(weight, qkv_bias)
+    output = Parameter(
+        name=f"{LAYER}self_attn.o_proj.weight",
+        shape=(hidden, heads * size),
+        layers=layers,
+        tp_dim=1,
+        tp_units=heads,
+        unit="attention heads",
     )
-    if o_bias:
-        found.append(Parameter(name=f"{o}bias", shape=(hidden,), layers=layers))
+    found += _linear(output, o_bias)
     norms = [Parameter(name=f"{LAYER}self_attn.{n}_norm.weight", shape=(size,), layers=layers) for n in ("q", "k")]
     return found + norms * head_norms
 
@@ -114,32 +107,20 @@ def _norms(c: Mapping[str, Any]) -> list[Parameter]:
 
 
 def _mlp(c: Mapping[str, Any], layers: Sequence[int], *, bias: bool = False) -> list[Parameter]:
-    hidden, inner, depth = c["hidden_size"], c["intermediate_size"], c["num_hidden_layers"]
-    found = []
-    for suffix in ("weight", "bias") if bias else ("weight",):
-        for part in ("gate", "up"):
-            found.append(
-                Parameter(
-                    name=f"{LAYER}mlp.{part}_proj.{suffix}",
-                    shape=(inner, hidden) if suffix == "weight" else (inner,),
-                    layers=layers,
-                    depth=depth,
-                    tp_dim=0,
-                    unit="intermediate rows",
-                    fused=f"{LAYER}mlp.gate_up_proj.{suffix}",
-                )
-            )
-        found.append(
-            Parameter(
-                name=f"{LAYER}mlp.down_proj.{suffix}",
-                shape=(hidden, inner) if suffix == "weight" else (hidden,),
-                layers=layers,
-                depth=depth,
-                tp_dim=1 if suffix == "weight" else None,
-                unit="intermediate columns",
-            )
-        )
-    return found
+    hidden, inner = c["hidden_size"], c["intermediate_size"]
+    gate = Parameter(
+        name=f"{LAYER}mlp.gate_proj.weight",
+        shape=(inner, hidden),
+        layers=layers,
+        depth=c["num_hidden_layers"],
+        tp_dim=0,
+        unit="intermediate rows",
+    )
+    up = replace(gate, name=f"{LAYER}mlp.up_proj.weight")
+    down = replace(
+        gate, name=f"{LAYER}mlp.down_proj.weight", shape=(hidden, inner), tp_dim=1, unit="intermediate columns"
+    )
+    return [p for weight in (gate, up, down) for p in _linear(weight, bias)]
 
 
 def _experts(c: Mapping[str, Any], layers: Sequence[int]) -> list[Parameter]:
@@ -195,3 +176,35 @@ ARCHITECTURES: Mapping[str, Layer] = {
 def _tensors(parameters: Sequence[Parameter]) -> int:
     """A checkpoint keeps every expert's gate, up and down by itself."""
     return sum(len(p.layers) * (1 if p.expert_dim is None else p.shape[p.expert_dim] * p.segments) for p in parameters)
+
+
+def _shape(
+    kind: str, hidden: int, inner: int, layers: int, heads: int, kv: int, vocab: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": kind,
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "vocab_size": vocab,
+    } | more
+
+
+SHAPES: Mapping[str, Mapping[str, Any]] = {
+    "0.5b": _shape("qwen2", 896, 4864, 24, 14, 2, 151936, tie_word_embeddings=True),
+    "0.6b": _shape("qwen3", 1024, 3072, 28, 16, 8, 151936, head_dim=128, tie_word_embeddings=True),
+    "1.5b": _shape("qwen2", 1536, 8960, 28, 12, 2, 151936, tie_word_embeddings=True),
+    "7b": _shape("qwen2", 3584, 18944, 28, 28, 4, 152064),
+    "8b": _shape("llama", 4096, 14336, 32, 32, 8, 128256),
+    "30b-a3b": _shape(
+        "qwen3_moe", 2048, 6144, 48, 32, 4, 151936, head_dim=128, num_experts=128, moe_intermediate_size=768
+    ),
+    "70b": _shape("llama", 8192, 28672, 80, 64, 8, 128256),
+    "1t-moe": _shape(
+        "qwen3_moe", 7168, 18432, 61, 64, 8, 163840, head_dim=128, num_experts=384, moe_intermediate_size=2048
+    ),
+}
+"""Qwen2.5 0.5B, 1.5B and 7B; Qwen3 0.6B and 30B-A3B; Llama 8B and 70B; Qwen3-MoE of a trillion parameters, in Kimi K2's
+sizes."""

@@ -1,0 +1,298 @@
+"""Layouts: which slice of which parameter lies on which rank, as a few numbers; FSDP's cuts and vLLM 0.31's.
+
+A parameter class is the same tensor in many layers. Layouts and plans speak of classes, so they cost the same for any
+number of layers.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from trlx_hybrid import types
+from trlx_hybrid.errors import ConfigError
+
+from .sharding import Ints, Sharding, chunks, rechunked, segmented, uncut
+
+
+class Stage(enum.Enum):
+    """Which pipeline stages hold a parameter."""
+
+    LAYERS = "layers"
+    FIRST = "first"
+    LAST = "last"
+    ENDS = "first and last"
+    """A tied output head: the embedding is used on both ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """One parameter of the model in memory, as transformers names it, in all layers that have it.
+
+    Index ranges are those of the whole tensor, (layer, *shape), whatever rank holds them.
+
+    Attributes:
+        name: with `{}` for the number of the layer.
+        shape: of one layer's tensor. Experts are fused in transformers 5: gate and up (E, 2I, H), down (E, H, I).
+        layers: numbers of the layers that have it, ascending; `range(1)` for those outside the layers.
+        depth: hidden layers of the model, which pipeline stages divide; 0 when every layer has this parameter.
+        stage: the pipeline stages that hold it.
+        tp_dim: dimension that tensor parallelism slices; None is replicated on every TP rank.
+        tp_units: indivisible units along `tp_dim`, e.g. heads; None takes single rows.
+        unit: what these units are called, for messages.
+        replicable: with more TP ranks than units, several ranks hold the same unit, as KV heads are held.
+        segments: fused blocks of equal size along `tp_dim`, each sliced by itself: 2 for gate and up.
+        vocabulary: the engine pads `tp_dim` with zero rows, see `MeshLayout.vocab_multiple`.
+        expert_dim: dimension that expert parallelism slices in place of `tp_dim`; None for what is no expert.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layers: Sequence[int] = field(default=range(1))
+    depth: int = 0
+    stage: Stage = Stage.LAYERS
+    tp_dim: int | None = None
+    tp_units: int | None = None
+    unit: str = "rows"
+    replicable: bool = False
+    segments: int = 1
+    vocabulary: bool = False
+    expert_dim: int | None = None
+
+    @property
+    def kind(self) -> str:
+        """expert, vocab, replicated, column or row: what decides how much of it can stay where it is."""
+        if self.expert_dim is not None:
+            return "expert"
+        if self.vocabulary:
+            return "vocab"
+        if self.tp_dim is None:
+            return "replicated"
+        return "column" if self.tp_dim == 0 else "row"
+
+    @property
+    def extent(self) -> tuple[int, ...]:
+        """(layers, *shape): the index space that plans speak of."""
+        return (len(self.layers), *self.shape)
+
+    @property
+    def cut(self) -> tuple[Hashable, ...]:
+        """Equal for parameters that any layout cuts alike: k and v, gate and up."""
+        how = (self.stage, self.tp_dim, self.tp_units, self.replicable, self.segments, self.vocabulary)
+        return (self.shape, tuple(self.layers) if self.depth else len(self.layers), self.depth, self.expert_dim, *how)
+
+    @property
+    def elements(self) -> int:
+        """In all layers together, padding left out."""
+        return math.prod(self.extent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """What a plan knows of a model: its parameter classes, with no weights.
+
+    Attributes:
+        name: for people.
+        parameters: in the order a forward pass meets them.
+        itemsize: bytes per element on the wire: 2 for bf16 and fp16.
+        checkpoint_tensors: how many tensors a checkpoint of it has, where experts lie apart.
+    """
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    itemsize: int = 2
+    checkpoint_tensors: int = 0
+
+    @property
+    def bytes(self) -> int:
+        """Of all parameters, in the wire's dtype."""
+        return self.itemsize * sum(p.elements for p in self.parameters)
+
+
+VLLM_VOCAB_MULTIPLE = 64
+"""`DEFAULT_VOCAB_PADDING_SIZE` of vLLM 0.31."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshLayout(types.Layout):
+    """A product of parallelisms over `dp * pp * fsdp * tp` ranks, and how exactly each of them cuts.
+
+    What a user names with `trlx_hybrid.Layout`, and more. `MeshLayout(tp=4, pp=2)` is an engine and
+    `MeshLayout(dp=2, tp=4)` two of them. Ranks are numbered with tp fastest, then fsdp, pp, dp, which is the order of
+    accelerate's meshes and of vLLM's. `fsdp` cuts what `tp` leaves on a rank, along dimension 0 unless `shard_dims`
+    says otherwise, in `torch.chunk`'s sizes; `pp` and `tp` as vLLM does.
+
+    Attributes:
+        ep: ranks that experts are dealt out to, whole; `tp` or, across replicas, a multiple of it. 1 slices experts by
+            `tp` like everything else.
+        vocab_multiple: the padded vocabulary is a multiple of this; 1 pads nothing.
+        mesh: the rank at each position of the mesh, row-major; None is 0, 1, 2 …
+        shard_dims: (name of a parameter class, dimension that FSDP shards it along): what a `shard_placement_fn` says.
+    """
+
+    ep: int = 1
+    vocab_multiple: int = 1
+    mesh: tuple[int, ...] | None = None
+    shard_dims: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        types.Layout.__post_init__(self)
+        for name in ("ep", "vocab_multiple"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)} in a layout: it must be 1 or more.")
+        if self.ep > 1 and (self.ep % self.tp or (self.dp * self.tp) % self.ep or self.fsdp > 1):
+            raise ConfigError(
+                f"ep={self.ep} with tp={self.tp}, dp={self.dp}, fsdp={self.fsdp}: experts are dealt out over the tp "
+                "ranks of one replica or of several, without fsdp. Set ep to tp, or to tp times a divisor of dp."
+            )
+        if self.mesh is not None and sorted(self.mesh) != list(range(self.world)):
+            raise ConfigError(f"The mesh of a layout must name each of its {self.world} ranks once.")
+
+    def over(self, world: int) -> MeshLayout:
+        """As many replicas of this as `world` ranks hold."""
+        if world % self.world:
+            raise ConfigError(
+                f"{self} takes {self.world} ranks, which do not divide {world}. Choose tp and pp whose product does."
+            )
+        return replace(self, dp=self.dp * (world // self.world))
+
+    def served(self) -> MeshLayout:
+        """This layout with the vocabulary padded as vLLM pads it."""
+        return replace(self, vocab_multiple=VLLM_VOCAB_MULTIPLE)
+
+    def sharding(self, parameter: Parameter) -> Sharding:
+        """Where a parameter lies.
+
+        Raises:
+            ConfigError: a size does not divide; names the parameter and the sizes that would.
+        """
+        dp, pp, fsdp, tp = mesh_coordinates(self)
+        parts = [uncut(size) for size in parameter.extent]
+        coordinates: list[Ints | None] = [None] * len(parts)
+        held = None
+        if self.pp > 1:
+            held = _ends(parameter.stage, pp, self.pp)
+            if parameter.stage is Stage.LAYERS:
+                parts[0], coordinates[0] = stage_layers(parameter, self.pp), pp
+        if self.ep > 1 and parameter.expert_dim is not None:
+            d = parameter.expert_dim + 1
+            parts[d], coordinates[d] = expert_shares(parameter, self.ep), (dp * self.tp + tp) % self.ep
+        elif parameter.tp_dim is not None and (self.tp > 1 or parameter.vocabulary):
+            d = parameter.tp_dim + 1
+            parts[d] = tensor_slices(parameter, self.tp, self.vocab_multiple)
+            if len(parts[d]) > 1:
+                coordinates[d] = tp * len(parts[d]) // self.tp
+        if self.fsdp > 1:
+            d = self._shard_dim(parameter) + 1
+            inner = coordinates[d]
+            parts[d] = chunks(parameter.extent[d], self.fsdp) if inner is None else rechunked(parts[d], self.fsdp)
+            coordinates[d] = fsdp if inner is None else inner * self.fsdp + fsdp
+        return Sharding(self.world, tuple(parts), tuple(coordinates), held)
+
+    def alike(self, parameter: Parameter) -> Hashable:
+        """Equal for parameters that are sharded alike."""
+        return parameter.cut, dict(self.shard_dims).get(parameter.name, 0) if self.shard_dims else 0
+
+    def _shard_dim(self, parameter: Parameter) -> int:
+        dim = next((dim for name, dim in self.shard_dims if name == parameter.name), 0)
+        if dim >= len(parameter.shape):
+            raise ConfigError(f"{parameter.name} of shape {parameter.shape} has no dimension {dim} to shard along.")
+        if dim and parameter.shape[dim] % self.fsdp:
+            raise ConfigError(
+                f"FSDP2 shards dimension {dim} of {parameter.name} only evenly, and fsdp={self.fsdp} does not divide "
+                f"{parameter.shape[dim]}. Leave it on dimension 0."
+            )
+        return dim
+
+    def __str__(self) -> str:
+        sizes = [f"{k}={getattr(self, k)}" for k in ("dp", "pp", "fsdp", "tp", "ep") if getattr(self, k) > 1]
+        changes = ["permuted mesh"] * (self.mesh is not None) + ["chosen shard dimensions"] * bool(self.shard_dims)
+        return ",".join(sizes or ["dp=1"]) + "".join(f" ({c})" for c in changes)
+
+
+@functools.lru_cache(maxsize=16)
+def mesh_coordinates(layout: MeshLayout) -> tuple[Ints, ...]:
+    """(world,) each: dp, pp, fsdp and tp of every rank. Remembered, since every parameter class asks."""
+    position = np.arange(layout.world, dtype=np.int64)
+    if layout.mesh is not None:
+        position[np.asarray(layout.mesh)] = np.arange(layout.world)
+    return np.unravel_index(position, (layout.dp, layout.pp, layout.fsdp, layout.tp))
+
+
+def _ends(stage: Stage, pp: Ints, stages: int) -> NDArray[np.bool_] | None:
+    if stage is Stage.LAYERS:
+        return None
+    ends: NDArray[np.bool_] = np.zeros(len(pp), dtype=np.bool_)
+    if stage in (Stage.FIRST, Stage.ENDS):
+        ends |= pp == 0
+    if stage in (Stage.LAST, Stage.ENDS):
+        ends |= pp == stages - 1
+    return ends
+
+
+def stage_layers(parameter: Parameter, stages: int) -> Ints:
+    """(stages, 1, 2): which of the parameter's layers each stage holds, as positions in `parameter.layers`.
+
+    Source: vLLM `distributed/utils.py::get_pp_indices`: what does not divide goes to the last stages but the very last.
+
+    Raises:
+        ConfigError: more stages than layers.
+    """
+    depth = parameter.depth or len(parameter.layers)
+    if stages > depth:
+        raise ConfigError(f"pp={stages} is more than the {depth} layers of the model. Choose pp of at most {depth}.")
+    sizes = [depth // stages] * stages
+    for i in range(2, depth % stages + 2):
+        sizes[-i] += 1
+    numbers = np.concatenate([[0], np.cumsum(sizes)])
+    edges = np.searchsorted(np.asarray(parameter.layers), numbers)
+    return np.stack([edges[:-1], edges[1:]], axis=-1)[:, None]
+
+
+def expert_shares(parameter: Parameter, ranks: int) -> Ints:
+    """(ranks, 1, 2): whole experts, consecutive ones, the first ranks one more where they do not divide.
+
+    Source: vLLM `layers/fused_moe/expert_map_manager.py::determine_expert_map`, strategy "linear".
+    """
+    assert parameter.expert_dim is not None
+    experts = parameter.shape[parameter.expert_dim]
+    rank = np.arange(ranks + 1, dtype=np.int64)
+    edges = rank * (experts // ranks) + np.minimum(rank, experts % ranks)
+    return np.stack([edges[:-1], edges[1:]], axis=-1)[:, None]
+
+
+def tensor_slices(parameter: Parameter, ways: int, vocab_multiple: int) -> Ints:
+    """(slices, segments, 2) of `parameter.tp_dim`: `ways` slices, fewer where ranks share KV heads.
+
+    A vocabulary's slices reach beyond its size, into the padding.
+
+    Source: vLLM `layers/linear.py::QKVParallelLinear`, `layers/vocab_parallel_embedding.py::pad_vocab_size`.
+
+    Raises:
+        ConfigError: `ways` does not divide the units.
+    """
+    assert parameter.tp_dim is not None
+    size = parameter.shape[parameter.tp_dim]
+    if parameter.vocabulary:
+        size = -(-size // vocab_multiple) * vocab_multiple
+    units = parameter.tp_units or size // parameter.segments
+    if parameter.replicable and ways > units:
+        if ways % units:
+            raise ConfigError(_indivisible(parameter, ways, units, "neither divides nor is a multiple of"))
+        ways = units
+    if units % ways:
+        raise ConfigError(_indivisible(parameter, ways, units, "does not divide"))
+    return uncut(size) if ways == 1 else segmented(size, ways, parameter.segments)
+
+
+def _indivisible(parameter: Parameter, ways: int, units: int, relation: str) -> str:
+    fitting = [str(d) for d in range(1, min(units, 64) + 1) if units % d == 0]
+    return (
+        f"tp={ways} {relation} the {units} {parameter.unit} of {parameter.name}. Choose a tp that fits: "
+        f"{', '.join(fitting)}."
+    )

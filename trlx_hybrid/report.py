@@ -19,7 +19,7 @@ def package_version() -> str:
 
 
 def header(session: Session) -> list[str]:
-    """The header: one line of what runs and why, one per refused weight path, then what plugins add."""
+    """The header: one line of what runs and why, the memory, what the weight sync notes, then what plugins add."""
     selection = session.selection
     plugins = ", ".join(str(p) for p in session.host.plugins) or "none"
     if selection.engine is None or selection.rollout is None:
@@ -31,6 +31,9 @@ def header(session: Session) -> list[str]:
         slots.append(f"advantages=plugin {session.adviser.name} ({session.adviser.distribution})")
     lines = [" · ".join([f"trlx_hybrid {package_version()}", f"plugins: {plugins}", *slots])]
     lines += session.memory.table()
+    note = session.weights.note() if session.weights is not None else None
+    if note is not None:
+        lines.append(note)
     for added in session.host.call("trlx_report_header", session=session):
         lines += [added] if isinstance(added, str) else list(added)
     return lines

@@ -13,9 +13,10 @@ from trlx_hybrid.errors import ConfigError, SyncError
 from trlx_hybrid.plugins.selection import Choice, Selection
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_vllm.options import TransferOptions
-from trlx_hybrid_vllm.server.gloo import Described, buckets, in_threads
+from trlx_hybrid_vllm.server.gloo import buckets, in_threads
 from trlx_hybrid_vllm.server.sender import GroupClient, backend_of, init_info, nccl_missing
 from trlx_hybrid_vllm.server.worker import Routes, differing, digest
+from vllm.distributed.weight_transfer import ParamMeta
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -24,7 +25,7 @@ shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 @st.composite
 def described(draw):
     given = draw(st.lists(st.tuples(st.sampled_from(DTYPES), shapes), max_size=12))
-    return [Described(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(given)]
+    return [ParamMeta(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(given)]
 
 
 def filled(tensor, seed):
@@ -48,11 +49,11 @@ def test_what_is_packed_comes_out_again(tensors, limit):
 
 
 def test_no_bucket_could_have_held_the_next_tensor():
-    tensors = [Described(f"t{i}", torch.float32, (i % 7,)) for i in range(50)]
+    tensors = [ParamMeta(f"t{i}", torch.float32, (i % 7,)) for i in range(50)]
     found = list(buckets(tensors, 64))
     for bucket, after in itertools.pairwise(found):
         first = after.tensors[0]
-        assert bucket.bytes + -(-first.bytes // 16) * 16 > 64
+        assert bucket.bytes + -(-4 * first.shape[0] // 16) * 16 > 64
 
 
 @settings(max_examples=60)

@@ -416,7 +416,7 @@ def place_of(
     Args:
         wrapper: vLLM's layer, `number` its part that the slots are for.
     """
-    ranges = []
+    ranges: list[slice] = []
     for cut, size in ((wrapper.slice_lora_a, a.shape[1]), (wrapper.slice_lora_b, b.shape[0])):
         numbers = torch.arange(size)[None] if not ranges else torch.arange(size)[:, None]
         given = [numbers if part == number else None for part in range(wrapper.n_slices)]

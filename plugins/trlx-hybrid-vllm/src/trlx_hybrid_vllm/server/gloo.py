@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer import (
+    ParamMeta,
     TrainerWeightTransferEngine,
     VLLMWeightSyncClient,
     WeightSource,
@@ -104,10 +105,10 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     dtype_names: list[str]
     shapes: list[list[int]]
 
-    def described(self) -> Iterator[Described]:
+    def described(self) -> Iterator[ParamMeta]:
         """The same, tensor by tensor."""
         for name, dtype, shape in zip(self.names, self.dtype_names, self.shapes, strict=True):
-            yield Described(name, getattr(torch, dtype), tuple(shape))
+            yield ParamMeta(name, getattr(torch, dtype), tuple(shape))
 
 
 class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -219,12 +220,11 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
 
     def send_weights(self) -> None:
         """Send all of the source. Engines load each message while the next one is read."""
-        meta = self.source.metadata()
+        described = self.source.metadata()
         if not self.is_sender:
             for _ in self.source:
                 pass
             return
-        described = [Described(m.name, m.dtype, tuple(m.shape)) for m in meta]
         update = {
             "names": [t.name for t in described],
             "dtype_names": [str(t.dtype).removeprefix("torch.") for t in described],
@@ -234,14 +234,14 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
         in_threads(lambda: self.client.update_weights(update), lambda: self._broadcast(described))
         self.client.finish_weight_update()
 
-    def _broadcast(self, described: list[Described]) -> None:
+    def _broadcast(self, described: list[ParamMeta]) -> None:
         assert self._group is not None
         weights = iter(self.source)
         for bucket in buckets(described, self._info.bucket_bytes):
             tensors = []
             for expected in bucket.tensors:
                 name, tensor = next(weights)
-                if (name, tensor.dtype, tuple(tensor.shape)) != (expected.name, expected.dtype, expected.shape):
+                if ParamMeta(name, tensor.dtype, tuple(tensor.shape)) != expected:
                     raise ValueError(f"{name!r} came where {expected} was announced")
                 tensors.append(tensor)
             if bucket.bytes:
@@ -258,20 +258,6 @@ ALIGNMENT = 16  # bytes: a tensor of any dtype can begin there
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
-    """A tensor that is to be sent."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Without what fills it up to the alignment."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
 class Bucket:
     """One message.
 
@@ -280,7 +266,7 @@ class Bucket:
         bytes: of the message.
     """
 
-    tensors: tuple[Described, ...]
+    tensors: tuple[ParamMeta, ...]
     offsets: tuple[int, ...]
     bytes: int
 
@@ -297,16 +283,17 @@ class Bucket:
 
     def _places(self, message: Tensor) -> Iterator[Tensor]:
         for tensor, offset in zip(self.tensors, self.offsets, strict=True):
-            yield message[offset : offset + tensor.bytes].view(tensor.dtype).view(tensor.shape)
+            size = math.prod(tensor.shape) * tensor.dtype.itemsize
+            yield message[offset : offset + size].view(tensor.dtype).view(tensor.shape)
 
 
-def buckets(tensors: Iterable[Described], limit: int) -> Iterator[Bucket]:
+def buckets(tensors: Iterable[ParamMeta], limit: int) -> Iterator[Bucket]:
     """Fill one bucket after the other, none above `limit` bytes but one that holds a single larger tensor."""
-    held: list[Described] = []
+    held: list[ParamMeta] = []
     offsets: list[int] = []
     end = 0
     for tensor in tensors:
-        size = -(-tensor.bytes // ALIGNMENT) * ALIGNMENT
+        size = -(-math.prod(tensor.shape) * tensor.dtype.itemsize // ALIGNMENT) * ALIGNMENT
         if held and end + size > limit:
             yield Bucket(tuple(held), tuple(offsets), end)
             held, offsets, end = [], [], 0

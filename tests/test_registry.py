@@ -213,7 +213,7 @@ def test_a_built_component_is_held_against_its_protocol():
     with pytest.raises(ComponentError, match="made a object without asleep_bytes, close"):
         component_of(lambda *_: object()).build(None, None)
     bare = SimpleNamespace(name="x", refuses=None, sync=None)  # the session calls the rest as well
-    with pytest.raises(ComponentError, match="without check, forget, keeps_weights, open, put_back, release, which"):
+    with pytest.raises(ComponentError, match="without check, forget, keeps_weights, note, open, put_back, release, which"):
         component_of(lambda *_: bare, "weights").build(None, None)
     engine = component_of(Whole).build(None, None)
     with pytest.raises(EngineError, match="Whole does not say where its weights lie"):

@@ -270,7 +270,7 @@ REFUSED = {
     "modules_to_save": {"modules_to_save": ["norm"]},
     "trainable_token_indices": {"trainable_token_indices": [3, 4]},
     "trains biases": {"bias": "all"},
-    "lora_bias": {"lora_bias": True},
+    "lora_bias": {"lora_bias": True, "init_lora_weights": True},
     "target_parameters": {"target_modules": ["q_proj"], "target_parameters": ["mlp.up_proj.weight"]},
     "embed_tokens is adapted by PEFT's Embedding": {"target_modules": ["embed_tokens", "q_proj"]},
     "lm_head is the output head": {"target_modules": ["lm_head", "q_proj"]},

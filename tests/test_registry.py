@@ -168,7 +168,7 @@ def test_options_of_the_weight_sync_reach_the_path_that_auto_takes():
     host = Host()
     host.register(Plugin(), "a")
     selection = chosen(host, HybridConfig(engine="x", weights_options={"deadline": 5}))
-    sync, why = choose(SimpleNamespace(selection=selection))
+    sync, why = choose(selection, lambda choice: choice.component.build(None, choice.options))
     assert (sync.name, sync.options, why) == ("second", Waiting(deadline=5), "auto; not first: not here")
     with pytest.raises(ConfigError, match=r"weights_options has no setting 'deadlin'. Did you mean 'deadline'"):
         chosen(host, HybridConfig(engine="x", weights_options={"deadlin": 5}))
@@ -213,7 +213,8 @@ def test_a_built_component_is_held_against_its_protocol():
     with pytest.raises(ComponentError, match="made a object without asleep_bytes, close"):
         component_of(lambda *_: object()).build(None, None)
     bare = SimpleNamespace(name="x", refuses=None, sync=None)  # the session calls the rest as well
-    with pytest.raises(ComponentError, match="without check, forget, keeps_weights, note, open, put_back, release, which"):
+    missing = "check, forget, keeps_weights, note, open, put_back, release"
+    with pytest.raises(ComponentError, match=f"without {missing}, which"):
         component_of(lambda *_: bare, "weights").build(None, None)
     engine = component_of(Whole).build(None, None)
     with pytest.raises(EngineError, match="Whole does not say where its weights lie"):

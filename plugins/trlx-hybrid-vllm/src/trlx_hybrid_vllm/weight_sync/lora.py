@@ -72,7 +72,7 @@ class LoraSync(WeightSync):
         assert self._slots is not None, "refuses() comes first"
         base = self._base.sync()
         moved = self._slots.write()
-        engine.adapter = self._slots.request(self._session.freshness.version)
+        engine.adapter = self._slots.request(self._session.weight_version)
         return LoadReport(tensors=base.tensors + self._slots.tensors, bytes=base.bytes + moved)
 
     def put_back(self) -> bool:

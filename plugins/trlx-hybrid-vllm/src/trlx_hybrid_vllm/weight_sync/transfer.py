@@ -187,7 +187,7 @@ class TransferSync(WeightSync):
         if self._engine.quantized or self._source is None:
             return 0
         names = [m.name for m in self._source.described]
-        chosen = set(names if full else sampled_names(names, self._session.freshness.version))
+        chosen = set(names if full else sampled_names(names, self._session.weight_version))
         for _ in range(ATTEMPTS):
             died, told, found, error = self._attempt(lambda: self._differing(chosen))
             if not died:

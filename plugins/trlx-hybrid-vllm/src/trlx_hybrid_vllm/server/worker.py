@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from trlx_hybrid.errors import SyncError, listed
 
-from ..loader import BITS, Slice, WeightLoader, dummy_load_format
+from ..loader import BITS, Route, Slice, WeightLoader, dummy_load_format
 from . import gloo
 
 # vLLM imports this module before it loads the model and makes the worker's transfer engine.
@@ -46,15 +46,12 @@ class ServedWorker:
             (name, torch.empty(shape, dtype=getattr(torch, dtype))) for name, dtype, shape in described
         )
         self._served_loader = loader
-        tensors = loader.tensors
-        routes = [
-            [
-                [_name(tensors[r.parameter].dtype), list(r.source.shape), list(r.source.stride), r.source.offset]
-                for r in loader.routes.get(name, ())
-            ]
-            for name in names
-        ]
-        return [routes, list(report.unwritten)]
+
+        def plain(route: Route) -> PlainRoute:
+            dtype, read = loader.tensors[route.parameter].dtype, route.source
+            return [str(dtype).removeprefix("torch."), list(read.shape), list(read.stride), read.offset]
+
+        return [[[plain(r) for r in loader.routes.get(name, ())] for name in names], list(report.unwritten)]
 
     def served_digests(self, names: Sequence[str]) -> list[list[int]]:
         """By tensor, the digest of what lies at the end of each of its routes."""
@@ -66,19 +63,7 @@ class ServedWorker:
         return [[int(d) for d in tensor] for tensor in found]
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 # --- the trainer's end of the proof -----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ReadSlice:
-    """A slice of a checkpoint tensor that one worker's loader reads, and the dtype that it is kept in."""
-
-    dtype: torch.dtype
-    source: Slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +71,11 @@ class Routes:
     """What the workers of one server keep of each tensor. All servers of a run keep the same.
 
     Attributes:
-        of: by checkpoint name, then by worker.
+        of: by checkpoint name, then by worker: each slice of the tensor that its loader reads, and the dtype that it is
+            kept in.
     """
 
-    of: dict[str, list[list[ReadSlice]]]
+    of: dict[str, list[list[tuple[torch.dtype, Slice]]]]
 
     @classmethod
     def learned(cls, names: Sequence[str], servers: Sequence[Sequence[Any]]) -> Routes:
@@ -109,14 +95,18 @@ class Routes:
                 "The remote engines keep the weights in different layouts. Run them on machines of one kind, with one "
                 "version of vLLM."
             )
-        workers = [routes for routes, _ in servers[0]]
-        return cls({name: [[_slice(r) for r in worker[i]] for worker in workers] for i, name in enumerate(names)})
+        found: dict[str, list[list[tuple[torch.dtype, Slice]]]] = {name: [] for name in names}
+        for routes, _ in servers[0]:
+            for name, kept in zip(names, routes, strict=True):
+                slices = [(getattr(torch, d), Slice(tuple(shape), tuple(stride), at)) for d, shape, stride, at in kept]
+                found[name].append(slices)
+        return cls(found)
 
     def wire(self, dtypes: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
         """What tensors can be cast to before they are sent, since every worker keeps them in that narrower dtype."""
         found = {}
         for name, workers in self.of.items():
-            kept = {r.dtype for worker in workers for r in worker}
+            kept = {dtype for worker in workers for dtype, _ in worker}
             if len(kept) == 1 and (dtype := next(iter(kept))).itemsize < dtypes[name].itemsize:
                 found[name] = dtype
         return found
@@ -124,15 +114,10 @@ class Routes:
     def digests(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, list[list[int]]]:
         """Of the policy's tensors, as a server's workers would answer: by name, worker and route."""
         found = {
-            name: [[digest(r.source.of(tensor).to(r.dtype)) for r in worker] for worker in self.of[name]]
+            name: [[digest(part.of(tensor).to(dtype)) for dtype, part in worker] for worker in self.of[name]]
             for name, tensor in weights
         }
         return {name: [[int(d) for d in worker] for worker in workers] for name, workers in found.items()}
-
-
-def _slice(route: Sequence[Any]) -> ReadSlice:
-    dtype, shape, stride, offset = route
-    return ReadSlice(getattr(torch, dtype), Slice(tuple(shape), tuple(stride), offset))
 
 
 def differing(expected: dict[str, list[list[int]]], servers: Sequence[Sequence[Any]]) -> list[str]:

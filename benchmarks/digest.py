@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def digest(named: Iterable[tuple[str, Tensor]]) -> int:
     """A hash of the tensors' bits, shapes left out: independent of their order, dependent on their names and on where
     in a tensor each value lies. Waits for the device once."""
-    from trlx_hybrid_vllm.serving.digest import digest as of_one
+    from trlx_hybrid_vllm.server.worker import digest as of_one
 
     total = None
     for name, tensor in named:

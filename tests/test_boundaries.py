@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from trlx_hybrid.plugins.host import Host
+from trlx_hybrid.plugins.registry import SLOTS
 
 ROOT = Path(__file__).parent.parent
 HOST = sorted((ROOT / "trlx_hybrid").rglob("*.py"))
@@ -50,3 +52,13 @@ def test_the_host_knows_no_backend_and_one_file_knows_trl(file):
 def test_plugins_never_import_each_other(plugin):
     others = {p.name for p in PLUGINS} - {plugin.name}
     assert not any(imports(file) & others for file in plugin.rglob("*.py"))
+
+
+def test_no_code_asks_for_a_component_by_its_name():
+    """What one needs of another is declared where it is offered. `vllm` is a library, too."""
+    offered = Host.load().registry
+    names = {c.name for slot in SLOTS for c in offered.components(slot)} - {"vllm"}
+    for file in [*HOST, *(file for plugin in PLUGINS for file in plugin.rglob("*.py"))]:
+        for compared in (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Compare)):
+            found = {n.value for n in ast.walk(compared) if isinstance(n, ast.Constant) and isinstance(n.value, str)}
+            assert not found & names, f"{file}:{compared.lineno}"

@@ -78,6 +78,40 @@ def test_what_our_distributions_bring_is_what_they_offer():
         assert {name: f"trlx-hybrid-{plugin}" for name, plugin in names.items()} == brings
 
 
+TALKS = ("rollout", "talks", {"converses": True, "needs": {"streams"}})
+
+
+def test_tools_take_the_installed_rollout_that_converses_on_an_engine_that_serves_it():
+    def rollout(host, rollout=None, tools=True):
+        return chosen(host, HybridConfig(engine="x", rollout=rollout), tools=tools).rollout.component.name
+
+    streams = ("engine", "x", {"streams": True})
+    assert rollout(host_with(a=[streams, TALKS])) == "talks"
+    assert rollout(host_with(a=[streams, TALKS]), tools=False) == "single_turn"
+    assert rollout(host_with(a=[streams])) == "single_turn"
+    assert rollout(host_with(a=[("engine", "x", {}), TALKS])) == "single_turn"
+    with pytest.raises(ConfigError, match="rollout='talks' needs an engine that takes requests one at a time"):
+        rollout(host_with(a=[("engine", "x", {}), TALKS]), "talks")
+    two = host_with(a=[streams, TALKS], b=[("rollout", "chats", {"converses": True})])
+    with pytest.raises(ComponentError, match=r"'chats' \(plugin 'b'\) and 'talks' \(plugin 'a'\).*rollout="):
+        rollout(two)
+    assert rollout(two, "chats") == "chats"
+
+
+def test_an_engine_knows_before_it_is_built_what_weight_paths_ask_for():
+    host = host_with(
+        a=[("engine", "x", {}), ("weights", "slots", {"needs": {"lora_slots"}}), ("weights", "copies", {"order": 1})]
+    )
+
+    def asked(weights):
+        return {
+            n for c in chosen(host, HybridConfig(engine="x", weights=weights)).weight_paths for n in c.component.needs
+        }
+
+    assert asked("auto") == asked("slots") == {"lora_slots"}
+    assert asked("copies") == set()
+
+
 def test_an_engine_that_cannot_work_here_says_why():
     host = host_with(a=[("engine", "vllm", {"unavailable": lambda: "no GPU driver. Install one."})])
     with pytest.raises(ComponentError, match=r"'vllm' \(plugin 'a'\) cannot be used here: no GPU driver"):
@@ -179,7 +213,8 @@ def test_a_built_component_is_held_against_its_protocol():
     with pytest.raises(ComponentError, match="made a object without asleep_bytes, close"):
         component_of(lambda *_: object()).build(None, None)
     bare = SimpleNamespace(name="x", refuses=None, sync=None)  # the session calls the rest as well
-    with pytest.raises(ComponentError, match="without check, forget, keeps_weights, open, put_back, release, which"):
+    missing = "check, forget, keeps_weights, note, open, put_back, release"
+    with pytest.raises(ComponentError, match=f"without {missing}, which"):
         component_of(lambda *_: bare, "weights").build(None, None)
     engine = component_of(Whole).build(None, None)
     with pytest.raises(EngineError, match="Whole does not say where its weights lie"):

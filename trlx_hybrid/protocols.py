@@ -239,6 +239,10 @@ class WeightSync(Protocol):
         """This path was chosen. Called once, after `refuses`."""
         return
 
+    def note(self) -> str | None:
+        """What the run's header says of it, or None. Called on every rank, after `open`."""
+        return None
+
     def sync(self) -> LoadReport:
         """Make the engine's weights the policy's. Called on every rank."""
 
@@ -284,7 +288,7 @@ class Rollout(Protocol):
 
 OPTIONAL = {
     "Engine": {"peers_lost", "stream", "regions", "weights_written", "leave"},
-    "WeightSync": {"keeps_weights", "open", "put_back", "forget", "check", "release"},
+    "WeightSync": {"keeps_weights", "open", "note", "put_back", "forget", "check", "release"},
     "Rollout": {"converses", "converse", "close"},
 }
 """Members that a component of that protocol may inherit; an engine may be without them as well."""

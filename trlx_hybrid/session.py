@@ -259,7 +259,7 @@ class Session:
             self._announce()
 
     def header(self) -> list[str]:
-        """What runs here and why, in one line; one per refused weight path; then what plugins add. Collective."""
+        """What runs here and why, in one line; memory; what weight sync and plugins add. Collective."""
         selection = self.selection
         plugins = ", ".join(str(p) for p in self.host.plugins) or "none"
         if selection.engine is None or selection.rollout is None:
@@ -271,6 +271,8 @@ class Session:
             slots.append(f"advantages=plugin {self.adviser.name} ({self.adviser.distribution})")
         lines = [" · ".join([f"trlx_hybrid {package_version()}", f"plugins: {plugins}", *slots])]
         lines += self.memory.table()
+        note = self.weights.note() if self.weights is not None else None
+        lines += [note] if note is not None else []
         for added in self.host.call("trlx_report_header", session=self):
             lines += [added] if isinstance(added, str) else list(added)
         return lines

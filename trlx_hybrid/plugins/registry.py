@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -38,6 +38,11 @@ class Component:
         refuses: called with the session and the options when the trainer is built, before the component is;
             returns why it cannot serve this model, or None.
         streams: of an engine: whether it serves requests one at a time (`Engine.stream`).
+        needs: what it asks of the engine: "streams" (a rollout), "lora_slots" (a weight sync: memory in the engine for
+            the policy's adapters), or whatever an engine knows. Engines read it before they are built.
+        shares_memory: of a weight sync: whether the policy's parameters become the engine's memory where they can.
+        converses: of a rollout: whether it runs conversations with tools (`Rollout.converse`), and so is taken unasked
+            where the trainer has tools.
         by_name: whether only its name chooses it: `auto` passes it over.
         plugin: who offered it; distribution: what that came with.
     """
@@ -52,6 +57,9 @@ class Component:
     unavailable: Callable[[], str | None] = lambda: None
     refuses: Callable[[Any, Any], str | None] = lambda session, options: None
     streams: bool = False
+    needs: frozenset[str] = frozenset()
+    shares_memory: bool = False
+    converses: bool = False
     by_name: bool = False
     distribution: str = BUILTIN
 
@@ -119,6 +127,9 @@ class Registry:
         unavailable: Callable[[], str | None] = lambda: None,
         refuses: Callable[[Any, Any], str | None] = lambda session, options: None,
         streams: bool = False,
+        needs: Collection[str] = (),
+        shares_memory: bool = False,
+        converses: bool = False,
         by_name: bool = False,
     ) -> None:
         """Offer a component under `name`; arguments as in `Component`.
@@ -145,6 +156,9 @@ class Registry:
             unavailable=unavailable,
             refuses=refuses,
             streams=streams,
+            needs=frozenset(needs),
+            shares_memory=shares_memory,
+            converses=converses,
             by_name=by_name,
             distribution=self._distribution,
         )

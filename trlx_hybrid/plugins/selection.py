@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import HybridConfig, NoOptions, build, check_keys
-from ..errors import ConfigError
+from ..errors import ComponentError, ConfigError
 from .registry import Component, Registry, Slot
 
 STOCK = "transformers"
 """The engine name that leaves generation to TRL."""
 
-SINGLE, MULTI = "single_turn", "multi_turn"
-"""The rollouts that are chosen unasked: without tools, and with them."""
+SINGLE = "single_turn"
+"""The rollout that is chosen unasked, where no other converses with the trainer's tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +63,11 @@ class Selection:
         """Whether generation is TRL's own."""
         return self.engine is None
 
+    @property
+    def weight_paths(self) -> Sequence[Choice]:
+        """The weight syncs that this run may take."""
+        return self.paths if self.weights is None else [self.weights]
+
 
 def select(config: HybridConfig, arguments: TrainerArguments, registry: Registry) -> Selection:
     """Choose components. An explicit setting wins over TRL's arguments; nothing given leaves stock TRL.
@@ -108,24 +113,30 @@ def _paths(registry: Registry, options: Mapping[str, Any]) -> list[Choice]:
 
 
 def _rollout(config: HybridConfig, arguments: TrainerArguments, registry: Registry, streams: bool) -> Choice:
-    """As set; else `multi_turn` where there are tools, its plugin is installed and the engine streams."""
+    """As set; else one that converses, where there are tools, it is installed and the engine serves it."""
+    offered = registry.components("rollout")
+    conversing = [c for c in offered if c.converses and not c.by_name and c.unavailable() is None]
     why = "default"
     if config.rollout is not None:
         name, why = config.rollout, "HybridConfig.rollout"
     elif not arguments.tools:
         name = SINGLE
-    elif MULTI not in {c.name for c in registry.components("rollout") if c.unavailable() is None}:
+    elif not conversing:
         name, why = SINGLE, "tools run turn by turn, as in TRL: `pip install trlx-hybrid-multiturn` frees them"
-    elif not streams:
+    elif not any(streams or "streams" not in c.needs for c in conversing):
         name, why = SINGLE, "tools run turn by turn, as in TRL: the engine takes no single requests"
+    elif len(conversing) > 1:
+        found = " and ".join(f"{c.name!r} (plugin {c.plugin!r})" for c in conversing)
+        raise ComponentError(f"{found} both converse with tools. Choose with HybridConfig(rollout=...) or --rollout.")
     else:
-        name, why = MULTI, "tools"
-    if name == MULTI and not streams:
+        name, why = conversing[0].name, "tools"
+    choice = _choice(registry, "rollout", name, config.options("rollout"), why)
+    if "streams" in choice.component.needs and not streams:
         raise ConfigError(
-            f"HybridConfig.rollout={MULTI!r} needs an engine that takes requests one at a time, which this one does "
+            f"HybridConfig.rollout={name!r} needs an engine that takes requests one at a time, which this one does "
             f"not. Choose engine='vllm', or leave the rollout out: tools then run turn by turn, as in TRL."
         )
-    return _choice(registry, "rollout", name, config.options("rollout"), why)
+    return choice
 
 
 def _choice(

@@ -10,8 +10,8 @@ from datasets import Dataset
 from trlx_hybrid.errors import ComponentError, ConfigError, EngineError, RewardError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_vllm import plugin
+from trlx_hybrid_vllm.arguments import engine_dtype
 from trlx_hybrid_vllm.options import VLLMOptions
-from trlx_hybrid_vllm.preflight import engine_dtype
 
 
 def train(run, **given):

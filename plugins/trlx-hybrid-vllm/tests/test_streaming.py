@@ -10,10 +10,9 @@ from trlx_hybrid.errors import EngineError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.types import Request, Sampling
 from trlx_hybrid_vllm import internals
-from trlx_hybrid_vllm.closing import shut_down
-from trlx_hybrid_vllm.requests import Requests
+from trlx_hybrid_vllm.engine import shut_down
 from trlx_hybrid_vllm.sampling import completion_of, prompt_of, sampling_params, with_seed
-from trlx_hybrid_vllm.streaming import EngineStream
+from trlx_hybrid_vllm.streaming import EngineStream, RequestQueue
 from vllm.exceptions import VLLMValidationError
 
 PLACES = 6
@@ -45,7 +44,7 @@ def llm(tmp_path_factory, request):
         patch.setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))
         llm = LLM(
             model=str(folder),
-            scheduler_cls="trlx_hybrid_vllm.scheduling.DecodeScheduler" if ahead else None,
+            scheduler_cls="trlx_hybrid_vllm.scheduler.DecodeScheduler" if ahead else None,
             dtype="float32",
             enforce_eager=True,
             kv_cache_memory_bytes=64 * BLOCK_BYTES,
@@ -323,7 +322,7 @@ def test_a_request_is_queued_as_vllm_would(llm, given):
     """Field by field, and with the same blocks to look for; the pattern was made of another prompt."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     params = params_of(**given)
-    requests = Requests(llm, params, None)
+    requests = RequestQueue(llm, params, None)
     for request in [*requests_of(2, length=40), *requests_of(2, first=2, length=70, max_tokens=4)]:
         ours = requests.add(request)
         theirs = llm.enqueue([prompt_of(request)], [with_seed(params, request)], use_tqdm=False)[0]
@@ -353,7 +352,7 @@ def same_state(one, other):
 
 
 def test_what_vllm_would_not_take_is_not_queued(llm):
-    requests = Requests(llm, params_of(), None)
+    requests = RequestQueue(llm, params_of(), None)
     for good in (False, True):  # as the first of a stream, and after others
         if good:
             llm.llm_engine.abort_request([requests.add(requests_of(1)[0])], internal=True)
@@ -361,4 +360,4 @@ def test_what_vllm_would_not_take_is_not_queued(llm):
             with pytest.raises(VLLMValidationError, match=reason):
                 requests.add(Request(prompt_ids=prompt, seed=0))
     with pytest.raises((ValueError, VLLMValidationError), match="top_p"):
-        Requests(llm, params_of(top_p=7.0), None).add(requests_of(1)[0])
+        RequestQueue(llm, params_of(top_p=7.0), None).add(requests_of(1)[0])

@@ -13,7 +13,7 @@ from trlx_hybrid.rollout.seeding import request_seed
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.types import Request, Sampling
 from trlx_hybrid_vllm import internals
-from trlx_hybrid_vllm.loading import WeightLoader
+from trlx_hybrid_vllm.loader import WeightLoader
 
 PROMPTS = [[5, 6, 7, 40], list(range(10, 43)), [90]]  # a single token, and more than one KV block of 32
 

@@ -31,6 +31,8 @@ def trlx_register(registry: Registry) -> None:
         "multi_turn",
         _multi_turn,
         options=MultiTurnOptions,
+        needs={"streams"},
+        converses=True,
         summary="conversations with tools, each trajectory on its own clock",
     )
 
@@ -57,7 +59,7 @@ def trlx_rollout_end(session: Session, trajectories: Sequence[Trajectory]) -> No
 def trlx_report_header(session: Session) -> str | None:
     """Say so where a run chose conversations and has nobody to converse with."""
     rollout = session.selection.rollout
-    if rollout is None or rollout.component.name != "multi_turn" or session.selection.tools:
+    if rollout is None or not isinstance(rollout.options, MultiTurnOptions) or session.selection.tools:
         return None
     return "note: rollout=multi_turn, and the trainer has no tools: only a rollout_func of its own takes several turns."
 

@@ -33,14 +33,6 @@ def trlx_register(registry: Registry) -> None:
 
 
 @hookimpl
-def trlx_report_header(session: Run) -> str | None:
-    """What a sync will move."""
-    if session.weights is None or session.weights.name != "reshard":
-        return None
-    return f"[Reshard] a sync on rank {session.ranks.rank}: {getattr(session.weights, 'summary', '')}"
-
-
-@hookimpl
 def trlx_command(commands: Any) -> None:
     """Add `trlx-hybrid reshard-plan`."""
     from .planner.cli import add_command

@@ -170,6 +170,10 @@ class ReshardSync(WeightSync):
         """What a whole sync moves on this rank."""
         return str(self.prepared)
 
+    def note(self) -> str:
+        """The same, for the run's header."""
+        return f"[Reshard] a sync on rank {self._session.ranks.rank}: {self.summary}"
+
     # --- syncing ----------------------------------------------------------------------------------------------------
 
     def sync(self) -> LoadReport:

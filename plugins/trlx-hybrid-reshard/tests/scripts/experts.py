@@ -20,9 +20,9 @@ from trlx_hybrid_reshard.options import ReshardOptions
 from trlx_hybrid_reshard.plan import plan
 from trlx_hybrid_reshard.planner.architectures import describe
 from trlx_hybrid_reshard.sync import ReshardSync
-from trlx_hybrid_vllm.checkpoint import write_without_weights
-from trlx_hybrid_vllm.loading import WeightLoader
-from trlx_hybrid_vllm.regions import refuses, regions
+from trlx_hybrid_vllm.arguments import write_without_weights
+from trlx_hybrid_vllm.loader import WeightLoader
+from trlx_hybrid_vllm.weight_map import WeightMap, refuses_writes, regions
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 EXPERTS = {"num_experts": 6, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
@@ -57,7 +57,7 @@ class Loaded:
 
     def regions(self, policy):
         assert self.loader.load(policy.full_weights()).unwritten == []
-        return regions(self.model, self.loader, policy)
+        return regions(self.model, WeightMap(policy, self.loader))
 
     def weights_written(self):
         self.weights_lost = False
@@ -81,14 +81,14 @@ def refused(engine):
     from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend as Backend
 
     experts = [m for m in engine.model.modules() if type(m).__name__ == "RoutedExperts"]
-    seen = {"cpu": refuses(engine.model)}
+    seen = {"cpu": refuses_writes(engine.model)}
     for name in ("FLASHINFER_CUTLASS", "TRITON"):
         for module in experts:
             module.quant_method.unquantized_backend = Backend[name]
-        seen[name] = refuses(engine.model)
+        seen[name] = refuses_writes(engine.model)
     parallel = experts[-1].moe_config.moe_parallel_config
     parallel.use_ep = True
-    seen["dealt out"] = refuses(engine.model)
+    seen["dealt out"] = refuses_writes(engine.model)
     parallel.use_ep = False
     return seen
 

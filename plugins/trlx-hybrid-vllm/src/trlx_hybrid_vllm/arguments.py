@@ -2,23 +2,103 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from trlx_hybrid.errors import did_you_mean
 from trlx_hybrid.memory.ledger import policy_tensors, storages
+from trlx_hybrid.weights.merging import parted_head
+from trlx_hybrid.weights.policy import Policy
 
-from . import kv_cache
+from .internals import attention_of
+from .loader import dummy_load_format
+from .options import VLLMOptions
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
-
-    from .options import VLLMOptions
 
 CPU_KV_CACHE_LIMIT = 4 << 30
 STATIC_SHARE = 0.3  # of the GPU, for an engine that does not sleep: TRL's default
 UNCHECKED = 0.01  # where the cache's size is given, vLLM still wants this share to be free, and uses it for nothing
 MARGIN = 0.03  # of the GPU, left for what torch's allocator cannot use
+KV_BLOCK = 32  # tokens per KV block on a CPU; vLLM's attention there wants a multiple of 32
+SPARE_BLOCKS = 8
+WITHOUT_KV = ("linear_attention", "conv", "moe", "mlp")  # these layers keep a state per sequence, or nothing
 WORKSPACE = 6 << 30  # bytes: activations of the profiling run, CUDA graphs and sampling, seen below 4 GiB for 7B
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""vllm 0.31, `vllm/v1/attention/backends/cpu_attn.py`."""
+
+
+# --- what speaks against it -------------------------------------------------------------------------------------------
+
+
+def refuses(policy: Policy, world: int, options: VLLMOptions) -> str | None:
+    """Why vLLM cannot serve this model with these options, and what to change; None where nothing speaks against it."""
+    model = policy.base
+    config = model.config.get_text_config()
+    size = options.tensor_parallel_size
+    heads = getattr(config, "num_attention_heads", None)
+    if world % size:
+        return f"tensor_parallel_size={size} does not divide the {world} processes. Choose one that does."
+    if heads is not None and heads % size:
+        return f"tensor_parallel_size={size} does not divide the model's {heads} attention heads. Choose one that does."
+    return (
+        policy.refuses_gather()
+        or _architecture(policy.architecture, options)
+        or _cpu(policy, heads)
+        or _unknown_arguments(options)
+    )
+
+
+def _architecture(name: str, options: VLLMOptions) -> str | None:
+    from vllm import ModelRegistry
+
+    if options.model_impl != "vllm" or name in ModelRegistry.get_supported_archs():
+        return None
+    return f"vLLM has no model for {name}. Set vllm_model_impl='transformers', or engine='transformers'."
+
+
+def _cpu(policy: Policy, heads: int | None) -> str | None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return None
+    config = policy.base.config.get_text_config()
+    head_size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
+    if head_size is not None and head_size not in CPU_HEAD_SIZES:
+        return f"vLLM's CPU attention has no kernel for head size {head_size}; it has {CPU_HEAD_SIZES}."
+    if policy.has_experts:
+        return (
+            "on a CPU, vLLM repacks expert weights at an unchanged shape, so synced weights would be misread. "
+            "Train mixture-of-experts models on a GPU, or with engine='transformers'."
+        )
+    return None
+
+
+def _unknown_arguments(options: VLLMOptions) -> str | None:
+    import dataclasses
+
+    from vllm import EngineArgs
+
+    known = {f.name for f in dataclasses.fields(EngineArgs)}
+    for name in options.engine_args:
+        if name not in known:
+            return f"engine_args has {name!r}, which vllm.EngineArgs does not know.{did_you_mean(name, known)}"
+    return None
+
+
+def engine_dtype(options: VLLMOptions, policy: Policy, args: Any) -> torch.dtype:
+    """What the engine computes in, see `VLLMOptions.dtype`."""
+    if options.dtype != "auto":
+        return getattr(torch, options.dtype)  # type: ignore[no-any-return]
+    if policy.dtype is torch.float32:
+        return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    return policy.dtype
+
+
+# --- arguments --------------------------------------------------------------------------------------------------------
 
 
 def engine_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype) -> dict[str, Any]:
@@ -36,16 +116,14 @@ def engine_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype)
     }
     arguments |= _memory(session, options, dtype, cpu) | dict(options.engine_args)
     if not cpu and _schedules_ahead(arguments):
-        arguments.setdefault("scheduler_cls", "trlx_hybrid_vllm.scheduling.DecodeScheduler")
+        arguments.setdefault("scheduler_cls", "trlx_hybrid_vllm.scheduler.DecodeScheduler")
     return arguments
 
 
 def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: bool) -> dict[str, Any]:
     """Those that do not depend on whose process the engine lives in, nor on the memory there."""
-    from .dummy_loader import LOAD_FORMAT
-
     arguments: dict[str, Any] = {
-        "load_format": LOAD_FORMAT,
+        "load_format": dummy_load_format(),
         "dtype": str(dtype).removeprefix("torch."),
         "tensor_parallel_size": options.tensor_parallel_size,
         "max_model_len": options.max_model_len,
@@ -62,7 +140,7 @@ def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype,
         arguments["speculative_config"] = dict(options.speculative_config)
     if cpu:
         arguments["worker_cls"] = "trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker"
-        arguments["block_size"] = kv_cache.BLOCK
+        arguments["block_size"] = KV_BLOCK
         arguments["enable_chunked_prefill"] = False  # vLLM's CPU sampler fails on a seeded prompt read in parts
     return arguments
 
@@ -129,24 +207,60 @@ def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: boo
 
 
 def kv_cache_bytes(session: Session, options: VLLMOptions, dtype: torch.dtype, least: bool = False) -> int:
-    """What `max_num_seqs` sequences (256 if not given) of full length fill on one rank; `least`: what one does."""
-    length = context_length(session, options)
-    return kv_cache.kv_cache_bytes(
-        session.policy.base.config,
-        sequences=1 if least else options.max_num_seqs or 256,
-        length=length,
-        in_flight=2 * _batched_tokens(session, options, whole_prompts=False),  # of two steps, scheduled ahead
-        ranks=options.tensor_parallel_size,
-        itemsize=dtype.itemsize,
-        hybrid=not options.engine_args.get("disable_hybrid_kv_cache_manager"),
-        least=least,
-    )
+    """What `max_num_seqs` sequences (256 if not given) of full length fill on one rank, from the model's config.
+
+    Args:
+        least: what one sequence fills, in layers that are known to keep keys and values of it.
+    """
+    config = session.policy.base.config
+    text: Any = config.get_text_config()
+    kinds: Any = getattr(text, "layer_types", None)
+    window: Any = getattr(text, "sliding_window", None)
+    # vLLM frees what a layer's window has left, unless this manager is off, as it is with chunked attention.
+    chunked = getattr(text, "attention_chunk_size", None) is not None
+    frees = not chunked and not options.engine_args.get("disable_hybrid_kv_cache_manager")
+    slides = window is not None and (frees or not kinds or set(kinds) == {"sliding_attention"})
+    sequences = 1 if least else options.max_num_seqs or 256
+    every = last = -(-context_length(session, options) // KV_BLOCK) * sequences
+    if slides:  # the window, and beside it the tokens of two steps, which are scheduled ahead
+        in_flight = 2 * _batched_tokens(session, options, whole_prompts=False)
+        last = (-(-window // KV_BLOCK) + 1) * sequences + -(-in_flight // KV_BLOCK)
+    shapes = attention_of(config)
+    elements = 0
+    for layer in range(len(shapes) - (getattr(text, "num_kv_shared_layers", None) or 0)):
+        kind = kinds[layer] if kinds else "sliding_attention"
+        if not (least and kind in WITHOUT_KV):
+            heads, width = shapes[layer]
+            blocks = min(every, last) if kind == "sliding_attention" else every
+            elements += (blocks + SPARE_BLOCKS) * KV_BLOCK * -(-heads // options.tensor_parallel_size) * width
+    return elements * dtype.itemsize
 
 
 def _becomes_the_engines(session: Session, options: VLLMOptions, dtype: torch.dtype) -> bool:
     """Whether the policy's weights will be aliased: one replica per rank, unsharded, in the engine's dtype."""
-    chosen = session.selection.weights
-    wanted = chosen is None or chosen.component.name in ("alias", "lora")
+    wanted = any(path.component.shares_memory for path in session.selection.weight_paths)
     plain = all(type(p) is torch.nn.Parameter for p in session.policy.base_parameters().values())
     same = session.policy.dtype == dtype
     return wanted and plain and same and options.tensor_parallel_size == 1 and options.quantization is None
+
+
+# --- the model's folder -----------------------------------------------------------------------------------------------
+
+
+def write_without_weights(policy: Policy, folder: Path) -> None:
+    """Write config, generation config and tokenizer of the live model into `folder`; the weights come through the sync.
+
+    Never from `name_or_path`: that is empty for models built from a config, and stale for resized or merged ones.
+    """
+    model = policy.base
+    config = copy.deepcopy(model.config)
+    config.architectures = [policy.architecture]
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # of the trainer's base; the engine is told its own
+    if parted_head(model) is not None:
+        config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
+    config.save_pretrained(folder)
+    if model.generation_config is not None:
+        # Not `save_pretrained`, which refuses the odd combinations that published generation configs contain.
+        model.generation_config.to_json_file(folder / "generation_config.json")
+    policy.processing_class.save_pretrained(folder)

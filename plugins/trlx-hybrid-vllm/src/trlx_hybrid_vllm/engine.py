@@ -11,27 +11,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from trlx_hybrid.errors import EngineError, SyncError, listed
 from trlx_hybrid.protocols import NamedTensors, Regions
+from trlx_hybrid.ranks import abort
 from trlx_hybrid.session import Session
 from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
 from trlx_hybrid.weights.policy import Policy
 
 from . import internals
-from .adapters import lora_arguments
-from .agreeing import AgreeingStream
-from .arguments import engine_arguments
-from .checkpoint import write_without_weights
-from .closing import let_go, own_end, shut_down
-from .loading import WeightLoader, counted
+from .arguments import engine_arguments, engine_dtype, write_without_weights
+from .internals import trainer_classes_kept
+from .loader import WeightLoader, counted
+from .lora import lora_arguments
 from .memory import EngineMemory
-from .model_classes import trainer_classes_kept
 from .options import VLLMOptions
-from .parameters import Places
-from .preflight import engine_dtype
-from .regions import refuses, regions
 from .sampling import sampling_params
-from .streaming import EngineStream, collect
+from .streaming import EngineStream, ReplicaStream, collect
+from .weight_map import Places, WeightMap, refuses_writes, regions
+
+ABORT_SECONDS = 5.0
+"""What vLLM gives an abort of its own communicators."""
 
 
 class VLLMEngine:
@@ -50,18 +50,16 @@ class VLLMEngine:
         self.weights_lost = True
         self.peers_lost = False
         self.adapter: Any = None
-        chosen = session.selection.weights
-        if chosen is None or chosen.component.name == "lora":
+        wanted: dict[str, Any] | str = "no weight path of this run asks for adapter slots"
+        if any("lora_slots" in path.component.needs for path in session.selection.weight_paths):
             wanted = lora_arguments(session.policy, self.dtype)
-        else:
-            wanted = f"weights={chosen.component.name!r} was chosen"
         self.adapters_refused = wanted if isinstance(wanted, str) else None
         adapters = {} if isinstance(wanted, str) else wanted
         arguments = adapters | engine_arguments(session, options, self.dtype)
         self.quantized = options.quantization is not None
         self.sleeps = options.enable_sleep_mode
         self.tensor_parallel_size = options.tensor_parallel_size
-        self._made_default_group = not torch.distributed.is_initialized()
+        self._made_default_group = not dist.is_initialized()
         self._frozen = gc.get_freeze_count()
         ranks = session.ranks
         with (
@@ -83,7 +81,7 @@ class VLLMEngine:
                     "Change HybridConfig.engine_options (or TRL's vllm_* arguments), or generate with "
                     "engine='transformers'."
                 ) from error
-        own_end(self.llm)
+        detach_finalizer(self.llm)
         internals.keep_expanded_prompts(self.llm)
         if adapters:
             this = weakref.ref(self)
@@ -91,6 +89,7 @@ class VLLMEngine:
         self.max_model_len: int = self.llm.llm_engine.model_config.max_model_len
         self.memory = EngineMemory(self.llm, options.enable_sleep_mode)
         self._loader = WeightLoader(internals.model_of(self.llm))
+        self._map: WeightMap | None = None
         self._places: Places | None = None
         self._policy = session.policy
         self._buffers = bool(session.policy.buffers())
@@ -111,7 +110,7 @@ class VLLMEngine:
         params = sampling_params(sampling)
         stream = EngineStream(self.llm, params, self.adapter)
         if self.tensor_parallel_size > 1:
-            stream = AgreeingStream(self.llm, params, self.adapter, internals.tensor_parallel_group())
+            stream = ReplicaStream(self.llm, params, self.adapter, internals.tensor_parallel_group())
         with internals.running(self.dtype, collecting=True), stream.open():
             yield stream
 
@@ -127,7 +126,7 @@ class VLLMEngine:
             return requests, slice(None)
         group = internals.tensor_parallel_group()
         gathered: list[Any] = [None] * group.world_size
-        torch.distributed.all_gather_object(gathered, requests, group=group.cpu_group)
+        dist.all_gather_object(gathered, requests, group=group.cpu_group)
         start = sum(len(part) for part in gathered[: group.rank_in_group])
         return [r for part in gathered for r in part], slice(start, start + len(requests))
 
@@ -178,7 +177,7 @@ class VLLMEngine:
         """Where each base parameter of the policy lies in this engine; the first call loads them to find out."""
         if self._places is None:
             self.load_weights(policy.full_weights(merge=False))
-            self._places = Places(policy, self._loader)
+            self._places = Places(policy, self._weight_map(policy))
         return self._places
 
     def regions(self, policy: Policy) -> Regions:
@@ -188,12 +187,17 @@ class VLLMEngine:
             EngineError: a layer may not keep what is written into it, or holds what no box of a weight is.
         """
         model = internals.model_of(self.llm)
-        reason = "a quantised engine keeps no copy of the weights" if self.quantized else refuses(model)
+        reason = "a quantised engine keeps no copy of the weights" if self.quantized else refuses_writes(model)
         if reason is not None:
             raise EngineError(reason)
         if not self._loader.routes:
             self.load_weights(policy.full_weights(merge=False))
-        return regions(model, self._loader, policy)
+        return regions(model, self._weight_map(policy))
+
+    def _weight_map(self, policy: Policy) -> WeightMap:
+        if self._map is None:
+            self._map = WeightMap(policy, self._loader)
+        return self._map
 
     def sleep(self, keep_weights: bool = False) -> None:
         """Give memory back, where sleep mode is on; weights that are not kept are lost until the next sync."""
@@ -217,9 +221,139 @@ class VLLMEngine:
         """Free the engine and what it made."""
         llm, self.llm = self.llm, None
         if llm is not None:
+            self._map = self._places = None
             kept = 0 < gc.get_freeze_count() <= self._frozen  # nobody has frozen the engine since
             shut_down(llm, self._made_default_group, self.peers_lost, kept)
 
     def leave(self) -> None:
-        """The process ends: see `closing.let_go`."""
-        let_go(self.llm, self._made_default_group)
+        """The process ends: see `release_at_exit`."""
+        release_at_exit(self.llm, self._made_default_group)
+
+
+# --- its end ----------------------------------------------------------------------------------------------------------
+
+
+def detach_finalizer(llm: Any) -> None:
+    """From now on the engine ends when it is told to, and not when vLLM's client is collected or the interpreter exits:
+    vLLM would then destroy every process group of the process, those of accelerate and of other plugins included, and
+    wait in that for whatever still uses one."""
+    llm.llm_engine.engine_core._finalizer.detach()
+
+
+def release_at_exit(llm: Any, made_default_group: bool) -> None:
+    """Before the interpreter exits: nothing of the engine's may be waited for.
+
+    A communicator that a CUDA graph names is destroyed only after the graph (NCCL, `commDestroySync`), and one with a
+    rank that is elsewhere not at all. So the graphs go first, and the communicators are aborted; last the default one
+    of a single process, where the engine made it: nobody else would, and torch warns of what nobody destroyed.
+
+    Args:
+        llm: None where a `shut_down` failed half-way.
+    """
+    _make_freeable()
+    _forget_graphs(llm)
+    groups = list(_device_groups())
+    if made_default_group and dist.is_initialized() and dist.get_world_size() == 1:
+        groups.append(dist.group.WORLD)
+    abort(groups, ABORT_SECONDS)
+
+
+class _Unmapped:
+    """What vLLM's allocator knows of memory that sleeps, for the moment it is freed.
+
+    vLLM 0.31 unmaps what it frees, and memory that sleeps is not mapped: seen on H200s, that ends in "invalid argument"
+    or in a segmentation fault. So it is mapped when it is freed, one allocation after the other, since all of them
+    together might not fit beside what the trainer holds by now.
+
+    Args:
+        data: vLLM's `AllocationData`.
+    """
+
+    cpu_backup_tensor = None
+    is_asleep = False
+
+    def __init__(self, data: Any) -> None:
+        self.tag, self._handle, self._mapped = data.tag, data.handle, False
+
+    @property
+    def handle(self) -> Any:
+        from vllm.device_allocator.cumem import create_and_map
+
+        if not self._mapped:
+            self._mapped = True
+            create_and_map(self._handle)
+        return self._handle
+
+
+_ALLOCATORS: list[Any] = []
+"""Of engines that are gone: policies may still live in their memory, which goes back through them (pytorch#145168)."""
+
+
+def _make_freeable() -> None:
+    """What sleeps may be freed from now on, and what is in use may be freed after the engine."""
+    if not torch.cuda.is_available():
+        return
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    memory: Any = CuMemAllocator.instance
+    if memory is not None:
+        asleep = {address: data for address, data in memory.pointer_to_data.items() if data.is_asleep}
+        memory.pointer_to_data |= {address: _Unmapped(data) for address, data in asleep.items()}
+        _ALLOCATORS.extend(allocator for _, allocator in memory.allocator_and_pools.values())
+
+
+def _forget_graphs(llm: Any) -> None:
+    from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+    if torch.cuda.is_available():
+        CUDAGraphWrapper.clear_all_graphs()  # those of parts of the model
+        if llm is None:
+            return
+        manager = getattr(llm.llm_engine.model_executor.driver_worker.model_runner, "cudagraph_manager", None)
+        if manager is not None:
+            manager.graphs.clear()  # those of whole steps
+
+
+def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False, heap_kept: bool = False) -> None:
+    """Free the engine and the process groups it made.
+
+    vLLM's own shutdown destroys the default process group as well, which under DDP and FSDP is accelerate's; so its
+    parts are taken down here one by one.
+
+    Args:
+        peers_lost: some rank will not do the same.
+        heap_kept: as in `internals.frozen_heap`.
+    """
+    from vllm.distributed import parallel_state
+
+    detach_finalizer(llm)
+    core = llm.llm_engine.engine_core.engine_core
+    _make_freeable()
+    _forget_graphs(llm)
+    core.structured_output_manager.clear_backend()
+    with internals.frozen_heap(heap_kept):
+        core.model_executor.shutdown()  # unfreezes the heap: engine and trainer could not be collected
+    core.scheduler.shutdown()
+    if peers_lost:
+        abort(list(_device_groups()), ABORT_SECONDS)
+    parallel_state.destroy_model_parallel()
+    if parallel_state._WORLD is not None:
+        parallel_state._WORLD.destroy()
+    parallel_state._WORLD = parallel_state._NODE_COUNT = None
+    if made_default_group and dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _device_groups() -> Iterator[Any]:
+    """vLLM's NCCL groups, which it knows no more, since it destroys those that it knows."""
+    from vllm.distributed import parallel_state
+
+    for coordinator in vars(parallel_state).values():
+        if not isinstance(coordinator, parallel_state.GroupCoordinator) or not hasattr(coordinator, "device_group"):
+            continue
+        if dist.get_backend(coordinator.device_group) == "nccl":
+            yield coordinator.device_group
+            del coordinator.device_group

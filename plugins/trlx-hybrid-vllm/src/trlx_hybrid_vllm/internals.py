@@ -1,4 +1,5 @@
-"""Everything this plugin uses of vLLM 0.31 beyond its documented interface, in one place; ending it is in `closing.py`.
+"""Everything this plugin uses of vLLM 0.31 beyond its documented interface, in one place, but for what ending an
+engine (`engine.py`), its scheduler, its LoRA slots and its weight transfer take.
 
 The plugin's tests run all of it, on the pinned version.
 """
@@ -16,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 from trlx_hybrid.errors import EngineError
 
 
@@ -281,3 +283,36 @@ def _collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def trainer_classes_kept(trained: nn.Module) -> Iterator[list[nn.Module]]:
+    """What happens inside to classes of the trained model is undone afterwards.
+
+    Yields:
+        A list for the models built inside. Their modules get subclasses of their own, with what was done to the class.
+    """
+    classes = {c for module in trained.modules() for c in type(module).__mro__ if c is not object}
+    before = {c: (c.__bases__, dict(vars(c))) for c in classes}
+    built: list[nn.Module] = []
+    try:
+        yield built
+    finally:
+        for cls, (bases, attributes) in before.items():
+            if cls.__bases__ != bases:
+                own = _moved_into_subclass(cls, bases, attributes)
+                for module in (m for model in built for m in model.modules() if type(m) is cls):
+                    module.__class__ = own
+
+
+def _moved_into_subclass(cls: type, bases: tuple[type, ...], attributes: dict[str, Any]) -> type:
+    """The class is again what it was; what was added to it is a subclass's, which bears its name."""
+    added = tuple(base for base in cls.__bases__ if base not in bases)
+    changed = {key: value for key, value in vars(cls).items() if attributes.get(key) is not value}
+    cls.__bases__ = bases
+    for key in changed:
+        if key in attributes:
+            setattr(cls, key, attributes[key])
+        else:
+            delattr(cls, key)
+    return type(cls)(cls.__name__, (cls, *added), {**changed, "__module__": cls.__module__})

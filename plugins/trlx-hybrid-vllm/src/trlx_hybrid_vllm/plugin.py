@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trlx_hybrid.plugins.hookspecs import hookimpl
 
-from .options import VLLMOptions
-from .serving.options import TransferOptions
+from .options import TransferOptions, VLLMOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -18,10 +17,9 @@ if TYPE_CHECKING:
     from trlx_hybrid.session import Session
 
     from .engine import VLLMEngine
-    from .serving.plan import VLLMServerPlan
+    from .server.plan import VLLMServerPlan
 
 SUPPORTED = (0, 31)
-SMALL_RATE = 1e-5  # below, an AdamW step is smaller than half the distance of most bf16 weights to their neighbour
 INSTALL = (
     "`pip install 'trlx-hybrid-vllm[cuda]'` on a GPU machine; on a CPU `pip install 'trlx-hybrid-vllm[cpu]'`, then "
     "`pip uninstall torchvision torchaudio torchcodec`, which break transformers where they do not fit its torch"
@@ -57,14 +55,14 @@ def _engine(session: Session, options: VLLMOptions) -> VLLMEngine:
 
 
 def _refuses(session: Session, options: VLLMOptions) -> str | None:
-    from .preflight import refuses
+    from .arguments import refuses
 
     return refuses(session.policy, session.ranks.world, options)
 
 
 def _shared(alias: bool) -> Callable[[Session, Any], WeightSync]:
     def factory(session: Session, options: Any) -> WeightSync:
-        from .sync.shared import SharedSync
+        from .weight_sync.shared import SharedSync
 
         return SharedSync(session, alias)
 
@@ -72,20 +70,19 @@ def _shared(alias: bool) -> Callable[[Session, Any], WeightSync]:
 
 
 def _lora(session: Session, options: Any) -> WeightSync:
-    from .sync.lora import LoraSync
+    from .weight_sync.lora import LoraSync
 
     return LoraSync(session)
 
 
 def _server(session: Session, options: VLLMOptions) -> VLLMServerPlan:
-    from .serving.backends import backend_of
-    from .serving.plan import plan
+    from .server.plan import plan
 
-    return plan(session, options, backend_of(session))
+    return plan(session, options)
 
 
 def _server_refuses(session: Session, options: VLLMOptions) -> str | None:
-    from .preflight import refuses
+    from .arguments import refuses
 
     if options.enable_sleep_mode:
         return "remote engines have memory of their own and do not sleep. Leave enable_sleep_mode out."
@@ -93,38 +90,31 @@ def _server_refuses(session: Session, options: VLLMOptions) -> str | None:
 
 
 def _transfer(session: Session, options: TransferOptions) -> WeightSync:
-    from .sync.transfer import TransferSync
+    from .weight_sync.transfer import TransferSync
 
     return TransferSync(session, options)
-
-
-@hookimpl
-def trlx_report_header(session: Session) -> str | None:
-    """Warn where aliasing meets an optimizer whose steps are lost in the weights' rounding, and of slow transports."""
-    if session.weights is not None and session.weights.name == "transfer":
-        from .serving.backends import note
-
-        return note(session)
-    rate = getattr(session.args, "learning_rate", None)
-    if session.weights is None or session.weights.name != "alias" or session.policy.dtype.itemsize > 2:
-        return None
-    if rate is None or rate >= SMALL_RATE:
-        return None
-    dtype = str(session.policy.dtype).removeprefix("torch.")
-    return (
-        f"note: the policy is in {dtype}, and steps at learning_rate={rate:g} are mostly lost in its rounding (at 1e-6 "
-        "some 2% of the weights change in 20 steps). Load the model in float32 with bf16=True for an fp32 master, "
-        "which is cast into the engine (`copy`)."
-    )
 
 
 @hookimpl
 def trlx_register(registry: Registry) -> None:
     """Offer the engine and the weight paths into its memory, cheapest first."""
     registry.offer(
-        "weights", "alias", _shared(True), order=10, summary="policy and engine are one memory; moves nothing"
+        "weights",
+        "alias",
+        _shared(True),
+        order=10,
+        shares_memory=True,
+        summary="policy and engine are one memory; moves nothing",
     )
-    registry.offer("weights", "lora", _lora, order=20, summary="PEFT adapters into the engine's slots, never merged")
+    registry.offer(
+        "weights",
+        "lora",
+        _lora,
+        order=20,
+        needs={"lora_slots"},
+        shares_memory=True,
+        summary="PEFT adapters into the engine's slots, never merged",
+    )
     registry.offer("weights", "copy", _shared(False), order=30, summary="one cast-copy on the device, for fp32 masters")
     registry.offer(
         "engine",

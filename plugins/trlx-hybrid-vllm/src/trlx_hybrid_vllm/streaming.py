@@ -8,21 +8,24 @@ Requests with stop strings, or with more log-probs than the sampled tokens', go 
 
 from __future__ import annotations
 
+import copy
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.types import Completion, Request
 
-from .requests import Requests
-from .sampling import completion_of
+from . import internals
+from .sampling import completion_of, own_params, prompt_of, refuse_another_prompt, with_seed
 
 
 @dataclass(slots=True)
-class _Arriving:
+class _Partial:
     """What arrived for one request so far: ids, and per step an array (tokens,) of log-probs, natural logarithm."""
 
     key: int
@@ -58,10 +61,10 @@ class EngineStream:
     shared = False
 
     def __init__(self, llm: Any, params: Mapping[str, Any], adapter: Any = None) -> None:
-        self._engine, self._requests = llm.llm_engine, Requests(llm, params, adapter)
+        self._engine, self._requests = llm.llm_engine, RequestQueue(llm, params, adapter)
         self._core = self._engine.engine_core
         self._text = bool(params["detokenize"] or params["logprobs"])
-        self._arriving: dict[str, _Arriving] = {}  # by vLLM's request id
+        self._arriving: dict[str, _Partial] = {}  # by vLLM's request id
         self._outside: dict[str, str] = {}  # the id in vLLM's finished outputs -> the id it works with
         self._ids: dict[int, str] = {}
         self._next = 0
@@ -71,7 +74,7 @@ class EngineStream:
         """Queue a request."""
         request_id = self._requests.add(request)
         key, self._next = self._next, self._next + 1
-        self._arriving[request_id] = _Arriving(key)
+        self._arriving[request_id] = _Partial(key)
         if self._text:
             self._outside[self._engine.output_processor.request_states[request_id].external_req_id] = request_id
         self._ids[key] = request_id
@@ -159,3 +162,150 @@ def collect(stream: EngineStream, requests: Iterable[Request]) -> list[Completio
         while len(completions) < len(keys):
             completions.update(stream.step(True)[0])
     return [completions[key] for key in keys]
+
+
+_HAS_EVENTS, _HAS_MORE, _GAVE_UP = range(3)
+
+
+class ReplicaStream(EngineStream):
+    """Each rank's own requests in one engine that all ranks run.
+
+    Before a step the ranks exchange three flags each, and events only where a flag announces some. Events are applied
+    in the order of the ranks, so every rank's scheduler sees the same requests; each request carries its own seed, so
+    what else a rank has drawn does not matter. A rank that has finished keeps stepping until none has more.
+
+    Args:
+        group: the replica's ranks, as vLLM keeps them (`cpu_group`, `world_size`, `rank_in_group`).
+    """
+
+    shared = True
+
+    def __init__(self, llm: Any, params: Mapping[str, Any], adapter: Any, group: Any) -> None:
+        super().__init__(llm, params, adapter)
+        self._group, self._rank = group, group.rank_in_group
+        self._events: list[tuple[int, Request | None]] = []  # (key, what to add) or (key, None) to abort
+        self._mine: dict[int, int] = {}  # key in the engine -> key given out
+        self._places: dict[tuple[int, int], int] = {}  # (rank, key given out) -> key in the engine
+        self._given = 0
+        self._over = False
+
+    def add(self, request: Request) -> int:
+        """Queue a request, with the next step."""
+        key, self._given = self._given, self._given + 1
+        self._events.append((key, request))
+        return key
+
+    def abort(self, key: int) -> None:
+        """Free what a request holds, with the next step."""
+        self._events.append((key, None))
+
+    def step(self, more: bool) -> tuple[list[tuple[int, Completion]], bool]:
+        """One step of every rank's engine core."""
+        anyone = self._exchange(more)
+        finished = self._step() if self._ids else []
+        mine = [(self._mine.pop(key), completion) for key, completion in finished if key in self._mine]
+        return mine, anyone
+
+    @property
+    def busy(self) -> bool:
+        """Whether any rank's request is unfinished, or one of this rank waits to be added."""
+        return bool(self._ids or self._events)
+
+    def _exchange(self, more: bool, gave_up: bool = False) -> bool:
+        """Agree on the events of all ranks; returns whether any rank has more."""
+        flags = torch.tensor([bool(self._events), more or bool(self._events), gave_up], dtype=torch.uint8)
+        everyone = [torch.empty_like(flags) for _ in range(self._group.world_size)]
+        torch.distributed.all_gather(everyone, flags, group=self._group.cpu_group)
+        stopped = [rank for rank, theirs in enumerate(everyone) if theirs[_GAVE_UP]]
+        if stopped:
+            self._over = True
+            if gave_up:
+                return False
+            raise EngineError(
+                f"Rank {stopped[0]} of this rank's replica gave up the rollout. Its own error says why; this rank "
+                "stops with it, for they share one engine."
+            )
+        if any(theirs[_HAS_EVENTS] for theirs in everyone):
+            gathered: list[Any] = [None] * self._group.world_size
+            torch.distributed.all_gather_object(gathered, self._events, group=self._group.cpu_group)
+            self._events = []
+            for rank, events in enumerate(gathered):
+                self._apply(rank, events)
+        anyone = any(bool(theirs[_HAS_MORE]) for theirs in everyone)
+        self._over = not anyone
+        return anyone
+
+    def _apply(self, rank: int, events: list[tuple[int, Request | None]]) -> None:
+        for given, request in events:
+            if request is None:
+                place = self._places.pop((rank, given), None)
+                if place is not None:
+                    self._mine.pop(place, None)
+                    super().abort(place)
+                continue
+            place = self._places[rank, given] = super().add(request)
+            if rank == self._rank:
+                self._mine[place] = given
+
+    @contextmanager
+    def open(self) -> Iterator[EngineStream]:
+        """While it is used. A rank that leaves before all have finished tells the others, who would wait for it."""
+        try:
+            with super().open():
+                try:
+                    yield self
+                finally:
+                    self._abort_all()
+        finally:
+            if not self._over:
+                self._exchange(False, gave_up=True)
+
+    def _abort_all(self) -> None:
+        for key in list(self._ids):
+            super().abort(key)
+
+
+class RequestQueue:
+    """Queues requests that share their sampling parameters.
+
+    The first prompt of token ids goes through vLLM's input processing, which checks the parameters and completes them;
+    the others are made after its pattern, and only their prompts are checked. That is a third of the time that a turn
+    of a conversation costs the host between two steps.
+
+    Args:
+        llm: vLLM's LLM with an in-process engine core.
+        params: arguments of `SamplingParams`.
+        adapter: the LoRARequest that serves all of them, or None.
+    """
+
+    def __init__(self, llm: Any, params: Mapping[str, Any], adapter: Any) -> None:
+        self._llm, self._params, self._adapter = llm, params, adapter
+        self._pattern: Any = None
+
+    def add(self, request: Request) -> str:
+        """Queue one; returns the id that vLLM works with.
+
+        Raises:
+            VLLMValidationError: where the prompt is too long or not of its vocabulary, or the parameters are invalid.
+            EngineError: vLLM makes another prompt of one with images.
+        """
+        if request.images is not None:
+            params = with_seed(self._params, request)
+            key = str(self._llm.enqueue([prompt_of(request)], [params], self._adapter, use_tqdm=False)[0])
+            engine = self._llm.llm_engine
+            try:
+                refuse_another_prompt(request, engine.output_processor.request_states[key].prompt_token_ids)
+            except EngineError:
+                engine.abort_request([key], internal=True)
+                raise
+            return key
+        if self._pattern is None:
+            params = with_seed(self._params, request)
+            self._pattern = internals.processed(self._llm, request.prompt_ids, params, self._adapter)
+        return internals.add_like(self._llm, self._pattern, request.prompt_ids, self._own(request), time.time())
+
+    def _own(self, request: Request) -> Any:
+        params = copy.copy(self._pattern.sampling_params)
+        for name, value in own_params(self._params, request).items():
+            setattr(params, name, value)
+        return params

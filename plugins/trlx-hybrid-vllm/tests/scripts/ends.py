@@ -53,7 +53,7 @@ def main(how, out):
                 loop.session.release_engine()  # as another trainer's first rollout does
             except ZeroDivisionError:
                 REPORT["failed"] = True
-        torch.cuda.is_available = lambda: True  # what let_go does on a GPU
+        torch.cuda.is_available = lambda: True  # what release_at_exit does on a GPU
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Launched by test_lora_distributed.py: GRPO of an adapter with an engine over two ranks; each rank reports.
+"""Launched by test_lora_sync.py: GRPO of an adapter with an engine over two ranks; each rank reports.
 
     python lora_distributed.py OUT fsdp|ddp TENSOR_PARALLEL [KEY=VALUE ...]
 

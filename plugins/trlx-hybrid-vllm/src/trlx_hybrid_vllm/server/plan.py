@@ -11,10 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..arguments import CPU_KV_CACHE_LIMIT, UNCHECKED, context_length, kv_cache_bytes, shared_arguments
-from ..checkpoint import write_without_weights
+from ..arguments import (
+    CPU_KV_CACHE_LIMIT,
+    UNCHECKED,
+    context_length,
+    engine_dtype,
+    kv_cache_bytes,
+    shared_arguments,
+    write_without_weights,
+)
 from ..internals import EXACT, FLOAT32_PRODUCTS
-from ..preflight import engine_dtype
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
@@ -38,11 +44,13 @@ class VLLMServerPlan:
         arguments: of vLLM's `AsyncEngineArgs`, the model's folder left out.
         files: that folder, by relative path: config, generation config and tokenizer.
         environment: variables to set before vLLM is imported.
+        backend: of the weight transfer, as vLLM's factories know it.
         ranks: tensor-parallel size.
     """
 
     architecture: str
     arguments: Mapping[str, Any]
+    backend: str
     ranks: int
     gpus: float
     max_model_len: int
@@ -58,20 +66,18 @@ class VLLMServerPlan:
         return VLLMServer(self)
 
 
-def plan(session: Session, options: VLLMOptions, backend: str) -> VLLMServerPlan:
-    """Settle what every server is built with.
-
-    Args:
-        backend: of the weight transfer, as vLLM's factories know it.
-    """
+def plan(session: Session, options: VLLMOptions) -> VLLMServerPlan:
+    """Settle what every server is built with."""
     from vllm.platforms import current_platform
+
+    from .sender import backend_of
 
     cpu: bool = current_platform.is_cpu()
     dtype = engine_dtype(options, session.policy, session.args)
-    size = options.tensor_parallel_size
+    size, backend = options.tensor_parallel_size, backend_of(session)
     arguments = shared_arguments(session, options, dtype, cpu) | {
         "distributed_executor_backend": "mp" if size > 1 else "uni",
-        "worker_extension_cls": "trlx_hybrid_vllm.serving.worker.ServedWorker",
+        "worker_extension_cls": "trlx_hybrid_vllm.server.worker.ServedWorker",
         "weight_transfer_config": {"backend": backend},
         "disable_log_stats": True,
     }
@@ -85,6 +91,7 @@ def plan(session: Session, options: VLLMOptions, backend: str) -> VLLMServerPlan
     return VLLMServerPlan(
         architecture=session.policy.architecture,
         arguments=arguments | dict(options.engine_args),
+        backend=backend,
         ranks=size,
         gpus=0.0 if cpu else 1.0,
         max_model_len=context_length(session, options),

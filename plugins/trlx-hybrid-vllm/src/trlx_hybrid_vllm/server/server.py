@@ -47,9 +47,9 @@ class VLLMServer:
         from vllm.v1.engine.async_llm import AsyncLLM
 
         from ..internals import keep_expanded_prompts
-        from .backends import REMEDY, nccl_missing
+        from .sender import REMEDY, nccl_missing
 
-        if self._plan.arguments["weight_transfer_config"] == {"backend": "nccl"} and (why := nccl_missing()):
+        if self._plan.backend == "nccl" and (why := nccl_missing()):
             raise EngineError(f"The engine could not get its weights by `nccl`: where it runs, {why} {REMEDY}.")
         with tempfile.TemporaryDirectory(prefix="trlx-hybrid-") as folder:
             for name, body in self._plan.files.items():

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Set
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import torch
 from trlx_hybrid.errors import HybridError, SyncError, listed
 from trlx_hybrid.protocols import WeightSync
 from trlx_hybrid.serving import ServedEngine, ServerDiedError
 from trlx_hybrid.types import LoadReport
-from trlx_hybrid.weights import verify as proof
+from trlx_hybrid.weights.verify import sampled_names
 
 from ..internals import free_port
-from ..serving.backends import backend_of, init_info
-from ..serving.options import TransferOptions
+from ..options import TransferOptions
+from ..server.plan import VLLMServerPlan
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
 
-    from ..serving.proof import Routes
-    from ..serving.source import PolicySource
+    from ..server.sender import PolicySource
+    from ..server.worker import Routes
 
-T = TypeVar("T")
 ATTEMPTS = 3  # of one sync: engines may die in it, and are replaced
 SLACK = 30.0  # seconds that the whole has more than the calls inside, so that theirs is the error that is told
-LOOK = 2.0  # seconds between looks at whether all engines live
 
 
 class TransferSync(WeightSync):
@@ -51,9 +46,15 @@ class TransferSync(WeightSync):
         engine: Any = self._session.live_engine
         if not hasattr(engine, "servers"):
             return "the engine lives in the trainer's process"
-        if engine.kind != "vllm":
+        if not isinstance(engine.plan, VLLMServerPlan):
             return f"it speaks to vLLM, and the engine's servers are {engine.kind!r}"
         return self._session.policy.refuses_gather()
+
+    def note(self) -> str | None:
+        """That the weights go the slow way, where `auto` could not take the fast one."""
+        from ..server.sender import slow_because
+
+        return slow_because(self._plan.backend)
 
     # --- syncing ----------------------------------------------------------------------------------------------------
 
@@ -64,38 +65,39 @@ class TransferSync(WeightSync):
             SyncError: it failed for another reason than an engine's death, or engines died at each attempt.
             EngineError: no engine is left.
         """
-        from ..serving.source import PolicySource
+        from ..server.sender import PolicySource
 
-        engine, ranks = self._engine, self._session.ranks
         source = self._source = self._source or PolicySource(self._session.policy)
-        outcome = ""
+        told = ""
         for _ in range(ATTEMPTS):
-            engine.restore()
+            self._engine.restore()
             source.begin()
-            error = self._failure(self._attempt)
-            source.finish()
-            died, outcome = ranks.gather((isinstance(error, ServerDiedError), _told(error)))[0]
-            if not outcome:
-                engine.weights_written()
+            died, told, _, error = self._attempt(self._send)
+            if not told:
+                self._engine.weights_written()
                 return LoadReport(tensors=len(source.described), bytes=source.bytes)
             self._leave()
             if not died:
-                raise SyncError(f"The weights did not reach the remote engines: {outcome}") from error
-        raise SyncError(f"Engines died at each of {ATTEMPTS} attempts to send them the weights, at last: {outcome}")
+                raise SyncError(f"The weights did not reach the remote engines: {told}") from error
+        raise SyncError(f"Engines died at each of {ATTEMPTS} attempts to send them the weights, at last: {told}")
 
-    def _attempt(self) -> None:
-        sender = self._joined_sender()
-        self._within("the weights to be sent", sender.send_weights)
+    def _attempt(self, work: Callable[[], Any]) -> tuple[bool, str, Any, Exception | None]:
+        """What came of it on rank 0: whether an engine died, what went wrong, the result, and on rank 0 the error.
 
-    def _failure(self, attempt: Callable[[], None]) -> Exception | None:
-        """What rank 0 met; where it was an engine's death, as such, whatever it looked like from here."""
+        An engine's death is reported as such, whatever it looked like from here.
+        """
+        result, error = None, None
         try:
-            attempt()
-        except Exception as error:  # vLLM's backends raise what their libraries raise
+            result = work()
+        except Exception as met:  # vLLM's backends raise what their libraries raise
             if self._session.ranks.rank:
                 raise
-            return error if isinstance(error, ServerDiedError) else self._death() or error
-        return None
+            error = met if isinstance(met, ServerDiedError) else self._death() or met
+        if self._source is not None:
+            self._source.finish()
+        told = "" if error is None else str(error) or repr(error)
+        died, told, result = self._session.ranks.gather((isinstance(error, ServerDiedError), told, result))[0]
+        return died, told, result, error
 
     def _death(self) -> ServerDiedError | None:
         engine = self._engine
@@ -107,22 +109,32 @@ class TransferSync(WeightSync):
             return None
         return None
 
+    def _send(self) -> None:
+        sender = self._joined_sender()
+        self._within("the weights to be sent", sender.send_weights)
+
     def _joined_sender(self) -> Any:
         """The trainer's end of the group of all engines that live now."""
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
-        from ..serving import gloo
-        from ..serving.client import GroupClient
+        from ..server import gloo
+        from ..server.sender import GroupClient, init_info
 
-        engine, deadline = self._engine, self._options.deadline
-        assert self._source is not None
+        engine, options, rank = self._engine, self._options, self._session.ranks.rank
         if self._sender is None or self._joined != engine.servers:
             self._leave()
             gloo.register()
-            if self._session.ranks.rank == 0 and not engine.quantized:
+            if rank == 0 and not engine.quantized:
                 self._learn()
-            info = init_info(backend_of(self._session), self._fields(), self._options.backend_options)
-            client = GroupClient(engine, deadline)
+            fields = {
+                "rank": rank,
+                "master_address": engine.address,
+                "master_port": free_port(engine.address),
+                "world_size": 1 + len(engine.servers) * engine.plan.ranks,
+                "deadline": options.deadline,
+            }
+            info = init_info(self._plan.backend, fields, options.backend_options)
+            client = GroupClient(engine, options.deadline)
 
             def join() -> Any:
                 return WeightTransferTrainerFactory.trainer_init(info, client=client, source=self._source)
@@ -131,63 +143,38 @@ class TransferSync(WeightSync):
             self._joined = engine.servers
         return self._sender
 
-    def _fields(self) -> dict[str, Any]:
-        engine = self._engine
-        return {
-            "rank": self._session.ranks.rank,
-            "master_address": engine.address,
-            "master_port": free_port(engine.address),
-            "world_size": 1 + len(engine.servers) * engine.plan.ranks,
-            "deadline": self._options.deadline,
-        }
-
     def _learn(self) -> None:
-        from ..serving.proof import Routes
+        from ..server.worker import Routes
 
         assert self._source is not None
-        meta, engine = self._source.described, self._engine
-        arguments = (
-            [m.name for m in meta],
-            [str(m.dtype).removeprefix("torch.") for m in meta],
-            [list(m.shape) for m in meta],
-        )
-        answers = engine.call("learn", [arguments] * len(engine.servers), self._options.deadline)
-        self._routes = Routes.learned([m.name for m in meta], answers)
+        meta = self._source.described
+        names, dtypes = [m.name for m in meta], [str(m.dtype).removeprefix("torch.") for m in meta]
+        self._routes = Routes.learned(names, self._call("learn", names, dtypes, [list(m.shape) for m in meta]))
         self._source.wire = self._routes.wire({m.name: m.dtype for m in meta})
 
-    def _within(self, what: str, work: Callable[[], T]) -> T:
+    def _call(self, method: str, *arguments: Any) -> list[Any]:
+        engine = self._engine
+        return engine.call(method, [arguments] * len(engine.servers), self._options.deadline)
+
+    def _within(self, what: str, work: Callable[[], Any]) -> Any:
         """Do it in a thread, which can be given up: what waits in NCCL for an engine that is gone waits for ever.
 
         Raises:
             ServerDiedError: an engine died meanwhile.
             SyncError: it takes longer than the deadline.
         """
-        outcome: list[Any] = []
-        device = torch.cuda.current_device() if self._session.policy.device.type == "cuda" else None
+        from ..server.gloo import in_threads
 
-        def run() -> None:
-            try:
-                if device is not None:
-                    torch.cuda.set_device(device)
-                with torch.no_grad():
-                    outcome.append((work(), None))
-            except BaseException as error:  # handed to the thread that waits
-                outcome.append((None, error))
-
-        thread = threading.Thread(target=run, name=f"waits for {what}", daemon=True)
-        thread.start()
-        end = time.monotonic() + self._options.deadline + SLACK
-        while thread.is_alive():
-            thread.join(LOOK)
-            death = self._death() if thread.is_alive() and self._session.ranks.rank == 0 else None
+        def watch() -> None:
+            death = self._death() if self._session.ranks.rank == 0 else None
             if death is not None:
                 raise death
-            if time.monotonic() > end:
-                raise SyncError(f"Waited {self._options.deadline:g} s for {what}. Raise deadline= in weights_options.")
-        value, error = outcome[0]
-        if error is not None:
-            raise error
-        return value  # type: ignore[no-any-return]
+
+        try:
+            return in_threads(work, seconds=self._options.deadline + SLACK, watch=watch)[0]
+        except TimeoutError as error:
+            late = f"Waited {self._options.deadline:g} s for {what}. Raise deadline= in weights_options."
+            raise SyncError(late) from error
 
     # --- proof ------------------------------------------------------------------------------------------------------
 
@@ -197,34 +184,27 @@ class TransferSync(WeightSync):
         Raises:
             SyncError: names the tensors that differ.
         """
-        engine, session, source = self._engine, self._session, self._source
-        if engine.quantized or source is None:
+        if self._engine.quantized or self._source is None:
             return 0
-        names = [m.name for m in source.described]
-        chosen = set(names if full else proof.sampled_names(names, session.freshness.version))
-        found: list[str] = []
-
-        def compare() -> None:
-            found[:] = self._differing(chosen)
-
+        names = [m.name for m in self._source.described]
+        chosen = set(names if full else sampled_names(names, self._session.weight_version))
         for _ in range(ATTEMPTS):
-            error = self._failure(compare)
-            died, outcome, told = session.ranks.gather((isinstance(error, ServerDiedError), _told(error), found))[0]
+            died, told, found, error = self._attempt(lambda: self._differing(chosen))
             if not died:
                 break
             self.sync()  # whoever takes its place has no weights yet
-        if outcome:
-            raise SyncError(f"What the remote engines hold could not be checked: {outcome}") from error
         if told:
+            raise SyncError(f"What the remote engines hold could not be checked: {told}") from error
+        if found:
             raise SyncError(
-                f"After the weight sync a remote engine holds other bits than the policy in {listed(told)}. Sampling "
+                f"After the weight sync a remote engine holds other bits than the policy in {listed(found)}. Sampling "
                 "would be off policy without a trace, so the run stops. Report it with `trlx-hybrid env`."
             )
         return len(chosen)
 
     def _differing(self, names: Set[str]) -> list[str]:
         """On rank 0, those of these tensors of which an engine holds other bits. Collective: they may be sharded."""
-        from ..serving.proof import differing
+        from ..server.worker import differing
 
         weights = self._session.policy.full_weights(names)
         if self._session.ranks.rank:
@@ -232,10 +212,8 @@ class TransferSync(WeightSync):
                 pass
             return []
         assert self._routes is not None
-        expected, engine = self._routes.digests(weights), self._engine
-        return differing(
-            expected, engine.call("digests", [(list(expected),)] * len(engine.servers), self._options.deadline)
-        )
+        expected = self._routes.digests(weights)
+        return differing(expected, self._call("digests", list(expected)))
 
     def release(self) -> None:
         """The engine was closed."""
@@ -252,10 +230,10 @@ class TransferSync(WeightSync):
             destroy()
 
     @property
-    def _engine(self) -> Any:
-        engine: ServedEngine = self._session.live_engine  # type: ignore[assignment]
-        return engine
+    def _engine(self) -> ServedEngine:
+        return self._session.live_engine  # type: ignore[return-value]
 
-
-def _told(error: Exception | None) -> str:
-    return "" if error is None else str(error) or repr(error)
+    @property
+    def _plan(self) -> VLLMServerPlan:
+        plan: Any = self._engine.plan
+        return plan  # type: ignore[no-any-return]

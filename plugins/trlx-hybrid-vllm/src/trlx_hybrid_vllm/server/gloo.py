@@ -7,8 +7,13 @@ worker of every engine joins it, and an update is a series of broadcasts. Every 
 from __future__ import annotations
 
 import functools
+import math
+import queue
 import socket
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -16,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.distributed.weight_transfer import (
+    ParamMeta,
     TrainerWeightTransferEngine,
     VLLMWeightSyncClient,
     WeightSource,
@@ -25,11 +31,9 @@ from vllm.distributed.weight_transfer import (
 )
 from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from .buckets import Described, buckets
-from .together import together
-
 NAME = "gloo"
 BUCKET = 64 << 20  # bytes of a message
+WATCH_EVERY = 2.0  # seconds
 
 
 @functools.cache
@@ -101,10 +105,10 @@ class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     dtype_names: list[str]
     shapes: list[list[int]]
 
-    def described(self) -> Iterator[Described]:
+    def described(self) -> Iterator[ParamMeta]:
         """The same, tensor by tensor."""
         for name, dtype, shape in zip(self.names, self.dtype_names, self.shapes, strict=True):
-            yield Described(name, getattr(torch, dtype), tuple(shape))
+            yield ParamMeta(name, getattr(torch, dtype), tuple(shape))
 
 
 class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
@@ -208,7 +212,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
             deadline=deadline,
             bucket_bytes=init_info.bucket_bytes,
         )
-        _, engine._group = together(
+        _, engine._group = in_threads(
             lambda: client.init_weight_transfer_engine(asdict(worker)),
             lambda: Group(host, port, 0, world, deadline, listener),
         )
@@ -216,29 +220,28 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
 
     def send_weights(self) -> None:
         """Send all of the source. Engines load each message while the next one is read."""
-        meta = self.source.metadata()
+        described = self.source.metadata()
         if not self.is_sender:
             for _ in self.source:
                 pass
             return
-        described = [Described(m.name, m.dtype, tuple(m.shape)) for m in meta]
         update = {
             "names": [t.name for t in described],
             "dtype_names": [str(t.dtype).removeprefix("torch.") for t in described],
             "shapes": [list(t.shape) for t in described],
         }
         self.client.start_weight_update()
-        together(lambda: self.client.update_weights(update), lambda: self._broadcast(described))
+        in_threads(lambda: self.client.update_weights(update), lambda: self._broadcast(described))
         self.client.finish_weight_update()
 
-    def _broadcast(self, described: list[Described]) -> None:
+    def _broadcast(self, described: list[ParamMeta]) -> None:
         assert self._group is not None
         weights = iter(self.source)
         for bucket in buckets(described, self._info.bucket_bytes):
             tensors = []
             for expected in bucket.tensors:
                 name, tensor = next(weights)
-                if (name, tensor.dtype, tuple(tensor.shape)) != (expected.name, expected.dtype, expected.shape):
+                if ParamMeta(name, tensor.dtype, tuple(tensor.shape)) != expected:
                     raise ValueError(f"{name!r} came where {expected} was announced")
                 tensors.append(tensor)
             if bucket.bytes:
@@ -247,3 +250,101 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
     def shutdown(self) -> None:
         """Leave the group; engines that wait in it see it close."""
         self._group = None
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+ALIGNMENT = 16  # bytes: a tensor of any dtype can begin there
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One message.
+
+    Attributes:
+        tensors: in the order in which they come; offsets: where each begins, in bytes.
+        bytes: of the message.
+    """
+
+    tensors: tuple[ParamMeta, ...]
+    offsets: tuple[int, ...]
+    bytes: int
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The message, (bytes,) uint8 on the CPU."""
+        message = torch.empty(self.bytes, dtype=torch.uint8)
+        for place, tensor in zip(self._places(message), tensors, strict=True):
+            place.copy_(tensor)
+        return message
+
+    def unpack(self, message: Tensor) -> list[tuple[str, Tensor]]:
+        """Names and tensors; views of the message."""
+        return [(t.name, place) for t, place in zip(self.tensors, self._places(message), strict=True)]
+
+    def _places(self, message: Tensor) -> Iterator[Tensor]:
+        for tensor, offset in zip(self.tensors, self.offsets, strict=True):
+            size = math.prod(tensor.shape) * tensor.dtype.itemsize
+            yield message[offset : offset + size].view(tensor.dtype).view(tensor.shape)
+
+
+def buckets(tensors: Iterable[ParamMeta], limit: int) -> Iterator[Bucket]:
+    """Fill one bucket after the other, none above `limit` bytes but one that holds a single larger tensor."""
+    held: list[ParamMeta] = []
+    offsets: list[int] = []
+    end = 0
+    for tensor in tensors:
+        size = -(-math.prod(tensor.shape) * tensor.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        if held and end + size > limit:
+            yield Bucket(tuple(held), tuple(offsets), end)
+            held, offsets, end = [], [], 0
+        held.append(tensor)
+        offsets.append(end)
+        end += size
+    if held:
+        yield Bucket(tuple(held), tuple(offsets), end)
+
+
+# --- both ends at once ------------------------------------------------------------------------------------------------
+
+
+def in_threads(
+    *works: Callable[[], Any], seconds: float = math.inf, watch: Callable[[], None] = lambda: None
+) -> list[Any]:
+    """Do all at once, each in a thread on this thread's device, without gradients; returns their results in order.
+
+    The first error is raised without waiting for the others, which may be waiting for what has just failed; their
+    threads end with their own deadlines, or with the process.
+
+    Args:
+        seconds: that all of it may take.
+        watch: called while they work; what it raises ends the wait as an error of theirs would.
+
+    Raises:
+        TimeoutError: they took longer.
+    """
+    done: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    def run(index: int, work: Callable[[], Any]) -> None:
+        try:
+            with torch.no_grad(), nullcontext() if device is None else torch.cuda.device(device):
+                done.put((index, work(), None))
+        except BaseException as error:  # handed to the thread that waits
+            done.put((index, None, error))
+
+    for index, work in enumerate(works):
+        threading.Thread(target=run, args=(index, work), name=f"in_threads {index}", daemon=True).start()
+    results: dict[int, Any] = {}
+    end = time.monotonic() + seconds
+    while len(results) < len(works):
+        try:
+            index, result, error = done.get(timeout=WATCH_EVERY)
+        except queue.Empty:
+            watch()
+            if time.monotonic() > end:
+                raise TimeoutError(f"not done within {seconds:g} s") from None
+            continue
+        if error is not None:
+            raise error
+        results[index] = result
+    return [results[index] for index in range(len(works))]

@@ -10,14 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trlx_hybrid.errors import ConfigError, SyncError
+from trlx_hybrid.plugins.selection import Choice, Selection
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid_vllm.serving.backends import backend_of, init_info, nccl_missing
-from trlx_hybrid_vllm.serving.buckets import Described, buckets
-from trlx_hybrid_vllm.serving.client import GroupClient
-from trlx_hybrid_vllm.serving.digest import digest
-from trlx_hybrid_vllm.serving.options import TransferOptions
-from trlx_hybrid_vllm.serving.proof import Routes, differing
-from trlx_hybrid_vllm.serving.together import together
+from trlx_hybrid_vllm.options import TransferOptions
+from trlx_hybrid_vllm.server.gloo import buckets, in_threads
+from trlx_hybrid_vllm.server.sender import GroupClient, backend_of, init_info, nccl_missing
+from trlx_hybrid_vllm.server.worker import Routes, differing, digest
+from vllm.distributed.weight_transfer import ParamMeta
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -26,7 +25,7 @@ shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 @st.composite
 def described(draw):
     given = draw(st.lists(st.tuples(st.sampled_from(DTYPES), shapes), max_size=12))
-    return [Described(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(given)]
+    return [ParamMeta(f"t{i}", dtype, shape) for i, (dtype, shape) in enumerate(given)]
 
 
 def filled(tensor, seed):
@@ -50,11 +49,11 @@ def test_what_is_packed_comes_out_again(tensors, limit):
 
 
 def test_no_bucket_could_have_held_the_next_tensor():
-    tensors = [Described(f"t{i}", torch.float32, (i % 7,)) for i in range(50)]
+    tensors = [ParamMeta(f"t{i}", torch.float32, (i % 7,)) for i in range(50)]
     found = list(buckets(tensors, 64))
     for bucket, after in itertools.pairwise(found):
         first = after.tensors[0]
-        assert bucket.bytes + -(-first.bytes // 16) * 16 > 64
+        assert bucket.bytes + -(-4 * first.shape[0] // 16) * 16 > 64
 
 
 @settings(max_examples=60)
@@ -83,7 +82,7 @@ def test_a_digest_is_of_bits_in_row_major_order_however_they_lie():
 def test_a_digest_of_many_pieces_is_that_of_one(monkeypatch):
     tensor = torch.randn(1000)
     whole = digest(tensor)
-    monkeypatch.setattr("trlx_hybrid_vllm.serving.digest.PIECE", 7)
+    monkeypatch.setattr("trlx_hybrid_vllm.server.worker.PIECE", 7)
     assert digest(tensor) == whole
 
 
@@ -141,8 +140,8 @@ def test_init_info_of_any_registered_backend_gets_the_fields_that_it_has():
 
 
 def session_that_chose(backend):
-    chosen = SimpleNamespace(component=SimpleNamespace(name="transfer"), options=TransferOptions(backend=backend))
-    return SimpleNamespace(selection=SimpleNamespace(weights=chosen))
+    chosen = Choice(SimpleNamespace(), TransferOptions(backend=backend), "")
+    return SimpleNamespace(selection=Selection(engine=None, weights=chosen, rollout=None))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an NCCL")
@@ -167,7 +166,7 @@ def test_nccl_that_was_switched_off_is_refused(monkeypatch):
 
 
 def test_gloo_is_registered_once_with_both_factories():
-    from trlx_hybrid_vllm.serving import gloo
+    from trlx_hybrid_vllm.server import gloo
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 
     gloo.register()
@@ -209,15 +208,15 @@ def test_an_error_of_one_end_does_not_wait_for_the_other():
         raise ValueError("gone")
 
     with pytest.raises(ValueError, match="gone"):
-        together(lambda: never.wait(60), fails)
+        in_threads(lambda: never.wait(60), fails)
     assert time.monotonic() - started < 30
     never.set()
-    assert together(lambda: 1, lambda: 2) == [1, 2]
+    assert in_threads(lambda: 1, lambda: 2) == [1, 2]
 
 
 def test_a_source_reads_what_is_left_of_a_pass():
     from trlx_hybrid.weights.policy import Policy
-    from trlx_hybrid_vllm.serving.source import PolicySource
+    from trlx_hybrid_vllm.server.sender import PolicySource
 
     model = tiny_model(dtype=torch.float32)
     source = PolicySource(Policy(lambda: model, None, torch.device("cpu")))

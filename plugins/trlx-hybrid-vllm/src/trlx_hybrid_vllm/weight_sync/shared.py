@@ -1,4 +1,4 @@
-"""One set of weights, two owners: the policy's base parameters and the regions of vLLM's memory that belong to them."""
+"""`alias` and `copy`: one set of weights, two owners, where policy and engine are one replica on one device."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from torch import Tensor, nn
 from torch.utils import dlpack
 from trlx_hybrid.errors import SyncError, listed
 from trlx_hybrid.memory.ledger import unwrapped
+from trlx_hybrid.protocols import WeightSync
+from trlx_hybrid.types import LoadReport
 from trlx_hybrid.weights.frozen import Frozen
 from trlx_hybrid.weights.policy import is_sharded
 
-from ..loading import differ
-from ..parameters import Places
+from ..loader import differ
+from ..weight_map import Places
 
 if TYPE_CHECKING:
-    from trlx_hybrid.weights.policy import Policy
+    from trlx_hybrid.session import Session
 
-    from ..engine import VLLMEngine
+SMALL_RATE = 1e-5  # below, an AdamW step is smaller than half the distance of most bf16 weights to their neighbour
 
 
-class SharedWeights:
+class SharedSync(WeightSync):
     """Keeps the engine's memory equal to the policy's base parameters, by being the same memory where that can be.
 
     A parameter may be rebound or replaced at any time (`p.data = averaged`, `load_state_dict(assign=True)`), so it is
@@ -32,14 +34,17 @@ class SharedWeights:
 
     Args:
         alias: whether parameters may become views of the engine's memory; otherwise all are copied.
-        optimizer: the optimizer of the run, if there is one.
+        adapted: whether the policy's adapters are brought by somebody else, and this is for their base only.
 
     Attributes:
-        aliased: parameters that are views; copied: parameters whose bits are copied at each refresh.
+        keeps_weights: whether the engine's memory must outlive the rollout, because the policy is in it.
+        aliased: parameters that are views; copied: parameters whose bits are copied at each sync.
     """
 
-    def __init__(self, engine: VLLMEngine, policy: Policy, alias: bool, optimizer: Any = None) -> None:
-        self._engine, self._policy, self._alias, self._optimizer = engine, policy, alias, optimizer
+    def __init__(self, session: Session, alias: bool, adapted: bool = False) -> None:
+        self.name = "alias" if alias else "copy"
+        self.keeps_weights = self._alias = alias
+        self._session, self._policy, self._adapted = session, session.policy, adapted
         self._places: Places | None = None
         self._slots: dict[str, tuple[dict[str, nn.Parameter | None], str]] = {}
         self._views: dict[str, Tensor] = {}
@@ -49,6 +54,10 @@ class SharedWeights:
         self._borrowed: dict[str, Tensor] = {}
         self.aliased: list[str] = []
         self.copied: list[str] = []
+
+    @property
+    def _engine(self) -> Any:
+        return self._session.live_engine
 
     def refuses(self) -> str | None:
         """Why the weights cannot be shared this way, or None. Loads them once through vLLM's loader, to learn where
@@ -64,19 +73,38 @@ class SharedWeights:
         return reason
 
     def _refuses_at_sight(self) -> str | None:
-        if self._engine.quantized:
+        engine, policy = self._engine, self._policy
+        if not hasattr(engine, "places"):
+            return "it reaches into vLLM's memory, and another engine is in use"
+        if policy.adapters and not self._adapted:
+            return "the policy has adapters: they are served (`lora`) or merged (`gather`)"
+        if engine.quantized:
             return "a quantised engine keeps no copy of the weights"
-        if self._engine.tensor_parallel_size > 1:
-            return f"the engine holds slices (tensor_parallel_size={self._engine.tensor_parallel_size})"
-        for name, p in self._policy.base_parameters().items():
+        if engine.tensor_parallel_size > 1:
+            return f"the engine holds slices (tensor_parallel_size={engine.tensor_parallel_size})"
+        for name, p in policy.base_parameters().items():
             if is_sharded(p):
                 return f"the policy is sharded ({name} lies on several ranks)"
             if type(p) is not nn.Parameter:
                 return f"{name} is a {type(p).__name__}, whose bits are not the weights"
-        flat = flattened(self._policy, self._optimizer) if self._alias else None
+        flat = self._flattened() if self._alias and not self._adapted else None
         if flat is not None:
             return f"the optimizer steps a flat buffer that {flat} is a part of (DeepSpeed); an alias would leave it"
-        return self._policy.refuses_gather()
+        return policy.refuses_gather()
+
+    def _flattened(self) -> str | None:
+        """A trained parameter that is a part of a buffer which the optimizer steps in its place, or None.
+
+        DeepSpeed's ZeRO-1 and 2 do that. Optimizers with one master copy per parameter write to the parameter itself.
+        """
+        optimizer = self._session.optimizer()
+        if optimizer is None:
+            return None
+        stepped = {id(p) for group in unwrapped(optimizer).param_groups for p in group["params"]}
+        trained = {name: p for name, p in self._policy.base_parameters().items() if p.requires_grad}
+        buffers = {name: p.untyped_storage().data_ptr() for name, p in trained.items()}
+        parts = Counter(buffers.values())
+        return next((name for name, p in trained.items() if id(p) not in stepped and parts[buffers[name]] > 1), None)
 
     def _used(self) -> list[tuple[str, nn.Parameter]]:
         assert self._places is not None
@@ -88,13 +116,36 @@ class SharedWeights:
         same = p.dtype == view.dtype and self._policy.device.type == view.device.type
         return self._alias and same and view.is_contiguous()
 
-    # --- sharing ----------------------------------------------------------------------------------------------------
+    # --- sharing -----------------------------------------------------------------------------------------------------
 
-    def refresh(self) -> tuple[int, int]:
+    def open(self) -> None:
+        """Rebind what can be aliased, right after the load that `refuses` made: the bits are the same."""
+        assert self._places is not None, "refuses() comes first"
+        self._slots = self._policy.base_slots()
+        for name, p in self._used():
+            view, alias = self._places.view(name), self._can_alias(name, p)
+            self._views[name] = own_storage(view) if alias else view.detach()
+            (self.aliased if alias else self.copied).append(name)
+        for name in self.aliased:
+            self._parameter(name).data = self._views[name]
+        self._addresses = {name: self._views[name].data_ptr() for name in self.aliased}
+
+    def note(self) -> str | None:
+        """A warning where an alias meets an optimizer whose steps are lost in the weights' rounding."""
+        rate = getattr(self._session.args, "learning_rate", None)
+        if not self._alias or self._policy.dtype.itemsize > 2 or rate is None or rate >= SMALL_RATE:
+            return None
+        return (
+            f"note: the policy is in {_name(self._policy.dtype)}, and steps at learning_rate={rate:g} are mostly lost "
+            "in its rounding (at 1e-6 some 2% of the weights change in 20 steps). Load the model in float32 with "
+            "bf16=True for an fp32 master, which is cast into the engine (`copy`)."
+        )
+
+    def sync(self) -> LoadReport:
         """Make the engine's memory the policy's weights. A frozen base that is copied is copied once.
 
         Returns:
-            (tensors, bytes) that were copied: both zero where everything is aliased and nobody rebound a parameter.
+            What was copied: nothing where everything is aliased and nobody rebound a parameter.
         """
         lost, self._copied_once = self._engine.weights_lost or not self._copied_once, True
         copied = {name: self._parameter(name) for name in self.copied}
@@ -116,35 +167,19 @@ class SharedWeights:
         for name in own - self._borrowed.keys():
             moved[name].data = self._views[name]
         self._engine.weights_written()
-        return len(sources), sum(s.numel() * s.element_size() for s in sources.values())
+        return LoadReport(tensors=len(sources), bytes=sum(s.nbytes for s in sources.values()))
 
     def put_back(self) -> bool:
-        """The rollout is over: memory that somebody else refers to holds its own bits again.
-
-        Returns:
-            Whether the engine has lost weights by that.
-        """
+        """Memory that somebody else refers to holds its own bits again."""
         borrowed, self._borrowed = self._borrowed, {}
         for name, bits in borrowed.items():
             self._views[name].copy_(bits)
         return bool(borrowed)
 
     def forget(self) -> None:
-        """Look for all parameters anew, modules may have been replaced, and copy them at the next refresh."""
+        """Look for all parameters anew, modules may have been replaced, and copy them at the next sync."""
         self._slots |= self._policy.base_slots()
         self._copied_once = False
-
-    def bind(self) -> None:
-        """Rebind what can be aliased, right after the load that `refuses` made: the bits are the same."""
-        assert self._places is not None, "refuses() comes first"
-        self._slots = self._policy.base_slots()
-        for name, p in self._used():
-            view, alias = self._places.view(name), self._can_alias(name, p)
-            self._views[name] = own_storage(view) if alias else view.detach()
-            (self.aliased if alias else self.copied).append(name)
-        for name in self.aliased:
-            self._parameter(name).data = self._views[name]
-        self._addresses = {name: self._views[name].data_ptr() for name in self.aliased}
 
     def _parameter(self, name: str) -> nn.Parameter:
         """The one that is there now."""
@@ -192,27 +227,13 @@ class SharedWeights:
     def release(self) -> None:
         """Give each aliased parameter memory of its own again. After the engine is closed: what it held is freed one
         fused tensor after the other as the last view of it goes."""
-        views, self._views = self._views, {}
+        views, self._views, self._places = self._views, {}, None
         aliased, self.aliased, self.copied, self._addresses = self.aliased, [], [], {}
         for name in aliased:
             p, view = self._parameter(name), views.pop(name)
             if p.data_ptr() == view.data_ptr():
                 p.data = view.clone()
         self._slots, self._frozen = {}, Frozen()
-
-
-def flattened(policy: Policy, optimizer: Any) -> str | None:
-    """A trained parameter that is a part of a buffer which the optimizer steps in its place, or None.
-
-    DeepSpeed's ZeRO-1 and 2 do that. Optimizers with one master copy per parameter write to the parameter itself.
-    """
-    if optimizer is None:
-        return None
-    stepped = {id(p) for group in unwrapped(optimizer).param_groups for p in group["params"]}
-    trained = {name: p for name, p in policy.base_parameters().items() if p.requires_grad}
-    buffers = {name: p.untyped_storage().data_ptr() for name, p in trained.items()}
-    parts = Counter(buffers.values())
-    return next((name for name, p in trained.items() if id(p) not in stepped and parts[buffers[name]] > 1), None)
 
 
 def own_storage(view: Tensor) -> Tensor:

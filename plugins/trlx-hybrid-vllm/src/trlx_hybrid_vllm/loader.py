@@ -8,6 +8,7 @@ syncs be compared bit for bit.
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -214,3 +215,28 @@ def counted(weights: NamedTensors, given: dict[str, int]) -> Iterator[tuple[str,
     for name, tensor in weights:
         given[name] = tensor.numel() * tensor.element_size()
         yield name, tensor
+
+
+@functools.cache
+def dummy_load_format() -> str:
+    """vLLM's `load_format` for an engine whose weights come later, through a sync; registers its loader.
+
+    vLLM's own ("dummy") fills persistent buffers with random numbers as well. But what vLLM computes into a buffer when
+    it builds a model, as Qwen2.5-VL's scale of the pixels, is in no checkpoint, so no sync would ever bring it back.
+    """
+    from vllm.model_executor.model_loader import register_model_loader
+    from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
+
+    @register_model_loader("dummy_parameters")
+    class DummyParametersLoader(DummyModelLoader):  # type: ignore[misc]
+        """Random parameters; buffers as the model's constructor left them, like before a real checkpoint is loaded."""
+
+        def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
+            """As vLLM's, with the persistent buffers put back."""
+            buffers = [b for _, b in persistent_buffers(model) if not b.is_meta]
+            kept = [b.clone() for b in buffers]
+            super().load_weights(model, model_config)
+            for buffer, value in zip(buffers, kept, strict=True):
+                buffer.copy_(value)
+
+    return "dummy_parameters"

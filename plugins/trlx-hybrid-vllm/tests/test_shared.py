@@ -1,22 +1,15 @@
 """One set of weights, two owners: views of vLLM's memory, and copies into them."""
 
-import itertools
-import math
-
 import pytest
 import torch
 import trlx_hybrid
 from accelerate import Accelerator
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors import safe_open
 from trlx_hybrid.errors import ComponentError, SyncError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.types import Request, Sampling
 from trlx_hybrid.weights import verify as proof
 from trlx_hybrid_vllm import internals
-from trlx_hybrid_vllm.loading import Slice
-from trlx_hybrid_vllm.parameters import Piece, joined
 
 SHAPES = [(a, tied) for a in ("qwen2", "qwen3", "llama") for tied in (False, True)] + [("gemma2", True)]
 """Gemma ties its embeddings always."""
@@ -104,13 +97,13 @@ def test_buffers_that_a_checkpoint_holds_come_with_the_weights(run, path, archit
 
 def test_what_vllm_computes_into_a_buffer_stays_when_the_parameters_are_made_random():
     """Qwen2.5-VL's scale of the pixels is such a buffer, and in no checkpoint."""
-    from trlx_hybrid_vllm.dummy_loader import LOAD_FORMAT
+    from trlx_hybrid_vllm.loader import dummy_load_format
     from vllm.config.load import LoadConfig
     from vllm.model_executor.model_loader import get_model_loader
 
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(4))
     torch.nn.init.constant_(model[0].weight, 5.0)
-    get_model_loader(LoadConfig(load_format=LOAD_FORMAT)).load_weights(model, None)
+    get_model_loader(LoadConfig(load_format=dummy_load_format())).load_weights(model, None)
     assert model[0].running_var.tolist() == [1.0] * 4
     assert model[0].weight.abs().max() < 1
 
@@ -354,44 +347,3 @@ def test_after_the_session_the_policy_owns_its_weights(run):
     model = finished.trainer.model
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert all(p.untyped_storage().resizable() for p in model.parameters())
-
-
-# --- regions -----------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def fused(draw):
-    """A parameter of `rows` x `columns` that lies, row by row or in blocks of rows, inside a wider matrix."""
-    rows, columns = draw(st.integers(1, 6)), draw(st.integers(1, 5))
-    offset, width = draw(st.integers(0, 50)), columns + draw(st.integers(0, 3))
-    cuts = sorted(draw(st.sets(st.integers(1, rows - 1), max_size=3)) if rows > 1 else [])
-    bounds = [0, *cuts, rows]
-    pieces = [
-        Piece((b - a, columns), a * columns, (columns, 1), offset + a * width, (width, 1))
-        for a, b in itertools.pairwise(bounds)
-    ]
-    return (rows, columns), draw(st.permutations(pieces)), Slice((rows, columns), (width, 1), offset)
-
-
-@given(fused())
-def test_pieces_of_one_region_are_joined_into_it(case):
-    shape, pieces, region = case
-    found = joined(shape, pieces)
-    whole = torch.arange(1000)
-    assert torch.equal(found.of(whole), region.of(whole))
-
-
-@given(fused(), st.integers(1, 7))
-def test_a_piece_that_lies_elsewhere_or_is_missing_leaves_no_region(case, shift):
-    shape, pieces, _ = case
-    assert joined(shape, pieces[1:]) is None
-    first = pieces[0]
-    moved = Piece(first.shape, first.source_offset, first.source_stride, first.offset + shift, first.stride)
-    found = joined(shape, [moved, *pieces[1:]])
-    whole = torch.arange(1000)
-    if found is not None:  # then it must be right, element for element
-        expected = torch.empty(math.prod(shape), dtype=whole.dtype)
-        for p in [moved, *pieces[1:]]:
-            source = expected.as_strided(p.shape, p.source_stride, p.source_offset)
-            source.copy_(whole.as_strided(p.shape, p.stride, p.offset))
-        assert torch.equal(found.of(whole), expected.view(shape))

@@ -7,11 +7,11 @@ import torch
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.types import Request
 from trlx_hybrid_vllm import internals
-from trlx_hybrid_vllm.closing import shut_down
+from trlx_hybrid_vllm.engine import shut_down
 from trlx_hybrid_vllm.streaming import EngineStream
 from trlx_hybrid_vllm.streaming import collect as collect_from
 
-OURS = "trlx_hybrid_vllm.scheduling.DecodeScheduler"
+OURS = "trlx_hybrid_vllm.scheduler.DecodeScheduler"
 BOTH = (None, OURS)
 BLOCK_BYTES = 2 * 2 * 2 * 32 * 32 * 4  # keys and values, layers, heads, head size, tokens of a block, float32
 
@@ -65,7 +65,7 @@ def engine(checkpoint, monkeypatch, started_once):
 
 
 class Given:
-    """In place of a stream's `Requests`: each has parameters of its own."""
+    """In place of a stream's `RequestQueue`: each has parameters of its own."""
 
     def __init__(self, llm, params):
         self.llm, self.params = llm, params

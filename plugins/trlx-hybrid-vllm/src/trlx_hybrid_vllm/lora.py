@@ -8,21 +8,35 @@ multiplies them by the scaling in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from trlx_hybrid.errors import SyncError, listed
-from trlx_hybrid.weights.policy import Policy
+from trlx_hybrid.weights.policy import Policy, unwrapped_name, whole
 
 from . import internals
-from .loading import differ
-from .lora_layers import active_adapters, allowed_ranks, largest_rank, lora_layers, unserved
-from .lora_slot import Cut, Slot, factors_of, place_of, weights_of
+from .loader import differ
 
 ADAPTER_ID = 1
 """vLLM's warm-up adapters count from 1: a dummy run then finds this id taken, and uses it instead of evicting it."""
+UNSERVED = {
+    "use_dora": "DoRA scales the merged weight, which no LoRA slot holds",
+    "modules_to_save": "it trains whole modules beside the LoRA layers",
+    "trainable_token_indices": "it trains rows of the embeddings",
+    "target_parameters": "it adapts fused expert parameters, not layers",
+    "lora_bias": "vLLM's slots have no bias",
+    "layer_replication": "it repeats layers that share base weights",
+    "alora_invocation_tokens": "an activated LoRA starts in the middle of a sequence",
+    "arrow_config": "Arrow routes each token between adapters",
+}
+"""Fields of LoraConfig that change what an adapter computes; other variants are found on the layers themselves."""
+
+
+# --- what vLLM can serve ----------------------------------------------------------------------------------------------
 
 
 def lora_arguments(policy: Policy, dtype: torch.dtype | None = None) -> dict[str, Any] | str:
@@ -47,6 +61,121 @@ def lora_arguments(policy: Policy, dtype: torch.dtype | None = None) -> dict[str
         "max_lora_rank": next(size for size in allowed_ranks() if size >= rank),
         "lora_target_modules": sorted({name.rpartition(".")[2] for name in layers}),
     }
+
+
+def lora_layers(policy: Policy) -> dict[str, Any]:
+    """PEFT's LoRA layers by the in-memory name of the module each adapts, in model order."""
+    if "peft" not in sys.modules:  # a PEFT model cannot exist without it, and importing it takes a second
+        return {}
+    from peft.tuners.lora.layer import LoraLayer
+
+    found = {}
+    for name, module in policy.base.named_modules():
+        if isinstance(module, LoraLayer):
+            found[unwrapped_name(name)] = module
+    return found
+
+
+def active_adapters(layers: dict[str, Any]) -> list[str]:
+    """Names of the adapters that are active in some layer that has them, sorted."""
+    return sorted({a for layer in layers.values() for a in layer.active_adapters if a in layer.r})
+
+
+def unserved(policy: Policy, dtype: torch.dtype | None) -> str | None:
+    """Why vLLM's LoRA slots cannot hold what this policy trains, or None.
+
+    Args:
+        policy: the live policy.
+        dtype: what the engine will compute in; None where that is not known yet.
+    """
+    if not policy.adapters:
+        return "the policy is not a PEFT model: there is no adapter to serve"
+    return (
+        _unserved_config(policy)
+        or _unserved_layers(policy)
+        or _unserved_sharding(policy)
+        or _unserved_engine(policy, dtype)
+    )
+
+
+def _unserved_config(policy: Policy) -> str | None:
+    configs: dict[str, Any] = policy.module.peft_config  # type: ignore[assignment]
+    for name, config in configs.items():
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        if kind != "LORA":
+            return f"adapter {name!r} is of type {kind}; vLLM serves LoRA"
+    active = active_adapters(lora_layers(policy))
+    if len(active) != 1:
+        return f"{len(active)} adapters are active ({', '.join(active)}); vLLM applies one. Use `set_adapter`"
+    config = configs[active[0]]
+    if config.bias != "none":
+        return f"adapter {active[0]!r} trains biases of the base (bias={config.bias!r})"
+    for field, why in UNSERVED.items():
+        if getattr(config, field):
+            return f"adapter {active[0]!r} has {field}: {why}"
+    return None
+
+
+def _unserved_layers(policy: Policy) -> str | None:
+    from peft.tuners.lora.layer import Linear
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    for name, module in policy.base.named_modules():
+        if isinstance(module, AuxiliaryTrainingWrapper):
+            return f"{name} is trained as a whole ({type(module).__name__})"
+    layers = lora_layers(policy)
+    (adapter,) = active_adapters(layers)
+    head = policy.base.get_output_embeddings()
+    for name, layer in layers.items():
+        if type(layer) is not Linear:  # subclasses compute something else: quantised, sharded or adaptive layers
+            return f"{name} is adapted by PEFT's {type(layer).__name__} layer; vLLM's slots hold plain linear ones"
+        if layer is head:
+            return f"{name} is the output head: vLLM would scale a slot with the vocabulary and drop prompt log-probs"
+        variant = layer.lora_variant.get(adapter)
+        if variant is not None:
+            return f"{name} computes a variant of LoRA ({type(variant).__name__})"
+        if layer.lora_bias.get(adapter):
+            return f"{name} has lora_bias: {UNSERVED['lora_bias']}"
+    return None
+
+
+def _unserved_sharding(policy: Policy) -> str | None:
+    if policy.fsdp_version == 1:
+        return "FSDP1 flattens the adapter's parameters. Set `fsdp_version: 2` in the accelerate config"
+    for name, p in policy.module.named_parameters():
+        if hasattr(p, "ds_id"):
+            return f"{name} is in ZeRO-3's flat buffers: gather merges the adapter instead. Or use FSDP2"
+    return None
+
+
+def _unserved_engine(policy: Policy, dtype: torch.dtype | None) -> str | None:
+    from vllm.platforms import current_platform
+
+    if dtype is torch.float32 and not current_platform.is_cpu():
+        return "vLLM's LoRA kernels compute in 16 bits, and the engine in float32. Set engine_options dtype='bfloat16'"
+    layers = lora_layers(policy)
+    rank, largest = largest_rank(layers), allowed_ranks()[-1]
+    if rank > largest:
+        return f"the adapter's rank is {rank}, and vLLM's largest is {largest}"
+    return None
+
+
+def largest_rank(layers: dict[str, Any]) -> int:
+    """The largest rank that the active adapters have in any layer: `rank_pattern` may differ from `r`."""
+    active = active_adapters(layers)
+    return max(int(layer.r[a]) for layer in layers.values() for a in active if a in layer.r)
+
+
+def allowed_ranks() -> tuple[int, ...]:
+    """The sizes vLLM's slots can have, ascending."""
+    from typing import get_args
+
+    from vllm.config.lora import MaxLoRARanks
+
+    return tuple(sorted(get_args(MaxLoRARanks)))
+
+
+# --- the slots --------------------------------------------------------------------------------------------------------
 
 
 class AdapterSlots:
@@ -167,10 +296,10 @@ class AdapterSlots:
         """Find the slots of every adapted module, and everything in vLLM's slots that must stay zero."""
         wanted = {self._theirs(name): name for name, layer in self._layers.items() if self._adapter in layer.lora_A}
         self._slots, self._outside = [], []
-        for part, a, b, cut in self._parts(index):
+        for part, a, b, wrapper, number in self._parts(index):
             name = wanted.get(part)
             whole = weights_of(self._layers[name], self._adapter) if name else None
-            place = place_of(a, b, *whole, cut) if whole else None
+            place = place_of(wrapper, number, a, b, *whole) if whole else None
             if name is None or whole is None or place is None:
                 self._outside += [(part, a), (part, b)]
                 continue
@@ -184,9 +313,9 @@ class AdapterSlots:
                 "weights='gather', which merges it, or leave these modules out of the adapter's target_modules."
             )
 
-    def _parts(self, index: int) -> Iterator[tuple[str, Tensor, Tensor, Cut]]:
-        """Every unfused module that vLLM can adapt: its name there, A (max rank, in) and B (out, max rank), and how
-        vLLM cuts whole factors for them."""
+    def _parts(self, index: int) -> Iterator[tuple[str, Tensor, Tensor, Any, int]]:
+        """Every unfused module that vLLM can adapt: its name there, A (max rank, in) and B (out, max rank), vLLM's
+        layer and the module's number in it."""
         from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
         for name, wrapper in self._manager.modules.items():
@@ -194,7 +323,7 @@ class AdapterSlots:
             if isinstance(wrapper, BaseLinearLayerWithLoRA) and len(parts) == wrapper.n_slices:
                 slots = zip(parts, wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True)
                 for number, (part, a, b) in enumerate(slots):
-                    yield part, a[index, 0], b[index, 0], Cut(wrapper, number)
+                    yield part, a[index, 0], b[index, 0], wrapper, number
 
     def _theirs(self, name: str) -> str:
         """vLLM's name of a module, found as it finds those of an adapter on disk."""
@@ -235,3 +364,68 @@ class AdapterSlots:
 def _flagged(names: list[str], flags: list[Tensor]) -> list[str]:
     values = torch.stack(flags).tolist() if flags else []
     return [name for name, flag in zip(names, values, strict=True) if flag]
+
+
+# --- where one layer goes ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Where one PEFT layer's adapter goes: `a` (r, in) and `b` (out, r) are views of vLLM's memory.
+
+    Under tensor parallelism an engine's rank has some columns of A or some rows of B, as it has those of the weight;
+    `cut` says whether it is so here.
+    """
+
+    name: str
+    layer: Any
+    a: Tensor
+    b: Tensor
+    columns: slice
+    rows: slice
+    cut: bool
+
+    def parts(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        """What of the whole factors belongs here."""
+        return (a[:, self.columns], b[self.rows]) if self.cut else (a, b)
+
+
+def factors_of(slots: Sequence[Slot], adapter: str) -> list[tuple[Tensor, Tensor, float]]:
+    """Of each slot's layer A (r, in), B (out, r) and the scaling. Collective where the policy is sharded."""
+    factors = whole([weight for s in slots for weight in weights_of(s.layer, adapter)])
+    scalings = [float(s.layer.scaling[adapter]) for s in slots]
+    return list(zip(factors[::2], factors[1::2], scalings, strict=True))
+
+
+def weights_of(layer: Any, adapter: str) -> tuple[Tensor, Tensor]:
+    """Both factors as they are, which may be sharded; fetched anew: training may rebind any of them.
+
+    Past `nn.Module.__getattr__`, which for some 200 layers takes longer than the copies.
+    """
+    a, b = (layer._modules[part]._modules[adapter]._parameters["weight"] for part in ("lora_A", "lora_B"))
+    return a.data, b.data
+
+
+def place_of(
+    wrapper: Any, number: int, slot_a: Tensor, slot_b: Tensor, a: Tensor, b: Tensor
+) -> tuple[slice, slice, bool] | None:
+    """Which columns of A and rows of B belong into these slots, and whether others do not; None where none fit.
+
+    vLLM's way of cutting the factors for this rank is asked with the numbers of their columns and rows.
+
+    Args:
+        wrapper: vLLM's layer, `number` its part that the slots are for.
+    """
+    ranges: list[slice] = []
+    for cut, size in ((wrapper.slice_lora_a, a.shape[1]), (wrapper.slice_lora_b, b.shape[0])):
+        numbers = torch.arange(size)[None] if not ranges else torch.arange(size)[:, None]
+        given = [numbers if part == number else None for part in range(wrapper.n_slices)]
+        mine: list[int] = (cut(numbers) if len(given) == 1 else cut(given)[number]).flatten().tolist()
+        if not mine or mine != list(range(mine[0], mine[0] + len(mine))):
+            return None
+        ranges.append(slice(mine[0], mine[0] + len(mine)))
+    columns, rows = ranges
+    fits = columns.stop - columns.start == slot_a.shape[1] and rows.stop - rows.start == slot_b.shape[0]
+    if not fits or a.shape[0] > slot_a.shape[0]:
+        return None
+    return columns, rows, slot_a.shape[1] < a.shape[1] or slot_b.shape[0] < b.shape[0]

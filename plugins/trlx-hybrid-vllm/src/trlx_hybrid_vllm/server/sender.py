@@ -1,0 +1,172 @@
+"""The trainer's end of a weight transfer: which of vLLM's backends carries it, what is sent, and who is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.serving import ServedEngine
+from trlx_hybrid.weights.policy import Policy
+from vllm.distributed.weight_transfer import ParamMeta, WeightSource, WeightTransferTrainerFactory
+
+from ..options import TransferOptions
+
+if TYPE_CHECKING:
+    from trlx_hybrid.session import Session
+
+REMEDY = "Let VLLM_NCCL_SO_PATH name a libnccl.so.2 that fits vLLM"
+
+
+def backend_of(session: Session) -> str:
+    """The backend that was chosen, or the usual one of what the engines compute on.
+
+    Raises:
+        ConfigError: `nccl` was chosen, and vLLM cannot use it here.
+    """
+    from vllm.platforms import current_platform
+
+    options = [path.options for path in session.selection.weight_paths]
+    wanted = next((o.backend for o in options if isinstance(o, TransferOptions)), "auto")
+    if wanted == "nccl" and (why := nccl_missing()):
+        raise ConfigError(
+            f"HybridConfig.weights_options: backend='nccl': {why} {REMEDY}, or take backend='gloo', which goes through "
+            "host memory."
+        )
+    if wanted != "auto":
+        return wanted
+    return "gloo" if current_platform.is_cpu() or nccl_missing() else "nccl"
+
+
+def slow_because(backend: str) -> str | None:
+    """For the run's header, where the fast backend could not be taken."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu() or backend != "gloo" or not (why := nccl_missing()):
+        return None
+    return f"note: weights go to the remote engines through host memory (gloo). {why} {REMEDY}."
+
+
+@functools.cache
+def nccl_missing() -> str | None:
+    """Why vLLM cannot use NCCL in this process, or None.
+
+    It goes on without where its library is too old (vllm/distributed/device_communicators/pynccl.py, `disabled`): its
+    `nccl` transfer then sends nothing, and reports no error.
+    """
+    from vllm import envs
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+
+    if envs.VLLM_DISABLE_PYNCCL:
+        return "VLLM_DISABLE_PYNCCL is set."
+    try:
+        NCCLLibrary()
+    except Exception as error:  # of the loader, of ctypes, or vLLM's own
+        return f"vLLM cannot use the NCCL it finds ({error})."
+    return None
+
+
+def init_info(backend: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
+    """A backend's trainer-side init info, from those of `fields` that it has and the user's `options`.
+
+    Raises:
+        ConfigError: vLLM knows no such backend, or it wants fields that nobody gave.
+    """
+    known = WeightTransferTrainerFactory._registry
+    if backend not in known:
+        raise ConfigError(f"vLLM has no weight-transfer backend {backend!r}. It has {', '.join(known)}.")
+    kind = known[backend]().init_info_cls
+    has = {f.name for f in dataclasses.fields(kind)}
+    try:
+        return kind(**{name: value for name, value in fields.items() if name in has} | dict(options))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"Weight-transfer backend {backend!r}: {error}. Give what it needs in HybridConfig.weights_options: "
+            "{'backend_options': {...}}."
+        ) from error
+
+
+class GroupClient:
+    """A `VLLMWeightSyncClient`. Each call goes to all servers at once and returns when all have answered.
+
+    Every server is an engine of its own and numbers its workers from 0, so what names workers by their rank in the
+    whole group is split between them.
+    """
+
+    def __init__(self, engine: ServedEngine, deadline: float) -> None:
+        self._engine, self._deadline = engine, deadline
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        """Let all workers join the group that the trainer opens."""
+        offset, size = init_info.get("rank_offset"), self._engine.plan.ranks
+        places = range(len(self._engine.servers))
+        infos = [init_info if offset is None else init_info | {"rank_offset": offset + p * size} for p in places]
+        self._call("init_weight_transfer_engine", [(info,) for info in infos])
+
+    def start_weight_update(self) -> None:
+        """An update begins."""
+        self._call("start_weight_update", [()] * len(self._engine.servers))
+
+    def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
+        """Receive. A list has an entry for each worker of the whole group."""
+        servers, size = len(self._engine.servers), self._engine.plan.ranks
+        infos: list[Any] = [update_info] * servers
+        if isinstance(update_info, list):
+            infos = [update_info[place * size : (place + 1) * size] for place in range(servers)]
+        self._call("update_weights", [(info,) for info in infos])
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        """All of it has been sent."""
+        self._call("finish_weight_update", [(weight_version,)] * len(self._engine.servers))
+
+    def _call(self, method: str, arguments: Sequence[Sequence[Any]]) -> None:
+        self._engine.call(method, arguments, self._deadline)
+
+
+class PolicySource(WeightSource):  # type: ignore[misc]
+    """Full tensors under checkpoint names, adapters merged. Reading is collective: every rank reads all of it.
+
+    Attributes:
+        described: name, dtype and shape of each tensor as the policy has it, in order; read by one pass.
+        wire: dtypes to cast tensors to before they are sent; those that are not named keep theirs.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._pass: Iterator[tuple[str, Tensor]] = iter(())
+        self._reading = threading.Lock()
+        self.described = [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in policy.full_weights()]
+        self.wire: Mapping[str, torch.dtype] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Of one pass, as sent."""
+        return sum(torch.Size(m.shape).numel() * m.dtype.itemsize for m in self.metadata())
+
+    def metadata(self) -> list[ParamMeta]:
+        """What a pass yields."""
+        return [ParamMeta(m.name, self.wire.get(m.name, m.dtype), m.shape) for m in self.described]
+
+    def begin(self) -> None:
+        """A pass is due on every rank: `finish` reads what of it nobody has read."""
+        self._pass = self._policy.full_weights()
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        while (weight := self._next()) is not None:
+            name, tensor = weight
+            yield name, tensor.to(self.wire.get(name, tensor.dtype))
+
+    def finish(self) -> None:
+        """The other ranks read on where this one failed, and wait for it at each tensor: read the rest with them."""
+        while self._next() is not None:
+            pass
+
+    def _next(self) -> tuple[str, Tensor] | None:
+        """Of the pass; a sender that was given up may still be reading."""
+        with self._reading:
+            return next(self._pass, None)

@@ -1,0 +1,162 @@
+"""What vLLM's own workers are given on top: they know where weights lie, and can tell what they hold.
+
+vLLM mixes `ServedWorker` into its worker (`worker_extension_cls`), on CPUs and GPUs alike. Its methods are called by
+name, in every worker, and their arguments and results travel as plain data. The trainer's `Routes` compare them with
+the policy: digests of slices, taken at both ends along the loader's routes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from trlx_hybrid.errors import SyncError, listed
+
+from ..loader import BITS, Route, Slice, WeightLoader, dummy_load_format
+from . import gloo
+
+# vLLM imports this module before it loads the model and makes the worker's transfer engine.
+dummy_load_format()
+gloo.register()
+
+PlainRoute = list[Any]
+"""Of one copy of the loader: dtype of the engine's parameter; shape, stride and offset of the slice that is read."""
+
+
+class ServedWorker:
+    """Mixed into vLLM's worker."""
+
+    def served_learn(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
+    ) -> list[list[Any]]:
+        """Find out where each checkpoint tensor goes, from what the loader does with tensors of these shapes.
+
+        Overwrites the weights, so the next update must bring them. Costs no memory: what is loaded was never written
+        to, and the system maps pages of zeros for it.
+
+        Returns:
+            Two lists: by tensor its routes (`PlainRoute`), and engine parameters that nothing was written to.
+        """
+        loader = WeightLoader(self.model_runner.model)  # type: ignore[attr-defined]
+        described = zip(names, dtypes, shapes, strict=True)
+        report = loader.load(
+            (name, torch.empty(shape, dtype=getattr(torch, dtype))) for name, dtype, shape in described
+        )
+        self._served_loader = loader
+
+        def plain(route: Route) -> PlainRoute:
+            dtype, read = loader.tensors[route.parameter].dtype, route.source
+            return [str(dtype).removeprefix("torch."), list(read.shape), list(read.stride), read.offset]
+
+        return [[[plain(r) for r in loader.routes.get(name, ())] for name in names], list(report.unwritten)]
+
+    def served_digests(self, names: Sequence[str]) -> list[list[int]]:
+        """By tensor, the digest of what lies at the end of each of its routes."""
+        loader = self._served_loader
+        found = [
+            [digest(r.destination.of(loader.tensors[r.parameter].data)) for r in loader.routes.get(name, ())]
+            for name in names
+        ]
+        return [[int(d) for d in tensor] for tensor in found]
+
+
+# --- the trainer's end of the proof -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """What the workers of one server keep of each tensor. All servers of a run keep the same.
+
+    Attributes:
+        of: by checkpoint name, then by worker: each slice of the tensor that its loader reads, and the dtype that it is
+            kept in.
+    """
+
+    of: dict[str, list[list[tuple[torch.dtype, Slice]]]]
+
+    @classmethod
+    def learned(cls, names: Sequence[str], servers: Sequence[Sequence[Any]]) -> Routes:
+        """From what each server's workers answered to `learn`.
+
+        Raises:
+            SyncError: an engine has parameters that no tensor is written to, or the servers differ.
+        """
+        unwritten = [name for _, missing in servers[0] for name in missing]
+        if unwritten:
+            raise SyncError(
+                f"The weight sync would leave engine parameters unwritten: {listed(unwritten)}. The model and vLLM's "
+                "definition of it disagree; use engine='transformers' and report it."
+            )
+        if any(server != servers[0] for server in servers):
+            raise SyncError(
+                "The remote engines keep the weights in different layouts. Run them on machines of one kind, with one "
+                "version of vLLM."
+            )
+        found: dict[str, list[list[tuple[torch.dtype, Slice]]]] = {name: [] for name in names}
+        for routes, _ in servers[0]:
+            for name, kept in zip(names, routes, strict=True):
+                slices = [(getattr(torch, d), Slice(tuple(shape), tuple(stride), at)) for d, shape, stride, at in kept]
+                found[name].append(slices)
+        return cls(found)
+
+    def wire(self, dtypes: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """What tensors can be cast to before they are sent, since every worker keeps them in that narrower dtype."""
+        found = {}
+        for name, workers in self.of.items():
+            kept = {dtype for worker in workers for dtype, _ in worker}
+            if len(kept) == 1 and (dtype := next(iter(kept))).itemsize < dtypes[name].itemsize:
+                found[name] = dtype
+        return found
+
+    def digests(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, list[list[int]]]:
+        """Of the policy's tensors, as a server's workers would answer: by name, worker and route."""
+        found = {
+            name: [[digest(part.of(tensor).to(dtype)) for dtype, part in worker] for worker in self.of[name]]
+            for name, tensor in weights
+        }
+        return {name: [[int(d) for d in worker] for worker in workers] for name, workers in found.items()}
+
+
+def differing(expected: dict[str, list[list[int]]], servers: Sequence[Sequence[Any]]) -> list[str]:
+    """Tensors that a server holds with other bits.
+
+    Args:
+        servers: their answers, each by worker and then in the order of `expected`.
+    """
+    return [
+        name
+        for i, (name, workers) in enumerate(expected.items())
+        if any(answer[rank][i] != digests for answer in servers for rank, digests in enumerate(workers))
+    ]
+
+
+# --- digests ----------------------------------------------------------------------------------------------------------
+
+PIECE = 1 << 22  # elements at a time: each takes 24 bytes on the way
+MULTIPLIERS = (-7046029254386353131, -4658895280553007687)  # of splitmix64, as signed integers
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """Sum over the elements of bits times a scrambled odd function of their position, modulo 2^64; int64, on the
+    tensor's device.
+
+    One changed element always changes it, since odd factors are invertible; several, or elements that changed places,
+    cancel out with a probability of about 2^-60. Shape and dtype do not count.
+    """
+    bits = tensor.contiguous().reshape(-1).view(BITS[tensor.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for start in range(0, bits.numel(), PIECE):
+        piece = bits[start : start + PIECE].to(torch.int64)
+        total += (piece * _factors(start, piece)).sum()
+    return total
+
+
+def _factors(start: int, piece: Tensor) -> Tensor:
+    mixed = torch.arange(start + 1, start + 1 + piece.numel(), device=piece.device)
+    for multiplier in MULTIPLIERS:
+        mixed = mixed * multiplier
+        mixed = mixed ^ (mixed >> 29)
+    return mixed | 1

@@ -1,0 +1,372 @@
+"""Where each parameter of the policy lies in vLLM's memory, for weight paths that share it or write into it.
+
+vLLM fuses, pads and slices what it loads. The routes that its own loader took (`loader.py`) say where every slice of a
+checkpoint tensor went. Here each route is read as a box of a parameter of the policy, with the strided memory that
+holds it, and boxes that continue each other are made one: a loader that goes expert by expert copies hundreds. No table
+of model names is involved.
+
+Where the policy keeps other tensors in memory than in its checkpoint, as fused experts are, its own conversion is run
+over a tensor of indices: what it makes of them tells which elements vLLM's loader was given.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from trlx_hybrid.errors import EngineError, listed
+from trlx_hybrid.protocols import Region, Regions
+from trlx_hybrid.weights.policy import Policy
+
+from .loader import Route, Slice, WeightLoader, differ
+
+Box = tuple[tuple[int, int], ...]
+"""Half-open index ranges, one per dimension."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a parameter of the policy, and where an engine parameter holds it.
+
+    Attributes:
+        parameter: of the engine.
+        memory: shaped like the box.
+    """
+
+    box: Box
+    parameter: str
+    memory: Slice
+
+
+class WeightMap:
+    """The boxes of all parameters of a policy.
+
+    Attributes:
+        pieces: by in-memory name of the parameter; none of one that vLLM's loader did not look into.
+        irregular: parameters of which the loader copied something that is no box, and how.
+        computed: parameters from which it computed something.
+        unknown: checkpoint tensors that it copied from, and that come from no parameter or buffer of the policy.
+    """
+
+    def __init__(self, policy: Policy, loader: WeightLoader) -> None:
+        self.loader = loader
+        self.pieces: dict[str, list[Piece]] = {}
+        self.irregular: dict[str, str] = {}
+        self.computed: set[str] = set()
+        self.unknown = loader.routes.keys() - policy.buffers().keys()
+        device = next((p.device for p in loader.parameters.values()), torch.device("cpu"))
+        for name, p in policy.base_parameters().items():
+            shape = tuple(p.shape)
+            parts = _parts(policy, name, shape, device)
+            self.unknown -= parts.keys()
+            if loader.computed_from & parts.keys():
+                self.computed.add(name)
+            found = []
+            for part, route, source in _sources(parts, loader.routes):
+                piece = None if source is None else piece_of(replace(route, source=source), shape)
+                if piece is None:
+                    self.irregular[name] = f"copies {part} into {route.parameter} in a way that is no slice of it"
+                else:
+                    found.append(piece)
+            if name not in self.irregular:
+                self.pieces[name] = joined(found)
+
+    def memory_of(self, piece: Piece) -> Tensor:
+        """The engine's memory of a piece."""
+        return piece.memory.of(self.loader.tensors[piece.parameter].data)
+
+
+# --- routes as boxes --------------------------------------------------------------------------------------------------
+
+
+def piece_of(route: Route, shape: Sequence[int]) -> Piece | None:
+    """The box of a contiguous tensor of that shape which a route reads, or None where it reads none. A pure function.
+
+    The copy may have the tensor's dimensions in another order (transposed), several in the place of one (heads), and
+    one in the place of several (flat).
+    """
+    source, memory = route.source, route.destination
+    copied = zip(source.stride, source.shape, memory.stride, strict=True)
+    rest = sorted((stride, size, own) for stride, size, own in copied if size > 1)  # innermost first
+    box: list[tuple[int, int]] = []
+    strides: list[int] = []
+    unit = 1
+    for length in reversed(shape):
+        start, size, step = source.offset // unit % length, 1, 1
+        while rest and size < length and rest[0][0] == unit * size:
+            stride, count, own = rest.pop(0)
+            room = length // size
+            if count > room:  # goes on in the tensor's next dimension
+                if length % size or count % room:
+                    return None
+                rest.insert(0, (stride * room, count // room, own * room))
+                count = room
+            if size > 1 and own != step * size:
+                return None
+            step, size = own if size == 1 else step, size * count
+        if start + size > length:
+            return None
+        box.insert(0, (start, start + size))
+        strides.insert(0, step)
+        unit *= length
+    sizes = tuple(stop - start for start, stop in box)
+    return None if rest else Piece(tuple(box), route.parameter, Slice(sizes, tuple(strides), memory.offset))
+
+
+def _parts(policy: Policy, name: str, shape: tuple[int, ...], device: torch.device) -> Mapping[str, Tensor | None]:
+    """The checkpoint's tensors that one parameter becomes: flat indices into it, or None for the parameter itself.
+
+    The indices of one fused tensor take as much memory as the tensor in float32, until the next one's are made.
+    """
+    if not policy.converts:
+        return {name: None}
+    like = torch.empty(shape, device="meta")
+    parts = policy.checkpoint_parts(name, like)
+    if all(part is like for part in parts.values()):  # renamed at most
+        return dict.fromkeys(parts)
+    dtype = torch.int32 if math.prod(shape) < 2**31 else torch.int64
+    return policy.checkpoint_parts(name, torch.arange(math.prod(shape), dtype=dtype, device=device).view(shape))
+
+
+def _sources(
+    parts: Mapping[str, Tensor | None], routes: Mapping[str, Sequence[Route]]
+) -> Iterator[tuple[str, Route, Slice | None]]:
+    """Each route that starts in one of these tensors, and the slice of the parameter that it reads."""
+    converted = []
+    for part, index in parts.items():
+        for route in routes.get(part, ()):
+            if index is None:
+                yield part, route, route.source
+            else:
+                converted.append((part, route, route.source.of(index)))
+    for (part, route, _), source in zip(converted, _slices([taken for *_, taken in converted]), strict=True):
+        yield part, route, source
+
+
+def _slices(taken: Sequence[Tensor]) -> list[Slice | None]:
+    """The strided slices that tensors of flat indices are, None for what is none; read from the device twice, however
+    many."""
+    if not taken:
+        return []
+    steps = [[tuple(int(d == k) for k in range(t.dim())) for d, n in enumerate(t.shape) if n > 1] for t in taken]
+    probes = [t[at] for t, ends in zip(taken, steps, strict=True) for at in ((0,) * t.dim(), *ends)]
+    values = iter(torch.stack(probes).tolist())
+    found = []
+    for t in taken:
+        start = next(values)
+        found.append(Slice(tuple(t.shape), tuple(next(values) - start if n > 1 else 1 for n in t.shape), start))
+    equal = torch.stack([(_indices(part, t) == t).all() for part, t in zip(found, taken, strict=True)]).tolist()
+    return [part if same else None for part, same in zip(found, equal, strict=True)]
+
+
+def _indices(part: Slice, like: Tensor) -> Tensor:
+    """The flat indices of a slice's elements."""
+    found = torch.full((), part.offset, dtype=like.dtype, device=like.device)
+    for size, stride in zip(part.shape, part.stride, strict=True):
+        found = found[..., None] + stride * torch.arange(size, dtype=like.dtype, device=like.device)
+    return found
+
+
+def joined(pieces: Iterable[Piece]) -> list[Piece]:
+    """The same memory in as few boxes as one pass over each dimension finds. A pure function."""
+    found = list(pieces)
+    for d in range(len(found[0].box) if found else 0):
+        alike: defaultdict[object, list[Piece]] = defaultdict(list)
+        for piece in found:
+            sizes = enumerate(zip(piece.memory.shape, piece.memory.stride, strict=True))
+            strides = tuple(s for i, (n, s) in sizes if i != d and n > 1)  # a single index has none
+            alike[piece.parameter, _with(piece.box, d), strides].append(piece)
+        found = [run for group in alike.values() for run in _runs(group, d)]
+    return sorted(found, key=lambda piece: (piece.parameter, piece.memory.offset))
+
+
+def _runs(pieces: Sequence[Piece], d: int) -> list[Piece]:
+    """Pieces that differ along one dimension only, those that continue each other made one."""
+    runs: list[Piece] = []
+    for piece in sorted(pieces, key=lambda p: (p.box[d], p.memory.offset)):
+        longer = _continued(runs[-1], piece, d) if runs else None
+        if longer is None:
+            runs.append(piece)
+        else:
+            runs[-1] = longer
+    return runs
+
+
+def _continued(run: Piece, piece: Piece, d: int) -> Piece | None:
+    """Both as one, or None where the second does not go on where the first ends."""
+    (start, end), (after, stop) = run.box[d], piece.box[d]
+    stride, rest = divmod(piece.memory.offset - run.memory.offset, end - start)
+    known = [p.memory.stride[d] for p in (run, piece) if p.memory.shape[d] > 1]
+    if end != after or rest or stride <= 0 or any(other != stride for other in known):
+        return None
+    shape, strides = _with(run.memory.shape, d, stop - start), _with(run.memory.stride, d, stride)
+    return Piece(_with(run.box, d, (start, stop)), run.parameter, Slice(shape, strides, run.memory.offset))
+
+
+def _with(values: tuple[Any, ...], d: int, *instead: Any) -> tuple[Any, ...]:
+    """Another value, or none, at one place."""
+    return (*values[:d], *instead, *values[d + 1 :])
+
+
+# --- one region per parameter -----------------------------------------------------------------------------------------
+
+
+class Places:
+    """Of each parameter, the one strided region of an engine parameter that holds it, right after a load.
+
+    Nothing is believed: a region counts only if the bits in it are the parameter's.
+
+    Attributes:
+        found: by in-memory name of the parameter.
+        refused: parameters that no region holds, and engine parameters filled with something else, with the reason.
+    """
+
+    def __init__(self, policy: Policy, weights: WeightMap) -> None:
+        self._map = weights
+        self.found: dict[str, Piece] = {}
+        self.refused: dict[str, str] = {}
+        parameters = policy.base_parameters()
+        for name, p in parameters.items():
+            pieces = weights.pieces.get(name, [])
+            owners = {piece.parameter for piece in pieces}
+            if name in weights.computed:
+                self.refused[name] = "vLLM's loader computes from it what it keeps"
+            elif name in weights.irregular:
+                self.refused[name] = f"vLLM's loader {weights.irregular[name]}"
+            elif len(owners) > 1:
+                self.refused[name] = f"its parts lie in {len(owners)} engine parameters"
+            elif [piece.memory.shape for piece in pieces] == [p.shape]:
+                self.found[name] = pieces[0]
+            elif pieces:
+                self.refused[name] = f"it is no strided region of engine parameter {owners.pop()}"
+        for name in sorted(weights.loader.unexplained):
+            self.refused[f"engine parameter {name}"] = "it holds something that vLLM's loader computed"
+        flags = [differ(self.view(name), parameters[name].detach()) for name in self.found]
+        for name, differs in zip(list(self.found), torch.stack(flags).tolist() if flags else [], strict=True):
+            if differs:
+                self.refused[name] = f"engine parameter {self.found.pop(name).parameter} holds other bits there"
+
+    def view(self, name: str) -> Tensor:
+        """The engine's memory of a parameter, shaped like it."""
+        memory = self._map.memory_of(self.found[name])
+        return memory.view(memory.shape) if memory.is_contiguous() else memory
+
+
+# --- all of the engine's memory ---------------------------------------------------------------------------------------
+
+
+def regions(model: torch.nn.Module, weights: WeightMap) -> Regions:
+    """What this rank's memory holds of each weight; nothing of the engine's weights is left out.
+
+    Raises:
+        EngineError: a weight is copied in a way that is no box, or something in the engine comes from no weight.
+    """
+    loader = weights.loader
+    if loader.unexplained:
+        raise EngineError(f"vLLM's loader computes what it writes into {listed(sorted(loader.unexplained))}")
+    for reason in weights.irregular.values():
+        raise EngineError(f"vLLM's loader {reason}")
+    if weights.unknown:
+        raise EngineError(f"the checkpoint's {min(weights.unknown)} comes from no parameter of the model in memory")
+    covered: dict[str, list[Slice]] = {name: [] for name in loader.tensors}
+    for piece in (piece for pieces in weights.pieces.values() for piece in pieces):
+        covered[piece.parameter].append(piece.memory)
+    padding: list[Tensor] = []
+    for name, parameter in loader.parameters.items():
+        kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
+        missing = parameter.numel() - sum(math.prod(s.shape) for s in covered[name])
+        if missing:
+            rows = list(_uncovered_rows(parameter.data, covered[name])) if kind in PADDED and missing > 0 else []
+            if sum(view.numel() for view in rows) != missing or any(view.any() for view in rows):
+                raise EngineError(f"{abs(missing)} elements of engine parameter {name} come from no weight, or twice")
+            padding += rows
+    found = {name: [Region(p.box, weights.memory_of(p)) for p in pieces] for name, pieces in weights.pieces.items()}
+    return Regions({name: held for name, held in found.items() if held}, padding)
+
+
+def _uncovered_rows(parameter: Tensor, covered: Sequence[Slice]) -> Iterator[Tensor]:
+    """The runs of rows of a matrix that no slice of whole rows has."""
+    free = torch.ones(parameter.shape[0], dtype=torch.bool)
+    for part in covered:
+        if part.shape[1:] == tuple(parameter.shape[1:]):
+            start = part.offset // parameter.stride(0)
+            free[start : start + part.shape[0]] = False
+    edges = torch.diff(free.int(), prepend=torch.zeros(1, dtype=torch.int), append=torch.zeros(1, dtype=torch.int))
+    starts, stops = (edges == 1).nonzero()[:, 0].tolist(), (edges == -1).nonzero()[:, 0].tolist()
+    for start, stop in zip(starts, stops, strict=True):
+        yield parameter[start:stop]
+
+
+# --- layers that keep what was loaded ---------------------------------------------------------------------------------
+
+
+KEEPS = {
+    "ColumnParallelLinear",
+    "MergedColumnParallelLinear",
+    "QKVParallelLinear",
+    "RowParallelLinear",
+    "ReplicatedLinear",
+    "GateLinear",
+    "VocabParallelEmbedding",
+    "ParallelLMHead",
+    "RMSNorm",
+    "GemmaRMSNorm",
+    "RoutedExperts",
+}
+"""Layers of vLLM 0.31 that compute with the very tensors their loader filled, when nothing quantises them."""
+
+UNQUANTISED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
+EXPERTS_KEPT = {"TRITON", "BATCHED_TRITON"}
+"""Of `UnquantizedMoeBackend`. The others swap, permute, transpose or repack the experts, most at an unchanged shape."""
+
+PADDED = {"VocabParallelEmbedding", "ParallelLMHead"}
+
+
+def refuses_writes(model: torch.nn.Module) -> str | None:
+    """Why the weights of this vLLM model must not be written past its loader, or None."""
+    from vllm.distributed import get_pp_group
+    from vllm.v1.attention.backend import AttentionImpl
+
+    if get_pp_group().world_size > 1:
+        return "the engine has pipeline stages, each with a part of the layers"
+    if hasattr(model, "process_weights_after_loading"):
+        return f"{type(model).__name__} derives something from its weights after loading them"
+    for name, module in model.named_modules():
+        kind, method = type(module).__name__, getattr(module, "quant_method", None)
+        weighty = any(p is not None for p in module._parameters.values())
+        if weighty and (kind not in KEEPS or not type(module).__module__.startswith("vllm.")):
+            return f"{name} is a {kind}, which is not known to keep what was loaded"
+        if weighty and method is not None and type(method).__name__ not in UNQUANTISED:
+            return f"{name} keeps its weights in the form of {type(method).__name__}"
+        if kind == "RoutedExperts" and (reason := _experts(module, method)) is not None:
+            return f"{name} {reason}"
+        if module is model or kind in UNQUANTISED:  # what such a method does to its layer is judged above
+            continue
+        if hasattr(module, "process_weights_after_loading"):
+            impl: Any = getattr(module, "impl", None)
+            after = getattr(type(impl), "process_weights_after_loading", None)
+            if kind != "Attention" or (after is not AttentionImpl.process_weights_after_loading and _has_sinks(impl)):
+                return f"{name} is a {kind}, which derives something from its weights after loading them"
+    return None
+
+
+def _experts(module: Any, method: Any) -> str | None:
+    if module.use_ep:
+        return "deals whole experts out to the ranks (expert parallelism), which has not been tried"
+    backend = method.unquantized_backend
+    if backend.name not in EXPERTS_KEPT:
+        return (
+            f"computes with the MoE backend {backend.value}, which lays the experts out anew; on a GPU, "
+            "engine_args={'moe_backend': 'triton'} in engine_options chooses one that does not"
+        )
+    return None
+
+
+def _has_sinks(impl: Any) -> bool:
+    """FlashInfer's attention converts its sinks after loading, and nothing else; other backends are unknown."""
+    return type(impl).__name__ != "FlashInferImpl" or getattr(impl, "sinks", None) is not None

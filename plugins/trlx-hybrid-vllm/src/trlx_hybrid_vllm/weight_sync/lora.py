@@ -1,0 +1,163 @@
+"""`lora`: the base stays in the engine, shared where it can be; only the adapter moves, never merged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from trlx_hybrid.errors import SyncError, listed
+from trlx_hybrid.protocols import WeightSync
+from trlx_hybrid.types import LoadReport
+from trlx_hybrid.weights.policy import is_sharded
+
+from ..loader import counted
+from ..lora import AdapterSlots
+from .shared import SharedSync
+
+if TYPE_CHECKING:
+    from trlx_hybrid.session import Session
+
+
+class LoraSync(WeightSync):
+    """The adapter goes from the trainer's memory into vLLM's LoRA slots.
+
+    The base is frozen: it is shared or copied once, or streamed once where the policy is sharded, the engine holds
+    slices, or the engine's bits are not the policy's. `keeps_weights` holds for all: what moves at each sync is the
+    adapter and nothing else.
+    """
+
+    name = "lora"
+    keeps_weights = True
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._base: WeightSync = StreamedBase(session)
+        self._slots: AdapterSlots | None = None
+
+    def refuses(self) -> str | None:
+        """Why this path cannot serve this model and engine, or None."""
+        engine: Any = self._session.live_engine
+        if not hasattr(engine, "adapters_refused"):
+            return "it reaches into vLLM's memory, and another engine is in use"
+        if engine.adapters_refused is not None:
+            return str(engine.adapters_refused)
+        reason = None
+        for base in self._bases():
+            self._base, reason = base, base.refuses()
+            if reason is None:
+                break
+        if reason is not None:
+            return reason
+        try:
+            self._slots = AdapterSlots(engine.llm, self._session.policy)
+        except SyncError as error:
+            return str(error)
+        return None
+
+    def _bases(self) -> Iterator[WeightSync]:
+        session, engine = self._session, self._session.live_engine
+        slices: Any = getattr(engine, "tensor_parallel_size", 1) > 1
+        if not slices and not any(is_sharded(p) for p in session.policy.module.parameters()):
+            yield SharedSync(session, alias=True, adapted=True)
+            yield SharedSync(session, alias=False, adapted=True)
+        yield StreamedBase(session)
+
+    def open(self) -> None:
+        """Make the base one memory."""
+        self._base.open()
+
+    def sync(self) -> LoadReport:
+        """Write the adapter into its slots; the first time the base as well."""
+        engine: Any = self._session.live_engine
+        assert self._slots is not None, "refuses() comes first"
+        base = self._base.sync()
+        moved = self._slots.write()
+        engine.adapter = self._slots.request(self._session.weight_version)
+        return LoadReport(tensors=base.tensors + self._slots.tensors, bytes=base.bytes + moved)
+
+    def put_back(self) -> bool:
+        """As the base's."""
+        return self._base.put_back()
+
+    def forget(self) -> None:
+        """Frozen weights move again, too."""
+        self._base.forget()
+
+    def check(self, full: bool) -> int:
+        """Prove it: the base in its own way, the slots bit for bit when `full`.
+
+        Raises:
+            SyncError: names what differs.
+        """
+        assert self._slots is not None
+        checked = self._base.check(full) or 0
+        if not full:
+            return checked
+        _refuse_other_bits("vLLM's LoRA slots hold other bits than the adapter", self._slots.differing())
+        return checked + self._slots.tensors
+
+    def release(self) -> None:
+        """The engine is closed: the policy takes its base weights with it."""
+        self._base.release()
+
+
+class StreamedBase(WeightSync):
+    """The base where ranks share nothing: streamed through vLLM's loader, once. Collective: each tensor is gathered in
+    full, one layer a time.
+
+    Nothing frozen moves again as long as the engine keeps its weights.
+    """
+
+    name = "streamed"
+
+    def __init__(self, session: Session) -> None:
+        self._session, self._policy = session, session.policy
+        self._streamed = False
+
+    def refuses(self) -> str | None:
+        """Why the base cannot be streamed once and for all, or None."""
+        if self._session.live_engine.quantized:
+            return "a quantised engine keeps no copy of the weights"
+        for name, p in self._policy.base_parameters().items():
+            if p.requires_grad:
+                return f"{name} of the base is trained beside the adapter"
+        return self._policy.refuses_gather()
+
+    def sync(self) -> LoadReport:
+        """Bring the base into the engine where it is not there."""
+        engine = self._session.live_engine
+        if self._streamed and not engine.weights_lost:
+            engine.weights_written()
+            return LoadReport(tensors=0, bytes=0)
+        report = engine.load_weights(self._policy.full_weights(merge=False))
+        self._streamed = True
+        return report
+
+    def forget(self) -> None:
+        """The base is streamed again."""
+        self._streamed = False
+
+    def check(self, full: bool) -> int:
+        """Compare every bit when `full`; what is frozen and was compared is not compared again otherwise.
+
+        Raises:
+            SyncError: names each tensor that differs.
+        """
+        compared: dict[str, int] = {}
+        if full:
+            weights = counted(self._policy.full_weights(merge=False), compared)
+            differing = self._session.live_engine.differing(weights)
+            _refuse_other_bits("the engine holds other bits than the policy", differing)
+        return len(compared)
+
+    def release(self) -> None:
+        """The engine was closed."""
+        self.forget()
+
+
+def _refuse_other_bits(what: str, differing: list[str]) -> None:
+    if differing:
+        raise SyncError(
+            f"After the weight sync {what} in {listed(differing)}. Report it with `trlx-hybrid env`; weights='gather' "
+            "may serve meanwhile."
+        )

@@ -4,7 +4,7 @@ The state is AdamW's in fp32, for a model of the given shape; it leaves and retu
 `trlx_hybrid.memory.offload`. The raw arm copies one long device buffer to and from pinned memory. Times are the wall's,
 until the device is idle: ours include finding the tensors and, on the way back, asking the driver for their memory;
 giving it to the driver is case `free`. Every return is compared bit for bit. Case `compute` is a second of matrix
-products: alone, with the return under it, and after it. """
+products: alone, with the return under it, and after it."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid_multiturn.adapters.connection import Connection, ServerError
-from trlx_hybrid_multiturn.adapters.openenv import from_openenv
-from trlx_hybrid_multiturn.adapters.openenv_schema import action_field, observation_field
+from trlx_hybrid_multiturn.adapters.openenv import action_field, from_openenv, observation_field
 from trlx_hybrid_multiturn.adapters.verifiers import from_verifiers, remainder
 from trlx_hybrid_multiturn.environment import opening
 

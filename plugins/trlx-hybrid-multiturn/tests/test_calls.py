@@ -20,17 +20,15 @@ import pytest
 import trl
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits
-from trlx_hybrid_multiturn import runners as runners_module
-from trlx_hybrid_multiturn.calls import LostCallError, run_calls
 from trlx_hybrid_multiturn.environment import Player, Step
-from trlx_hybrid_multiturn.job import WorkerError
-from trlx_hybrid_multiturn.loop import Loop
-from trlx_hybrid_multiturn.main_thread import bound_to_a_thread
+from trlx_hybrid_multiturn.loop import Loop, OutOfTimeError
 from trlx_hybrid_multiturn.multi_turn import MultiTurn
 from trlx_hybrid_multiturn.options import MultiTurnOptions
-from trlx_hybrid_multiturn.runners import Runners
-from trlx_hybrid_multiturn.waits import OutOfTimeError
-from trlx_hybrid_multiturn.watch import heavy_tools
+from trlx_hybrid_multiturn.progress import heavy_tools
+from trlx_hybrid_multiturn.tool_calls import LostCallError, run_calls
+from trlx_hybrid_multiturn.tools import runner as runner_module
+from trlx_hybrid_multiturn.tools.runner import Runners, bound_to_a_thread
+from trlx_hybrid_multiturn.tools.threads import WorkerError
 
 PATIENCE = 60  # seconds: nothing here takes long, unless the machine is busy
 VARIABLE = contextvars.ContextVar("VARIABLE", default="unset")
@@ -354,7 +352,7 @@ def test_asynchronous_calls_take_turns(pool, event_loop):
 
 def test_the_time_of_an_asynchronous_call_begins_with_its_turn(pool, monkeypatch):
     """Eight calls one after another take longer together than any may, and none is lost."""
-    monkeypatch.setattr(runners_module, "GRACE", 0.1)
+    monkeypatch.setattr(runner_module, "GRACE", 0.1)
 
     async def work(n):
         await asyncio.sleep(0.25)
@@ -782,7 +780,7 @@ def test_a_process_that_hangs_or_crashes_is_shown_as_an_error(pool):
 
 def test_a_coroutine_that_blocks_its_loop_is_given_up(pool, monkeypatch, gate):
     """Nothing on that loop can report any more, so the trainer's side stops waiting; what it queued is not leaked."""
-    monkeypatch.setattr(runners_module, "GRACE", 0.1)
+    monkeypatch.setattr(runner_module, "GRACE", 0.1)
     runners, blocked = Runners(MultiTurnOptions(tool_timeout=0.5)), threading.Event()
 
     async def block():

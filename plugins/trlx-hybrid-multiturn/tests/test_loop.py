@@ -9,9 +9,7 @@ import pytest
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.types import Completion, Request
 from trlx_hybrid_multiturn import loop as loop_module
-from trlx_hybrid_multiturn.loop import Loop
-from trlx_hybrid_multiturn.outcome import Outcome
-from trlx_hybrid_multiturn.waits import Call, OutOfTimeError, Sampling
+from trlx_hybrid_multiturn.loop import Call, Loop, Outcome, OutOfTimeError, Sampling
 
 PATIENCE = 20  # seconds: nothing here takes one, unless the machine is busy
 

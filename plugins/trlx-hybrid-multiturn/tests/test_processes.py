@@ -18,9 +18,9 @@ import time
 import psutil
 import pytest
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid_multiturn.job import WorkerError
 from trlx_hybrid_multiturn.options import MultiTurnOptions
-from trlx_hybrid_multiturn.processes import ProcessWorkers, ToolError
+from trlx_hybrid_multiturn.tools.processes import ProcessWorkers, ToolError
+from trlx_hybrid_multiturn.tools.threads import WorkerError
 
 PATIENCE = 60  # seconds: nothing here takes long, unless the machine is busy
 
@@ -543,7 +543,7 @@ def script(tmp_path, body):
     """Run a user's script that asks for a pool at its top level, without a guard."""
     file = tmp_path / "script.py"
     file.write_text(
-        "import os, sys, time, queue\nfrom trlx_hybrid_multiturn.processes import ProcessWorkers\n"
+        "import os, sys, time, queue\nfrom trlx_hybrid_multiturn.tools.processes import ProcessWorkers\n"
         "print('script runs', flush=True)\nSCALE = 10\ndef helper(x): return SCALE * x\ndef tool(x): return helper(x)\n"
         "class Odd(Exception): pass\n"
         "def hang(): time.sleep(1000)\ninbox = queue.Queue()\npool = ProcessWorkers(1)\n" + textwrap.dedent(body)

@@ -12,9 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 from trlx_hybrid.errors import ConfigError, HybridError
-from trlx_hybrid_multiturn.event_loop import DaemonLoop
-from trlx_hybrid_multiturn.job import WorkerError
-from trlx_hybrid_multiturn.threads import ThreadWorkers
+from trlx_hybrid_multiturn.tools.event_loop import DaemonLoop
+from trlx_hybrid_multiturn.tools.threads import ThreadWorkers, WorkerError
 
 PATIENCE = 20  # seconds: nothing here takes one, unless the machine is busy
 
@@ -310,7 +309,7 @@ def test_limits_that_make_no_sense_are_refused(limit, lost_limit):
 
 def test_a_hung_tool_does_not_keep_the_interpreter_from_ending():
     code = (
-        "import threading; from trlx_hybrid_multiturn.threads import ThreadWorkers; lost = threading.Event();"
+        "import threading; from trlx_hybrid_multiturn.tools.threads import ThreadWorkers; lost = threading.Event();"
         "pool = ThreadWorkers(2, 2); pool.submit(threading.Event().wait, {}, lambda o: lost.set(), 0.01);"
         "pool.submit(threading.Event().wait, {}, print, 1000); lost.wait(); print('end', pool.hung)"
     )

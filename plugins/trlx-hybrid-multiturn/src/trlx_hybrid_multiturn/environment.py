@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.rollout.conversation import Message
 
-from .calls import LostCallError
-from .runners import Runners
+from .tool_calls import LostCallError
+from .tools.runner import Runners
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

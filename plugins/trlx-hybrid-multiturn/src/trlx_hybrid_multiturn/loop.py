@@ -14,14 +14,76 @@ import math
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trlx_hybrid.protocols import Stream
-from trlx_hybrid.types import Completion
+from trlx_hybrid.types import Completion, Request
 
-from .outcome import Outcome
-from .waits import Call, OutOfTimeError, Sampling, Trajectory
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A tool call that is over: it returned (`value`), raised (`error`), or will never answer (`lost`).
+
+    Attributes:
+        value: what the tool returned; None where it did not return.
+        error: what the tool raised, `SystemExit` and `KeyboardInterrupt` included. The model is shown its text.
+        lost: why there is neither: a hang past its deadline, a crash of its process, a result that cannot be brought
+            back. A sentence that names tool and cause.
+        by_tool: whether the tool's own doing lost it: it took too long, or ended its process. The model, which may have
+            written what was run, is shown that; else it ends the trajectory.
+        seconds: wall time from the start of the call; 0 for a call that never started.
+        cpu_seconds: processor time of the call: of its thread, or of its whole process. 0 where it was lost.
+    """
+
+    value: Any = None
+    error: BaseException | None = None
+    lost: str | None = None
+    by_tool: bool = False
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+
+Trajectory = Coroutine["Sampling | Call", Any, None]
+"""Runs one episode to its end; what it makes is kept by whoever started it."""
+
+
+class OutOfTimeError(Exception):
+    """Raised in a trajectory whose time is over, wherever it waits."""
+
+
+class Sampling:
+    """One request to the engine; awaiting it gives the Completion."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+
+    def __await__(self) -> Generator[Sampling, Completion, Completion]:
+        return (yield self)
+
+
+class Call:
+    """One call that runs elsewhere; awaiting it gives its Outcome.
+
+    Args:
+        start: begins the call, given whom to tell its outcome, from any thread; returns how to abandon it, which takes
+            a reason that continues "tool 'name' ...".
+        name: what is called, for messages.
+
+    Attributes:
+        expires: `time.monotonic()` at which the loop stops waiting by itself: a last resort for whatever should have
+            reported by then and did not.
+    """
+
+    def __init__(self, name: str, start: Callable[[Callable[[Outcome], None]], Callable[[str], None]]) -> None:
+        self.name = name
+        self.start = start
+        self.expires = math.inf
+
+    def __await__(self) -> Generator[Call, Outcome, Outcome]:
+        return (yield self)
+
 
 SHARED_WAIT = 0.005  # seconds: the other ranks of the replica wait for this one's next step
 WAIT = 1.0  # seconds: for progress to be seen while tools work

@@ -14,12 +14,11 @@ from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, Req
 from trlx_hybrid.session import Session
 from trlx_hybrid.types import Completion, Request, Sampling
 
-from .loop import Loop
+from .episode import Episode
+from .loop import Loop, Trajectory
 from .options import MultiTurnOptions
-from .runners import Runners
-from .trajectory import Episode
-from .waits import Trajectory
-from .watch import Watch, heavy_tools, metrics
+from .progress import Watch, heavy_tools, metrics
+from .tools.runner import Runners
 
 logger = logging.getLogger(__name__)
 

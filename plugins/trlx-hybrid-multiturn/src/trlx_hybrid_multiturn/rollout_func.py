@@ -13,11 +13,11 @@ from trlx_hybrid.rollout.conversation import Conversation, Limits, RequestMaker,
 from trlx_hybrid.rollout.tokenizer import own_tokenizer
 from trlx_hybrid.types import Completion
 
-from .calls import LostCallError
 from .environment import Environment, Player, opening, refuse_prompts
+from .loop import OutOfTimeError, Sampling
 from .multi_turn import MultiTurn
 from .tokens import TemplateTokens, preserving_tokens
-from .waits import OutOfTimeError, Sampling
+from .tool_calls import LostCallError
 
 logger = logging.getLogger(__name__)
 

@@ -4,11 +4,11 @@ import importlib.util
 from dataclasses import dataclass, field
 
 import pytest
-from trlx_hybrid_multiturn.calls import LostCallError
 from trlx_hybrid_multiturn.environment import Player
 from trlx_hybrid_multiturn.loop import Loop
 from trlx_hybrid_multiturn.options import MultiTurnOptions
-from trlx_hybrid_multiturn.runners import Runners
+from trlx_hybrid_multiturn.tool_calls import LostCallError
+from trlx_hybrid_multiturn.tools.runner import Runners
 
 NEEDED = {"openenv": "openenv", "verifiers": "verifiers", "trained": "vllm"}
 collect_ignore = [f"test_{name}_episodes.py" for name, used in NEEDED.items() if importlib.util.find_spec(used) is None]

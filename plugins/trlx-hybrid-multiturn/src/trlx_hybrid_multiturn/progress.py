@@ -12,8 +12,7 @@ from typing import Any
 from trlx_hybrid.rollout.conversation import Conversation
 from trlx_hybrid.types import Completion
 
-from .runners import Runners
-from .usage import Usage
+from .tools.runner import Runners, Usage
 
 REFRESH = 0.5  # seconds, on a terminal
 REFRESH_LOG = 30.0  # seconds, where every refresh is a line of a log

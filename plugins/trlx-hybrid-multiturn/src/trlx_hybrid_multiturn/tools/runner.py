@@ -3,29 +3,84 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import functools
 import inspect
 import logging
 import math
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
 from trlx_hybrid.errors import ConfigError
 
+from ..loop import Call, Outcome
+from ..options import Mode, MultiTurnOptions
 from .event_loop import DaemonLoop, gathered
-from .job import Job
-from .main_thread import bound_to_a_thread, call_here
-from .options import Mode, MultiTurnOptions
-from .outcome import Outcome
 from .processes import ProcessWorkers
-from .showing import as_shown, shown_call, shown_outcome
-from .threads import ThreadWorkers
-from .usage import Usage
-from .waits import Call
+from .threads import Job, ThreadWorkers
+
+
+@dataclass(slots=True)
+class Usage:
+    """What the calls of one tool took, in seconds of wall time and of processor time; and how many never returned."""
+
+    calls: int = 0
+    seconds: float = 0.0
+    slowest: float = 0.0
+    cpu_seconds: float = 0.0
+    cut_off: int = 0
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one call."""
+        self.calls += 1
+        self.seconds += outcome.seconds
+        self.slowest = max(self.slowest, outcome.seconds)
+        self.cpu_seconds += outcome.cpu_seconds
+        self.cut_off += outcome.by_tool
+
+
+class UnshowableError(Exception):
+    """A tool's result cannot be turned into a string, so the model cannot be shown it."""
+
+
+def as_shown(value: Any) -> Any:
+    """A tool's result as TRL shows it: content blocks as they are, all else as a string."""
+    if isinstance(value, list):
+        return value
+    try:
+        return str(value)
+    except Exception as error:
+        raise UnshowableError(
+            f"the result, a {type(value).__qualname__}, cannot be turned into a string: {type(error).__name__}: {error}"
+        ) from error
+
+
+def shown_call(
+    tool: Callable[..., Any], arguments: Mapping[str, Any], ahead: Callable[[Any], None] = lambda value: None
+) -> Any:
+    """Call it; `ahead` is given what will be shown."""
+    value = as_shown(tool(**arguments))
+    ahead(value)
+    return value
+
+
+def shown_outcome(outcome: Outcome) -> Outcome:
+    """The same for a result that came from another process."""
+    if outcome.error is not None or outcome.lost is not None:
+        return outcome
+    value, error = None, None
+    try:
+        value = as_shown(outcome.value)
+    except UnshowableError as unshowable:
+        error = unshowable
+    return Outcome(value=value, error=error, seconds=outcome.seconds, cpu_seconds=outcome.cpu_seconds)
+
 
 logger = logging.getLogger(__name__)
 
@@ -274,3 +329,55 @@ class Runners:
         self._processes.close()
         if self._own_loop is not None:
             self._own_loop.close()
+
+
+BOUND_TO_A_THREAD = (  # what libraries raise in a thread that is not theirs
+    ("signal", "only works in main thread"),  # signal.signal, and so every timeout by signal.alarm
+    ("asyncio", "only works in main thread"),  # loop.add_signal_handler
+    ("asyncio", "no current event loop in thread"),  # asyncio.get_event_loop
+    ("sqlite3", "can only be used in that same thread"),
+    ("greenlet", "cannot switch to a different thread"),  # under Playwright's synchronous interface
+    ("tkinter", "main thread is not in main loop"),
+)
+
+
+def call_here(function: Callable[[], Any], done: Callable[[Outcome], None]) -> Callable[[str], None]:
+    """A call in this very thread. SystemExit and KeyboardInterrupt are the user's: they go through."""
+    started, cpu = time.perf_counter(), time.thread_time()
+    value, raised = None, None
+    try:
+        value = function()
+    except Exception as error:
+        raised = error
+    seconds, used = time.perf_counter() - started, time.thread_time() - cpu
+    done(Outcome(value=value, error=raised, seconds=seconds, cpu_seconds=used))
+    return lambda reason: None
+
+
+def bound_to_a_thread(error: BaseException | None) -> str | None:
+    """What a library says that raised this, or what led to it, for being in the wrong thread.
+
+    It must have come through files only, or through where the tool was typed in: other code without a file is what the
+    tool executes, as code that the model wrote, and the error is that code's.
+    """
+    seen: set[int] = set()
+    own = next((file for module, file in _frames(error) if module != __package__.partition(".")[0]), "")
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        frames = _frames(error)
+        library = type(error).__module__  # of what is raised in C, without a frame
+        if library == "builtins" and frames:
+            library = frames[-1][0]
+        executed = any(file.startswith("<") and not file.startswith("<frozen ") for _, file in frames if file != own)
+        with contextlib.suppress(Exception):  # its text is anybody's code
+            text = str(error)
+            if not executed and any(library == by and words in text for by, words in BOUND_TO_A_THREAD):
+                return f"{type(error).__name__}: {text.rstrip('.')}."
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _frames(error: BaseException | None) -> list[tuple[str, str]]:
+    """Package and file of each frame that it came through; the one that raised it is the last."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__ if error is not None else None)]
+    return [(str(frame.f_globals.get("__name__")).partition(".")[0], frame.f_code.co_filename) for frame in frames]

@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(_nothing(options))
     shown, more = found[:limit], len(found) > limit
     if options.html:
-        from .view import as_html
+        from .page import as_html
 
         page = as_html(shown, title=options.file.name)
         try:

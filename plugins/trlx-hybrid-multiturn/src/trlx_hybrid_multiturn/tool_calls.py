@@ -13,9 +13,8 @@ from typing import Any
 
 from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Message
 
-from .outcome import Outcome
-from .runners import Runners
-from .showing import UnshowableError
+from .loop import Outcome
+from .tools.runner import Runners, UnshowableError
 
 
 class LostCallError(Exception):

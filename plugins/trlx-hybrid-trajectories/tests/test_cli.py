@@ -10,8 +10,8 @@ import pytest
 from trlx_hybrid.errors import HybridError
 from trlx_hybrid.testing.models import character_tokenizer
 from trlx_hybrid.types import Trajectory
-from trlx_hybrid_multiturn.record import append
-from trlx_hybrid_multiturn.trajectories_cli import add_command
+from trlx_hybrid_trajectories.cli import add_command
+from trlx_hybrid_trajectories.record import append
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_the_command_names_a_missing_file(command, tmp_path):
 
 def test_the_command_survives_a_reader_that_leaves(command, tmp_path):
     script = (
-        "import argparse, sys; from trlx_hybrid_multiturn.trajectories_cli import add_command\n"
+        "import argparse, sys; from trlx_hybrid_trajectories.cli import add_command\n"
         "parser = argparse.ArgumentParser(); add_command(parser.add_subparsers()); options = parser.parse_args()\n"
         "sys.stdin.read(); sys.exit(options.run(options))"
     )

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, Message, RequestMaker, Turn
 from trlx_hybrid.types import Completion
 
-from .calls import LostCallError, run_calls
-from .runners import Runners
-from .waits import OutOfTimeError, Sampling
+from .loop import OutOfTimeError, Sampling
+from .tool_calls import LostCallError, run_calls
+from .tools.runner import Runners
 
 _NOTHING: tuple[list[Message], list[int]] = ([], [])
 """Answers that were rendered ahead, and their ids."""

@@ -90,7 +90,7 @@ class HybridConfig:
                 setattr(self, name, value)
             if value is not None and not isinstance(value, Mapping):
                 raise ConfigError(f"HybridConfig.{name} must be a mapping, got {type(value).__name__}.")
-        for name, options in (self.plugin_options or {}).items():
+        for name, options in self.options("plugin").items():
             if not isinstance(options, Mapping):
                 raise ConfigError(f"HybridConfig.plugin_options[{name!r}] must be a mapping, got {options!r:.60}.")
         if self.verify_every < 0:
@@ -99,14 +99,14 @@ class HybridConfig:
             raise ConfigError(f"HybridConfig.max_logprob_gap must be more than 0 nats, got {self.max_logprob_gap}.")
 
     def options(self, slot: str) -> dict[str, Any]:
-        """What the user set for the component of a slot."""
+        """What the user set for the component of a slot; of "plugin", for plugins by name."""
         value = getattr(self, f"{slot}_options")
         return dict(value) if value is not None else {}
 
     def options_of(self, plugin: str) -> dict[str, Any]:
         """What the user set for a plugin beside its components, by the name of its entry point. Each plugin checks its
         own in `trlx_configure`, with `build`; settings of one that is not loaded are refused."""
-        return dict((self.plugin_options or {}).get(plugin, {}))
+        return dict(self.options("plugin").get(plugin, {}))
 
     @classmethod
     def coerce(cls, value: HybridConfig | Mapping[str, Any] | None) -> HybridConfig:

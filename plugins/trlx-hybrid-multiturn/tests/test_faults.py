@@ -218,12 +218,12 @@ class Rig:
         draw = random.Random(seed)
         inputs = [self.dataset[draw.randrange(64)] for _ in range(ROWS // GROUP)]
         rollout, before = self.session.rollout, self.session.rollout.options
-        rollout.options = rollout.runners._options = dataclasses.replace(before, **options)
+        rollout.options = rollout.runner._options = dataclasses.replace(before, **options)
         try:
             self.batch = self.trainer._generate_and_score_completions([x for x in inputs for _ in range(GROUP)])
         finally:
             GATE.set()
-            rollout.options = rollout.runners._options = before
+            rollout.options = rollout.runner._options = before
         _, ids, mask, messages, logprobs, *_ = self.generated
         self.conversations = self.trainer._conversations
         return list(zip(ids, mask, messages, logprobs, self.totals, strict=True))
@@ -319,7 +319,7 @@ def test_whatever_tools_do_every_row_comes_back(rig, seed):
         hit = sum(bool(expected(messages, plan)) for _, _, messages, _, _ in reference)
     assert_as_expected(rig, rig.roll(plan, seed), reference, plan)
     assert len(set(psutil.Process().children(recursive=True)) - rig.elsewhere) <= 4
-    none_left(rig.session.rollout.runners.running)
+    none_left(rig.session.rollout.runner.running)
 
 
 def test_every_failure_is_named(rig):

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from trlx_hybrid.errors import ConfigError, HybridError
 from trlx_hybrid_multiturn.tools.event_loop import DaemonLoop
-from trlx_hybrid_multiturn.tools.threads import ThreadWorkers, WorkerError
+from trlx_hybrid_multiturn.tools.threads import ThreadWorkers, ToolsUnavailableError
 
 PATIENCE = 20  # seconds: nothing here takes one, unless the machine is busy
 
@@ -227,9 +227,11 @@ def test_too_many_hanging_threads_stop_the_pool_until_they_return(start, gate, i
     lost = [take(inbox).lost for _ in range(4)]
     assert sum("did not return" in reason for reason in lost) == pool.hung == 2
     assert sum("'never' was not started: 2 tool threads hang" in reason for reason in lost) == 2
-    with pytest.raises(WorkerError, match=r"'add' is not called: 2 .* 1 may: 'search' ×2\..*run them in processes"):
+    with pytest.raises(
+        ToolsUnavailableError, match=r"'add' is not called: 2 .* 1 may: 'search' ×2\..*run them in processes"
+    ):
         pool.submit(add, {"a": 1, "b": 2}, inbox.put, 1)
-    assert issubclass(WorkerError, HybridError)
+    assert issubclass(ToolsUnavailableError, HybridError)
     gate.set()
     until(lambda: pool.hung == 0)
     assert call(pool, add, a=1, b=2).value == 3
@@ -268,7 +270,7 @@ def test_closing_loses_what_waits_and_what_runs(start, gate, inbox):
     lost = [take(inbox).lost for _ in range(2)]
     assert lost[0] == "tool 'second' was not started: the workers were closed."
     assert lost[1] == "tool 'first' still ran when the workers were closed."
-    with pytest.raises(WorkerError, match="closed"):
+    with pytest.raises(ToolsUnavailableError, match="closed"):
         pool.submit(add, {}, inbox.put, 1)
     pool.close()
     gate.set()

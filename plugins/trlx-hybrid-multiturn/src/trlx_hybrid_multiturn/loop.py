@@ -21,6 +21,9 @@ from typing import Any, Protocol
 from trlx_hybrid.protocols import Stream
 from trlx_hybrid.types import Completion, Request
 
+SHARED_WAIT = 0.005  # seconds: the other ranks of the replica wait for this one's next step
+WAIT = 1.0  # seconds: for progress to be seen while tools work
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
@@ -45,21 +48,17 @@ class Outcome:
     cpu_seconds: float = 0.0
 
 
-Trajectory = Coroutine["Sampling | Call", Any, None]
-"""Runs one episode to its end; what it makes is kept by whoever started it."""
-
-
 class OutOfTimeError(Exception):
     """Raised in a trajectory whose time is over, wherever it waits."""
 
 
-class Sampling:
+class Generate:
     """One request to the engine; awaiting it gives the Completion."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
 
-    def __await__(self) -> Generator[Sampling, Completion, Completion]:
+    def __await__(self) -> Generator[Generate, Completion, Completion]:
         return (yield self)
 
 
@@ -85,8 +84,11 @@ class Call:
         return (yield self)
 
 
-SHARED_WAIT = 0.005  # seconds: the other ranks of the replica wait for this one's next step
-WAIT = 1.0  # seconds: for progress to be seen while tools work
+TrajectoryCoroutine = Coroutine[Generate | Call, Any, None]
+"""Runs one episode to its end; what it makes is kept by whoever started it.
+
+There is no asyncio here: its loop would have to run in the trainer's thread, where a notebook already runs one.
+"""
 
 
 class Observer(Protocol):
@@ -104,10 +106,10 @@ class _Run:
 
     __slots__ = ("abandon", "coroutine", "expires", "key", "ticket", "waits")
 
-    def __init__(self, coroutine: Trajectory, expires: float) -> None:
+    def __init__(self, coroutine: TrajectoryCoroutine, expires: float) -> None:
         self.coroutine = coroutine
         self.expires = expires
-        self.waits: Sampling | Call | None = None
+        self.waits: Generate | Call | None = None
         self.key = -1  # of the request it waits for
         self.ticket = 0  # of the call it waits for; answers to earlier ones are dropped
         self.abandon: Callable[[str], None] = lambda reason: None
@@ -129,7 +131,7 @@ class Loop:
         self._sampling: dict[int, _Run] = {}
         self._done = 0
 
-    def run(self, trajectories: Sequence[Trajectory]) -> None:
+    def run(self, trajectories: Sequence[TrajectoryCoroutine]) -> None:
         """Every trajectory to its end. What one raises ends all."""
         waiting = deque(trajectories)
         try:
@@ -158,7 +160,7 @@ class Loop:
 
     # --- trajectories go on -----------------------------------------------------------------------------------------
 
-    def _start(self, coroutine: Trajectory) -> None:
+    def _start(self, coroutine: TrajectoryCoroutine) -> None:
         run = _Run(coroutine, time.monotonic() + self._seconds)
         self._live[run] = None
         self._go_on(run, None)
@@ -166,7 +168,7 @@ class Loop:
     def _go_on(self, run: _Run, value: Any) -> None:
         self._advance(run, lambda: run.coroutine.send(value))
 
-    def _advance(self, run: _Run, resume: Callable[[], Sampling | Call]) -> None:
+    def _advance(self, run: _Run, resume: Callable[[], Generate | Call]) -> None:
         run.waits = None
         try:
             run.waits = waits = resume()
@@ -174,7 +176,7 @@ class Loop:
             del self._live[run]
             self._done += 1
             return
-        if isinstance(waits, Sampling):
+        if isinstance(waits, Generate):
             run.key = self._stream.add(waits.request)
             self._sampling[run.key] = run
         else:
@@ -200,7 +202,7 @@ class Loop:
         """End what has no time left, and stop waiting for calls that should have reported and did not."""
         now = time.monotonic()
         for run in [run for run in self._live if run.expires <= now]:
-            if isinstance(run.waits, Sampling):
+            if isinstance(run.waits, Generate):
                 del self._sampling[run.key]
                 self._stream.abort(run.key)
             else:

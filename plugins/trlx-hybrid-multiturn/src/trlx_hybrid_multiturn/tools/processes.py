@@ -20,34 +20,28 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
+from trlx_hybrid import plain_data, remote_errors
 
 from ..loop import Outcome
 from . import worker_process
-from .threads import Job, WorkerError, Workers
-from .worker_process import FUNCTIONS, receive, send
+from .threads import ToolCall, ToolsUnavailableError, Workers
+from .worker_process import FUNCTIONS, IN_THREADS, UnshowableError, receive, send
 
+START_SECONDS = 60.0  # for the interpreter, and for the imports of a tool's module; no tool's deadline counts them
+LONGEST_SECONDS = 1e6  # 11 days: beyond twice that no socket can wait
+CRASH_SECONDS = 2.0  # between the end of a process's socket and its own end
 CLOSE_SECONDS = 2.0  # for idle processes to end by themselves
-
-
-class ToolError(Exception):
-    """Stands for what a tool raised in its process and could not be pickled; its text is the original's.
-
-    Attributes:
-        kind: class name of the original.
-    """
-
-    def __init__(self, text: str, kind: str) -> None:
-        super().__init__(text)
-        self.kind = kind
+TERMINATE_SECONDS = 0.5
 
 
 class ProcessWorkers(Workers):
     """Runs tools in processes that start when first needed and are reused, each served by a thread of the pool.
 
-    A call whose deadline passes is lost and its process killed, with all that it started. A crash loses one call.
-    A process knows nothing of the trainer's: it imports what the tool needs, by the trainer's `sys.path`, and never
-    the script itself, whose functions come by value as they were, with the globals they use, when first called.
-    Context variables stay behind.
+    The outcome's value is what the model is shown. A call whose deadline passes is lost and its process killed, with
+    all that it started. A crash loses one call. A process knows nothing of the trainer's: it imports what the tool
+    needs, by the trainer's `sys.path`, and never the script itself, whose functions come by value as they were, with
+    the globals they use, when first called. Context variables stay behind. What comes back is plain data, see
+    `trlx_hybrid.plain_data`.
 
     Args:
         limit: processes.
@@ -58,8 +52,8 @@ class ProcessWorkers(Workers):
 
     def __init__(self, limit: int) -> None:
         super().__init__(limit)
-        self._free: list[Child] = []
-        self._serving: dict[Job, Child] = {}
+        self._free: list[WorkerProcess] = []
+        self._serving: dict[ToolCall, WorkerProcess] = {}
         # By identity, beside the function itself so that no other takes its id.
         self._pickled: dict[int, tuple[Callable[..., Any], int, bytes]] = {}
         self._numbers = itertools.count()
@@ -94,91 +88,76 @@ class ProcessWorkers(Workers):
         deadline: float,
         *,
         name: str | None = None,
-    ) -> Job:
+    ) -> ToolCall:
         """As in `Workers`. The deadline leaves out the start of a process and the imports of the tool's module.
 
         Raises:
-            WorkerError: the function cannot be called in a process, or the pool is closed.
+            ToolsUnavailableError: the function cannot be called in a process, or the pool is closed.
         """
         reason = self.refuses(function)
         if reason is not None:
-            raise WorkerError(f"Tool {reason}")
+            raise ToolsUnavailableError(f"Tool {reason}")
         return super().submit(function, arguments, done, deadline, name=name)
 
     def close(self) -> None:
         """End all processes: those amid a call at once, idle ones within seconds. Safe to call twice."""
         super().close()
         with self._lock:
-            children, self._free = self._free, []
-        for child in children:
-            child.hang_up()
+            idle, self._free = self._free, []
+        for process in idle:
+            process.hang_up()
         until = time.monotonic() + CLOSE_SECONDS
-        for child in children:
-            child.close(until)
+        for process in idle:
+            process.close(until)
 
-    def _perform(self, job: Job) -> Outcome:
-        child = self._take(job)
+    def _perform(self, call: ToolCall) -> Outcome:
+        process = self._take(call)
         try:
-            return self._call(job, child)
-        except ChildLost as lost:
-            child.kill()
-            return _lost(job, str(lost))
+            return self._call(call, process)
+        except CallLost as lost:
+            return Outcome(lost=f"tool {call.name!r} {lost}", by_tool=lost.by_tool, seconds=call.seconds())
         except BaseException:
-            child.kill()
+            process.kill()
             raise
         finally:
             with self._lock:
-                del self._serving[job]
-                if keep := child.usable and not self._closed:
-                    self._free.append(child)
+                del self._serving[call]
+                if keep := process.usable and not self._closed:
+                    self._free.append(process)
             if not keep:
-                child.kill()
+                process.kill()
 
-    def _take(self, job: Job) -> Child:
+    def _take(self, call: ToolCall) -> WorkerProcess:
         """An idle process that still lives, the one used last first, or one that is yet to start."""
         while True:
             with self._lock:
-                child = self._free.pop() if self._free else Child()
-                if child.usable:
-                    self._serving[job] = child
-                    if job.settled or self._closed:  # given up before there was anything to interrupt
-                        child.interrupt()
-                    return child
-            child.kill()  # died idle: no tool's fault
+                process = self._free.pop() if self._free else WorkerProcess()
+                if process.usable:
+                    self._serving[call] = process
+                    if call.settled or self._closed:  # given up before there was anything to interrupt
+                        process.interrupt()
+                    return process
+            process.kill()  # died idle: no tool's fault
 
-    def _call(self, job: Job, child: Child) -> Outcome:
-        if not child.started:
-            child.start()
-        number, pickled = self._number(job.function)
-        refused = child.load(number, pickled)
-        if refused is not None:
-            return _lost(job, refused)
+    def _call(self, call: ToolCall, process: WorkerProcess) -> Outcome:
+        number, pickled = self._number(call.function)
+        process.load(number, pickled)
         try:
-            call = cloudpickle.dumps(("call", number, job.arguments))
+            message = cloudpickle.dumps(("call", number, call.arguments))
         except Exception as error:
-            return _lost(job, f"cannot be sent its arguments: {type(error).__name__}: {error}.")
-        job.taken, started = time.monotonic(), time.perf_counter()
-        try:
-            answer = child.call(call, job.deadline)
-        except ChildLost as lost:
-            child.kill()
-            return _lost(job, str(lost), by_tool=True)
-        seconds = time.perf_counter() - started
-        try:
-            kind, *content = pickle.loads(answer)
-        except Exception as error:
-            return _lost(
-                job, f"returned a value that cannot be brought back from its process: {type(error).__name__}: {error}."
-            )
-        if kind == "value":
-            return Outcome(value=content[0], seconds=seconds, cpu_seconds=content[1])
-        if kind == "error":
-            return Outcome(error=_original(*content[:-1]), seconds=seconds, cpu_seconds=content[-1])
-        return _lost(job, content[0])
+            raise CallLost(f"cannot be sent its arguments: {type(error).__name__}: {error}.") from error
+        call.taken, started = time.monotonic(), time.perf_counter()
+        reply = process.call(message, call.deadline)
+        seconds, content = time.perf_counter() - started, reply["content"]
+        if reply["kind"] == "value":
+            return Outcome(value=content, seconds=seconds, cpu_seconds=reply["cpu_seconds"])
+        shown = reply["kind"] == "error"
+        raised = remote_errors.restore(content, "the tool's process") if shown else UnshowableError(content)
+        return Outcome(error=raised, seconds=seconds, cpu_seconds=reply["cpu_seconds"])
 
-    def _interrupt(self, job: Job) -> None:
-        if job in self._serving:
-            self._serving[job].interrupt()
+    def _interrupt(self, call: ToolCall) -> None:
+        if call in self._serving:
+            self._serving[call].interrupt()
 
     def _close(self) -> list[threading.Thread]:
         return list(self._threads)
@@ -196,34 +175,18 @@ class ProcessWorkers(Workers):
             return known[1:]
 
 
-def _lost(job: Job, text: str, *, by_tool: bool = False) -> Outcome:
-    return Outcome(lost=f"tool {job.name!r} {text}", by_tool=by_tool, seconds=job.seconds())
+class CallLost(Exception):  # noqa: N818 - not a user's error: always turned into an outcome
+    """A call has no result. The text continues "tool 'name' ..."; `by_tool` as in `Outcome`."""
+
+    by_tool = False
 
 
-def _original(pickled: bytes | None, kind: str, text: str, trace: str) -> BaseException:
-    error: BaseException = ToolError(text, kind)
-    if pickled is not None:
-        with contextlib.suppress(Exception):  # loads in its process and not here: a module with side effects
-            error = pickle.loads(pickled)
-    error.add_note(f"In the tool's process:\n{trace}")
-    return error
-
-
-START_SECONDS = 60.0  # for the interpreter, and for the imports of a tool's module; no tool's deadline counts them
-LONGEST_SECONDS = 1e6  # 11 days: beyond twice that no socket can wait
-TERMINATE_SECONDS = 0.5
-CRASH_SECONDS = 2.0  # between the end of a process's socket and its own end
-
-
-class ChildLost(Exception):  # noqa: N818 - not a user's error: always turned into an outcome
-    """The process has gone or does not answer; it must be killed. The text continues "tool 'name' ..."."""
-
-
-class Child:
-    """A worker process. For one thread at a time, except `interrupt`.
+class WorkerProcess:
+    """A process that calls tools, seen from the trainer. For one thread at a time, except `interrupt`.
 
     It gets a process group of its own, so that killing it kills what its tool started, and the terminal's Ctrl-C goes
-    to the trainer alone. Its prints go to the trainer's stderr.
+    to the trainer alone. Its prints go to the trainer's stderr. Where it crashes or does not answer in time, it is
+    killed, and the method that waited for it raises CallLost.
     """
 
     def __init__(self) -> None:
@@ -233,13 +196,30 @@ class Child:
         self._interrupted = False
         self._ended = False
 
-    def start(self) -> None:
-        """Start the process. The calling thread must outlive it: Linux kills a child with the thread that started it.
+    @property
+    def usable(self) -> bool:
+        """Whether it can take calls: not started yet, or running and connected."""
+        return not (self._ended or self._interrupted) and (self._process is None or self._process.poll() is None)
+
+    def load(self, number: int, function: bytes) -> None:
+        """Start it and give it a pickled function, unless that was done. The calling thread must outlive it: Linux
+        kills a process with the thread that started it.
 
         Raises:
-            ChildLost: it did not come up.
+            CallLost: it did not come up, or it cannot load the function, or not within `START_SECONDS`.
             OSError: the system gives no more processes.
         """
+        if self._process is None:
+            self._start()
+        if number in self._loaded:
+            return
+        if len(self._loaded) >= FUNCTIONS:  # as the process does
+            del self._loaded[next(iter(self._loaded))]
+        late = f"was not loaded in its process within {START_SECONDS:g} s"
+        self._exchange(pickle.dumps(("load", number, function)), START_SECONDS, late)
+        self._loaded[number] = None
+
+    def _start(self) -> None:
         with self._other_end as other_end:
             # -P keeps this package's folder from shadowing modules that a tool imports.
             self._process = subprocess.Popen(
@@ -249,58 +229,26 @@ class Child:
                 pass_fds=(other_end.fileno(),),
                 start_new_session=True,
             )
-        until = time.monotonic() + START_SECONDS
-        self._exchange(pickle.dumps(sys.path), until, f"did not get a process within {START_SECONDS:g} s")
+        self._exchange(pickle.dumps(sys.path), START_SECONDS, f"did not get a process within {START_SECONDS:g} s")
 
-    @property
-    def started(self) -> bool:
-        """Whether `start` was called."""
-        return self._process is not None
-
-    @property
-    def usable(self) -> bool:
-        """Whether it can take calls: not started yet, or running and connected."""
-        return not (self._ended or self._interrupted) and (self._process is None or self._process.poll() is None)
-
-    def load(self, number: int, function: bytes) -> str | None:
-        """Give it a pickled function, unless it holds it.
-
-        Returns:
-            Why it cannot load it, continuing "tool 'name' ...", or None.
-
-        Raises:
-            ChildLost: it crashed, or the imports took longer than `START_SECONDS`.
-        """
-        if number in self._loaded:
-            return None
-        if len(self._loaded) >= FUNCTIONS:  # as the process does
-            del self._loaded[next(iter(self._loaded))]
-        until = time.monotonic() + START_SECONDS
-        late = f"was not loaded in its process within {START_SECONDS:g} s"
-        reply = pickle.loads(self._exchange(pickle.dumps(("load", number, function)), until, late))
-        if reply[0] != "loaded":
-            return str(reply[1])
-        self._loaded[number] = None
-        return None
-
-    def call(self, call: bytes, deadline: float) -> bytearray:
+    def call(self, message: bytes, deadline: float) -> dict[str, Any]:
         """Have a loaded function called.
 
         Args:
-            call: pickled ("call", number, arguments).
+            message: pickled ("call", number, arguments).
             deadline: seconds, from here to the last byte of the answer.
 
         Returns:
-            The pickled answer, see `worker_process`.
+            The answer, see `worker_process`.
 
         Raises:
-            ChildLost: it crashed, or the deadline passed.
+            CallLost: it crashed, or the deadline passed, or its answer is none.
         """
-        until = time.monotonic() + min(deadline, LONGEST_SECONDS)
-        return self._exchange(call, until, f"did not return within {deadline:g} s; its process was killed")
+        late = f"did not return within {deadline:g} s; its process was killed"
+        return self._exchange(message, min(deadline, LONGEST_SECONDS), late, by_tool=True)
 
     def interrupt(self) -> None:
-        """Make the thread that waits for it get `ChildLost` at once. From any thread."""
+        """Make the thread that waits for it get `CallLost` at once. From any thread."""
         self._interrupted = True
         with contextlib.suppress(OSError):  # no longer open, or not connected
             self._channel.shutdown(socket.SHUT_RDWR)
@@ -332,17 +280,31 @@ class Child:
                 self._process.wait(TERMINATE_SECONDS)
         self.kill()
 
-    def _exchange(self, message: bytes, until: float, late: str) -> bytearray:
+    def _exchange(self, message: bytes, seconds: float, late: str, by_tool: bool = False) -> dict[str, Any]:
+        """Send a message and wait for its answer. `late` is what to say where there is none in time."""
+        until = time.monotonic() + seconds
         try:
-            self._channel.settimeout(max(1e-3, until - time.monotonic()))
+            self._channel.settimeout(max(1e-3, seconds))
             send(self._channel, message)
-            return receive(self._channel, until)
-        except TimeoutError:
+            body = receive(self._channel, until)
+        except (EOFError, OSError) as error:
             # Without an end of the socket where something that the tool forked still holds it.
-            dead = self._process is not None and self._process.poll() is not None
-            raise ChildLost(self._how_it_ended() if dead else f"{late}.") from None
-        except (EOFError, OSError):
-            raise ChildLost(self._how_it_ended()) from None
+            alive = self._process is not None and self._process.poll() is None
+            lost = CallLost(f"{late}." if isinstance(error, TimeoutError) and alive else self._how_it_ended())
+            lost.by_tool = by_tool
+            self.kill()
+            raise lost from None
+        try:
+            answer: dict[str, Any] = plain_data.loads(bytes(body))
+            kind, content = answer["kind"], answer["content"]
+        except plain_data.NotPlainError as error:
+            raise CallLost(f"returned {error}. Return plain data. {IN_THREADS}") from error
+        except Exception as error:  # the tool wrote to the socket itself: nothing that follows can be trusted
+            self.kill()
+            raise CallLost(f"gave an answer that cannot be read: {type(error).__name__}: {error}.") from error
+        if kind == "refused":
+            raise CallLost(str(content))
+        return answer
 
     def _how_it_ended(self) -> str:
         if self._interrupted:

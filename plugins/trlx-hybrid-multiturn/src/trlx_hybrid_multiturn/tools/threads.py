@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from trlx_hybrid.errors import ConfigError, HybridError
@@ -19,54 +20,41 @@ from ..loop import Outcome
 
 logger = logging.getLogger(__name__)
 
+CLOSE_SECONDS = 5.0  # what `close` grants to threads that have nothing left to do
 
-class WorkerError(HybridError):
+
+class ToolsUnavailableError(HybridError):
     """Tools cannot be run: too many of them hang, the pool is closed, or a function cannot leave its process."""
 
 
-class Job:
+@dataclass(slots=True, eq=False)
+class ToolCall:
     """A function to call, and whom to tell. Made by `Workers.submit`.
 
-    Args:
+    Attributes:
         function: a synchronous callable.
         arguments: its keyword arguments.
         done: takes the outcome, once, in whatever thread knows it first.
         deadline: seconds the call may take from its start; `math.inf` for no limit.
         name: what messages call the tool.
-
-    Attributes:
         context: copy of the submitter's context variables, as `asyncio.to_thread` makes it.
-        taken: `time.monotonic()` when a worker took the job; None while it waits.
+        taken: `time.monotonic()` when a worker took the call; None while it waits.
+        settled: whether its outcome is known and told.
     """
 
-    __slots__ = ("_done", "_lock", "_settled", "arguments", "context", "deadline", "function", "name", "taken")
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        arguments: Mapping[str, Any],
-        done: Callable[[Outcome], None],
-        deadline: float,
-        name: str,
-    ) -> None:
-        self.function = function
-        self.arguments = arguments
-        self.deadline = deadline
-        self.name = name
-        self.context = contextvars.copy_context()
-        self.taken: float | None = None
-        self._done = done
-        self._settled = False
-        self._lock = threading.Lock()
-
-    @property
-    def settled(self) -> bool:
-        """Whether its outcome is known and told."""
-        return self._settled
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    done: Callable[[Outcome], None]
+    deadline: float
+    name: str
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    taken: float | None = None
+    settled: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def expires(self) -> float:
-        """`time.monotonic()` at which its deadline passes. Only for a job that was taken."""
+        """`time.monotonic()` at which its deadline passes. Only for a call that was taken."""
         assert self.taken is not None
         return self.taken + self.deadline
 
@@ -77,11 +65,11 @@ class Job:
     def settle(self, outcome: Outcome) -> None:
         """Tell the outcome. The first one counts, later ones are dropped."""
         with self._lock:
-            if self._settled:
+            if self.settled:
                 return
-            self._settled = True
+            self.settled = True
         try:
-            self._done(outcome)
+            self.done(outcome)
         except Exception:  # this is a worker's thread: there is no caller to raise to, and the worker must live on
             logger.exception("The receiver of the outcome of tool %r failed.", self.name)
 
@@ -90,11 +78,11 @@ class Job:
         self.settle(Outcome(lost=f"tool {self.name!r} {reason}", by_tool=by_tool, seconds=self.seconds()))
 
 
-CLOSE_SECONDS = 5.0  # what `close` grants to threads that have nothing left to do
-
-
 class Workers:
-    """Runs jobs, at most `limit` at a time.
+    """Runs calls, at most `limit` at a time, first in, first out, each by a daemon thread.
+
+    `concurrent.futures` joins its threads when the interpreter exits, so that one hung tool would keep the process
+    alive. How a call is performed is left to subclasses.
 
     Args:
         limit: threads of the pool. They start when there is work, and are reused.
@@ -109,8 +97,8 @@ class Workers:
         self._limit = limit
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
-        self._queue: deque[Job] = deque()
-        self._running: dict[Job, threading.Thread] = {}
+        self._queue: deque[ToolCall] = deque()
+        self._running: dict[ToolCall, threading.Thread] = {}
         self._threads: set[threading.Thread] = set()  # those that count towards `limit`
         self._idle = 0
         self._closed = False
@@ -129,7 +117,7 @@ class Workers:
         """Name and seconds of each call that runs now, the longest first."""
         now = time.monotonic()
         with self._lock:
-            return sorted(((job.name, job.seconds(now)) for job in self._running), key=lambda call: -call[1])
+            return sorted(((call.name, call.seconds(now)) for call in self._running), key=lambda call: -call[1])
 
     def submit(
         self,
@@ -139,7 +127,7 @@ class Workers:
         deadline: float,
         *,
         name: str | None = None,
-    ) -> Job:
+    ) -> ToolCall:
         """Have `function(**arguments)` called by a worker. Returns at once.
 
         Args:
@@ -149,30 +137,30 @@ class Workers:
             name: what messages call the tool; by default the function's own name.
 
         Raises:
-            WorkerError: the pool takes no more calls; says why and what to do.
+            ToolsUnavailableError: the pool takes no more calls; says why and what to do.
         """
         name = name or str(getattr(function, "__name__", type(function).__name__))
-        job = Job(function, arguments, done, deadline, name)
+        call = ToolCall(function, arguments, done, deadline, name)
         with self._lock:
             if self._closed:
-                raise WorkerError(f"Tool {job.name!r} was called after its workers were closed.")
-            self._admit(job)
-            self._queue.append(job)
+                raise ToolsUnavailableError(f"Tool {call.name!r} was called after its workers were closed.")
+            self._admit(call)
+            self._queue.append(call)
             self._staff()
-        return job
+        return call
 
-    def abandon(self, job: Job, reason: str) -> None:
+    def abandon(self, call: ToolCall, reason: str) -> None:
         """Wait for a call no longer: it is lost at once for `reason`, which continues "tool 'name' ...".
 
         A call that waits is never started; one that runs keeps its worker until it ends or its deadline passes,
         unless the worker can be interrupted. Does nothing to a call that is over.
         """
         with self._lock:
-            if job in self._queue:
-                self._queue.remove(job)
-        job.lose(reason)  # before the interruption becomes its cause
+            if call in self._queue:
+                self._queue.remove(call)
+        call.lose(reason)  # before the interruption becomes its cause
         with self._lock:
-            self._interrupt(job)
+            self._interrupt(call)
 
     def close(self) -> None:
         """End all that is idle; what waits or runs is lost. Safe to call twice. Takes seconds at most."""
@@ -182,19 +170,19 @@ class Workers:
             self._queue.clear()
             threads = self._close()
             self._work.notify_all()
-        for job in waiting:
-            job.lose("was not started: the workers were closed.")
-        for job in running:
-            job.lose("still ran when the workers were closed.")
+        for call in waiting:
+            call.lose("was not started: the workers were closed.")
+        for call in running:
+            call.lose("still ran when the workers were closed.")
         with self._lock:
-            for job in running:
-                self._interrupt(job)
+            for call in running:
+                self._interrupt(call)
         until = time.monotonic() + CLOSE_SECONDS
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, until - time.monotonic()))
 
-    def _perform(self, job: Job) -> Outcome:
+    def _perform(self, call: ToolCall) -> Outcome:
         """Do it, in the calling thread, without the lock."""
         raise NotImplementedError
 
@@ -202,18 +190,18 @@ class Workers:
         """Under the lock: the threads that will end soon once the pool is closed."""
         raise NotImplementedError
 
-    def _admit(self, job: Job) -> None:
-        """Under the lock: raise `WorkerError` to refuse the job."""
+    def _admit(self, call: ToolCall) -> None:
+        """Under the lock: raise `ToolsUnavailableError` to refuse the call."""
 
-    def _interrupt(self, job: Job) -> None:
-        """Under the lock: make a running job end soon, where that is possible."""
+    def _interrupt(self, call: ToolCall) -> None:
+        """Under the lock: make a running call end soon, where that is possible."""
 
-    def _started(self, job: Job) -> None:
-        """Under the lock: a worker took the job."""
+    def _started(self, call: ToolCall) -> None:
+        """Under the lock: a worker took the call."""
 
-    def _finished(self, job: Job) -> bool:
-        """Under the lock: the job is over. Returns whether its thread still belongs to the pool."""
-        del self._running[job]
+    def _finished(self, call: ToolCall) -> bool:
+        """Under the lock: the call is over. Returns whether its thread still belongs to the pool."""
+        del self._running[call]
         return True
 
     def _staff(self) -> None:
@@ -232,21 +220,21 @@ class Workers:
 
     def _serve_one(self) -> bool:
         # A frame of its own: an idle thread must not keep the last call's arguments and result alive.
-        job = self._next()
-        if job is None:
+        call = self._next()
+        if call is None:
             return False
         try:
-            outcome = self._perform(job)
+            outcome = self._perform(call)
         except Exception as error:
-            reason = f"tool {job.name!r} could not be run: {type(error).__name__}: {error}"
-            outcome = Outcome(lost=reason, seconds=job.seconds())
+            reason = f"tool {call.name!r} could not be run: {type(error).__name__}: {error}"
+            outcome = Outcome(lost=reason, seconds=call.seconds())
         with self._lock:
-            stays = self._finished(job)
-        job.settle(outcome)
+            stays = self._finished(call)
+        call.settle(outcome)
         return stays
 
-    def _next(self) -> Job | None:
-        """Wait for a job; None when the pool is closed."""
+    def _next(self) -> ToolCall | None:
+        """Wait for a call; None when the pool is closed."""
         with self._lock:
             while not self._queue and not self._closed:
                 self._idle += 1
@@ -254,11 +242,11 @@ class Workers:
                 self._idle -= 1
             if self._closed:
                 return None
-            job = self._queue.popleft()
-            job.taken = time.monotonic()
-            self._running[job] = threading.current_thread()
-            self._started(job)
-            return job
+            call = self._queue.popleft()
+            call.taken = time.monotonic()
+            self._running[call] = threading.current_thread()
+            self._started(call)
+            return call
 
 
 def taking_this_device() -> Callable[[], None]:
@@ -289,7 +277,7 @@ class ThreadWorkers(Workers):
             raise ConfigError(f"The number of tool threads that may hang cannot be negative, got {lost_limit}.")
         super().__init__(limit)
         self._lost_limit = lost_limit
-        self._hung: set[Job] = set()
+        self._hung: set[ToolCall] = set()
         self._watcher: threading.Thread | None = None
         self._watch_again = threading.Condition(self._lock)
         self._watched_until = -math.inf  # the deadline that the watcher sleeps to
@@ -304,14 +292,14 @@ class ThreadWorkers(Workers):
         self._take_device()
         super()._serve()
 
-    def hangs(self, job: Job) -> bool:
+    def hangs(self, call: ToolCall) -> bool:
         """Whether a call has not returned by its deadline, nor since."""
-        return job in self._hung
+        return call in self._hung
 
-    def _perform(self, job: Job) -> Outcome:
+    def _perform(self, call: ToolCall) -> Outcome:
         started, cpu_started = time.perf_counter(), time.thread_time()
         try:
-            value = job.context.run(job.function, **job.arguments)
+            value = call.context.run(call.function, **call.arguments)
         # SystemExit and KeyboardInterrupt are the tool's own here: no signal is delivered to a thread.
         except BaseException as error:
             return Outcome(
@@ -319,30 +307,30 @@ class ThreadWorkers(Workers):
             )
         return Outcome(value=value, seconds=time.perf_counter() - started, cpu_seconds=time.thread_time() - cpu_started)
 
-    def _admit(self, job: Job) -> None:
+    def _admit(self, call: ToolCall) -> None:
         if len(self._hung) > self._lost_limit:
-            raise WorkerError(f"Tool {job.name!r} is not called: {self._too_many()}")
+            raise ToolsUnavailableError(f"Tool {call.name!r} is not called: {self._too_many()}")
 
     def _too_many(self) -> str:
-        names = Counter(job.name for job in self._hung)
+        names = Counter(call.name for call in self._hung)
         hanging = ", ".join(f"{name!r}" + (f" ×{count}" if count > 1 else "") for name, count in names.most_common())
         return (
             f"{len(self._hung)} tool threads hang at once, {self._lost_limit} may: {hanging}. A thread cannot be "
             "killed. Give these tools a timeout of their own, run them in processes, which can be, or allow more."
         )
 
-    def _started(self, job: Job) -> None:
+    def _started(self, call: ToolCall) -> None:
         if self._watcher is None:
             self._watcher = threading.Thread(target=self._watch, name="tool-deadlines", daemon=True)
             self._watcher.start()
-        elif job.expires < self._watched_until:
+        elif call.expires < self._watched_until:
             self._watch_again.notify()
 
-    def _finished(self, job: Job) -> bool:
-        if job in self._hung:
-            self._hung.discard(job)
+    def _finished(self, call: ToolCall) -> bool:
+        if call in self._hung:
+            self._hung.discard(call)
             return False
-        return super()._finished(job)
+        return super()._finished(call)
 
     def _watch(self) -> None:
         while self._watch_once():
@@ -354,24 +342,24 @@ class ThreadWorkers(Workers):
             if self._closed:
                 return False
             now = time.monotonic()
-            late = [job for job in self._running if job.expires <= now]
+            late = [call for call in self._running if call.expires <= now]
             if not late:
-                self._watched_until = min((job.expires for job in self._running), default=math.inf)
+                self._watched_until = min((call.expires for call in self._running), default=math.inf)
                 self._watch_again.wait(min(self._watched_until - now, threading.TIMEOUT_MAX))
                 return True
-            for job in late:
-                self._threads.discard(self._running.pop(job))
-                self._hung.add(job)
-            dropped: list[Job] = []
+            for call in late:
+                self._threads.discard(self._running.pop(call))
+                self._hung.add(call)
+            dropped: list[ToolCall] = []
             if len(self._hung) > self._lost_limit:  # fresh threads for them would most likely hang as well
                 dropped = list(self._queue)
                 self._queue.clear()
                 reason = f"was not started: {self._too_many()}"
             self._staff()
-        for job in late:
-            job.lose(f"did not return within {job.deadline:g} s; its thread hangs.", by_tool=True)
-        for job in dropped:
-            job.lose(reason)
+        for call in late:
+            call.lose(f"did not return within {call.deadline:g} s; its thread hangs.", by_tool=True)
+        for call in dropped:
+            call.lose(reason)
         return True
 
     def _close(self) -> list[threading.Thread]:

@@ -180,6 +180,14 @@ def test_multi_turn(execute) -> None:
         trainer.session.close()
 
 
+def test_trajectories(execute) -> None:
+    for page in ("docs/trajectories.md", "plugins/trlx-hybrid-trajectories/README.md"):
+        (trainer,) = execute(page, settings={"train": True})["trainers"]
+        assert Path("trajectories.jsonl").read_text().count("\n") == 8
+        Path("trajectories.jsonl").unlink()
+        trainer.session.close()
+
+
 def test_configuration(execute, monkeypatch) -> None:
     """The three ways say the same."""
     page = (ROOT / "docs/configuration.md").read_text()

@@ -86,13 +86,9 @@ def _chosen(options: argparse.Namespace) -> Iterator[Recorded]:
     )
     if options.worst is None and options.best is None:
         return matching
-    # A NaN has no place in an order. The line breaks ties: trajectories themselves cannot be compared.
-    scored = ((one.reward, -one.line, one) for one in matching if one.reward is not None and not isnan(one.reward))
-    if options.worst is not None:
-        ranked = heapq.nsmallest(options.worst, ((reward, -line, one) for reward, line, one in scored))
-    else:
-        ranked = heapq.nlargest(options.best, scored)
-    return (one for _, _, one in ranked)
+    scored = (one for one in matching if one.reward is not None and not isnan(one.reward))  # a NaN has no place
+    rank = heapq.nlargest if options.worst is None else heapq.nsmallest
+    return iter(rank(options.worst or options.best, scored, key=lambda one: one.reward))
 
 
 def _nothing(options: argparse.Namespace) -> str:

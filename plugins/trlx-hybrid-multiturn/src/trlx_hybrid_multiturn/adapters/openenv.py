@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from http.client import HTTPException
+from types import SimpleNamespace
 from typing import Any
 
-from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.errors import ConfigError, did_you_mean
 from trlx_hybrid.rollout.conversation import Message
 
 from ..environment import Step
 from .connection import Connection, ServerError, on_this_machine, require_websockets
+
+MCP_FIELD = "tool_name"  # of actions and observations of a server whose environment is a set of MCP tools
+POLL_SECONDS = 0.2  # between two looks for a server that is still starting
+NO_TEXT = ("done", "reward", "metadata")  # of an observation: what every one has, and no model is shown
 
 Action = Callable[[str], Any]
 Shown = Callable[[Any], str | list[Message]]
@@ -55,7 +59,7 @@ def from_openenv(
     if not isinstance(server, str):
         if action is None or observation is None:
             raise ConfigError("from_openenv(client) needs action= and observation=: only a server tells its fields.")
-        return OpenEnv(lambda: _Client(server()), _maker(action), _shower(observation), columns)
+        return OpenEnv(server, _maker(action), _shower(observation), columns)
     require_websockets("from_openenv")
     http, websocket = addresses(server)
     schema = fetched(http, connect_seconds)
@@ -78,12 +82,12 @@ class OpenEnv:
         self.connect, self.action, self.shown, self.columns = connect, action, shown, tuple(columns)
         self.__name__ = "OpenEnv"  # what messages call its environments
 
-    def __call__(self) -> Session:
+    def __call__(self) -> OpenEnvEpisode:
         """A fresh environment; it connects when it is reset."""
-        return Session(self)
+        return OpenEnvEpisode(self)
 
 
-class Session:
+class OpenEnvEpisode:
     """One episode."""
 
     def __init__(self, kind: OpenEnv) -> None:
@@ -96,18 +100,18 @@ class Session:
         if missing:
             raise ServerError(f"The dataset has no column {missing[0]!r}, which from_openenv(columns=…) names.")
         self._peer = self._kind.connect()
-        seen, _, done = await self._peer.reset({name: row[name] for name in self._kind.columns})
-        if done:
+        begun = await self._peer.reset(**{name: row[name] for name in self._kind.columns})
+        if begun.done:
             raise ServerError("The environment's episode was over when it began.")
-        return self._kind.shown(seen) or None
+        return self._kind.shown(begun.observation) or None
 
     async def step(self, completion: str) -> Step:
         """Act, and see what comes of it."""
-        seen, reward, done = await self._peer.step(self._kind.action(completion))
+        result = await self._peer.step(self._kind.action(completion))
         return Step(
-            observation=None if done else self._kind.shown(seen),
-            done=bool(done),
-            reward=None if reward is None else float(reward),
+            observation=None if result.done else self._kind.shown(result.observation),
+            done=bool(result.done),
+            reward=None if result.reward is None else float(result.reward),
         )
 
     async def close(self) -> None:
@@ -117,44 +121,28 @@ class Session:
 
 
 class _Server:
-    """The server itself, spoken to directly."""
+    """The server itself, spoken to directly, by the methods of OpenEnv's own client."""
 
     def __init__(self, url: str, name: str, seconds: float) -> None:
         self._url, self._name, self._seconds = url, name, seconds
         self._connection: Connection | None = None
 
-    async def reset(self, arguments: Mapping[str, Any]) -> tuple[Any, Any, bool]:
+    async def reset(self, **arguments: Any) -> SimpleNamespace:
         self._connection = await Connection.open(self._url, self._name, self._seconds)
-        return self._result(await self._connection.ask("reset", arguments))
+        return await self._asked("reset", arguments)
 
-    async def step(self, action: Any) -> tuple[Any, Any, bool]:
-        assert self._connection is not None
-        return self._result(await self._connection.ask("step", action))
+    async def step(self, action: Any) -> SimpleNamespace:
+        return await self._asked("step", action)
 
     async def close(self) -> None:
         if self._connection is not None:
             await self._connection.close()
 
-    def _result(self, data: Mapping[str, Any]) -> tuple[Any, Any, bool]:
-        return data.get("observation", {}), data.get("reward"), bool(data.get("done", False))
-
-
-class _Client:
-    """A client of OpenEnv's own, which connects by itself."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    async def reset(self, arguments: Mapping[str, Any]) -> tuple[Any, Any, bool]:
-        result = await self._client.reset(**arguments)
-        return result.observation, result.reward, result.done
-
-    async def step(self, action: Any) -> tuple[Any, Any, bool]:
-        result = await self._client.step(action)
-        return result.observation, result.reward, result.done
-
-    async def close(self) -> None:
-        await self._client.close()
+    async def _asked(self, kind: str, content: Any) -> SimpleNamespace:
+        assert self._connection is not None
+        data = await self._connection.ask(kind, content)
+        done = bool(data.get("done", False))
+        return SimpleNamespace(observation=data.get("observation", {}), reward=data.get("reward"), done=done)
 
 
 def _maker(action: str | Action) -> Action:
@@ -169,11 +157,6 @@ def _shower(observation: str | Shown) -> Shown:
         return seen.get(observation) if isinstance(seen, Mapping) else getattr(seen, observation)
 
     return shown
-
-
-MCP_FIELD = "tool_name"  # of actions and observations of a server whose environment is a set of MCP tools
-POLL_SECONDS = 0.2  # between two looks for a server that is still starting
-NO_TEXT = ("done", "reward", "metadata")  # of an observation: what every one has, and no model is shown
 
 
 def action_field(schema: Mapping[str, Any], given: str | None, server: str) -> str:
@@ -238,8 +221,7 @@ def _is_text(schema: Mapping[str, Any]) -> bool:
 
 def _refuse_unknown(what: str, given: str, fields: Sequence[str], server: str) -> None:
     if given not in fields:
-        close = difflib.get_close_matches(given, fields, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
+        hint = did_you_mean(given, fields)
         raise ConfigError(f"{what} of {server} have no field {given!r}.{hint} Fields: {', '.join(fields) or 'none'}.")
 
 

@@ -261,8 +261,12 @@ def test_last_answer(completion: str) -> None:
 
 
 def test_unknown_tasks_and_settings_are_refused() -> None:
-    for given in ({"name": "no_such_tasks"}, {"name": "chain_sum", "digits": 3}, {"name": "chain_sum", "min_terms": 0}):
+    for settings in (
+        {"name": "no_such_tasks"},
+        {"name": "chain_sum", "digits": 3},
+        {"name": "chain_sum", "min_terms": 0},
+    ):
         with pytest.raises(ConfigError, match="reasoning-gym makes no tasks"):
-            from_reasoning_gym(**given)
+            from_reasoning_gym(**settings)
     with pytest.raises(ConfigError, match="at least one attempt"):
         from_reasoning_gym("chain_sum", attempts=0)

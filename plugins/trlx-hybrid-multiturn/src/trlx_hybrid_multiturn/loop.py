@@ -104,12 +104,12 @@ class Observer(Protocol):
 class _Run:
     """A trajectory under way."""
 
-    __slots__ = ("abandon", "coroutine", "expires", "key", "ticket", "waits")
+    __slots__ = ("abandon", "coroutine", "expires", "key", "ticket", "waiting_for")
 
     def __init__(self, coroutine: TrajectoryCoroutine, expires: float) -> None:
         self.coroutine = coroutine
         self.expires = expires
-        self.waits: Generate | Call | None = None
+        self.waiting_for: Generate | Call | None = None
         self.key = -1  # of the request it waits for
         self.ticket = 0  # of the call it waits for; answers to earlier ones are dropped
         self.abandon: Callable[[str], None] = lambda reason: None
@@ -169,20 +169,20 @@ class Loop:
         self._advance(run, lambda: run.coroutine.send(value))
 
     def _advance(self, run: _Run, resume: Callable[[], Generate | Call]) -> None:
-        run.waits = None
+        run.waiting_for = None
         try:
-            run.waits = waits = resume()
+            run.waiting_for = awaited = resume()
         except StopIteration:
             del self._live[run]
             self._done += 1
             return
-        if isinstance(waits, Generate):
-            run.key = self._stream.add(waits.request)
+        if isinstance(awaited, Generate):
+            run.key = self._stream.add(awaited.request)
             self._sampling[run.key] = run
         else:
             run.ticket += 1
             ticket = run.ticket
-            run.abandon = waits.start(lambda outcome: self._inbox.put((run, ticket, outcome)))
+            run.abandon = awaited.start(lambda outcome: self._inbox.put((run, ticket, outcome)))
 
     # --- tools ------------------------------------------------------------------------------------------------------
 
@@ -195,31 +195,31 @@ class Loop:
             self._answer(run, ticket, outcome)
 
     def _answer(self, run: _Run, ticket: int, outcome: Outcome) -> None:
-        if ticket == run.ticket and isinstance(run.waits, Call):
+        if ticket == run.ticket and isinstance(run.waiting_for, Call):
             self._go_on(run, outcome)
 
     def _expire(self) -> None:
         """End what has no time left, and stop waiting for calls that should have reported and did not."""
         now = time.monotonic()
         for run in [run for run in self._live if run.expires <= now]:
-            if isinstance(run.waits, Generate):
+            if isinstance(run.waiting_for, Generate):
                 del self._sampling[run.key]
                 self._stream.abort(run.key)
             else:
                 run.abandon("was not waited for: its trajectory's time is over.")
             run.expires = math.inf
             self._advance(run, lambda run=run: run.coroutine.throw(OutOfTimeError()))  # type: ignore[misc]
-        for run in [run for run in self._live if isinstance(run.waits, Call) and run.waits.expires <= now]:
+        for run in [run for run in self._live if isinstance(run.waiting_for, Call) and run.waiting_for.expires <= now]:
             reason = "never reported, not even that its time is over: it blocks the event loop it runs on."
             run.abandon(reason)
-            self._go_on(run, Outcome(lost=f"tool {run.waits.name!r} {reason}"))  # type: ignore[union-attr]
+            self._go_on(run, Outcome(lost=f"tool {run.waiting_for.name!r} {reason}"))  # type: ignore[union-attr]
 
     def _wait(self) -> None:
         """Until a tool answers, at most until something has to be looked at."""
         timeout = SHARED_WAIT if self._stream.shared else WAIT
         now = time.monotonic()
         for run in self._live:
-            expires = min(run.expires, run.waits.expires if isinstance(run.waits, Call) else math.inf)
+            expires = min(run.expires, run.waiting_for.expires if isinstance(run.waiting_for, Call) else math.inf)
             timeout = min(timeout, max(0.0, expires - now))
         try:
             answer = self._inbox.get(timeout=timeout) if timeout else self._inbox.get_nowait()

@@ -100,7 +100,8 @@ def arms_of(session: Any, peaks: dict[str, int], unrecorded: bool) -> list[Arm]:
         dist.all_reduce(seconds, dist.ReduceOp.MAX, group=_cpu_group())
         return Timed(float(seconds), digest(parameters.items()))
 
-    syncs = {"gather": GatherSync(session).sync, "gather-bucketed": Gathering(session).sync, "reshard": weights.sync}
+    gather = GatherSync(session.policy, session.live_engine).sync
+    syncs = {"gather": gather, "gather-bucketed": Gathering(session).sync, "reshard": weights.sync}
     if unrecorded:
         syncs["reshard-unrecorded"] = another(session).sync
     return [Arm(name, partial(run, name, sync)) for name, sync in syncs.items()]

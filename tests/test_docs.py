@@ -42,7 +42,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def section(page: str, hook: str) -> str:
     """The text of a hook's part of the built page, from its heading to the next one."""
-    (_, *parts) = re.split(r'<h2 id="trlx_hybrid\.hookspecs\.', page)
+    (_, *parts) = re.split(r'<h2 id="trlx_hybrid\.plugins\.hookspecs\.', page)
     (part,) = [p for p in parts if p.startswith(f'{hook}"')]
     return " ".join(html.unescape(re.sub(r"<[^>]+>", "", part.partition(">")[2])).split())
 
@@ -62,7 +62,7 @@ def test_hook_is_on_the_page_with_its_signature_and_kind(site: Path, hook: str) 
 
 def test_no_hook_on_the_page_that_is_not_in_the_specs(site: Path) -> None:
     page = (site / "hooks" / "index.html").read_text()
-    assert set(re.findall(r'<h2 id="trlx_hybrid\.hookspecs\.(\w+)"', page)) == set(HOOKS)
+    assert set(re.findall(r'<h2 id="trlx_hybrid\.plugins\.hookspecs\.(\w+)"', page)) == set(HOOKS)
 
 
 @pytest.mark.parametrize("hook", HOOKS)

@@ -19,7 +19,14 @@ from trlx_hybrid.memory.estimate import (
     plan_offload,
     predict,
 )
-from trlx_hybrid.memory.ledger import Ledger, disjoint_bytes, parameter_sizes, resident_memory, table, union
+from trlx_hybrid.memory.ledger import (
+    Ledger,
+    disjoint_bytes,
+    parameter_sizes,
+    resident_memory,
+    table,
+    union,
+)
 from trlx_hybrid.types import Phase
 
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda t: (t[0], t[0] + t[1])), max_size=8)

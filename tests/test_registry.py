@@ -134,7 +134,7 @@ def test_options_of_the_weight_sync_reach_the_path_that_auto_takes():
     host = Host()
     host.register(Plugin(), "a")
     selection = chosen(host, HybridConfig(engine="x", weights_options={"deadline": 5}))
-    sync, why = choose(SimpleNamespace(selection=selection))
+    sync, why = choose(selection, lambda choice: choice.component.build(None, choice.options))
     assert (sync.name, sync.options, why) == ("second", Waiting(deadline=5), "auto; not first: not here")
     with pytest.raises(ConfigError, match=r"weights_options has no setting 'deadlin'. Did you mean 'deadline'"):
         chosen(host, HybridConfig(engine="x", weights_options={"deadlin": 5}))

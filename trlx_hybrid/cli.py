@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from . import doctor as environment
+from .doctor import package_version
 from .errors import HybridError
 from .plugins.host import DISABLE_VARIABLE, Host
 from .plugins.registry import SLOTS
 from .plugins.selection import STOCK
-from .report import package_version
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -115,3 +115,11 @@ def version_problems(releases: dict[str, str]) -> list[str]:
         ):
             problems.append(f"{pair.package} {mine} beside {pair.beside} {other}: {pair.advice}")
     return problems
+
+
+def package_version() -> str:
+    """Version of the installed host."""
+    try:
+        return version("trlx-hybrid")
+    except PackageNotFoundError:  # a source tree on sys.path
+        return "0+source"

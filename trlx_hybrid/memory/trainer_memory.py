@@ -28,7 +28,9 @@ from .ledger import (
 from .offload import Offload, guard
 
 if TYPE_CHECKING:
-    from ..session import Session
+    from ..protocols import Engine
+    from ..ranks import Ranks
+    from ..weights.policy import Policy
 
 SLACK = 512 << 20  # bytes beyond what is woken: fragments, and what sampling allocates on the way
 ENGINES = ("engine weights", "KV cache")  # owners that a sleeping engine gives back, the latter always
@@ -40,19 +42,33 @@ class TrainerMemory:
 
     Args:
         optimizer: returns the optimizer, or None while there is none.
+        optimizer_name: TRL's `optim`, to predict its state by before there is one.
+        offload: `HybridConfig.offload`.
+        phase: returns whose memory it is now.
 
     Attributes:
+        engine: the engine of the run; None until it is built, and again when it was closed.
         ledger: bytes per owner, of trainer and engine.
         prediction: what the run will need; None until the engine is built.
     """
 
-    def __init__(self, session: Session, optimizer: Callable[[], Any]) -> None:
-        if session.config.offload not in OFFLOAD:
-            raise ConfigError(f"HybridConfig.offload is {session.config.offload!r}; it takes {', '.join(OFFLOAD)}.")
-        self._session, self._optimizer = session, optimizer
-        self.device: torch.device = session.policy.device
+    def __init__(
+        self,
+        policy: Policy,
+        ranks: Ranks,
+        optimizer: Callable[[], Any],
+        *,
+        optimizer_name: str,
+        offload: str,
+        phase: Callable[[], Phase],
+    ) -> None:
+        if offload not in OFFLOAD:
+            raise ConfigError(f"HybridConfig.offload is {offload!r}; it takes {', '.join(OFFLOAD)}.")
+        self._policy, self._ranks, self._optimizer, self._phase = policy, ranks, optimizer, phase
+        self._optimizer_name, self._mode = optimizer_name, offload
+        self.engine: Engine | None = None
+        self.device: torch.device = policy.device
         self._arena = Arena(self.device)
-        policy = session.policy
         tensors: dict[str, Callable[[], Any]] = {
             "policy": lambda: policy_tensors(policy.module),
             "gradients": lambda: gradient_tensors(policy.module),
@@ -70,13 +86,12 @@ class TrainerMemory:
         self._guards: Callable[[], None] = lambda: None
 
     def _resident(self, what: str) -> list[torch.Tensor]:
-        engine = self._session.engine
-        return engine.resident(what) if engine is not None else []
+        return self.engine.resident(what) if self.engine is not None else []
 
     def _allocated(self) -> int:
         """What torch counts as allocated, less what vLLM's sleep has unmapped under it."""
-        engine = self._session.engine
-        return torch.cuda.memory_allocated(self.device) - (engine.asleep_bytes if engine is not None else 0)
+        asleep = self.engine.asleep_bytes if self.engine is not None else 0
+        return torch.cuda.memory_allocated(self.device) - asleep
 
     # --- phase edges ------------------------------------------------------------------------------------------------
 
@@ -94,10 +109,10 @@ class TrainerMemory:
         return moved
 
     def _leaving(self, owners: Collection[str]) -> list[str]:
-        mode, engine = self._session.config.offload, self._session.live_engine
-        if mode == "none" or engine.asleep_bytes == 0:
+        asleep = self.engine.asleep_bytes if self.engine is not None else 0
+        if self._mode == "none" or asleep == 0:
             return []
-        if mode == "all":
+        if self._mode == "all":
             return [owner for owner in LEAVING if owner in owners]
         if self.device.type != "cuda":  # the arena is the same memory
             return []
@@ -105,7 +120,7 @@ class TrainerMemory:
         trainers = {owner: held[owner] for owner in LEAVING}
         capacity = self._free_bytes() + sum(trainers.values())
         try:
-            leaving = plan_offload(trainers, capacity, engine.asleep_bytes + SLACK)
+            leaving = plan_offload(trainers, capacity, asleep + SLACK)
         except MemoryPlanError:
             leaving = list(LEAVING)  # measured a moment too pessimistically, or the wake-up will say what is missing
         return [owner for owner in leaving if owner in owners]
@@ -138,13 +153,13 @@ class TrainerMemory:
 
     def park_policy(self) -> None:
         """Let the base weights wait in host memory while an engine is built that they are going to live in."""
-        for p in self._session.policy.base_parameters().values():
+        for p in self._policy.base_parameters().values():
             p.data = p.data.cpu()
         torch.cuda.empty_cache()
 
     def unpark_policy(self) -> None:
         """Bring to the device what did not find its place in the engine."""
-        for p in self._session.policy.base_parameters().values():
+        for p in self._policy.base_parameters().values():
             if p.device.type != self.device.type:
                 p.data = p.data.to(self.device)
 
@@ -169,35 +184,33 @@ class TrainerMemory:
         Raises:
             MemoryPlanError: names the phase, the largest owner and the setting to change.
         """
-        sizes = parameter_sizes(self._session.policy.module)
-        sharded = any(is_sharded(p) for p in self._session.policy.module.parameters())
-        elements = sum(p.elements for p in sizes) * (self._session.ranks.world if sharded else 1)
+        sizes = parameter_sizes(self._policy.module)
+        sharded = any(is_sharded(p) for p in self._policy.module.parameters())
+        elements = sum(p.elements for p in sizes) * (self._ranks.world if sharded else 1)
         weights = elements * engine_itemsize // ranks_per_replica
         asleep = ENGINES if sleeps else ()
         self._predict(kv_cache_bytes, weights, shared=shared, asleep=asleep).check(self.capacity())
 
-    def predict_live(self) -> None:
-        """Predict from the engine that was built."""
-        engine, weights = self._session.live_engine, self._session.weights
-        assert weights is not None
+    def predict_live(self, engine: Engine, keeps_weights: bool) -> None:
+        """Predict from the engine that was built; whether its weights stay during TRAIN is the weight sync's word."""
         held = self.ledger.measure()
         whole = sum(storage.nbytes() for storage in storages(engine.resident("weights")))
         shared = held["engine weights"] < whole / 2
-        asleep = () if not engine.sleeps else ENGINES[1:] if weights.keeps_weights else ENGINES
+        asleep = () if not engine.sleeps else ENGINES[1:] if keeps_weights else ENGINES
         self.prediction = self._predict(held["KV cache"], held["engine weights"], shared=shared, asleep=asleep)
 
     def _predict(
         self, kv_cache_bytes: int, engine_weight_bytes: int, *, shared: bool, asleep: Collection[str]
     ) -> Prediction:
         """With as many owners away during ROLLOUT as it takes to fit."""
-        mode = self._session.config.offload
+        mode = self._mode
         movable = LEAVING[:2] if shared else LEAVING
         least, most = {"all": (len(movable), len(movable)), "none": (0, 0)}.get(mode, (0, len(movable)))
         if mode == "auto" and self.device.type != "cuda":
             most = 0
         workload = Workload(
-            parameters=parameter_sizes(self._session.policy.module),
-            optimizer=self._optimizer_name(),
+            parameters=parameter_sizes(self._policy.module),
+            optimizer=self._optimizer_name,
             shared=shared,
             engine_weight_bytes=engine_weight_bytes,
             asleep=asleep,
@@ -223,15 +236,11 @@ class TrainerMemory:
         """What an engine that is about to be built may take, its weights included: what is free now, less the
         optimizer state to come where that is not going to leave."""
         stays = 0
-        if self._session.config.offload == "none":
-            trainable = [p for p in parameter_sizes(self._session.policy.module) if p.trainable]
+        if self._mode == "none":
+            trainable = [p for p in parameter_sizes(self._policy.module) if p.trainable]
             held = self.ledger.measure()["optimizer"]
-            stays = max(0, optimizer_bytes(self._optimizer_name(), trainable)[0] - held)
+            stays = max(0, optimizer_bytes(self._optimizer_name, trainable)[0] - held)
         return self._free_bytes() - stays
-
-    def _optimizer_name(self) -> str:
-        name = getattr(self._session.args, "optim", "adamw_torch_fused")
-        return str(getattr(name, "value", name))
 
     def _free_bytes(self) -> int:
         """Bytes of the device that nobody uses, those that torch keeps for later included."""
@@ -247,7 +256,7 @@ class TrainerMemory:
             yield
         except torch.OutOfMemoryError as error:
             capacity = torch.cuda.mem_get_info(self.device)[1] if self.device.type == "cuda" else None
-            error.add_note(self.ledger.report(self._session.phase, capacity, self.prediction))
+            error.add_note(self.ledger.report(self._phase(), capacity, self.prediction))
             raise
 
     def close(self) -> None:

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 from .hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from ..session import Session
+    from ..protocols import Run
     from .registry import Registry
 
 
-def _gather(session: Session, options: Any) -> Any:
+def _gather(session: Run, options: Any) -> Any:
     from ..weights.gather import GatherSync
 
-    return GatherSync(session)
+    return GatherSync(session.policy, session.live_engine)
 
 
-def _single_turn(session: Session, options: Any) -> Any:
+def _single_turn(session: Run, options: Any) -> Any:
     from ..rollout.single_turn import SingleTurn
 
     return SingleTurn()

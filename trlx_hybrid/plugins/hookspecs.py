@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..doctor import Finding
-    from ..session import Session
+    from ..protocols import Run
     from ..types import Phase, SyncPlan, SyncReport, Trajectory
     from .registry import Registry
 
@@ -36,7 +36,7 @@ def trlx_register(registry: Registry) -> None:
 
 
 @hookspec
-def trlx_configure(session: Session) -> None:
+def trlx_configure(session: Run) -> None:
     """The trainer is built and the components are chosen; the engine does not exist yet.
 
     Called once per trainer, on every rank, before any rollout. Returns nothing.
@@ -44,7 +44,7 @@ def trlx_configure(session: Session) -> None:
 
 
 @hookspec
-def trlx_unconfigure(session: Session) -> None:
+def trlx_unconfigure(session: Run) -> None:
     """The session is closing: give back what `trlx_configure` took.
 
     Called once, also after a failure; the engine still exists if it was built. Returns nothing.
@@ -52,7 +52,7 @@ def trlx_unconfigure(session: Session) -> None:
 
 
 @hookspec
-def trlx_leave_phase(session: Session, phase: Phase, step: int) -> None:
+def trlx_leave_phase(session: Run, phase: Phase, step: int) -> None:
     """`phase` is over: give its memory back.
 
     Called at each phase edge, on every rank; every plugin's leave finishes before any plugin's enter starts.
@@ -61,7 +61,7 @@ def trlx_leave_phase(session: Session, phase: Phase, step: int) -> None:
 
 
 @hookspec
-def trlx_enter_phase(session: Session, phase: Phase, step: int) -> None:
+def trlx_enter_phase(session: Run, phase: Phase, step: int) -> None:
     """`phase` begins: claim its memory.
 
     Called at each phase edge, on every rank, after all leaves. Entering ROLLOUT, the engine is awake and holds the
@@ -70,7 +70,7 @@ def trlx_enter_phase(session: Session, phase: Phase, step: int) -> None:
 
 
 @hookspec
-def trlx_sync_start(session: Session, plan: SyncPlan) -> None:
+def trlx_sync_start(session: Run, plan: SyncPlan) -> None:
     """The policy's weights are about to be brought into the engine.
 
     Called before each weight sync, on every rank; never with TRL's own generation path. Returns nothing.
@@ -78,7 +78,7 @@ def trlx_sync_start(session: Session, plan: SyncPlan) -> None:
 
 
 @hookspec
-def trlx_sync_end(session: Session, report: SyncReport) -> None:
+def trlx_sync_end(session: Run, report: SyncReport) -> None:
     """The engine holds the policy's weights, and the proofs passed.
 
     Called after each successful weight sync, on every rank. Returns nothing.
@@ -86,7 +86,7 @@ def trlx_sync_end(session: Session, report: SyncReport) -> None:
 
 
 @hookspec
-def trlx_rollout_end(session: Session, trajectories: Sequence[Trajectory]) -> None:
+def trlx_rollout_end(session: Run, trajectories: Sequence[Trajectory]) -> None:
     """A batch of trajectories was sampled and scored: log or record it.
 
     Called on every rank with this rank's rows, in TRL's order, for training and evaluation batches alike
@@ -95,7 +95,7 @@ def trlx_rollout_end(session: Session, trajectories: Sequence[Trajectory]) -> No
 
 
 @hookspec(firstresult=True)
-def trlx_advantages(session: Session, batch: dict[str, Any]) -> Tensor | None:
+def trlx_advantages(session: Run, batch: dict[str, Any]) -> Tensor | None:
     """Replace the advantages of a batch.
 
     Called after TRL computed them, on every rank. `batch` is what TRL trains on, this rank's rows: among others
@@ -107,7 +107,7 @@ def trlx_advantages(session: Session, batch: dict[str, Any]) -> Tensor | None:
 
 
 @hookspec
-def trlx_report_header(session: Session) -> str | list[str] | None:
+def trlx_report_header(session: Run) -> str | list[str] | None:
     """Add lines below the header of a run.
 
     Called once, on every rank, when the engine is built or, with TRL's own generation, when training starts; rank 0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ..errors import ComponentError
+from ..errors import ComponentError, nearest
 from ..protocols import Engine, Rollout, WeightSync, missing_members
 from ..types import Completion
 
@@ -181,8 +180,7 @@ class Registry:
     @staticmethod
     def _missing(slot: Slot, name: str, offered: Iterable[str]) -> str:
         known = {*offered, *BRINGS[slot]}
-        close = difflib.get_close_matches(name, sorted(known), n=1)
-        meant = name if name in BRINGS[slot] else close[0] if close else ""
+        meant = name if name in BRINGS[slot] else nearest(name, sorted(known))
         hint = f" Did you mean {meant!r}?" if meant not in ("", name) else ""
         if meant in BRINGS[slot] and meant not in offered:
             hint += (

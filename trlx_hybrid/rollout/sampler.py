@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..errors import EngineError
-from ..plugins.registry import BUILTIN, Component
 from ..types import Completion, Request, Sampling
 from .seeding import RowTracker, preserved_generators, request_seed
 
 if TYPE_CHECKING:
-    from ..protocols import Engine, Rollout
-    from ..session import Session
+    from ..plugins.registry import Component
+    from ..protocols import Engine
+    from ..ranks import Ranks
     from .conversation import RequestMaker
 
 
@@ -23,26 +23,28 @@ class Sampler:
     """Samples the rollouts of one run.
 
     Args:
+        ranks: the processes of the run.
         sampling: how to sample; a `seed` among its extras replaces the run's seed.
         run_seed: TRL's `seed`.
+        source: whose completions they are: a plugin's rollout, or the engine that the built-in one hands them on from.
     """
 
-    def __init__(self, session: Session, sampling: Sampling, run_seed: int) -> None:
+    def __init__(self, ranks: Ranks, sampling: Sampling, run_seed: int, source: Component | None) -> None:
         extra = dict(sampling.extra)
         self._run_seed = int(extra.pop("seed", run_seed))
         self.sampling = dataclasses.replace(sampling, extra=extra)
-        self._session = session
+        self._ranks, self._source = ranks, source
         self._tracker: RowTracker | None = None
         self._conversing = 0  # rows that converse in this batch
         self._group = 1  # size of a group, as the first turn says: TRL's later turns are asked for one by one
         self._version = -1
         self._drawn: Counter[str] = Counter()  # rows that this weight version has sampled, per stream
 
-    def begin(self, stream: str) -> None:
-        """A batch begins; `stream` is "train" or "eval", which share no draws."""
+    def begin(self, stream: str, version: int) -> None:
+        """A batch of a weight version begins; `stream` is "train" or "eval", which share no draws."""
         self._stream, self._tracker, self._conversing = stream, None, 0
-        if self._session.freshness.version != self._version:
-            self._version = self._session.freshness.version
+        if version != self._version:
+            self._version = version
             self._drawn.clear()
 
     def forget(self) -> None:
@@ -52,13 +54,13 @@ class Sampler:
     def end(self) -> None:
         """The batch is over: the next one of this weight version continues the row count. Collective."""
         rows = len(self._tracker) if self._tracker is not None else self._conversing
-        self._drawn[self._stream] += self._session.ranks.sum(rows)
+        self._drawn[self._stream] += self._ranks.sum(rows)
         self._tracker = None
 
     def sample(
         self,
         engine: Engine,
-        rollout: Rollout,
+        run: Callable[[Sequence[Request], Sampling], list[Completion]],
         prompts: Sequence[list[int]],
         images: Sequence[list[Any] | None] | None,
         num_generations: int,
@@ -67,6 +69,7 @@ class Sampler:
         """One completion per prompt of this rank, in order.
 
         Args:
+            run: the rollout's.
             prompts: token ids; the copies of one prompt's group follow each other, as TRL lays them out.
             num_generations: size of a group.
             timer: entered around the engine's work (TRL's profiler).
@@ -89,7 +92,8 @@ class Sampler:
             for i, place in enumerate(places)
         ]
         with preserved_generators(), timer or nullcontext():
-            sampled = rollout.run(self._session, requests, self.sampling)
+            sampled = run(requests, self.sampling)
+        assert self._source is not None
         completions = self._source.completions(sampled, len(requests))
         self._tracker.extend(places, prompts, [c.token_ids for c in completions])
         return completions
@@ -118,17 +122,9 @@ class Sampler:
 
         return request
 
-    @property
-    def _source(self) -> Component:
-        """Whose completions they are: a plugin's rollout, or the engine that the built-in one hands them on from."""
-        engine, rollout = self._session.selection.engine, self._session.selection.rollout
-        assert engine is not None
-        assert rollout is not None
-        return engine.component if rollout.component.plugin == BUILTIN else rollout.component
-
     def _first_row(self, rows: int) -> int:
         """Global row of this rank's first prompt; every rank has as many."""
-        return self._drawn[self._stream] + self._session.ranks.rank * rows
+        return self._drawn[self._stream] + self._ranks.rank * rows
 
     def _seed(self, row: int, turn: int) -> int:
         prompt, generation = divmod(row, self._group)

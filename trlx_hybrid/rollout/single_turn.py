@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from ..protocols import Rollout
+from ..protocols import Rollout, Run
 from ..types import Completion, Request, Sampling
-
-if TYPE_CHECKING:
-    from ..session import Session
 
 
 class SingleTurn(Rollout):
@@ -17,6 +13,6 @@ class SingleTurn(Rollout):
 
     name = "single_turn"
 
-    def run(self, session: Session, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def run(self, session: Run, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order."""
         return session.live_engine.generate(requests, sampling)

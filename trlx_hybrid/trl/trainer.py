@@ -237,12 +237,14 @@ class HybridTrainer(Checkpointing):
         custom = getattr(trainer, "rollout_func", None)
         if not session.selection.stock and {"old_per_token_logps", "sampling_per_token_logps"} <= batch.keys():
             session.freshness.check_batch(
+                session.live_engine,
                 batch["sampling_per_token_logps"],
                 batch["old_per_token_logps"],
                 batch["completion_mask"] * batch.get("tool_mask", 1),
                 batch["completion_ids"],
-                trainer.temperature,
-                custom is not None and not getattr(custom, "samples_from_session", False),
+                temperature=trainer.temperature,
+                step=session.step,
+                own_sampler=custom is not None and not getattr(custom, "samples_from_session", False),
             )
         if "advantages" in batch:
             batch["advantages"] = replaced(session, batch, self._rewards)

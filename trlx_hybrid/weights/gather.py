@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 from ..protocols import WeightSync
 from ..types import LoadReport
-from .policy import Policy
 
 if TYPE_CHECKING:
-    from ..session import Session
+    from ..protocols import Engine
+    from .policy import Policy
 
 
 class GatherSync(WeightSync):
@@ -21,8 +21,8 @@ class GatherSync(WeightSync):
 
     name = "gather"
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, policy: Policy, engine: Engine) -> None:
+        self._policy, self._engine = policy, engine
 
     def refuses(self) -> str | None:
         """Why the weights cannot be read in full, or None."""
@@ -30,8 +30,4 @@ class GatherSync(WeightSync):
 
     def sync(self) -> LoadReport:
         """Stream the whole policy into the engine."""
-        return self._session.live_engine.load_weights(self._policy.full_weights())
-
-    @property
-    def _policy(self) -> Policy:
-        return self._session.policy
+        return self._engine.load_weights(self._policy.full_weights())

@@ -95,3 +95,36 @@ def test_another_signal_ends_ranks_with_sigterm():
     course = Course(1)
     course.interrupt(SIGTERM, 0.0)
     assert course.signals(0.0) == [(0, SIGTERM)]
+
+
+def test_a_signal_that_reaches_ranks_before_the_launcher_is_not_their_failure():
+    """Batch systems send it to all processes of a job, in any order."""
+    course = Course(3)
+    course.reported(Report(rank=0, how=How.DIED, time=0.0), 0.0)
+    course.reported(Report(rank=1, how=How.NODE_LOST, time=0.1), 0.1)
+    course.reported(failure(2, 0.2, lost_peer=True), 0.2)
+    for rank in range(3):
+        course.clean(rank)
+    assert course.signals(0.3) == []
+    assert not course.over(0.3)
+    course.interrupt(SIGTERM, 1.0)
+    assert course.over(1.0)
+    assert course.reports == []
+
+
+def test_a_failure_of_its_own_stays_one_whatever_the_user_does_next():
+    course = Course(2)
+    course.reported(failure(1, 0.0), 0.0)
+    course.interrupt(SIGINT, 1.0)
+    assert [report.rank for report in course.reports] == [1]
+
+
+def test_ranks_that_die_with_nobody_signalling_have_failed():
+    course, limits = Course(1), Limits()
+    course.reported(Report(rank=0, how=How.DIED, time=0.0), 0.0)
+    course.clean(0)
+    over, got = finish(course, 0.0, [set()])
+    assert limits.settle <= over < limits.settle + 2 * STEP
+    assert got == {}
+    course.interrupt(SIGTERM, over)
+    assert [report.rank for report in course.reports] == [0]

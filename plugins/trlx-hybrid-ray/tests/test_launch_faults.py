@@ -18,7 +18,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import SCRIPTS, launch, leftovers, nothing_left, segments
+from launching import SCRIPTS, Segments, launch, leftovers, nothing_left
 from test_launch_grpo import CONFIG
 
 SEEDS = int(os.environ.get("FAULT_SEEDS", "3"))
@@ -120,7 +120,7 @@ def test_a_run_that_loses_a_rank_or_a_node_ends_in_time_and_says_which(
     script = "phases.py" if seed < CHEAP else "launched_grpo.py"
     phase, kind, victim = PHASES[seed % len(PHASES)], KINDS[seed % len(KINDS)], draw.randrange(2)
     pause = draw.random() * (3.0 if phase == "start" and seed >= CHEAP else 0.2)  # building an engine takes a while
-    before, added = segments(), nodes()
+    segments, added = Segments(), nodes()
 
     def lose_node(pid):
         (lost,) = [n for n in added if n.all_processes["raylet"][0].process.pid == psutil.Process(pid).ppid()]
@@ -155,11 +155,11 @@ def test_a_run_that_loses_a_rank_or_a_node_ends_in_time_and_says_which(
         if kind == "recover" and phase in ("saved", "end"):
             assert all(resumed)
         assert results == expected(script)
-    assert nothing_left(str(tmp_path), before) == []
+    assert nothing_left(str(tmp_path), segments) == []
 
 
 def test_a_rank_whose_warden_is_killed_is_not_left_alone(two_nodes, capfd, tmp_path):
-    before, deadline = segments(), time.monotonic() + 60
+    segments, deadline = Segments(), time.monotonic() + 60
     while len(two_nodes.nodes) > 1 + len(two_nodes.cluster.worker_nodes):  # Ray takes a while to see that one is gone
         assert time.monotonic() < deadline
         time.sleep(0.2)
@@ -172,7 +172,7 @@ def test_a_rank_whose_warden_is_killed_is_not_left_alone(two_nodes, capfd, tmp_p
     assert done.err.strip().endswith("Its node is gone, or the warden was killed.")
     for pid in (int(left.split()[0]) for left in leftovers(str(tmp_path))):
         os.kill(pid, signal.SIGKILL)  # the child that only a warden would have found
-    assert nothing_left(str(tmp_path), before) == []
+    assert nothing_left(str(tmp_path), segments) == []
 
 
 def warden_of(pid):

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from trlx_hybrid.errors import HybridError
-from trlx_hybrid.protocols import Rollout
+from trlx_hybrid.protocols import Rollout, Run
 from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, RequestMaker
-from trlx_hybrid.session import Session
 from trlx_hybrid.types import Completion, Request, Sampling
 
 from .episode import ToolEpisode
@@ -37,7 +36,7 @@ class MultiTurn(Rollout):
     name = "multi_turn"
     converses = True
 
-    def __init__(self, session: Session, options: MultiTurnOptions) -> None:
+    def __init__(self, session: Run, options: MultiTurnOptions) -> None:
         self.options = options
         self.runner = ToolRunner(options)
         self._warned: set[str] = set()
@@ -45,12 +44,12 @@ class MultiTurn(Rollout):
             options.progress and session.ranks.rank == 0 and not getattr(session.args, "disable_tqdm", False)
         )
 
-    def run(self, session: Session, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def run(self, session: Run, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order: for rows without tools, and custom rollouts."""
         return session.live_engine.generate(requests, sampling)
 
     def converse(
-        self, session: Session, dialogues: Sequence[Dialogue], limits: Limits, request: RequestMaker
+        self, session: Run, dialogues: Sequence[Dialogue], limits: Limits, request: RequestMaker
     ) -> list[Conversation]:
         """Every dialogue to its end, in order.
 
@@ -76,7 +75,7 @@ class MultiTurn(Rollout):
         return conversations
 
     def run_trajectories(
-        self, session: Session, trajectories: Sequence[TrajectoryCoroutine], conversations: Sequence[Conversation]
+        self, session: Run, trajectories: Sequence[TrajectoryCoroutine], conversations: Sequence[Conversation]
     ) -> None:
         """Coroutines over one stream of the engine, all to their end, and what they were like into the metrics."""
         options, runner = self.options, self.runner
@@ -85,13 +84,13 @@ class MultiTurn(Rollout):
         try:
             with (
                 _switching_every(options.switch_interval),
-                session.live_engine.stream(session.sampler.sampling) as stream,
+                session.live_engine.stream(session.sampling) as stream,
             ):
                 width = options.max_trajectories or len(trajectories)
                 Loop(stream, progress, width=width, seconds=options.max_seconds).run(trajectories)
         finally:
             progress.close()
-        session.metrics |= metrics(conversations, runner.usage, progress, stream)
+        session.metrics.update(metrics(conversations, runner.usage, progress, stream))
         for sentence in heavy_tools(runner.usage, progress, runner):
             tool = sentence.split("'")[1]
             if tool not in self._warned:

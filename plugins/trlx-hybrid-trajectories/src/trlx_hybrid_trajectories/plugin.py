@@ -11,7 +11,7 @@ from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from trlx_hybrid.session import Session
+    from trlx_hybrid.protocols import Run
     from trlx_hybrid.types import Trajectory
 
 
@@ -33,19 +33,19 @@ class TrajectoriesOptions:
             raise ConfigError(f"trajectories: record_limit must be 1 or more, got {self.record_limit}.")
 
 
-def _options(session: Session) -> TrajectoriesOptions:
+def _options(session: Run) -> TrajectoriesOptions:
     given = session.config.options_of("trajectories")
     return build(TrajectoriesOptions, given, "HybridConfig.plugin_options['trajectories']")
 
 
 @hookimpl
-def trlx_configure(session: Session) -> None:
+def trlx_configure(session: Run) -> None:
     """Refuse wrong options before anything is sampled."""
     _options(session)
 
 
 @hookimpl
-def trlx_rollout_end(session: Session, trajectories: Sequence[Trajectory]) -> None:
+def trlx_rollout_end(session: Run, trajectories: Sequence[Trajectory]) -> None:
     """Record some of this rank's trajectories, where the options name a file."""
     options = _options(session)
     if options.record is None or session.ranks.rank != 0:

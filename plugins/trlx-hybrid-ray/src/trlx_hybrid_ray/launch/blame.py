@@ -61,6 +61,11 @@ class Report:
         """Whether this ends the run."""
         return self.how is not How.FINISHED
 
+    @property
+    def signalled(self) -> bool:
+        """Whether a signal to all processes of a job can be what ended it, or what it followed from."""
+        return self.how in (How.DIED, How.NODE_LOST) or self.lost_peer or self.error == "KeyboardInterrupt"
+
 
 def first_failure(reports: Sequence[Report]) -> Report | None:
     """The failure that the others followed from: the earliest whose error does not point at another rank.

@@ -90,12 +90,18 @@ class Course:
         self._ranks[rank].ended = self._ranks[rank].clean = True
 
     def interrupt(self, which: Signals, now: float) -> None:
-        """The user wants the end: with Ctrl-C, and with the second one at once."""
+        """The user wants the end: with Ctrl-C, and with the second one at once.
+
+        A signal to all processes of a job may have reached ranks first: what it ended has not failed.
+        """
         if self.interrupted is not None:
             self._kill_at = now
             return
         self.interrupted = which
         if self.stopped_at is None:
+            for rank in self._ranks:
+                if rank.report is not None and rank.report.signalled:
+                    rank.report = None
             self._stop(which if which == SIGINT else SIGTERM, now)
 
     def signals(self, now: float) -> list[tuple[int, Signals]]:
@@ -110,8 +116,10 @@ class Course:
         return [(rank, due) for rank in ranks]
 
     def over(self, now: float) -> bool:
-        """Whether all ranks are gone with everything, or there is nothing left to try."""
-        return all(rank.clean for rank in self._ranks) or now >= self._kill_at + self.limits.kill
+        """Whether all ranks are gone with everything, by no signal that may reach us as well, or all was tried."""
+        first = first_failure(self.reports)
+        settling = self.stopped_at is None and first is not None and first.signalled
+        return (all(rank.clean for rank in self._ranks) and not settling) or now >= self._kill_at + self.limits.kill
 
     @property
     def reports(self) -> list[Report]:

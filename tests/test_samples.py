@@ -181,10 +181,10 @@ def test_multi_turn(execute) -> None:
 
 
 def test_trajectories(execute) -> None:
-    for page in ("docs/trajectories.md", "plugins/trlx-hybrid-trajectories/README.md"):
-        (trainer,) = execute(page, settings={"train": True})["trainers"]
-        assert Path("trajectories.jsonl").read_text().count("\n") == 8
-        Path("trajectories.jsonl").unlink()
+    shown = execute("docs/trajectories.md", settings={"train": True})
+    readme = execute("plugins/trlx-hybrid-trajectories/README.md", settings={"train": True})
+    assert Path("trajectories.jsonl").read_text().count("\n") == 2 * 8
+    for trainer in (*shown["trainers"], *readme["trainers"]):
         trainer.session.close()
 
 

@@ -32,7 +32,7 @@ GATE = threading.Event()  # what hanging threads wait for
 
 # By tool: what may go wrong with it. Some of it is shown to the model; all else ends the trajectory.
 KINDS = {
-    "work": ("exit", "segfault", "leave", "unprintable", "unencodable", "unpicklable", "raise", "hang"),
+    "work": ("exit", "segfault", "leave", "unprintable", "unencodable", "unsendable", "raise", "hang"),
     "think": ("leave", "unprintable", "unencodable", "imageless", "raise", "hang"),
     "fetch": ("cancelled", "leave", "unprintable", "unencodable", "raise", "hang"),
     "count": ("unencodable", "leave", "unprintable", "raise", "hang"),
@@ -47,7 +47,7 @@ SHOWN = {
 REASONS = {
     "unprintable": "a Unprintable, cannot be turned into a string",
     "unencodable": "cannot be shown to the model: TypeError",
-    "unpicklable": "a value of type 'generator', which cannot be sent back",
+    "unsendable": "a list, of which [0] is a generator, which cannot be sent",
     "imageless": "cannot be shown to the model: KeyError",
     "cancelled": "was cancelled",
 }
@@ -72,7 +72,7 @@ def garbage(kind):
     return {
         "unprintable": Unprintable(),
         "unencodable": "\ud800",
-        "unpicklable": (i for i in ()),
+        "unsendable": [(i for i in ())],
         "imageless": [{"type": "image"}],
     }[kind]
 

@@ -260,7 +260,7 @@ def test_a_list_that_is_no_plain_data_is_lost_by_tool_and_type(shared):
     outcome = call(shared, generate)
     assert outcome.lost == (
         "tool 'generate' returned a list, of which [1]['found'] is a generator, which cannot be sent from its process. "
-        "Return plain data. Or run it in threads."
+        "Return plain data, or run it in threads."
     )
     assert outcome.error is None
 

@@ -25,7 +25,7 @@ from trlx_hybrid import plain_data, remote_errors
 from ..loop import Outcome
 from . import worker_process
 from .threads import ToolCall, ToolsUnavailableError, Workers
-from .worker_process import FUNCTIONS, IN_THREADS, UnshowableError, receive, send
+from .worker_process import FUNCTIONS, PLAIN, UnshowableError, receive, send
 
 START_SECONDS = 60.0  # for the interpreter, and for the imports of a tool's module; no tool's deadline counts them
 LONGEST_SECONDS = 1e6  # 11 days: beyond twice that no socket can wait
@@ -298,7 +298,7 @@ class WorkerProcess:
             answer: dict[str, Any] = plain_data.loads(bytes(body))
             kind, content = answer["kind"], answer["content"]
         except plain_data.NotPlainError as error:
-            raise CallLost(f"returned {error}. Return plain data. {IN_THREADS}") from error
+            raise CallLost(f"returned {error}. {PLAIN}") from error
         except Exception as error:  # the tool wrote to the socket itself: nothing that follows can be trusted
             self.kill()
             raise CallLost(f"gave an answer that cannot be read: {type(error).__name__}: {error}.") from error

@@ -22,7 +22,7 @@ from ..loop import Call, Outcome
 from ..options import Mode, MultiTurnOptions
 from .event_loop import DaemonLoop, gathered
 from .processes import ProcessWorkers
-from .threads import ThreadWorkers, ToolCall
+from .threads import ThreadWorkers, ToolCall, performed
 from .worker_process import as_shown
 
 logger = logging.getLogger(__name__)
@@ -291,15 +291,8 @@ class ToolRunner:
 
 
 def call_here(function: Callable[[], Any], done: Callable[[Outcome], None]) -> Callable[[str], None]:
-    """A call in this very thread. SystemExit and KeyboardInterrupt are the user's: they go through."""
-    started, cpu = time.perf_counter(), time.thread_time()
-    value, raised = None, None
-    try:
-        value = function()
-    except Exception as error:
-        raised = error
-    seconds, used = time.perf_counter() - started, time.thread_time() - cpu
-    done(Outcome(value=value, error=raised, seconds=seconds, cpu_seconds=used))
+    """A call in the trainer's thread. SystemExit and KeyboardInterrupt are the user's: they go through."""
+    done(performed(function, Exception))
     return lambda reason: None
 
 

@@ -249,6 +249,18 @@ class Workers:
             return call
 
 
+def performed(function: Callable[[], Any], catching: type[BaseException]) -> Outcome:
+    """A call in this very thread, measured. What it raises beyond `catching` goes through."""
+    started, cpu_started = time.perf_counter(), time.thread_time()
+    value, raised = None, None
+    try:
+        value = function()
+    except catching as error:
+        raised = error
+    seconds, cpu_seconds = time.perf_counter() - started, time.thread_time() - cpu_started
+    return Outcome(value=value, error=raised, seconds=seconds, cpu_seconds=cpu_seconds)
+
+
 def taking_this_device() -> Callable[[], None]:
     """What another thread is to call first: CUDA's current device, 0 in each new thread, becomes this thread's."""
     torch: Any = sys.modules.get("torch")
@@ -297,15 +309,8 @@ class ThreadWorkers(Workers):
         return call in self._hung
 
     def _perform(self, call: ToolCall) -> Outcome:
-        started, cpu_started = time.perf_counter(), time.thread_time()
-        try:
-            value = call.context.run(call.function, **call.arguments)
         # SystemExit and KeyboardInterrupt are the tool's own here: no signal is delivered to a thread.
-        except BaseException as error:
-            return Outcome(
-                error=error, seconds=time.perf_counter() - started, cpu_seconds=time.thread_time() - cpu_started
-            )
-        return Outcome(value=value, seconds=time.perf_counter() - started, cpu_seconds=time.thread_time() - cpu_started)
+        return performed(lambda: call.context.run(call.function, **call.arguments), BaseException)
 
     def _admit(self, call: ToolCall) -> None:
         if len(self._hung) > self._lost_limit:

@@ -26,7 +26,7 @@ from typing import Any
 
 LENGTH = struct.Struct(">Q")
 FUNCTIONS = 64  # kept in a process; with more, the one that came first is forgotten, here and by the pool
-IN_THREADS = "Or run it in threads."
+PLAIN = "Return plain data, or run it in threads."
 
 
 class UnshowableError(Exception):
@@ -107,7 +107,9 @@ def _answer(message: bytearray, functions: dict[int, Callable[..., Any]]) -> byt
     try:
         kind, number, content = pickle.loads(message)
     except Exception as error:
-        return _packed("refused", f"cannot be given its arguments in a process: {_described(error)}. {IN_THREADS}")
+        return _packed(
+            "refused", f"cannot be given its arguments in a process: {_described(error)}. Run it in threads."
+        )
     del message
     if kind == "load":
         return _load(number, content, functions)
@@ -124,7 +126,7 @@ def _answer(message: bytearray, functions: dict[int, Callable[..., Any]]) -> byt
     try:
         return _packed("value", value, seconds)
     except TypeError:
-        return _packed("refused", f"returned {_not_plain(value)} from its process. Return plain data. {IN_THREADS}")
+        return _packed("refused", f"returned {_not_plain(value)} from its process. {PLAIN}")
 
 
 def _load(number: int, pickled: bytes, functions: dict[int, Callable[..., Any]]) -> bytes:
@@ -136,7 +138,7 @@ def _load(number: int, pickled: bytes, functions: dict[int, Callable[..., Any]])
         return _packed(
             "refused",
             f"cannot be loaded in a process of its own: {_described(error)}. Define it in a module that can be "
-            f"imported there. {IN_THREADS}",
+            "imported there, or run it in threads.",
         )
     return _packed("loaded")
 

@@ -66,8 +66,8 @@ def test_the_command_writes_a_page(command, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--step", 7], "no trajectory of step 7; it has steps 0 to 2"),
-        (["--step", 0, "--failed"], "no failed trajectory of step 0 among its 6: leave out --failed"),
+        (["--step", 7], "no trajectory of step 7; it has 6 of steps 0 to 2, 1 of them failed"),
+        (["--step", 0, "--failed"], "no failed trajectory of step 0; it has 6 of steps 0 to 2, 1 of them failed"),
         (["--html", "/dev/null/t.html"], "cannot write --html /dev/null/t.html"),
     ],
 )

@@ -149,7 +149,7 @@ def test_a_line_being_written_is_left_out_and_never_spoils_the_next(path):
     [
         ('{"step": 1, "trai', "Unterminated"),
         ("[]", "no JSON object"),
-        ("{}", "no field 'step'"),
+        ("{}", "no field 'reward'"),
         ("\xff\x00", "Expecting value"),
     ],
 )

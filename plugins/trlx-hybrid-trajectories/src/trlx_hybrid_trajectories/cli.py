@@ -93,18 +93,16 @@ def _chosen(options: argparse.Namespace) -> Iterator[Recorded]:
 
 def _nothing(options: argparse.Namespace) -> str:
     """Why no trajectory was chosen, and what there is."""
-    everything = [(one.step, one.failed, one.reward) for one in read(options.file)]
+    everything = [(one.step, one.failed) for one in read(options.file)]
     if not everything:
         return f"{options.file} holds no trajectories yet"
-    steps = [step for step, _, _ in everything]
-    if options.step is not None and options.step not in steps:
-        return f"{options.file} has no trajectory of step {options.step}; it has steps {min(steps)} to {max(steps)}"
-    kind = "failed trajectory" if options.failed else "trajectory"
+    steps = [step for step, _ in everything]
     where = "" if options.step is None else f" of step {options.step}"
-    left = [one for one in everything if options.step in (None, one[0]) and (one[1] or not options.failed)]
-    if left:
-        return f"{options.file} has no {kind}{where} with a reward: leave out --worst or --best"
-    return f"{options.file} has no {kind}{where} among its {len(everything)}: leave out --failed"
+    kind = "failed trajectory" if options.failed else "trajectory"
+    scored = " with a reward" if options.worst or options.best else ""
+    failed = sum(failed for _, failed in everything)
+    there = f"{len(steps)} of steps {min(steps)} to {max(steps)}, {failed} of them failed"
+    return f"{options.file} has no {kind}{where}{scored}; it has {there}: ask for others, or leave an option out"
 
 
 def _print(shown: list[Recorded]) -> None:

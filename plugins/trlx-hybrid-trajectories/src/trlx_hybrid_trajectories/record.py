@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from trlx_hybrid.types import Trajectory
 
 DEEPEST = 24  # levels of a message that are kept; one that contains itself ends somewhere
+REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are no whole character
+LONGEST = 64  # tokens that may share characters before they count as bytes that will never be text
+PER_TOKEN = ("completion_texts", "loss_mask", "logprobs")
 LONGEST_DATA_URL = 256  # characters; a longer one is an image
 
 
@@ -160,24 +163,14 @@ def _parsed(line: str, number: int, path: str | os.PathLike[str]) -> Recorded:
         row = json.loads(line)
         if not isinstance(row, dict):
             raise ValueError("it holds no JSON object")
-        recorded = Recorded(
-            line=number,
-            step=int(row["step"]),
-            training=bool(row["training"]),
-            weight_version=int(row["weight_version"]),
-            reward=None if row["reward"] is None else float(row["reward"]),
-            prompt_ids=_ids(row["prompt_ids"]),
-            prompt_texts=_texts(row["prompt_texts"], len(row["prompt_ids"])),
-            completion_ids=_ids(row["completion_ids"]),
-            completion_texts=_texts(row["completion_texts"], len(row["completion_ids"])),
-            loss_mask=_ids(row["loss_mask"]),
-            logprobs=None if row["logprobs"] is None else [None if v is None else float(v) for v in row["logprobs"]],
-            special_ids=frozenset(_ids(row["special_ids"])),
-            completion=row["completion"],
-        )
-        for name, values in (("loss_mask", recorded.loss_mask), ("logprobs", recorded.logprobs)):
-            if values is not None and len(values) != len(recorded.completion_ids):
-                raise ValueError(f"it has {len(recorded.completion_ids)} completion tokens and {len(values)} {name}")
+        row["reward"], row["special_ids"] = _float(row["reward"]), frozenset(row["special_ids"])
+        if row["logprobs"] is not None:
+            row["logprobs"] = [_float(value) for value in row["logprobs"]]
+        recorded = Recorded(line=number, **row)
+        for ids, fields in (("prompt_ids", ["prompt_texts"]), ("completion_ids", PER_TOKEN)):
+            for name in fields:
+                if row[name] is not None and len(row[name]) != len(row[ids]):
+                    raise ValueError(f"it has {len(row[ids])} {ids} and {len(row[name])} {name}")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         cause = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
         raise RecordError(
@@ -187,18 +180,8 @@ def _parsed(line: str, number: int, path: str | os.PathLike[str]) -> Recorded:
     return recorded
 
 
-def _ids(values: Any) -> list[int]:
-    return [int(value) for value in values]
-
-
-def _texts(values: Any, length: int) -> list[str | None]:
-    if len(values) != length:
-        raise ValueError(f"it has {length} tokens and the texts of {len(values)}")
-    return [None if value is None else str(value) for value in values]
-
-
-REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are no whole character
-LONGEST = 64  # tokens that may share characters before they count as bytes that will never be text
+def _float(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
 class TokenTexts:

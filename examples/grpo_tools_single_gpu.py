@@ -55,7 +55,8 @@ if __name__ == "__main__":
     parser.set_defaults(
         engine="vllm",
         # A model may well ask for 9**9**9: such a call is ended after ten seconds, and its conversation with it.
-        rollout_options={"tools": "process", "tool_timeout": 10, "record": "trajectories.jsonl"},
+        rollout_options={"tools": "process", "tool_timeout": 10},
+        plugin_options={"trajectories": {"record": "trajectories.jsonl"}},
         vllm_enable_sleep_mode=True,  # the KV cache and the trainer take turns
         vllm_max_model_length=4096,
         max_completion_length=2048,  # of all turns and answers together

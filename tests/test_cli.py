@@ -20,8 +20,8 @@ def test_plugins_lists_plugins_and_components(capsys):
     assert "gather" in out
     assert main(["plugins", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [p["name"] for p in report["plugins"]] == ["multiturn", "ray", "reshard", "vllm"]
-    assert {"name": "vllm", "distribution": "trlx-hybrid-vllm"}.items() <= report["plugins"][3].items()
+    assert [p["name"] for p in report["plugins"]] == ["multiturn", "ray", "reshard", "trajectories", "vllm"]
+    assert {"name": "vllm", "distribution": "trlx-hybrid-vllm"}.items() <= report["plugins"][4].items()
     weights = {"alias", "lora", "copy", "reshard", "transfer", "gather"}
     engines = {"vllm", "remote"}
     assert {c["name"] for c in report["components"]} == weights | engines | {"single_turn", "multi_turn"}
@@ -29,7 +29,7 @@ def test_plugins_lists_plugins_and_components(capsys):
 
 def test_plugins_by_hook(capsys):
     assert main(["plugins", "--hook", "trlx_rollout_end", "--json"]) == 0
-    assert [p["name"] for p in json.loads(capsys.readouterr().out)["plugins"]] == ["multiturn"]
+    assert [p["name"] for p in json.loads(capsys.readouterr().out)["plugins"]] == ["trajectories"]
     assert main(["plugins", "--hook", "trlx_advantages"]) == 0
     assert "no plugin implements trlx_advantages" in capsys.readouterr().out
 

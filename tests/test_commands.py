@@ -175,7 +175,11 @@ def test_a_command_is_understood(command: str, read: Any) -> None:
 
 @pytest.mark.parametrize(
     ("page", "command", "elsewhere"),
-    [("docs/ray/launching.md", "launch", {"-h"}), ("docs/resharding.md", "reshard-plan", {"-h", "--model"})],
+    [
+        ("docs/ray/launching.md", "launch", {"-h"}),
+        ("docs/resharding.md", "reshard-plan", {"-h", "--model"}),
+        ("docs/trajectories.md", "trajectories", {"-h"}),
+    ],
 )
 def test_a_table_has_the_options_of_its_command(page: str, command: str, elsewhere: set[str], capsys: Any) -> None:
     from trlx_hybrid.cli import main

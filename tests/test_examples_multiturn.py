@@ -66,7 +66,8 @@ def test_tools_on_one_gpu(tmp_path):
     flags += " --report_to none --gradient_accumulation_steps 1 --lora_r 4 --max_completion_length 400"
     flags += " --temperature 0.3"
     flags += f" --model_name_or_path {tmp_path}/model --dataset_name {tmp_path}/data --output_dir {tmp_path}/out"
-    options = f'{{"tools": "process", "max_processes": 1, "record": "{tmp_path}/seen.jsonl"}}'
+    flags += f' --plugin_options {{"trajectories":{{"record":"{tmp_path}/seen.jsonl"}}}}'
+    options = '{"tools": "process", "max_processes": 1}'
     done = start(tmp_path / "script.py", *flags.split(), "--rollout_options", options)
     assert "weights=lora" in done.stderr
     assert "rollout=multi_turn (tools)" in done.stderr

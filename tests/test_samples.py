@@ -180,6 +180,14 @@ def test_multi_turn(execute) -> None:
         trainer.session.close()
 
 
+def test_trajectories(execute) -> None:
+    shown = execute("docs/trajectories.md", settings={"train": True})
+    readme = execute("plugins/trlx-hybrid-trajectories/README.md", settings={"train": True})
+    assert Path("trajectories.jsonl").read_text().count("\n") == 2 * 8
+    for trainer in (*shown["trainers"], *readme["trainers"]):
+        trainer.session.close()
+
+
 def test_configuration(execute, monkeypatch) -> None:
     """The three ways say the same."""
     page = (ROOT / "docs/configuration.md").read_text()

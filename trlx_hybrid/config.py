@@ -42,6 +42,13 @@ class HybridConfig:
     rollout_options: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of the rollout, a mapping or its JSON."}
     )
+    plugin_options: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Options of plugins that are no component, a mapping by plugin's name or its JSON: "
+            '\'{"trajectories": {"record": "trajectories.jsonl"}}\'.'
+        },
+    )
     offload: str = field(
         default="auto",
         metadata={
@@ -71,7 +78,7 @@ class HybridConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("engine_options", "weights_options", "rollout_options"):
+        for name in ("engine_options", "weights_options", "rollout_options", "plugin_options"):
             value = getattr(self, name)
             if isinstance(value, str):
                 try:
@@ -83,15 +90,23 @@ class HybridConfig:
                 setattr(self, name, value)
             if value is not None and not isinstance(value, Mapping):
                 raise ConfigError(f"HybridConfig.{name} must be a mapping, got {type(value).__name__}.")
+        for name, options in self.options("plugin").items():
+            if not isinstance(options, Mapping):
+                raise ConfigError(f"HybridConfig.plugin_options[{name!r}] must be a mapping, got {options!r:.60}.")
         if self.verify_every < 0:
             raise ConfigError(f"HybridConfig.verify_every must be 0 or more, got {self.verify_every}.")
         if self.max_logprob_gap is not None and not self.max_logprob_gap > 0:
             raise ConfigError(f"HybridConfig.max_logprob_gap must be more than 0 nats, got {self.max_logprob_gap}.")
 
     def options(self, slot: str) -> dict[str, Any]:
-        """What the user set for the component of a slot."""
+        """What the user set for the component of a slot; of "plugin", for plugins by name."""
         value = getattr(self, f"{slot}_options")
         return dict(value) if value is not None else {}
+
+    def options_of(self, plugin: str) -> dict[str, Any]:
+        """What the user set for a plugin beside its components, by the name of its entry point. Each plugin checks its
+        own in `trlx_configure`, with `build`; settings of one that is not loaded are refused."""
+        return dict(self.options("plugin").get(plugin, {}))
 
     @classmethod
     def coerce(cls, value: HybridConfig | Mapping[str, Any] | None) -> HybridConfig:

@@ -109,6 +109,7 @@ class Session:
         self._announced = False
         self._stack = ExitStack()
         self._refuse_early()
+        host.require(config.options("plugin"), "HybridConfig.plugin_options")
         host.call("trlx_configure", session=self)
         self._stack.callback(host.call, "trlx_unconfigure", session=self)
         self._leave_at_exit()

@@ -161,6 +161,21 @@ class Host:
                 return next((p for p in self.plugins if p.name == implementation.plugin_name), None)
         return None
 
+    def require(self, names: Iterable[str], where: str) -> None:
+        """Refuse settings that nobody would read.
+
+        Raises:
+            ConfigError: a plugin of that name is not loaded.
+        """
+        loaded = [p.name for p in self.plugins]
+        for name in names:
+            if name not in loaded:
+                off = f" It is switched off by {DISABLE_VARIABLE} or disable_plugins." if name in self.disabled else ""
+                raise ConfigError(
+                    f"{where} has settings of plugin {name!r}, which is not loaded.{off}{did_you_mean(name, loaded)} "
+                    f"Install it, or remove the settings. Loaded: {', '.join(loaded) or 'none'}."
+                )
+
     def only(self, hook: str) -> PluginInfo | None:
         """The plugin that implements a hook of which one answer counts; None if there is none.
 

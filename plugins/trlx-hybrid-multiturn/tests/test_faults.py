@@ -32,7 +32,7 @@ GATE = threading.Event()  # what hanging threads wait for
 
 # By tool: what may go wrong with it. Some of it is shown to the model; all else ends the trajectory.
 KINDS = {
-    "work": ("exit", "segfault", "leave", "unprintable", "unencodable", "unpicklable", "raise", "hang"),
+    "work": ("exit", "segfault", "leave", "unprintable", "unencodable", "unsendable", "raise", "hang"),
     "think": ("leave", "unprintable", "unencodable", "imageless", "raise", "hang"),
     "fetch": ("cancelled", "leave", "unprintable", "unencodable", "raise", "hang"),
     "count": ("unencodable", "leave", "unprintable", "raise", "hang"),
@@ -47,7 +47,7 @@ SHOWN = {
 REASONS = {
     "unprintable": "a Unprintable, cannot be turned into a string",
     "unencodable": "cannot be shown to the model: TypeError",
-    "unpicklable": "a value of type 'generator', which cannot be sent back",
+    "unsendable": "a list, of which [0] is a generator, which cannot be sent",
     "imageless": "cannot be shown to the model: KeyError",
     "cancelled": "was cancelled",
 }
@@ -72,7 +72,7 @@ def garbage(kind):
     return {
         "unprintable": Unprintable(),
         "unencodable": "\ud800",
-        "unpicklable": (i for i in ()),
+        "unsendable": [(i for i in ())],
         "imageless": [{"type": "image"}],
     }[kind]
 
@@ -218,12 +218,12 @@ class Rig:
         draw = random.Random(seed)
         inputs = [self.dataset[draw.randrange(64)] for _ in range(ROWS // GROUP)]
         rollout, before = self.session.rollout, self.session.rollout.options
-        rollout.options = rollout.runners._options = dataclasses.replace(before, **options)
+        rollout.options = rollout.runner._options = dataclasses.replace(before, **options)
         try:
             self.batch = self.trainer._generate_and_score_completions([x for x in inputs for _ in range(GROUP)])
         finally:
             GATE.set()
-            rollout.options = rollout.runners._options = before
+            rollout.options = rollout.runner._options = before
         _, ids, mask, messages, logprobs, *_ = self.generated
         self.conversations = self.trainer._conversations
         return list(zip(ids, mask, messages, logprobs, self.totals, strict=True))
@@ -319,7 +319,7 @@ def test_whatever_tools_do_every_row_comes_back(rig, seed):
         hit = sum(bool(expected(messages, plan)) for _, _, messages, _, _ in reference)
     assert_as_expected(rig, rig.roll(plan, seed), reference, plan)
     assert len(set(psutil.Process().children(recursive=True)) - rig.elsewhere) <= 4
-    none_left(rig.session.rollout.runners.running)
+    none_left(rig.session.rollout.runner.running)
 
 
 def test_every_failure_is_named(rig):

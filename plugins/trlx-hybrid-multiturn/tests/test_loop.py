@@ -9,9 +9,7 @@ import pytest
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.types import Completion, Request
 from trlx_hybrid_multiturn import loop as loop_module
-from trlx_hybrid_multiturn.loop import Loop
-from trlx_hybrid_multiturn.outcome import Outcome
-from trlx_hybrid_multiturn.waits import Call, OutOfTimeError, Sampling
+from trlx_hybrid_multiturn.loop import Call, Generate, Loop, Outcome, OutOfTimeError
 
 PATIENCE = 20  # seconds: nothing here takes one, unless the machine is busy
 
@@ -103,7 +101,7 @@ def drive(monkeypatch):
 
 
 def sampling(steps):
-    return Sampling(Request(prompt_ids=[1], seed=0, max_tokens=steps))
+    return Generate(Request(prompt_ids=[1], seed=0, max_tokens=steps))
 
 
 async def talk(log, name, *waits):

@@ -1,7 +1,9 @@
 """Tools in processes: what comes back, what is lost and why, and that nothing is left behind."""
 
+import ast
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import importlib
 import importlib.util
@@ -18,9 +20,11 @@ import time
 import psutil
 import pytest
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid_multiturn.job import WorkerError
+from trlx_hybrid.remote_errors import RemoteError
 from trlx_hybrid_multiturn.options import MultiTurnOptions
-from trlx_hybrid_multiturn.processes import ProcessWorkers, ToolError
+from trlx_hybrid_multiturn.tools.processes import ProcessWorkers
+from trlx_hybrid_multiturn.tools.threads import ToolsUnavailableError
+from trlx_hybrid_multiturn.tools.worker_process import UnshowableError
 
 PATIENCE = 60  # seconds: nothing here takes long, unless the machine is busy
 
@@ -73,6 +77,11 @@ def call(pool, function, deadline=PATIENCE, **arguments):
     return inbox.get(timeout=PATIENCE)
 
 
+def value(pool, function, deadline=PATIENCE, **arguments):
+    """What it returned, where the model can read that from the text it is shown."""
+    return ast.literal_eval(call(pool, function, deadline, **arguments).value)
+
+
 def add(a, b):
     return a + b
 
@@ -94,10 +103,10 @@ def test_a_call_returns_its_value_and_its_times(shared):
 
     outcome = call(shared, spin)
     assert (outcome.error, outcome.lost) == (None, None)
-    assert outcome.value["pid"] != os.getpid()
+    assert ast.literal_eval(outcome.value)["pid"] != os.getpid()
     assert outcome.seconds >= outcome.cpu_seconds >= 0.05
-    assert call(shared, add, deadline=math.inf, a=1, b=2).value == 3
-    assert call(shared, functools.partial(add, b=2), a=1).value == 3
+    assert value(shared, add, deadline=math.inf, a=1, b=2) == 3
+    assert value(shared, functools.partial(add, b=2), a=1) == 3
 
 
 def test_a_worker_is_reused_and_keeps_its_functions(shared):
@@ -105,7 +114,7 @@ def test_a_worker_is_reused_and_keeps_its_functions(shared):
         counter.append(0)
         return len(counter), os.getpid()
 
-    first, second = call(shared, count).value, call(shared, count).value
+    first, second = value(shared, count), value(shared, count)
     assert (first[0], second[0]) == (1, 2)
     assert first[1] == second[1]
 
@@ -114,7 +123,7 @@ def test_more_functions_than_a_worker_keeps(shared):
     functions = [functools.partial(add, b=i) for i in range(80)]
     for order in (range(80), reversed(range(80))):
         for i in order:
-            assert call(shared, functions[i], a=1).value == 1 + i
+            assert value(shared, functions[i], a=1) == 1 + i
     assert len(shared._pickled) <= 64
 
 
@@ -122,8 +131,8 @@ def test_a_worker_imports_nothing_by_itself(start):
     def loaded():
         return {name.split(".")[0] for name in sys.modules}, sys.stdin.read(), sys.argv[1:]
 
-    modules, stdin, arguments = call(start(), loaded).value
-    heavy = {"torch", "numpy", "transformers", "trl", "vllm", "trlx_hybrid", "trlx_hybrid_multiturn", "pluggy"}
+    modules, stdin, arguments = value(start(), loaded)
+    heavy = {"torch", "numpy", "transformers", "trl", "vllm", "trlx_hybrid_multiturn"}
     assert not modules & heavy
     assert (stdin, arguments) == ("", [])
 
@@ -139,11 +148,11 @@ def test_the_limit_holds_and_calls_start_in_order(start):
 
     for _ in range(20):
         pool.submit(span, {}, inbox.put, PATIENCE)
-    spans = sorted(inbox.get(timeout=PATIENCE).value for _ in range(20))
+    spans = sorted(ast.literal_eval(inbox.get(timeout=PATIENCE).value) for _ in range(20))
     assert all(sum(b <= begin < e for b, e in spans) <= 2 for begin, _ in spans)
     one, order = start(limit=1), []
     for i in range(20):
-        one.submit(add, {"a": i, "b": 0}, lambda o: (order.append(o.value), inbox.put(o)), PATIENCE)
+        one.submit(add, {"a": i, "b": 0}, lambda o: (order.append(int(o.value)), inbox.put(o)), PATIENCE)
     for _ in range(20):
         inbox.get(timeout=PATIENCE)
     assert order == list(range(20))
@@ -173,23 +182,19 @@ class Unprintable(Exception):
         raise ValueError("no text")
 
 
-def raise_two():
-    raise NeedsTwo(404, "not found")
+def test_exceptions_come_back_as_data_and_stand_for_themselves_where_they_hold_more(shared):
+    def raise_two():
+        raise NeedsTwo(404, "not found")
 
+    def raise_lock():
+        error = HoldsALock("locked")
+        error.lock = threading.Lock()
+        raise error
 
-def raise_lock():
-    error = HoldsALock("locked")
-    error.lock = threading.Lock()
-    raise error
-
-
-@pytest.mark.parametrize(
-    ("function", "kind", "text"), [(raise_two, "NeedsTwo", "404: not found"), (raise_lock, "HoldsALock", "locked")]
-)
-def test_an_exception_that_cannot_be_pickled_keeps_its_text(shared, function, kind, text):
-    error = call(shared, function).error
-    assert isinstance(error, ToolError)
-    assert (str(error), error.kind) == (text, kind)
+    two, locked = call(shared, raise_two).error, call(shared, raise_lock).error
+    assert str(two) == "404: not found"
+    assert isinstance(locked, RemoteError)
+    assert (str(locked), locked.kind) == ("locked", "HoldsALock")
 
 
 def test_an_exception_without_a_text_and_those_that_end_programs(shared):
@@ -202,35 +207,75 @@ def test_an_exception_without_a_text_and_those_that_end_programs(shared):
     def interrupt():
         raise KeyboardInterrupt
 
-    before = call(shared, pid).value
+    before = value(shared, pid)
     assert str(call(shared, unprintable).error) == "<Unprintable without a text>"
     assert isinstance(call(shared, leave).error, SystemExit)
     assert isinstance(call(shared, interrupt).error, KeyboardInterrupt)
-    assert call(shared, pid).value == before
+    assert value(shared, pid) == before
 
 
 class Point:
     def __init__(self, x):
         self.x = x
 
+    def __str__(self):
+        return f"point {self.x}"
 
-def test_classes_that_cannot_be_imported_go_both_ways(shared):
+
+def test_whatever_is_no_list_comes_back_as_its_text(shared):
     def move(point):
         return Point(point.x + 1)
 
-    moved = call(shared, move, point=Point(1)).value
-    assert isinstance(moved, Point)
-    assert moved.x == 2
+    assert call(shared, move, point=Point(1)).value == "point 2"
+    assert call(shared, lambda: 0.5).value == "0.5"
+    assert call(shared, lambda: None).value == "None"
 
 
-def test_a_result_that_cannot_be_pickled_is_lost_by_its_type(shared):
+def test_a_result_without_a_text_cannot_be_shown(shared):
+    class Silent:
+        def __str__(self):
+            raise ValueError("nothing to say")
+
+    error = call(shared, lambda: Silent()).error
+    assert isinstance(error, UnshowableError)
+    assert str(error) == "the result, a Silent, cannot be turned into a string: ValueError: nothing to say"
+
+
+def test_lists_come_back_as_they_are_with_their_images(shared):
+    def search():
+        from PIL import Image
+
+        image = Image.new("RGB", (3, 2), (250, 4, 7))
+        return [{"type": "image", "image": image}, {"type": "text", "text": "red"}, ("a", 1, None), 2.5, b"\x00"]
+
+    block, *others = call(shared, search).value
+    assert (block["image"].size, block["image"].getpixel((2, 1))) == ((3, 2), (250, 4, 7))
+    assert others == [{"type": "text", "text": "red"}, ("a", 1, None), 2.5, b"\x00"]
+
+
+def test_a_list_that_is_no_plain_data_is_lost_by_tool_and_type(shared):
     def generate():
-        return (i for i in range(3))
+        return [1, {"found": (i for i in range(3))}]
 
     outcome = call(shared, generate)
-    assert "tool 'generate' returned a value of type 'generator', which cannot be sent back" in outcome.lost
-    assert "Return plain data, or run it in threads." in outcome.lost
+    assert outcome.lost == (
+        "tool 'generate' returned a list, of which [1]['found'] is a generator, which cannot be sent from its process. "
+        "Return plain data, or run it in threads."
+    )
     assert outcome.error is None
+
+
+def test_a_result_of_a_class_that_is_not_known_here_is_lost(shared):
+    def make():
+        @dataclasses.dataclass
+        class OnlyThere:
+            x: int
+
+        return [OnlyThere(1)]
+
+    before = value(shared, pid)
+    assert "'make' returned a " in call(shared, make).lost
+    assert value(shared, pid) == before
 
 
 def raise_here():
@@ -242,13 +287,25 @@ class OnlyThere:
         return raise_here, ()
 
 
-def test_a_result_that_cannot_be_loaded_here_is_lost(shared):
-    def make():
-        return OnlyThere()
+def test_no_pickle_of_a_tool_is_opened_here(start, tmp_path):
+    def answer(file):
+        import gc
+        import socket
 
-    before = call(shared, pid).value
-    assert "'make' returned a value that cannot be brought back" in call(shared, make).lost
-    assert call(shared, pid).value == before
+        class Evil:
+            def __reduce__(self):
+                return file.write_text, ("opened",)
+
+        channel = next(o for o in gc.get_objects() if isinstance(o, socket.socket))
+        body = __import__("pickle").dumps(("value", Evil(), 0.0))
+        channel.sendall(len(body).to_bytes(8, "big") + body)
+        time.sleep(1000)
+
+    pool = start()
+    before = value(pool, pid)
+    assert "gave an answer that cannot be read" in call(pool, answer, file=tmp_path / "opened").lost
+    assert not (tmp_path / "opened").exists()
+    until(lambda: gone(before))
 
 
 @pytest.mark.parametrize(
@@ -293,7 +350,7 @@ def test_a_folder_by_the_name_of_a_module_is_not_taken_for_it(start, tmp_path, m
 
 
 def test_large_arguments_and_results(shared):
-    data = os.urandom(1 << 20) * 50
+    data = os.urandom(1 << 19).hex() * 50
 
     def turn(data):
         return data[::-1]
@@ -326,14 +383,14 @@ def test_a_call_past_its_deadline_is_killed_with_all_it_started(start, tmp_path)
         child.wait()
 
     pool = start()
-    before = call(pool, pid).value
+    before = value(pool, pid)
     lost = call(pool, hang, deadline=0.3, file=file)
     assert lost.lost == "tool 'hang' did not return within 0.3 s; its process was killed."
     assert lost.seconds >= 0.3
     processes = [int(number) for number in file.read_text().split()]
     assert processes[0] == before
     until(lambda: all(gone(process) for process in processes))
-    assert call(pool, pid).value != before
+    assert value(pool, pid) != before
 
 
 def test_a_tool_that_ignores_all_signals_is_killed_too(start):
@@ -391,7 +448,7 @@ def close_everything():
 def test_a_crash_loses_one_call_and_says_why(start, function, cause):
     pool = start()
     assert call(pool, function).lost == f"tool {function.__name__!r} {cause}"
-    assert call(pool, add, a=1, b=2).value == 3
+    assert value(pool, add, a=1, b=2) == 3
 
 
 def test_a_crash_behind_a_fork_is_seen_at_the_deadline(start):
@@ -400,10 +457,10 @@ def test_a_crash_behind_a_fork_is_seen_at_the_deadline(start):
 
 def test_a_worker_that_dies_idle_is_replaced_without_losing_a_call(start):
     pool = start()
-    before = call(pool, pid).value
+    before = value(pool, pid)
     os.kill(before, signal.SIGKILL)
     until(lambda: gone(before))
-    assert call(pool, pid).value != before
+    assert value(pool, pid) != before
 
 
 def test_a_module_that_fails_to_import_there_is_named(start, tmp_path, monkeypatch):
@@ -419,14 +476,14 @@ def test_a_module_that_fails_to_import_there_is_named(start, tmp_path, monkeypat
     for _ in range(2):
         lost = call(pool, once_tool.tool).lost
         assert "tool 'tool' cannot be loaded in a process of its own: ImportError: only in the trainer" in lost
-    assert call(pool, add, a=1, b=2).value == 3
+    assert value(pool, add, a=1, b=2) == 3
     del sys.modules["once_tool"]
 
 
 def test_arguments_that_cannot_be_sent_or_loaded(shared):
     assert "cannot be sent its arguments" in call(shared, add, a=threading.Lock(), b=1).lost
     assert "cannot be given its arguments in a process" in call(shared, add, a=OnlyThere(), b=1).lost
-    assert call(shared, add, a=1, b=2).value == 3
+    assert value(shared, add, a=1, b=2) == 3
 
 
 class Environment:
@@ -455,16 +512,16 @@ def test_functions_that_cannot_leave_are_refused_when_asked(shared):
     assert [shared.refuses(f) for f in (add, Environment.make, math.sqrt, lambda: 1, functools.partial(add, 1))] == (
         [None] * 5
     )
-    with pytest.raises(WorkerError, match="'step' is a method"):
+    with pytest.raises(ToolsUnavailableError, match="'step' is a method"):
         shared.submit(Environment().step, {}, print, 1)
-    assert call(shared, Environment.make).value == 2
+    assert value(shared, Environment.make) == 2
     with pytest.raises(ConfigError):
         ProcessWorkers(0)
 
 
 def test_an_abandoned_call_ends_its_process_at_once(start):
     pool, inbox = start(), queue.Queue()
-    before = call(pool, pid).value
+    before = value(pool, pid)
     running = pool.submit(sleep, {"seconds": 1000}, inbox.put, PATIENCE)
     waiting = pool.submit(sleep, {"seconds": 1000}, inbox.put, PATIENCE)
     until(lambda: pool.busy == 1)
@@ -475,7 +532,7 @@ def test_an_abandoned_call_ends_its_process_at_once(start):
         "tool 'sleep' is not needed either.",
     ]
     until(lambda: gone(before))
-    assert call(pool, pid).value != before
+    assert value(pool, pid) != before
     assert inbox.empty()
 
 
@@ -491,7 +548,7 @@ def test_closing_amid_calls(start):
     assert sum("was not started: the workers were closed" in reason for reason in lost) == 2
     assert sum("still ran when the workers were closed" in reason for reason in lost) == 2
     pool.close()
-    with pytest.raises(WorkerError, match="closed"):
+    with pytest.raises(ToolsUnavailableError, match="closed"):
         pool.submit(add, {}, print, 1)
 
 
@@ -533,7 +590,7 @@ def test_two_hundred_calls_good_and_bad_leave_nothing(start):
         elif i % 5 == 4:
             assert str(outcome.error) == str(i)
         else:
-            assert outcome.value == i
+            assert outcome.value == str(i)
     assert threading.active_count() <= threads + 1  # the second worker may not have been needed before
     assert me.num_fds() <= descriptors + 1
     assert len(pool._free) <= 2
@@ -543,7 +600,7 @@ def script(tmp_path, body):
     """Run a user's script that asks for a pool at its top level, without a guard."""
     file = tmp_path / "script.py"
     file.write_text(
-        "import os, sys, time, queue\nfrom trlx_hybrid_multiturn.processes import ProcessWorkers\n"
+        "import os, sys, time, queue\nfrom trlx_hybrid_multiturn.tools.processes import ProcessWorkers\n"
         "print('script runs', flush=True)\nSCALE = 10\ndef helper(x): return SCALE * x\ndef tool(x): return helper(x)\n"
         "class Odd(Exception): pass\n"
         "def hang(): time.sleep(1000)\ninbox = queue.Queue()\npool = ProcessWorkers(1)\n" + textwrap.dedent(body)

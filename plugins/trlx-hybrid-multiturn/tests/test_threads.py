@@ -12,9 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 from trlx_hybrid.errors import ConfigError, HybridError
-from trlx_hybrid_multiturn.event_loop import DaemonLoop
-from trlx_hybrid_multiturn.job import WorkerError
-from trlx_hybrid_multiturn.threads import ThreadWorkers
+from trlx_hybrid_multiturn.tools.event_loop import DaemonLoop
+from trlx_hybrid_multiturn.tools.threads import ThreadWorkers, ToolsUnavailableError
 
 PATIENCE = 20  # seconds: nothing here takes one, unless the machine is busy
 
@@ -228,9 +227,11 @@ def test_too_many_hanging_threads_stop_the_pool_until_they_return(start, gate, i
     lost = [take(inbox).lost for _ in range(4)]
     assert sum("did not return" in reason for reason in lost) == pool.hung == 2
     assert sum("'never' was not started: 2 tool threads hang" in reason for reason in lost) == 2
-    with pytest.raises(WorkerError, match=r"'add' is not called: 2 .* 1 may: 'search' ×2\..*run them in processes"):
+    with pytest.raises(
+        ToolsUnavailableError, match=r"'add' is not called: 2 .* 1 may: 'search' ×2\..*run them in processes"
+    ):
         pool.submit(add, {"a": 1, "b": 2}, inbox.put, 1)
-    assert issubclass(WorkerError, HybridError)
+    assert issubclass(ToolsUnavailableError, HybridError)
     gate.set()
     until(lambda: pool.hung == 0)
     assert call(pool, add, a=1, b=2).value == 3
@@ -269,7 +270,7 @@ def test_closing_loses_what_waits_and_what_runs(start, gate, inbox):
     lost = [take(inbox).lost for _ in range(2)]
     assert lost[0] == "tool 'second' was not started: the workers were closed."
     assert lost[1] == "tool 'first' still ran when the workers were closed."
-    with pytest.raises(WorkerError, match="closed"):
+    with pytest.raises(ToolsUnavailableError, match="closed"):
         pool.submit(add, {}, inbox.put, 1)
     pool.close()
     gate.set()
@@ -310,7 +311,7 @@ def test_limits_that_make_no_sense_are_refused(limit, lost_limit):
 
 def test_a_hung_tool_does_not_keep_the_interpreter_from_ending():
     code = (
-        "import threading; from trlx_hybrid_multiturn.threads import ThreadWorkers; lost = threading.Event();"
+        "import threading; from trlx_hybrid_multiturn.tools.threads import ThreadWorkers; lost = threading.Event();"
         "pool = ThreadWorkers(2, 2); pool.submit(threading.Event().wait, {}, lambda o: lost.set(), 0.01);"
         "pool.submit(threading.Event().wait, {}, print, 1000); lost.wait(); print('end', pool.hung)"
     )

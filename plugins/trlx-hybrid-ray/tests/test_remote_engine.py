@@ -135,8 +135,7 @@ def test_a_request_that_cannot_be_served_is_an_error_and_the_engine_lives_on(eng
 
 def test_conversations_on_their_own_clocks(engine):
     """The multi-turn plugin's loop over a stream of two engines: later turns extend earlier ones."""
-    from trlx_hybrid_multiturn import waits
-    from trlx_hybrid_multiturn.loop import Loop
+    from trlx_hybrid_multiturn.loop import Generate, Loop
 
     class Silent:
         def stepped(self, seconds, sampling, finished): ...
@@ -148,7 +147,7 @@ def test_conversations_on_their_own_clocks(engine):
             prompt = [5 + row, 20, 30]
             for turn in range(turns):
                 request = Request(prompt_ids=list(prompt), seed=100 * row + turn, row=row, turn=turn, max_tokens=6)
-                completion = await waits.Sampling(request)
+                completion = await Generate(request)
                 heard.append((turn, completion.token_ids))
                 prompt += [*completion.token_ids, 40 + turn]
 

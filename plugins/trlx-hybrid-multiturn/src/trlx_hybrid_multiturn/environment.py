@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.rollout.conversation import Message
 
-from .calls import LostCallError
-from .runners import Runners
+from .tool_calls import LostCallError
+from .tools.runner import ToolRunner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +60,7 @@ class Environment(Protocol):
         """
 
 
-class Player:
+class CheckedEnvironment:
     """Calls an environment's methods where they belong, and checks what they return.
 
     Args:
@@ -69,9 +69,9 @@ class Player:
     """
 
     def __init__(
-        self, factory: Callable[[], Environment], runners: Runners, event_loop: AbstractEventLoop | None
+        self, factory: Callable[[], Environment], runner: ToolRunner, event_loop: AbstractEventLoop | None
     ) -> None:
-        self._factory, self._runners, self._event_loop = factory, runners, event_loop
+        self._factory, self._runner, self._event_loop = factory, runner, event_loop
         self._name = str(getattr(factory, "__name__", type(factory).__name__))
         self._environment: Any = None
         self._away = False  # whether a call has not come back: it may still be using the environment
@@ -118,7 +118,7 @@ class Player:
 
     async def _ask(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
         self._away = True
-        outcome = await self._runners.ask(self._name, name, method, arguments, self._event_loop)
+        outcome = await self._runner.ask(self._name, name, method, arguments, self._event_loop)
         self._away = outcome.lost is not None
         if outcome.lost is not None:
             raise LostCallError(f"environment {outcome.lost.removeprefix('tool ')}")

@@ -14,17 +14,81 @@ import math
 import queue
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from trlx_hybrid.protocols import Stream
-from trlx_hybrid.types import Completion
-
-from .outcome import Outcome
-from .waits import Call, OutOfTimeError, Sampling, Trajectory
+from trlx_hybrid.types import Completion, Request
 
 SHARED_WAIT = 0.005  # seconds: the other ranks of the replica wait for this one's next step
 WAIT = 1.0  # seconds: for progress to be seen while tools work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A tool call that is over: it returned (`value`), raised (`error`), or will never answer (`lost`).
+
+    Attributes:
+        value: what the tool returned; None where it did not return.
+        error: what the tool raised, `SystemExit` and `KeyboardInterrupt` included. The model is shown its text.
+        lost: why there is neither: a hang past its deadline, a crash of its process, a result that cannot be brought
+            back. A sentence that names tool and cause.
+        by_tool: whether the tool's own doing lost it: it took too long, or ended its process. The model, which may have
+            written what was run, is shown that; else it ends the trajectory.
+        seconds: wall time from the start of the call; 0 for a call that never started.
+        cpu_seconds: processor time of the call: of its thread, or of its whole process. 0 where it was lost.
+    """
+
+    value: Any = None
+    error: BaseException | None = None
+    lost: str | None = None
+    by_tool: bool = False
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+
+
+class OutOfTimeError(Exception):
+    """Raised in a trajectory whose time is over, wherever it waits."""
+
+
+class Generate:
+    """One request to the engine; awaiting it gives the Completion."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+
+    def __await__(self) -> Generator[Generate, Completion, Completion]:
+        return (yield self)
+
+
+class Call:
+    """One call that runs elsewhere; awaiting it gives its Outcome.
+
+    Args:
+        start: begins the call, given whom to tell its outcome, from any thread; returns how to abandon it, which takes
+            a reason that continues "tool 'name' ...".
+        name: what is called, for messages.
+
+    Attributes:
+        expires: `time.monotonic()` at which the loop stops waiting by itself: a last resort for whatever should have
+            reported by then and did not.
+    """
+
+    def __init__(self, name: str, start: Callable[[Callable[[Outcome], None]], Callable[[str], None]]) -> None:
+        self.name = name
+        self.start = start
+        self.expires = math.inf
+
+    def __await__(self) -> Generator[Call, Outcome, Outcome]:
+        return (yield self)
+
+
+TrajectoryCoroutine = Coroutine[Generate | Call, Any, None]
+"""Runs one episode to its end; what it makes is kept by whoever started it.
+
+There is no asyncio here: its loop would have to run in the trainer's thread, where a notebook already runs one.
+"""
 
 
 class Observer(Protocol):
@@ -40,12 +104,12 @@ class Observer(Protocol):
 class _Run:
     """A trajectory under way."""
 
-    __slots__ = ("abandon", "coroutine", "expires", "key", "ticket", "waits")
+    __slots__ = ("abandon", "coroutine", "expires", "key", "ticket", "waiting_for")
 
-    def __init__(self, coroutine: Trajectory, expires: float) -> None:
+    def __init__(self, coroutine: TrajectoryCoroutine, expires: float) -> None:
         self.coroutine = coroutine
         self.expires = expires
-        self.waits: Sampling | Call | None = None
+        self.waiting_for: Generate | Call | None = None
         self.key = -1  # of the request it waits for
         self.ticket = 0  # of the call it waits for; answers to earlier ones are dropped
         self.abandon: Callable[[str], None] = lambda reason: None
@@ -67,7 +131,7 @@ class Loop:
         self._sampling: dict[int, _Run] = {}
         self._done = 0
 
-    def run(self, trajectories: Sequence[Trajectory]) -> None:
+    def run(self, trajectories: Sequence[TrajectoryCoroutine]) -> None:
         """Every trajectory to its end. What one raises ends all."""
         waiting = deque(trajectories)
         try:
@@ -96,7 +160,7 @@ class Loop:
 
     # --- trajectories go on -----------------------------------------------------------------------------------------
 
-    def _start(self, coroutine: Trajectory) -> None:
+    def _start(self, coroutine: TrajectoryCoroutine) -> None:
         run = _Run(coroutine, time.monotonic() + self._seconds)
         self._live[run] = None
         self._go_on(run, None)
@@ -104,21 +168,21 @@ class Loop:
     def _go_on(self, run: _Run, value: Any) -> None:
         self._advance(run, lambda: run.coroutine.send(value))
 
-    def _advance(self, run: _Run, resume: Callable[[], Sampling | Call]) -> None:
-        run.waits = None
+    def _advance(self, run: _Run, resume: Callable[[], Generate | Call]) -> None:
+        run.waiting_for = None
         try:
-            run.waits = waits = resume()
+            run.waiting_for = awaited = resume()
         except StopIteration:
             del self._live[run]
             self._done += 1
             return
-        if isinstance(waits, Sampling):
-            run.key = self._stream.add(waits.request)
+        if isinstance(awaited, Generate):
+            run.key = self._stream.add(awaited.request)
             self._sampling[run.key] = run
         else:
             run.ticket += 1
             ticket = run.ticket
-            run.abandon = waits.start(lambda outcome: self._inbox.put((run, ticket, outcome)))
+            run.abandon = awaited.start(lambda outcome: self._inbox.put((run, ticket, outcome)))
 
     # --- tools ------------------------------------------------------------------------------------------------------
 
@@ -131,31 +195,31 @@ class Loop:
             self._answer(run, ticket, outcome)
 
     def _answer(self, run: _Run, ticket: int, outcome: Outcome) -> None:
-        if ticket == run.ticket and isinstance(run.waits, Call):
+        if ticket == run.ticket and isinstance(run.waiting_for, Call):
             self._go_on(run, outcome)
 
     def _expire(self) -> None:
         """End what has no time left, and stop waiting for calls that should have reported and did not."""
         now = time.monotonic()
         for run in [run for run in self._live if run.expires <= now]:
-            if isinstance(run.waits, Sampling):
+            if isinstance(run.waiting_for, Generate):
                 del self._sampling[run.key]
                 self._stream.abort(run.key)
             else:
                 run.abandon("was not waited for: its trajectory's time is over.")
             run.expires = math.inf
             self._advance(run, lambda run=run: run.coroutine.throw(OutOfTimeError()))  # type: ignore[misc]
-        for run in [run for run in self._live if isinstance(run.waits, Call) and run.waits.expires <= now]:
+        for run in [run for run in self._live if isinstance(run.waiting_for, Call) and run.waiting_for.expires <= now]:
             reason = "never reported, not even that its time is over: it blocks the event loop it runs on."
             run.abandon(reason)
-            self._go_on(run, Outcome(lost=f"tool {run.waits.name!r} {reason}"))  # type: ignore[union-attr]
+            self._go_on(run, Outcome(lost=f"tool {run.waiting_for.name!r} {reason}"))  # type: ignore[union-attr]
 
     def _wait(self) -> None:
         """Until a tool answers, at most until something has to be looked at."""
         timeout = SHARED_WAIT if self._stream.shared else WAIT
         now = time.monotonic()
         for run in self._live:
-            expires = min(run.expires, run.waits.expires if isinstance(run.waits, Call) else math.inf)
+            expires = min(run.expires, run.waiting_for.expires if isinstance(run.waiting_for, Call) else math.inf)
             timeout = min(timeout, max(0.0, expires - now))
         try:
             answer = self._inbox.get(timeout=timeout) if timeout else self._inbox.get_nowait()

@@ -13,12 +13,11 @@ from trlx_hybrid.protocols import Rollout, Run
 from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, RequestMaker
 from trlx_hybrid.types import Completion, Request, Sampling
 
-from .loop import Loop
+from .episode import ToolEpisode
+from .loop import Loop, TrajectoryCoroutine
 from .options import MultiTurnOptions
-from .runners import Runners
-from .trajectory import Episode
-from .waits import Trajectory
-from .watch import Watch, heavy_tools, metrics
+from .progress import Progress, heavy_tools, metrics
+from .tools.runner import ToolRunner
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +30,7 @@ class MultiTurn(Rollout):
     """Runs conversations of one trainer.
 
     Attributes:
-        options: its own. runners: where tools and environments run.
+        options: its own. runner: where tools and environments run.
     """
 
     name = "multi_turn"
@@ -39,7 +38,7 @@ class MultiTurn(Rollout):
 
     def __init__(self, session: Run, options: MultiTurnOptions) -> None:
         self.options = options
-        self.runners = Runners(options)
+        self.runner = ToolRunner(options)
         self._warned: set[str] = set()
         self._visible = (
             options.progress and session.ranks.rank == 0 and not getattr(session.args, "disable_tqdm", False)
@@ -58,7 +57,7 @@ class MultiTurn(Rollout):
             TrajectoriesFailedError: more broke off than `max_failed` allows.
             ConfigError: a tool cannot run where it is to run.
         """
-        self.runners.check(
+        self.runner.check(
             {name: tool for d in dialogues for name, tool in d.sync_tools.items()}.items(),
             {name for d in dialogues for name in d.async_tools},
             {name: tool for d in dialogues for name, tool in d.run_tools.items()},
@@ -70,29 +69,29 @@ class MultiTurn(Rollout):
             tool_turns=min(limits.tool_turns, turns),
         )
         failed = self.failures(len(dialogues))
-        episodes = [Episode(i, d, limits, request, self.runners, failed) for i, d in enumerate(dialogues)]
+        episodes = [ToolEpisode(i, d, limits, request, self.runner, failed) for i, d in enumerate(dialogues)]
         conversations = [episode.conversation for episode in episodes]
         self.run_trajectories(session, [episode.run() for episode in episodes], conversations)
         return conversations
 
     def run_trajectories(
-        self, session: Run, trajectories: Sequence[Trajectory], conversations: Sequence[Conversation]
+        self, session: Run, trajectories: Sequence[TrajectoryCoroutine], conversations: Sequence[Conversation]
     ) -> None:
         """Coroutines over one stream of the engine, all to their end, and what they were like into the metrics."""
-        options, runners = self.options, self.runners
-        runners.usage.clear()
-        watch = Watch(len(trajectories), runners, self._visible)
+        options, runner = self.options, self.runner
+        runner.usage.clear()
+        progress = Progress(len(trajectories), runner, self._visible)
         try:
             with (
                 _switching_every(options.switch_interval),
                 session.live_engine.stream(session.sampling) as stream,
             ):
                 width = options.max_trajectories or len(trajectories)
-                Loop(stream, watch, width=width, seconds=options.max_seconds).run(trajectories)
+                Loop(stream, progress, width=width, seconds=options.max_seconds).run(trajectories)
         finally:
-            watch.close()
-        session.metrics.update(metrics(conversations, runners.usage, watch, stream))
-        for sentence in heavy_tools(runners.usage, watch, runners):
+            progress.close()
+        session.metrics.update(metrics(conversations, runner.usage, progress, stream))
+        for sentence in heavy_tools(runner.usage, progress, runner):
             tool = sentence.split("'")[1]
             if tool not in self._warned:
                 self._warned.add(tool)
@@ -100,7 +99,7 @@ class MultiTurn(Rollout):
 
     def close(self) -> None:
         """End the threads and processes of tools."""
-        self.runners.close()
+        self.runner.close()
 
     def failures(self, total: int) -> Callable[[Conversation], None]:
         """What counts the trajectories of a batch that break off, and raises when they are too many."""

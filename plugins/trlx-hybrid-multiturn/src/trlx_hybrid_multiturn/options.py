@@ -44,8 +44,7 @@ class MultiTurnOptions:
         switch_interval: seconds between the interpreter's thread switches during a rollout. Shorter than Python's
             0.005, so that the thread that steps the engine waits less for tools that compute.
         progress: show a progress bar, where the trainer shows one.
-        record: a file that trajectories are appended to, for `trlx-hybrid trajectories`; `record_limit` per batch.
-        record_limit: how many.
+        record, record_limit: older names of `plugin_options["trajectories"]`, which records with any rollout.
     """
 
     tools: Mode = "thread"

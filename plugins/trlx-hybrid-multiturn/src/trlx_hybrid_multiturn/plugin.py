@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import dataclasses
+import logging
+from typing import TYPE_CHECKING
 
 from trlx_hybrid.plugins.hookspecs import hookimpl
 
@@ -12,9 +13,10 @@ from .options import MultiTurnOptions
 if TYPE_CHECKING:
     from trlx_hybrid.plugins.registry import Registry
     from trlx_hybrid.session import Session
-    from trlx_hybrid.types import Trajectory
 
     from .multi_turn import MultiTurn
+
+logger = logging.getLogger(__name__)
 
 
 def _multi_turn(session: Session, options: MultiTurnOptions) -> MultiTurn:
@@ -38,21 +40,18 @@ def trlx_register(registry: Registry) -> None:
 
 
 @hookimpl
-def trlx_rollout_end(session: Session, trajectories: Sequence[Trajectory]) -> None:
-    """Record some of this rank's trajectories, where the options name a file."""
+def trlx_configure(session: Session) -> None:
+    """Hand `record` on: it was this rollout's before any rollout's trajectories could be recorded."""
     rollout = session.selection.rollout
     options = rollout.options if rollout is not None else None
-    if isinstance(options, MultiTurnOptions) and options.record is not None and session.ranks.rank == 0:
-        from .record import append
-
-        append(
-            options.record,
-            trajectories,
-            session.policy.processing_class,
-            step=session.step,
-            limit=options.record_limit,
-            training=session.training,
-        )
+    if not isinstance(options, MultiTurnOptions) or options.record is None:
+        return
+    recording = {"trajectories": {"record": options.record, "record_limit": options.record_limit}}
+    if session.ranks.rank == 0:
+        logger.warning("rollout_options 'record' works for every rollout now: plugin_options=%r.", recording)
+    session.host.require(recording, "rollout_options 'record' (pip install trlx-hybrid-trajectories)")
+    given = session.config.options("plugin") | recording
+    session.config = dataclasses.replace(session.config, plugin_options=given)
 
 
 @hookimpl
@@ -62,11 +61,3 @@ def trlx_report_header(session: Session) -> str | None:
     if rollout is None or not isinstance(rollout.options, MultiTurnOptions) or session.selection.tools:
         return None
     return "note: rollout=multi_turn, and the trainer has no tools: only a rollout_func of its own takes several turns."
-
-
-@hookimpl
-def trlx_command(commands: Any) -> None:
-    """Add `trlx-hybrid trajectories`."""
-    from .trajectories_cli import add_command
-
-    add_command(commands)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trlx_hybrid.errors import ConfigError, EngineError
-from trlx_hybrid.rollout.conversation import Conversation, Limits, RequestMaker, Turn
+from trlx_hybrid.rollout.conversation import Conversation, Limits, RequestMaker
 from trlx_hybrid.rollout.tokenizer import own_tokenizer
-from trlx_hybrid.types import Completion
 
-from .calls import LostCallError
-from .environment import Environment, Player, opening, refuse_prompts
+from .environment import CheckedEnvironment, Environment, opening, refuse_prompts
+from .episode import Episode
+from .loop import OutOfTimeError
 from .multi_turn import MultiTurn
 from .tokens import TemplateTokens, preserving_tokens
-from .waits import OutOfTimeError, Sampling
+from .tool_calls import LostCallError
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +86,11 @@ class Episodes:
         failed = rollout.failures(len(prompts))
         event_loop = getattr(trainer, "async_loop", None)
         runs = [
-            _Episode(
+            EnvironmentEpisode(
                 index,
                 dict(row),
                 list(prompt),
-                Player(self._factory, rollout.runners, event_loop),
+                CheckedEnvironment(self._factory, rollout.runner, event_loop),
                 tokens,
                 trainer.processing_class,
                 limits,
@@ -124,56 +123,50 @@ class Episodes:
         return self._tokens[1]
 
 
-class _Episode:
-    """One trajectory: the model and its environment take turns."""
+class EnvironmentEpisode(Episode):
+    """One row's: the model and its environment take turns."""
 
     def __init__(
         self,
         index: int,
         row: Mapping[str, Any],
         prompt: list[dict[str, Any]],
-        player: Player,
+        environment: CheckedEnvironment,
         tokens: TemplateTokens,
         tokenizer: Any,
         limits: Limits,
         request: RequestMaker,
         failed: Callable[[Conversation], None],
     ) -> None:
-        self.conversation = Conversation()
+        super().__init__(index, [], limits, request, failed)
         self.reward: float | None = None
-        self.prompt_ids: list[int] = []
-        self._index, self._row, self._prompt, self._player = index, row, prompt, player
-        self._tokens, self._tokenizer, self._limits = tokens, tokenizer, limits
-        self._request, self._failed = request, failed
+        self._row, self._prompt, self._environment = row, prompt, environment
+        self._tokens, self._tokenizer = tokens, tokenizer
+
+    def give_up(self) -> None:
+        """No reward."""
+        self.reward = None
+        self.prompt_ids = self.prompt_ids or self._tokens.prompt(self._prompt)
 
     async def run(self) -> None:
-        """The whole episode. Where time runs out after the first turn, what there is by then is kept."""
+        """The whole episode, and the end of its environment."""
+        await super().run()
         try:
-            try:
-                await self._play()
-            except OutOfTimeError:
-                if not self.conversation.turns:
-                    raise LostCallError("its time was over before the first turn was sampled.") from None
-        except LostCallError as lost:
-            self.conversation.failure, self.reward = str(lost), None
-            self._mask()
-            self._failed(self.conversation)
-        try:
-            await self._player.close()
+            await self._environment.close()
         except (LostCallError, OutOfTimeError) as error:  # the episode itself is over, and counts
             logger.warning("An environment was not closed: %s", error or "its episode's time was over.")
 
-    async def _play(self) -> None:
-        conversation, limits = self.conversation, self._limits
-        context = self.prompt_ids = self._opened(await self._player.reset(self._row))
-        room = limits.completion_tokens
+    async def play(self) -> None:
+        """Until the environment says that it is over."""
+        conversation, limits = self.conversation, self.limits
+        context = self.prompt_ids = self._opened(await self._environment.reset(self._row))
+        room: int | None = None  # the first turn's is the run's
         while True:
-            text = await self._sample(context, room)
-            started = time.perf_counter()
-            try:
-                step = await self._player.step(text)
-            finally:
-                conversation.turns[-1].tool_seconds = time.perf_counter() - started
+            completion = await self.sample(context, None, room)
+            text = str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True))
+            conversation.messages.append({"role": "assistant", "content": text})
+            with self.answering():
+                step = await self._environment.step(text)
             conversation.calls += 1
             if step.reward is not None:
                 self.reward = (self.reward or 0.0) + float(step.reward)
@@ -187,16 +180,14 @@ class _Episode:
             context = [*self.prompt_ids, *conversation.completion_ids, *observed]
             if room <= 0 or len(context) >= limits.model_tokens:
                 return  # nothing could be said to it: dropped, and the completion stays as it is
-            conversation.observed(observed)
-            conversation.turns[-1].observed = len(observed)
-            conversation.messages += messages
+            self.observed(observed, messages)
 
     def _opened(self, observation: Any) -> list[int]:
         prompt_ids = self._rendered(self._tokens.prompt, opening(self._prompt, observation))
-        if len(prompt_ids) >= self._limits.model_tokens:
+        if len(prompt_ids) >= self.limits.model_tokens:
             raise EngineError(
                 f"The prompt of row {self._index} has {len(prompt_ids)} tokens with what its environment showed; the "
-                f"engine's context holds {self._limits.model_tokens}, prompt and completion together. Show less, or "
+                f"engine's context holds {self.limits.model_tokens}, prompt and completion together. Show less, or "
                 "raise vllm_max_model_length (HybridConfig.engine_options max_model_len)."
             )
         return prompt_ids
@@ -208,28 +199,6 @@ class _Episode:
             raise LostCallError(
                 f"its messages cannot be rendered by the chat template: {type(error).__name__}: {error}"
             ) from error
-
-    async def _sample(self, context: list[int], room: int) -> str:
-        conversation, turn, started = self.conversation, len(self.conversation.turns), time.perf_counter()
-        limit = None if turn == 0 else room  # the first turn's is the run's
-        completion = await Sampling(self._request(self._index, turn, context, None, limit))
-        conversation.sampled(completion)
-        seconds, sampled = time.perf_counter() - started, len(completion.token_ids)
-        conversation.turns.append(Turn(prompt=len(context), sampled=sampled, sampling_seconds=seconds))
-        text = str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True))
-        conversation.messages.append({"role": "assistant", "content": text})
-        return text
-
-    def _mask(self) -> None:
-        """Nothing is learned from an episode that broke off. TRL needs a prompt, and a completion of one token."""
-        conversation = self.conversation
-        if not self.prompt_ids:
-            self.prompt_ids = self._tokens.prompt(self._prompt)
-        if not conversation.turns:
-            conversation.sampled(Completion(token_ids=[self.prompt_ids[-1]], logprobs=[[0.0]]))
-            conversation.turns.append(Turn(prompt=len(self.prompt_ids), sampled=1, sampling_seconds=0.0))
-            conversation.messages.append({"role": "assistant", "content": ""})
-        conversation.loss_mask = [0] * len(conversation.completion_ids)
 
 
 def _multi_turn(trainer: Any) -> MultiTurn:

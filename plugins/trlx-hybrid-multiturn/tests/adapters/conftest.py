@@ -4,11 +4,11 @@ import importlib.util
 from dataclasses import dataclass, field
 
 import pytest
-from trlx_hybrid_multiturn.calls import LostCallError
-from trlx_hybrid_multiturn.environment import Player
+from trlx_hybrid_multiturn.environment import CheckedEnvironment
 from trlx_hybrid_multiturn.loop import Loop
 from trlx_hybrid_multiturn.options import MultiTurnOptions
-from trlx_hybrid_multiturn.runners import Runners
+from trlx_hybrid_multiturn.tool_calls import LostCallError
+from trlx_hybrid_multiturn.tools.runner import ToolRunner
 
 NEEDED = {"openenv": "openenv", "verifiers": "verifiers", "trained": "vllm"}
 collect_ignore = [f"test_{name}_episodes.py" for name, used in NEEDED.items() if importlib.util.find_spec(used) is None]
@@ -42,12 +42,12 @@ def play():
     opened = []
 
     def start(factory, rows, model, *, turns=10, tool_timeout=30.0):
-        runners = Runners(MultiTurnOptions(tool_timeout=tool_timeout))
-        opened.append(runners)
+        runner = ToolRunner(MultiTurnOptions(tool_timeout=tool_timeout))
+        opened.append(runner)
         played = [Played() for _ in rows]
 
         async def one(row, found):
-            player = Player(factory, runners, None)
+            player = CheckedEnvironment(factory, runner, None)
             try:
                 found.shown.append(await player.reset(row))
                 for _ in range(turns):
@@ -65,5 +65,5 @@ def play():
         return played
 
     yield start
-    for runners in opened:
-        runners.close()
+    for runner in opened:
+        runner.close()

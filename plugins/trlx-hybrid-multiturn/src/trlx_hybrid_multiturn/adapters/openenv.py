@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
+from http.client import HTTPException
+from types import SimpleNamespace
 from typing import Any
 
-from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.errors import ConfigError, did_you_mean
 from trlx_hybrid.rollout.conversation import Message
 
 from ..environment import Step
-from .connection import Connection, ServerError, require_websockets
-from .openenv_schema import action_field, addresses, fetched, observation_field
+from .connection import Connection, ServerError, on_this_machine, require_websockets
+
+MCP_FIELD = "tool_name"  # of actions and observations of a server whose environment is a set of MCP tools
+POLL_SECONDS = 0.2  # between two looks for a server that is still starting
+NO_TEXT = ("done", "reward", "metadata")  # of an observation: what every one has, and no model is shown
 
 Action = Callable[[str], Any]
 Shown = Callable[[Any], str | list[Message]]
@@ -50,7 +59,7 @@ def from_openenv(
     if not isinstance(server, str):
         if action is None or observation is None:
             raise ConfigError("from_openenv(client) needs action= and observation=: only a server tells its fields.")
-        return OpenEnv(lambda: _Client(server()), _maker(action), _shower(observation), columns)
+        return OpenEnv(server, _maker(action), _shower(observation), columns)
     require_websockets("from_openenv")
     http, websocket = addresses(server)
     schema = fetched(http, connect_seconds)
@@ -73,12 +82,12 @@ class OpenEnv:
         self.connect, self.action, self.shown, self.columns = connect, action, shown, tuple(columns)
         self.__name__ = "OpenEnv"  # what messages call its environments
 
-    def __call__(self) -> Session:
+    def __call__(self) -> OpenEnvEpisode:
         """A fresh environment; it connects when it is reset."""
-        return Session(self)
+        return OpenEnvEpisode(self)
 
 
-class Session:
+class OpenEnvEpisode:
     """One episode."""
 
     def __init__(self, kind: OpenEnv) -> None:
@@ -91,18 +100,18 @@ class Session:
         if missing:
             raise ServerError(f"The dataset has no column {missing[0]!r}, which from_openenv(columns=…) names.")
         self._peer = self._kind.connect()
-        seen, _, done = await self._peer.reset({name: row[name] for name in self._kind.columns})
-        if done:
+        begun = await self._peer.reset(**{name: row[name] for name in self._kind.columns})
+        if begun.done:
             raise ServerError("The environment's episode was over when it began.")
-        return self._kind.shown(seen) or None
+        return self._kind.shown(begun.observation) or None
 
     async def step(self, completion: str) -> Step:
         """Act, and see what comes of it."""
-        seen, reward, done = await self._peer.step(self._kind.action(completion))
+        result = await self._peer.step(self._kind.action(completion))
         return Step(
-            observation=None if done else self._kind.shown(seen),
-            done=bool(done),
-            reward=None if reward is None else float(reward),
+            observation=None if result.done else self._kind.shown(result.observation),
+            done=bool(result.done),
+            reward=None if result.reward is None else float(result.reward),
         )
 
     async def close(self) -> None:
@@ -112,44 +121,28 @@ class Session:
 
 
 class _Server:
-    """The server itself, spoken to directly."""
+    """The server itself, spoken to directly, by the methods of OpenEnv's own client."""
 
     def __init__(self, url: str, name: str, seconds: float) -> None:
         self._url, self._name, self._seconds = url, name, seconds
         self._connection: Connection | None = None
 
-    async def reset(self, arguments: Mapping[str, Any]) -> tuple[Any, Any, bool]:
+    async def reset(self, **arguments: Any) -> SimpleNamespace:
         self._connection = await Connection.open(self._url, self._name, self._seconds)
-        return self._result(await self._connection.ask("reset", arguments))
+        return await self._asked("reset", arguments)
 
-    async def step(self, action: Any) -> tuple[Any, Any, bool]:
-        assert self._connection is not None
-        return self._result(await self._connection.ask("step", action))
+    async def step(self, action: Any) -> SimpleNamespace:
+        return await self._asked("step", action)
 
     async def close(self) -> None:
         if self._connection is not None:
             await self._connection.close()
 
-    def _result(self, data: Mapping[str, Any]) -> tuple[Any, Any, bool]:
-        return data.get("observation", {}), data.get("reward"), bool(data.get("done", False))
-
-
-class _Client:
-    """A client of OpenEnv's own, which connects by itself."""
-
-    def __init__(self, client: Any) -> None:
-        self._client = client
-
-    async def reset(self, arguments: Mapping[str, Any]) -> tuple[Any, Any, bool]:
-        result = await self._client.reset(**arguments)
-        return result.observation, result.reward, result.done
-
-    async def step(self, action: Any) -> tuple[Any, Any, bool]:
-        result = await self._client.step(action)
-        return result.observation, result.reward, result.done
-
-    async def close(self) -> None:
-        await self._client.close()
+    async def _asked(self, kind: str, content: Any) -> SimpleNamespace:
+        assert self._connection is not None
+        data = await self._connection.ask(kind, content)
+        done = bool(data.get("done", False))
+        return SimpleNamespace(observation=data.get("observation", {}), reward=data.get("reward"), done=done)
 
 
 def _maker(action: str | Action) -> Action:
@@ -164,3 +157,115 @@ def _shower(observation: str | Shown) -> Shown:
         return seen.get(observation) if isinstance(seen, Mapping) else getattr(seen, observation)
 
     return shown
+
+
+def action_field(schema: Mapping[str, Any], given: str | None, server: str) -> str:
+    """The field of an action that takes the completion.
+
+    Args:
+        schema: JSON schema of the server's actions.
+        given: the field named by the user; None looks for the only text that is required.
+
+    Raises:
+        ConfigError: there is no such field, or the action needs others as well; or actions are calls of MCP tools, and
+            no completion is the name of one.
+    """
+    fields = [name for name in schema.get("properties") or {} if name != "metadata"]
+    required = [name for name in schema.get("required") or [] if name != "metadata"]
+    if MCP_FIELD in fields and given in (None, MCP_FIELD):
+        raise ConfigError(
+            f"Actions of {server} call MCP tools, by {MCP_FIELD} and arguments: a completion is no tool's name. Give "
+            "action=a function that makes a call of it, as lambda text: {'type': 'call_tool', 'tool_name': 'echo', "
+            "'arguments': {'message': text}}, and observation=a function that makes a text of the tool's result."
+        )
+    if given is None:
+        texts = [name for name in required or fields if _is_text(schema["properties"][name])]
+        if len(texts) != 1:
+            raise ConfigError(
+                f"Actions of {server} have the fields {', '.join(fields) or 'none'}: say which one takes the "
+                "completion, action='…', or give action=a function that makes the action of it."
+            )
+        given = texts[0]
+    _refuse_unknown("Actions", given, fields, server)
+    others = [name for name in required if name != given]
+    if others:
+        raise ConfigError(
+            f"Actions of {server} need {', '.join(others)} beside {given!r}: give action=a function that makes the "
+            "whole action of a completion."
+        )
+    return given
+
+
+def observation_field(schema: Mapping[str, Any], given: str | None, server: str) -> str:
+    """The field of an observation that the model is shown; as `action_field`.
+
+    Raises:
+        ConfigError: there is no such field, or none named, and not exactly one text beside an MCP tool's name.
+    """
+    fields = [name for name in schema.get("properties") or {} if name not in NO_TEXT]
+    if given is None:
+        texts = [name for name in fields if name != MCP_FIELD and _is_text(schema["properties"][name])]
+        if len(texts) != 1:
+            raise ConfigError(
+                f"Observations of {server} have the fields {', '.join(fields) or 'none'}: say which one the model is "
+                "shown, observation='…', or give observation=a function that makes a text of one."
+            )
+        given = texts[0]
+    _refuse_unknown("Observations", given, fields, server)
+    return given
+
+
+def _is_text(schema: Mapping[str, Any]) -> bool:
+    return any(kind.get("type") == "string" for kind in [schema, *schema.get("anyOf", [])])
+
+
+def _refuse_unknown(what: str, given: str, fields: Sequence[str], server: str) -> None:
+    if given not in fields:
+        hint = did_you_mean(given, fields)
+        raise ConfigError(f"{what} of {server} have no field {given!r}.{hint} Fields: {', '.join(fields) or 'none'}.")
+
+
+def addresses(server: str) -> tuple[str, str]:
+    """The server's address for HTTP, and that of its websocket.
+
+    Raises:
+        ConfigError: it is no address.
+    """
+    scheme, separator, rest = server.rstrip("/").partition("://")
+    if not separator:
+        scheme, rest = "http", scheme
+    secure = {"http": "", "ws": "", "https": "s", "wss": "s"}.get(scheme)
+    if secure is None or not rest:
+        raise ConfigError(f"from_openenv: {server!r} is no address of a server; give http://host:port.")
+    return f"http{secure}://{rest}", f"ws{secure}://{rest}/ws"
+
+
+def fetched(http: str, seconds: float) -> dict[str, Any]:
+    """What the server says of its actions and observations; waits for one that is still starting.
+
+    Args:
+        http: the server's address.
+        seconds: how long to wait.
+
+    Returns:
+        JSON schemas by "action", "observation" and "state".
+
+    Raises:
+        ConfigError: no server answered, or something else did.
+    """
+    handlers = [urllib.request.ProxyHandler({})] if on_this_machine(http) else []
+    opener, until = urllib.request.build_opener(*handlers), time.monotonic() + seconds
+    while True:
+        try:
+            with opener.open(f"{http}/schema", timeout=max(POLL_SECONDS, until - time.monotonic())) as reply:
+                return dict(json.load(reply))
+        except (urllib.error.HTTPError, HTTPException, ValueError) as error:
+            raise ConfigError(f"{http}/schema is no OpenEnv server's: {error}.") from error
+        except OSError as error:
+            if time.monotonic() + POLL_SECONDS > until:
+                reason = getattr(error, "reason", error)
+                raise ConfigError(
+                    f"No OpenEnv server answered at {http} within {seconds:g} s ({reason}). Start it, or mend the "
+                    "address; connect_seconds waits longer."
+                ) from error
+        time.sleep(POLL_SECONDS)

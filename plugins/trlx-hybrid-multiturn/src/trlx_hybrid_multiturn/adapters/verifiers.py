@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import subprocess
 import sys
 import urllib.error
@@ -13,8 +14,6 @@ import urllib.request
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
-from queue import Empty, SimpleQueue
-from threading import Thread
 from typing import Any
 
 from trlx_hybrid.errors import ConfigError
@@ -71,9 +70,9 @@ class Verifiers:
         self._taskset, self._process = taskset, process
         self.__name__ = "Verifiers"  # what messages call its environments
 
-    def __call__(self) -> Conversation:
+    def __call__(self) -> VerifiersEpisode:
         """A fresh environment; it connects when it is reset."""
-        return Conversation(self._process.address)
+        return VerifiersEpisode(self._process.address)
 
     def rows(self, size: int | None = None) -> list[dict[str, Any]]:
         """The tasks, or the first `size`: their `prompt` (messages) and the `task` itself (JSON).
@@ -105,7 +104,7 @@ class Verifiers:
         self._process.stop()
 
 
-class Conversation:
+class VerifiersEpisode:
     """One episode, until the environment ends it."""
 
     def __init__(self, address: str) -> None:
@@ -187,18 +186,16 @@ class _Process:
 
     def _started(self, settings: dict[str, Any], seconds: float) -> dict[str, Any] | None:
         """Its first line; None where it ended or the time passed without one."""
-        process, output, lines = self._process, self._process.stdout, SimpleQueue[bytes]()
+        process, output = self._process, self._process.stdout
         assert process.stdin is not None
         assert output is not None
         with contextlib.suppress(BrokenPipeError):  # it ended, and so does its output
             process.stdin.write(json.dumps(settings, default=os.fspath).encode() + b"\n")
             process.stdin.flush()
-        Thread(target=lambda: lines.put(output.readline()), daemon=True).start()  # a pipe has no deadline
-        try:
-            line = lines.get(timeout=seconds)
-        except Empty:
+        readable, _, _ = select.select([output], [], [], seconds)  # its first line, which comes whole, or its end
+        if not readable:
             return None
-        if not line:
+        if not (line := output.readline()):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_SECONDS)
             return None

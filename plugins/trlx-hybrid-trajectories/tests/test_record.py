@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from trlx_hybrid.errors import HybridError
 from trlx_hybrid.testing.models import character_tokenizer
 from trlx_hybrid.types import Trajectory
-from trlx_hybrid_multiturn.record import RecordError, append, read
-from trlx_hybrid_multiturn.token_text import TokenTexts
+from trlx_hybrid_trajectories.record import RecordError, TokenTexts, append, read
 
 
 def byte_level():
@@ -150,7 +149,7 @@ def test_a_line_being_written_is_left_out_and_never_spoils_the_next(path):
     [
         ('{"step": 1, "trai', "Unterminated"),
         ("[]", "no JSON object"),
-        ("{}", "no field 'step'"),
+        ("{}", "no field 'reward'"),
         ("\xff\x00", "Expecting value"),
     ],
 )

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 from trlx_hybrid.errors import HybridError
 
-from .token_text import TokenTexts
-
 if TYPE_CHECKING:
     import os
 
     from trlx_hybrid.types import Trajectory
 
 DEEPEST = 24  # levels of a message that are kept; one that contains itself ends somewhere
+REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are no whole character
+LONGEST = 64  # tokens that may share characters before they count as bytes that will never be text
+PER_TOKEN = ("completion_texts", "loss_mask", "logprobs")
 LONGEST_DATA_URL = 256  # characters; a longer one is an image
 
 
@@ -106,8 +107,8 @@ def read(path: str | os.PathLike[str]) -> Iterator[Recorded]:
                     yield _parsed(line[:-1], number, path)
     except OSError as error:
         raise RecordError(
-            f"cannot read trajectories from {path}: {error.strerror}. Runs record to the file that `record` in "
-            "`rollout_options` names"
+            f"cannot read trajectories from {path}: {error.strerror}. Runs record to the file that "
+            "HybridConfig.plugin_options={'trajectories': {'record': …}} names"
         ) from error
 
 
@@ -162,24 +163,14 @@ def _parsed(line: str, number: int, path: str | os.PathLike[str]) -> Recorded:
         row = json.loads(line)
         if not isinstance(row, dict):
             raise ValueError("it holds no JSON object")
-        recorded = Recorded(
-            line=number,
-            step=int(row["step"]),
-            training=bool(row["training"]),
-            weight_version=int(row["weight_version"]),
-            reward=None if row["reward"] is None else float(row["reward"]),
-            prompt_ids=_ids(row["prompt_ids"]),
-            prompt_texts=_texts(row["prompt_texts"], len(row["prompt_ids"])),
-            completion_ids=_ids(row["completion_ids"]),
-            completion_texts=_texts(row["completion_texts"], len(row["completion_ids"])),
-            loss_mask=_ids(row["loss_mask"]),
-            logprobs=None if row["logprobs"] is None else [None if v is None else float(v) for v in row["logprobs"]],
-            special_ids=frozenset(_ids(row["special_ids"])),
-            completion=row["completion"],
-        )
-        for name, values in (("loss_mask", recorded.loss_mask), ("logprobs", recorded.logprobs)):
-            if values is not None and len(values) != len(recorded.completion_ids):
-                raise ValueError(f"it has {len(recorded.completion_ids)} completion tokens and {len(values)} {name}")
+        row["reward"], row["special_ids"] = _float(row["reward"]), frozenset(row["special_ids"])
+        if row["logprobs"] is not None:
+            row["logprobs"] = [_float(value) for value in row["logprobs"]]
+        recorded = Recorded(line=number, **row)
+        for ids, fields in (("prompt_ids", ["prompt_texts"]), ("completion_ids", PER_TOKEN)):
+            for name in fields:
+                if row[name] is not None and len(row[name]) != len(row[ids]):
+                    raise ValueError(f"it has {len(row[ids])} {ids} and {len(row[name])} {name}")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         cause = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
         raise RecordError(
@@ -189,11 +180,63 @@ def _parsed(line: str, number: int, path: str | os.PathLike[str]) -> Recorded:
     return recorded
 
 
-def _ids(values: Any) -> list[int]:
-    return [int(value) for value in values]
+def _float(value: Any) -> float | None:
+    return None if value is None else float(value)
 
 
-def _texts(values: Any, length: int) -> list[str | None]:
-    if len(values) != length:
-        raise ValueError(f"it has {length} tokens and the texts of {len(values)}")
-    return [None if value is None else str(value) for value in values]
+class TokenTexts:
+    """Decodes tokens one by one with one tokenizer; remembers what it has seen.
+
+    Args:
+        tokenizer: a transformers tokenizer, or a processor that has one.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer if hasattr(tokenizer, "all_special_ids") else tokenizer.tokenizer
+        self._singles: dict[int, str] = {}
+        added = getattr(self._tokenizer, "added_tokens_decoder", None) or {}
+        special = {index for index, token in added.items() if getattr(token, "special", False)}
+        self.special_ids: frozenset[int] = frozenset(special | set(self._tokenizer.all_special_ids))
+
+    def of(self, ids: Sequence[int], kinds: Sequence[Any]) -> list[str | None]:
+        """The text of every token; None where a token's text is part of the one before it.
+
+        Byte-level tokenizers split a character over several tokens: the first gets the text, the others None. Tokens
+        of different `kinds` (one per token, compared with their neighbours) never share a text: half a character that
+        was sampled and half a character that was observed are two unreadable halves.
+        """
+        texts: list[str | None] = []
+        start = 0
+        for end in range(1, len(ids) + 1):
+            if end == len(ids) or kinds[end] != kinds[start]:
+                texts += self._run(list(ids[max(0, start - 1) : end]), min(start, 1))
+                start = end
+        return texts
+
+    def _run(self, ids: list[int], start: int) -> list[str | None]:
+        """Texts of `ids[start:]`. What precedes is context: sentencepiece drops the space a text begins with."""
+        if self._single(ids[0]).endswith(REPLACEMENT):
+            ids, start = ids[start:], 0  # half a character as context would take in what follows
+        singles = [self._single(token) for token in ids]
+        if "".join(singles) == self._decode(ids):
+            return list(singles[start:])
+        texts: list[str | None] = []
+        anchor, begin = 0, start
+        for end in range(start + 1, len(ids) + 1):
+            known, text = self._decode(ids[anchor:begin]), self._decode(ids[anchor:end])
+            if text.endswith(REPLACEMENT) and end < len(ids) and end - begin < LONGEST:
+                continue  # more bytes may complete the character
+            new = text[len(known) :] if text.startswith(known) else ""
+            new = new or self._decode(ids[begin:end])
+            texts += singles[begin:end] if "".join(singles[begin:end]) == new else [new, *[None] * (end - begin - 1)]
+            anchor, begin = begin, end
+        return texts
+
+    def _single(self, token: int) -> str:
+        if token not in self._singles:
+            self._singles[token] = self._decode([token])
+        return self._singles[token]
+
+    def _decode(self, ids: list[int]) -> str:
+        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)

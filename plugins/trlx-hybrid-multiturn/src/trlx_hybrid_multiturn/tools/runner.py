@@ -3,41 +3,66 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
+import contextlib
 import functools
 import inspect
 import logging
 import math
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.errors import ConfigError, did_you_mean
 
+from ..loop import Call, Outcome
+from ..options import Mode, MultiTurnOptions
 from .event_loop import DaemonLoop, gathered
-from .job import Job
-from .main_thread import bound_to_a_thread, call_here
-from .options import Mode, MultiTurnOptions
-from .outcome import Outcome
 from .processes import ProcessWorkers
-from .showing import as_shown, shown_call, shown_outcome
-from .threads import ThreadWorkers
-from .usage import Usage
-from .waits import Call
+from .threads import ThreadWorkers, ToolCall, performed
+from .worker_process import as_shown
 
 logger = logging.getLogger(__name__)
 
 GRACE = 10.0  # seconds after its deadline in which an event loop should have said so
+BOUND_TO_A_THREAD = (  # what libraries raise in a thread that is not theirs
+    ("signal", "only works in main thread"),  # signal.signal, and so every timeout by signal.alarm
+    ("asyncio", "only works in main thread"),  # loop.add_signal_handler
+    ("asyncio", "no current event loop in thread"),  # asyncio.get_event_loop
+    ("sqlite3", "can only be used in that same thread"),
+    ("greenlet", "cannot switch to a different thread"),  # under Playwright's synchronous interface
+    ("tkinter", "main thread is not in main loop"),
+)
 
 
-class Runners:
+@dataclass(slots=True)
+class ToolUsage:
+    """What the calls of one tool took, in seconds of wall time and of processor time; and how many never returned."""
+
+    calls: int = 0
+    seconds: float = 0.0
+    slowest: float = 0.0
+    cpu_seconds: float = 0.0
+    cut_off: int = 0
+
+    def add(self, outcome: Outcome) -> None:
+        """Count one call."""
+        self.calls += 1
+        self.seconds += outcome.seconds
+        self.slowest = max(self.slowest, outcome.seconds)
+        self.cpu_seconds += outcome.cpu_seconds
+        self.cut_off += outcome.by_tool
+
+
+class ToolRunner:
     """Runs the tools of one trainer; threads and processes stay for the next batch.
 
     Attributes:
         usage: per tool, since it was last cleared.
-        rooted: names in it that cannot be moved to a process, methods of environments; each with its name in options.
+        environment_methods: names in it that cannot be moved to a process; each with the name that modes know it by.
     """
 
     def __init__(self, options: MultiTurnOptions) -> None:
@@ -45,12 +70,12 @@ class Runners:
         self._threads = ThreadWorkers(options.max_tools, options.max_hung)
         self._processes = ProcessWorkers(options.max_processes)
         self._own_loop: DaemonLoop | None = None
-        self.usage: dict[str, Usage] = defaultdict(Usage)
-        self.rooted: dict[str, str] = {}
+        self.usage: dict[str, ToolUsage] = defaultdict(ToolUsage)
+        self.environment_methods: dict[str, str] = {}
         self._awaited: dict[object, tuple[str, float]] = {}  # on an event loop now: names, and since when
         self._under_way = 0  # coroutines among them
         self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
-        self._stuck: list[tuple[Job, object]] = []  # calls that hang in a thread, and the object whose method it is
+        self._stuck: list[tuple[ToolCall, object]] = []  # calls that hang in a thread, and whose method it is
         self._told: set[str] = set()  # names of which a call was cut off
         self._moved: set[str] = set()  # to the trainer's thread, for they cannot work in another
 
@@ -60,8 +85,8 @@ class Runners:
 
     def beside_the_engine(self, name: str) -> bool:
         """Whether calls that `usage` has under this name run in threads of this process."""
-        mode = self.mode(self.rooted.get(name, name))
-        return mode == "thread" or (mode == "process" and name in self.rooted)
+        mode = self.mode(self.environment_methods.get(name, name))
+        return mode == "thread" or (mode == "process" and name in self.environment_methods)
 
     def check(
         self,
@@ -91,12 +116,10 @@ class Runners:
         for name in self._options.tool_modes:
             if name in names:
                 continue
-            close = difflib.get_close_matches(name, names, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
             elsewhere = f" Asynchronous ones, which run on the event loop: {', '.join(awaited)}." if awaited else ""
             raise ConfigError(
-                f"rollout_options.tool_modes names {name!r}, which is no synchronous tool of this run.{hint} "
-                f"Tools: {', '.join(sorted(names)) or 'none'}.{elsewhere}"
+                f"rollout_options.tool_modes names {name!r}, which is no synchronous tool of this run."
+                f"{did_you_mean(name, names)} Tools: {', '.join(sorted(names)) or 'none'}.{elsewhere}"
             )
 
     @property
@@ -115,74 +138,67 @@ class Runners:
         name: str,
         tool: Callable[..., Any],
         arguments: Mapping[str, Any],
-        ahead: Callable[[str, Any], None] = lambda name, value: None,
+        early: Callable[[Any], None] | None = None,
         owner: object = None,
     ) -> Outcome:
         """One synchronous call; the outcome's value is what the model is to be shown.
 
         Args:
-            ahead: given name and value in the tool's own thread, if it has one, while the engine steps.
+            early: given the value in the tool's own thread, while the engine steps; not from a process.
             owner: the environment whose method it is: no other of its methods is called while a call of one hangs.
         """
         if owner is not None:
-            self.rooted[name] = name
-        shown = functools.partial(shown_call, tool, arguments)
-        self._stuck = [(job, stuck) for job, stuck in self._stuck if self._threads.hangs(job)]
+            self.environment_methods[name] = name
+        self._stuck = [(call, stuck) for call, stuck in self._stuck if self._threads.hangs(call)]
         if owner is not None and any(stuck is owner for _, stuck in self._stuck):
             return Outcome(error=RuntimeError(f"{name} was not called: an earlier call is still running."))
+
+        def shown() -> Any:
+            value = as_shown(tool(**arguments))
+            if early is not None:
+                early(value)
+            return value
+
+        def start(done: Callable[[Outcome], None]) -> Callable[[str], None]:
+            call = self._processes.submit(tool, arguments, done, self._options.tool_timeout, name=name)
+            return functools.partial(self._processes.abandon, call)
+
         if self.mode(name) == "process":
-            timeout = self._options.tool_timeout
-
-            def start(done: Callable[[Outcome], None]) -> Callable[[str], None]:
-                job = self._processes.submit(tool, arguments, lambda o: done(shown_outcome(o)), timeout, name=name)
-                return lambda reason: self._processes.abandon(job, reason)
-
             outcome = await Call(name, start)
         else:
-            first = functools.partial(shown, functools.partial(ahead, name))
-            outcome = await self._in_a_thread(name, first, shown, owner=owner)
+            outcome = await self._in_a_thread(name, shown, name, owner)
         self._count(name, outcome)
         return outcome
 
-    async def _in_a_thread(
-        self,
-        name: str,
-        function: Callable[[], Any],
-        again: Callable[[], Any],
-        moved: str | None = None,
-        owner: object = None,
-    ) -> Outcome:
-        """One call in a thread of the pool, or in the trainer's own where `name` runs there.
+    async def _in_a_thread(self, name: str, function: Callable[[], Any], kind: str, owner: object = None) -> Outcome:
+        """One call in a thread of the pool, or in the trainer's own where `kind` runs there.
 
-        What raises that it belongs to another thread is called again, by `again`, in the trainer's thread, where TRL
-        runs every tool, and stays there.
+        What raises that it belongs to another thread is called again in the trainer's thread, where TRL runs every
+        tool, and all of its kind stay there.
 
         Args:
-            moved: what moves with it; `name` alone by default.
+            kind: what modes call it: its name, or that of environments like its own.
             owner: the environment whose method it is, to be left alone while this call hangs.
 
         Raises:
             ConfigError: it cannot work there either.
         """
+        calls: list[ToolCall] = []
 
         def start(done: Callable[[Outcome], None]) -> Callable[[str], None]:
-            job = self._threads.submit(function, {}, done, self._options.tool_timeout, name=name)
-            jobs.append(job)
-            return lambda reason: self._threads.abandon(job, reason)
+            calls.append(self._threads.submit(function, {}, done, self._options.tool_timeout, name=name))
+            return functools.partial(self._threads.abandon, calls[0])
 
-        def start_here(done: Callable[[Outcome], None]) -> Callable[[str], None]:
-            return call_here(again, done)
-
-        jobs: list[Job] = []
-        if self.mode(moved or name) == "main":  # where TRL runs it: what it raises there is its own
-            return await Call(name, start_here)
+        here = Call(name, functools.partial(call_here, function))
+        if self.mode(kind) == "main":  # where TRL runs it: what it raises there is its own
+            return await here
         outcome = await Call(name, start)
         if outcome.by_tool and owner is not None:
-            self._stuck.append((jobs[0], owner))
+            self._stuck.append((calls[0], owner))
         if (reason := bound_to_a_thread(outcome.error)) is None:
             return outcome
-        self._move(moved or name, reason)
-        outcome = await Call(name, start_here)
+        self._move(kind, reason)
+        outcome = await here
         if (reason := bound_to_a_thread(outcome.error)) is not None:
             raise ConfigError(
                 f"{name!r} works neither in a thread of its own nor in the trainer's: {reason} Something that it uses "
@@ -208,10 +224,9 @@ class Runners:
         self,
         coroutines: Sequence[tuple[str, Coroutine[Any, Any, Any]]],
         loop: asyncio.AbstractEventLoop | None,
-        shown: Callable[[Any], Any] | None = None,
+        shown: Callable[[Any], Any] = as_shown,
     ) -> list[Outcome]:
         """Asynchronous calls at once; on `loop`, where the trainer has one. `shown` makes values of results."""
-        shown = shown or as_shown
         if loop is None:
             self._own_loop = self._own_loop or DaemonLoop()
             loop = self._own_loop.loop
@@ -250,15 +265,14 @@ class Runners:
         Args:
             kind: what messages and modes call environments like this one.
         """
-        self.rooted[name] = kind
+        self.environment_methods[name] = kind
         if inspect.iscoroutinefunction(method):
             try:
                 coroutine = method(*arguments)
             except Exception as error:  # it does not take these arguments
                 return Outcome(error=error)
             return (await self.together([(name, coroutine)], loop, lambda value: value))[0]
-        function = functools.partial(method, *arguments)
-        outcome = await self._in_a_thread(name, function, function, kind)
+        outcome = await self._in_a_thread(name, functools.partial(method, *arguments), kind)
         self._count(name, outcome)
         return outcome
 
@@ -274,3 +288,38 @@ class Runners:
         self._processes.close()
         if self._own_loop is not None:
             self._own_loop.close()
+
+
+def call_here(function: Callable[[], Any], done: Callable[[Outcome], None]) -> Callable[[str], None]:
+    """A call in the trainer's thread. SystemExit and KeyboardInterrupt are the user's: they go through."""
+    done(performed(function, Exception))
+    return lambda reason: None
+
+
+def bound_to_a_thread(error: BaseException | None) -> str | None:
+    """What a library says that raised this, or what led to it, for being in the wrong thread.
+
+    It must have come through files only, or through where the tool was typed in: other code without a file is what the
+    tool executes, as code that the model wrote, and the error is that code's.
+    """
+    seen: set[int] = set()
+    own = next((file for module, file in _frames(error) if module != __package__.partition(".")[0]), "")
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        frames = _frames(error)
+        library = type(error).__module__  # of what is raised in C, without a frame
+        if library == "builtins" and frames:
+            library = frames[-1][0]
+        executed = any(file.startswith("<") and not file.startswith("<frozen ") for _, file in frames if file != own)
+        with contextlib.suppress(Exception):  # its text is anybody's code
+            text = str(error)
+            if not executed and any(library == by and words in text for by, words in BOUND_TO_A_THREAD):
+                return f"{type(error).__name__}: {text.rstrip('.')}."
+        error = error.__cause__ or error.__context__
+    return None
+
+
+def _frames(error: BaseException | None) -> list[tuple[str, str]]:
+    """Package and file of each frame that it came through; the one that raised it is the last."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__ if error is not None else None)]
+    return [(str(frame.f_globals.get("__name__")).partition(".")[0], frame.f_code.co_filename) for frame in frames]

@@ -1,11 +1,11 @@
 """What runs in a tool's process: takes functions and calls over a socket, sends back what became of them.
 
-Run by its path, outside the package, with nothing imported but the standard library and cloudpickle; what a tool needs
-comes with the tool. Messages are pickles behind their length:
+Run by its path, outside the package. Messages stand behind their length. Those to it are pickles; what it sends is
+plain data (`trlx_hybrid.plain_data`), so that the trainer opens no pickle of a process that runs what a model wrote:
 
     to it:   sys.path, then ("load", number, pickled function) and ("call", number, arguments)
-    from it: ("ready",), ("loaded",), ("value", value, cpu seconds), ("error", pickled exception or None, type name,
-             text, traceback, cpu seconds), ("refused", text)
+    from it: {"kind": …, "content": …, "cpu_seconds": …}; kinds are "ready", "loaded", "refused" (a text), "value" (what
+             the model is shown), "unshowable" (a text) and "error" (see `trlx_hybrid.remote_errors`)
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ import socket
 import struct
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 LENGTH = struct.Struct(">Q")
 FUNCTIONS = 64  # kept in a process; with more, the one that came first is forgotten, here and by the pool
+PLAIN = "Return plain data, or run it in threads."
+
+
+class UnshowableError(Exception):
+    """A tool's result cannot be turned into a string, so the model cannot be shown it."""
 
 
 def send(channel: socket.socket, message: bytes) -> None:
@@ -82,34 +86,47 @@ def main(descriptor: int, parent: int) -> None:
     functions: dict[int, Callable[..., Any]] = {}
     with contextlib.suppress(EOFError, ConnectionError):
         sys.path[:] = pickle.loads(receive(channel))
-        send(channel, pickle.dumps(("ready",)))
+        send(channel, _packed("ready"))
         while True:
             send(channel, _answer(receive(channel), functions))
+
+
+def as_shown(value: Any) -> Any:
+    """A tool's result as TRL shows it to the model: content blocks as they are, all else as a string."""
+    if isinstance(value, list):
+        return value
+    try:
+        return str(value)
+    except Exception as error:
+        raise UnshowableError(
+            f"the result, a {type(value).__qualname__}, cannot be turned into a string: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _answer(message: bytearray, functions: dict[int, Callable[..., Any]]) -> bytes:
     try:
         kind, number, content = pickle.loads(message)
     except Exception as error:
-        return _refusal(f"cannot be given its arguments in a process: {_described(error)}. Run it in threads.")
+        return _packed(
+            "refused", f"cannot be given its arguments in a process: {_described(error)}. Run it in threads."
+        )
     del message
     if kind == "load":
         return _load(number, content, functions)
     started = time.process_time()
     try:
-        value = functions[number](**content)
+        value = as_shown(functions[number](**content))
+    except UnshowableError as error:
+        return _packed("unshowable", str(error), time.process_time() - started)
     except BaseException as error:  # a tool's own SystemExit is its error, not the end of this process
-        return _failure(error, time.process_time() - started)
-    seconds = time.process_time() - started
-    import cloudpickle  # type: ignore[import-untyped]  # here: where it lies is known from sys.path as sent
+        from trlx_hybrid.remote_errors import describe
 
+        return _packed("error", describe(error), time.process_time() - started)
+    seconds = time.process_time() - started
     try:
-        return bytes(cloudpickle.dumps(("value", value, seconds)))
-    except Exception as error:
-        return _refusal(
-            f"returned a value of type {type(value).__qualname__!r}, which cannot be sent back from its process "
-            f"({_described(error)}). Return plain data, or run it in threads."
-        )
+        return _packed("value", value, seconds)
+    except TypeError:
+        return _packed("refused", f"returned {_not_plain(value)} from its process. {PLAIN}")
 
 
 def _load(number: int, pickled: bytes, functions: dict[int, Callable[..., Any]]) -> bytes:
@@ -118,41 +135,35 @@ def _load(number: int, pickled: bytes, functions: dict[int, Callable[..., Any]])
     try:
         functions[number] = pickle.loads(pickled)
     except BaseException as error:  # a module may even exit when it is imported
-        return _refusal(
+        return _packed(
+            "refused",
             f"cannot be loaded in a process of its own: {_described(error)}. Define it in a module that can be "
-            "imported there, or run it in threads."
+            "imported there, or run it in threads.",
         )
-    return pickle.dumps(("loaded",))
+    return _packed("loaded")
 
 
-def _failure(error: BaseException, seconds: float) -> bytes:
-    import cloudpickle
+def _not_plain(value: Any) -> str:
+    from trlx_hybrid import plain_data
 
-    text = _text(error)
-    pickled: bytes | None = None
-    # An exception with arguments of its own is pickled gladly and fails when it is loaded: try both here.
-    with contextlib.suppress(Exception):
-        candidate = bytes(cloudpickle.dumps(error))
-        copy = pickle.loads(candidate)
-        if type(copy).__name__ == type(error).__name__ and str(copy) == text:
-            pickled = candidate
-    trace = "".join(traceback.format_tb(error.__traceback__)[1:])
-    return pickle.dumps(("error", pickled, type(error).__name__, text, trace, seconds))
-
-
-def _refusal(text: str) -> bytes:
-    return pickle.dumps(("refused", text))
-
-
-def _text(error: BaseException) -> str:
     try:
+        plain_data.dumps(value)
+    except plain_data.NotPlainError as error:
         return str(error)
-    except Exception:
-        return f"<{type(error).__name__} without a text>"
+    return "what cannot be sent"
+
+
+def _packed(kind: str, content: Any = None, cpu_seconds: float = 0.0) -> bytes:
+    from trlx_hybrid import plain_data  # here: where it lies is known from sys.path as sent
+
+    return plain_data.dumps({"kind": kind, "content": content, "cpu_seconds": cpu_seconds})
 
 
 def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {_text(error)}"
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # its text is anybody's code
+        return type(error).__name__
 
 
 def _end_with(parent: int) -> None:

@@ -10,8 +10,8 @@ import pytest
 from trlx_hybrid.errors import HybridError
 from trlx_hybrid.testing.models import character_tokenizer
 from trlx_hybrid.types import Trajectory
-from trlx_hybrid_multiturn.record import append
-from trlx_hybrid_multiturn.trajectories_cli import add_command
+from trlx_hybrid_trajectories.cli import add_command
+from trlx_hybrid_trajectories.record import append
 
 
 @pytest.fixture
@@ -66,8 +66,8 @@ def test_the_command_writes_a_page(command, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--step", 7], "no trajectory of step 7; it has steps 0 to 2"),
-        (["--step", 0, "--failed"], "no failed trajectory of step 0 among its 6: leave out --failed"),
+        (["--step", 7], "no trajectory of step 7; it has 6 of steps 0 to 2, 1 of them failed"),
+        (["--step", 0, "--failed"], "no failed trajectory of step 0; it has 6 of steps 0 to 2, 1 of them failed"),
         (["--html", "/dev/null/t.html"], "cannot write --html /dev/null/t.html"),
     ],
 )
@@ -83,7 +83,7 @@ def test_the_command_names_a_missing_file(command, tmp_path):
 
 def test_the_command_survives_a_reader_that_leaves(command, tmp_path):
     script = (
-        "import argparse, sys; from trlx_hybrid_multiturn.trajectories_cli import add_command\n"
+        "import argparse, sys; from trlx_hybrid_trajectories.cli import add_command\n"
         "parser = argparse.ArgumentParser(); add_command(parser.add_subparsers()); options = parser.parse_args()\n"
         "sys.stdin.read(); sys.exit(options.run(options))"
     )

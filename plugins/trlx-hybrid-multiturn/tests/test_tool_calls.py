@@ -20,17 +20,15 @@ import pytest
 import trl
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits
-from trlx_hybrid_multiturn import runners as runners_module
-from trlx_hybrid_multiturn.calls import LostCallError, run_calls
-from trlx_hybrid_multiturn.environment import Player, Step
-from trlx_hybrid_multiturn.job import WorkerError
-from trlx_hybrid_multiturn.loop import Loop
-from trlx_hybrid_multiturn.main_thread import bound_to_a_thread
+from trlx_hybrid_multiturn.environment import CheckedEnvironment, Step
+from trlx_hybrid_multiturn.loop import Loop, OutOfTimeError
 from trlx_hybrid_multiturn.multi_turn import MultiTurn
 from trlx_hybrid_multiturn.options import MultiTurnOptions
-from trlx_hybrid_multiturn.runners import Runners
-from trlx_hybrid_multiturn.waits import OutOfTimeError
-from trlx_hybrid_multiturn.watch import heavy_tools
+from trlx_hybrid_multiturn.progress import heavy_tools
+from trlx_hybrid_multiturn.tool_calls import LostCallError, run_calls
+from trlx_hybrid_multiturn.tools import runner as runner_module
+from trlx_hybrid_multiturn.tools.runner import ToolRunner, bound_to_a_thread
+from trlx_hybrid_multiturn.tools.threads import ToolsUnavailableError
 
 PATIENCE = 60  # seconds: nothing here takes long, unless the machine is busy
 VARIABLE = contextvars.ContextVar("VARIABLE", default="unset")
@@ -50,7 +48,7 @@ class Idle:
 
 @pytest.fixture(scope="module")
 def pool():
-    """Runners per set of options, kept for the module; at the end nothing of theirs is left."""
+    """ToolRunner per set of options, kept for the module; at the end nothing of theirs is left."""
     me = psutil.Process()
     children, threads = set(me.children(recursive=True)), set(threading.enumerate())
     made = {}
@@ -58,12 +56,12 @@ def pool():
     def make(**given):
         key = repr(sorted(given.items()))
         if key not in made:
-            made[key] = Runners(MultiTurnOptions(**{"max_processes": 2, "tool_timeout": PATIENCE, **given}))
+            made[key] = ToolRunner(MultiTurnOptions(**{"max_processes": 2, "tool_timeout": PATIENCE, **given}))
         return made[key]
 
     yield make
-    for runners in made.values():
-        runners.close()
+    for runner in made.values():
+        runner.close()
     end = time.monotonic() + PATIENCE
     while set(threading.enumerate()) - threads or set(me.children(recursive=True)) - children:
         assert time.monotonic() < end, (threading.enumerate(), me.children(recursive=True))
@@ -108,14 +106,14 @@ def call(name, **arguments):
     return {"type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def run_many(runners, batches, tools, event_loop=None, seconds=None):
+def run_many(runner, batches, tools, event_loop=None, seconds=None):
     """One trajectory per list of calls, all at once: (messages or what ended it, conversation) of each."""
     found = [(None, Conversation()) for _ in batches]
 
     async def one(i):
         conversation = found[i][1]
         try:
-            messages = await run_calls(batches[i], dialogue(tools, event_loop), conversation, runners)
+            messages = await run_calls(batches[i], dialogue(tools, event_loop), conversation, runner)
         except LostCallError as lost:
             messages = str(lost)
         found[i] = messages, conversation
@@ -124,8 +122,8 @@ def run_many(runners, batches, tools, event_loop=None, seconds=None):
     return found
 
 
-def run(runners, calls, tools, **given):
-    return run_many(runners, [calls], tools, **given)[0]
+def run(runner, calls, tools, **given):
+    return run_many(runner, [calls], tools, **given)[0]
 
 
 def stock(calls, tools, event_loop):
@@ -295,13 +293,13 @@ def test_modes_are_chosen_by_name(pool):
 
     there = types.FunctionType(where.__code__, globals(), "there")
     here = types.FunctionType(where.__code__, globals(), "here")
-    runners = pool(tools="main", tool_modes={"there": "process", "where": "thread"})
-    messages, _ = run(runners, [call("here"), call("where"), call("there")], [here, where, there])
+    runner = pool(tools="main", tool_modes={"there": "process", "where": "thread"})
+    messages, _ = run(runner, [call("here"), call("where"), call("there")], [here, where, there])
     (pid, thread), (thread_pid, other), (child, _) = [m["content"].split() for m in messages]
     assert (int(pid), int(thread)) == (os.getpid(), threading.get_ident())
     assert (int(thread_pid), int(other) != threading.get_ident()) == (os.getpid(), True)
     assert int(child) != os.getpid()
-    assert [runners.mode(name) for name in ("here", "where", "there")] == ["main", "thread", "process"]
+    assert [runner.mode(name) for name in ("here", "where", "there")] == ["main", "thread", "process"]
 
 
 def test_tools_see_the_context_of_the_trainers_thread(pool):
@@ -354,7 +352,7 @@ def test_asynchronous_calls_take_turns(pool, event_loop):
 
 def test_the_time_of_an_asynchronous_call_begins_with_its_turn(pool, monkeypatch):
     """Eight calls one after another take longer together than any may, and none is lost."""
-    monkeypatch.setattr(runners_module, "GRACE", 0.1)
+    monkeypatch.setattr(runner_module, "GRACE", 0.1)
 
     async def work(n):
         await asyncio.sleep(0.25)
@@ -376,18 +374,18 @@ def test_calls_whose_turn_never_came_are_closed_and_hold_nothing(pool, event_loo
 
     async def one(n):
         with pytest.raises(OutOfTimeError):
-            await run_calls([call("stuck", n=n)], dialogue([stuck], event_loop[0]), Conversation(), runners)
+            await run_calls([call("stuck", n=n)], dialogue([stuck], event_loop[0]), Conversation(), runner)
 
-    runners = pool(max_tools=2)
+    runner = pool(max_tools=2)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         Loop(Idle(), Idle(), width=5, seconds=1.0).run([one(n) for n in range(5)])
         fetches = [[call("fetch", what="text")] * 3] * 3  # more than there are turns
-        assert all(len(messages) == 3 for messages, _ in run_many(runners, fetches, [fetch], event_loop[0]))
+        assert all(len(messages) == 3 for messages, _ in run_many(runner, fetches, [fetch], event_loop[0]))
         gc.collect()
     assert started[:2] == [0, 1]
     assert sorted(ended) == started  # a third may have begun when the first was given up, but not for long
-    assert runners.running() == []
+    assert runner.running() == []
     assert [str(w.message) for w in caught if "never awaited" in str(w.message)] == []
 
 
@@ -422,18 +420,18 @@ class Database:
 
 
 def test_a_tool_that_cannot_work_in_a_thread_moves_to_the_trainers_and_says_so_once(caplog):
-    database, runners = Database(), Runners(MultiTurnOptions(tool_modes={"wrapped": "thread"}))
+    database, runner = Database(), ToolRunner(MultiTurnOptions(tool_modes={"wrapped": "thread"}))
     calls = [call("by_alarm"), call("wrapped"), call("count"), call("add", a=1, b=2)]
     for _ in range(2):
-        for messages, conversation in run_many(runners, [calls] * 3, [by_alarm, wrapped, database.count, add]):
+        for messages, conversation in run_many(runner, [calls] * 3, [by_alarm, wrapped, database.count, add]):
             assert [m["content"] for m in messages] == ["found", "found", "[(1,)]", "3"]
             assert conversation.failed_calls == 0
     assert set(database.threads[-3:]) == {threading.get_ident()}
-    assert [runners.mode(name) for name in ("by_alarm", "wrapped", "count", "add")] == ["main"] * 3 + ["thread"]
+    assert [runner.mode(name) for name in ("by_alarm", "wrapped", "count", "add")] == ["main"] * 3 + ["thread"]
     warned = [record.getMessage() for record in caplog.records]
     assert len(warned) == 3
     assert any("'count' cannot run in a thread" in w and "{'tool_modes': {'count': 'main'}}" in w for w in warned)
-    runners.close()
+    runner.close()
 
 
 WRITTEN = {  # by the model
@@ -445,7 +443,7 @@ WRITTEN = {  # by the model
 
 @pytest.mark.parametrize("code", WRITTEN.values(), ids=WRITTEN)
 def test_an_error_of_code_that_the_model_wrote_moves_no_tool(pool, code):
-    made, runners = [], pool()
+    made, runner = [], pool()
 
     def run_code(code):
         made.append(code)
@@ -458,19 +456,19 @@ def test_an_error_of_code_that_the_model_wrote_moves_no_tool(pool, code):
             raise RuntimeError(f"There is no current event loop in thread 'x', said {code}") from error
 
     calls = [call("run_code", code=code), call("run_and_say", code=code)]
-    _, conversation = run(runners, calls, [run_code, run_and_say])
+    _, conversation = run(runner, calls, [run_code, run_and_say])
     assert conversation.failed_calls == 2
     assert len(made) == 2
-    assert [runners.mode(name) for name in ("run_code", "run_and_say")] == ["thread"] * 2
+    assert [runner.mode(name) for name in ("run_code", "run_and_say")] == ["thread"] * 2
 
 
 def test_a_tool_that_was_typed_in_moves_as_one_of_a_file_does():
     typed = {}
     exec(compile(f"import signal\n{inspect.getsource(by_alarm)}", "<stdin>", "exec"), typed)
-    runners = Runners(MultiTurnOptions())
-    assert run(runners, [call("by_alarm")], [typed["by_alarm"]])[0][0]["content"] == "found"
-    assert runners.mode("by_alarm") == "main"
-    runners.close()
+    runner = ToolRunner(MultiTurnOptions())
+    assert run(runner, [call("by_alarm")], [typed["by_alarm"]])[0][0]["content"] == "found"
+    assert runner.mode("by_alarm") == "main"
+    runner.close()
 
 
 @pytest.mark.parametrize("bound", [asyncio.get_event_loop, by_alarm, wrapped, Database().count])
@@ -481,7 +479,7 @@ def test_what_libraries_raise_in_a_thread_that_is_not_theirs_is_known(bound):
 
 def test_a_tool_that_can_work_in_no_thread_stops_the_run(gate):
     """Its connection was made in a thread, which still lives, and no other may use it."""
-    made, ready, runners = [], threading.Event(), Runners(MultiTurnOptions())
+    made, ready, runner = [], threading.Event(), ToolRunner(MultiTurnOptions())
 
     def connect():
         made.append(Database())
@@ -494,8 +492,8 @@ def test_a_tool_that_can_work_in_no_thread_stops_the_run(gate):
     threading.Thread(target=connect, daemon=True).start()
     assert ready.wait(PATIENCE)
     with pytest.raises(ConfigError, match=r"'count' works neither in a thread .*SQLite objects .*'tools': 'main'"):
-        run(runners, [call("count")], [count])
-    runners.close()
+        run(runner, [call("count")], [count])
+    runner.close()
 
 
 def test_in_the_trainers_thread_a_tool_shows_what_it_raises_as_in_trl():
@@ -507,13 +505,13 @@ def test_in_the_trainers_thread_a_tool_shows_what_it_raises_as_in_trl():
             raise RuntimeError("There is no current event loop in thread 'MainThread'.")
         return "ran"
 
-    chosen, moved = Runners(MultiTurnOptions(tools="main")), Runners(MultiTurnOptions())
+    chosen, moved = ToolRunner(MultiTurnOptions(tools="main")), ToolRunner(MultiTurnOptions())
     assert run(moved, [call("run_code", code="good")], [run_code])[0][0]["content"] == "ran"
-    for runners in (chosen, moved):
-        messages, conversation = run(runners, [call("run_code", code="bad")], [run_code])
+    for runner in (chosen, moved):
+        messages, conversation = run(runner, [call("run_code", code="bad")], [run_code])
         assert messages[0]["content"] == str({"error": "There is no current event loop in thread 'MainThread'."})
         assert conversation.failed_calls == 1
-        runners.close()
+        runner.close()
 
 
 @pytest.mark.parametrize("tools", ["thread", "main"])
@@ -530,19 +528,19 @@ def test_an_environment_that_needs_the_main_thread_gets_it(tools):
         def step(self, completion):
             return Step(observation=by_alarm(), reward=float(threading.current_thread() is threading.main_thread()))
 
-    runners, steps = Runners(MultiTurnOptions(tools=tools)), []
+    runner, steps = ToolRunner(MultiTurnOptions(tools=tools)), []
     watch = types.SimpleNamespace(seconds=1e-9, inflation=lambda: None)  # everything is heavy
 
     async def one():
-        player = Player(Scoring, runners, None)
+        player = CheckedEnvironment(Scoring, runner, None)
         await player.reset({})
         steps.append(await player.step(""))
 
     Loop(Idle(), Idle(), width=4).run([one() for _ in range(4)])
     assert steps == [Step(observation="found", reward=1.0)] * 4
-    assert runners.usage["Scoring.step"].cpu_seconds > 0
-    assert heavy_tools(runners.usage, watch, runners) == []  # none runs in a thread
-    runners.close()
+    assert runner.usage["Scoring.step"].cpu_seconds > 0
+    assert heavy_tools(runner.usage, watch, runner) == []  # none runs in a thread
+    runner.close()
 
 
 def test_what_calls_took_is_counted_by_tool(pool):
@@ -554,14 +552,14 @@ def test_what_calls_took_is_counted_by_tool(pool):
     async def sleep():
         await asyncio.sleep(0.05)
 
-    runners = pool(tool_timeout=PATIENCE - 1)
-    run(runners, [call("work"), call("sleep"), call("work"), call("nothing")], [work, sleep])
-    assert {name: use.calls for name, use in runners.usage.items()} == {"work": 2, "sleep": 1}
-    assert runners.usage["work"].cpu_seconds >= 0.1
-    assert 0.1 <= runners.usage["work"].seconds < PATIENCE
-    assert runners.usage["sleep"].slowest >= 0.04
-    assert runners.usage["sleep"].cpu_seconds == 0
-    assert runners.running() == []
+    runner = pool(tool_timeout=PATIENCE - 1)
+    run(runner, [call("work"), call("sleep"), call("work"), call("nothing")], [work, sleep])
+    assert {name: use.calls for name, use in runner.usage.items()} == {"work": 2, "sleep": 1}
+    assert runner.usage["work"].cpu_seconds >= 0.1
+    assert 0.1 <= runner.usage["work"].seconds < PATIENCE
+    assert runner.usage["sleep"].slowest >= 0.04
+    assert runner.usage["sleep"].cpu_seconds == 0
+    assert runner.running() == []
 
 
 # --- what ends a trajectory -------------------------------------------------------------------------------------------
@@ -680,8 +678,8 @@ def test_a_call_past_its_deadline_is_shown_as_an_error(pool, gate):
 
     batches = [[call(name)] for name in ("stuck", "stuck_later", "stubborn")]
     batches.append([call("fetch", what="text"), call("stuck_later"), call("add", a=1, b=2)])
-    runners = pool(tool_timeout=0.5)
-    found = run_many(runners, batches, [stuck, stuck_later, stubborn, fetch, add])
+    runner = pool(tool_timeout=0.5)
+    found = run_many(runner, batches, [stuck, stuck_later, stubborn, fetch, add])
     hung = "tool {!r} did not return within 0.5 s; {}."
     how = {"stuck": "its thread hangs", "stuck_later": "it was cancelled", "stubborn": "it was cancelled"}
     errors = [str({"error": hung.format(name, what)}) for name, what in how.items()]
@@ -690,7 +688,7 @@ def test_a_call_past_its_deadline_is_shown_as_an_error(pool, gate):
         ["3", VALUES["text"], errors[1]],
     ]
     assert [(conversation.calls, conversation.failed_calls) for _, conversation in found] == [(1, 1)] * 3 + [(3, 1)]
-    assert sum(use.cut_off for use in runners.usage.values()) == 4
+    assert sum(use.cut_off for use in runner.usage.values()) == 4
     end = time.monotonic() + PATIENCE
     while len(cancelled) < 3:
         assert time.monotonic() < end
@@ -707,7 +705,7 @@ def test_an_environment_is_left_alone_while_a_call_of_it_hangs(gate):
         def look(self):
             return "seen"
 
-    runners, slow, other = Runners(MultiTurnOptions(tool_timeout=0.2)), Slow(), Slow()
+    runner, slow, other = ToolRunner(MultiTurnOptions(tool_timeout=0.2)), Slow(), Slow()
     contents, discarded, conversation = [], [], Conversation()
 
     async def turn(calls, environment):
@@ -720,7 +718,7 @@ def test_an_environment_is_left_alone_while_a_call_of_it_hangs(gate):
             environment=environment,
             discard=lambda: discarded.append(environment),
         )
-        contents.extend(m["content"] for m in await run_calls(calls, given, conversation, runners))
+        contents.extend(m["content"] for m in await run_calls(calls, given, conversation, runner))
 
     def turns(*each):
         contents.clear()
@@ -735,7 +733,7 @@ def test_an_environment_is_left_alone_while_a_call_of_it_hangs(gate):
     end = time.monotonic() + PATIENCE
     while turns(([call("look")], slow)) != ["seen"]:
         assert time.monotonic() < end
-    runners.close()
+    runner.close()
 
 
 def spin():
@@ -760,30 +758,30 @@ def test_an_object_that_all_rows_share_answers_others_while_a_call_of_it_hangs(g
                 gate.wait()
             return page
 
-    runners, opened = Runners(MultiTurnOptions(tool_timeout=0.2)), Client().open
-    hung, _ = run(runners, [call("open", page="slow")], [opened])
+    runner, opened = ToolRunner(MultiTurnOptions(tool_timeout=0.2)), Client().open
+    hung, _ = run(runner, [call("open", page="slow")], [opened])
     assert "'open' did not return within 0.2 s" in hung[0]["content"]
-    messages, conversation = run(runners, [call("open", page="quick")], [opened])
+    messages, conversation = run(runner, [call("open", page="quick")], [opened])
     assert (messages[0]["content"], conversation.failed_calls) == ("quick", 0)
-    runners.close()
+    runner.close()
 
 
 def test_a_process_that_hangs_or_crashes_is_shown_as_an_error(pool):
-    runners = pool(tools="process", tool_timeout=1)
+    runner = pool(tools="process", tool_timeout=1)
     batches = [[call("spin")], [call("crash")], [call("segfault")], [call("add", a=1, b=2)]]
-    found = run_many(runners, batches, [spin, crash, segfault, add])
+    found = run_many(runner, batches, [spin, crash, segfault, add])
     shown = [messages[0]["content"] for messages, _ in found]
     assert "tool 'spin' did not return within 1 s" in shown[0]
     assert "tool 'crash' ended its process: exit code 7." in shown[1]
     assert "SIGSEGV" in shown[2]
     assert [conversation.failed_calls for _, conversation in found] == [1, 1, 1, 0]
-    assert run(runners, [call("add", a=1, b=2)], [add])[0][0]["content"] == "3"
+    assert run(runner, [call("add", a=1, b=2)], [add])[0][0]["content"] == "3"
 
 
 def test_a_coroutine_that_blocks_its_loop_is_given_up(pool, monkeypatch, gate):
     """Nothing on that loop can report any more, so the trainer's side stops waiting; what it queued is not leaked."""
-    monkeypatch.setattr(runners_module, "GRACE", 0.1)
-    runners, blocked = Runners(MultiTurnOptions(tool_timeout=0.5)), threading.Event()
+    monkeypatch.setattr(runner_module, "GRACE", 0.1)
+    runner, blocked = ToolRunner(MultiTurnOptions(tool_timeout=0.5)), threading.Event()
 
     async def block():
         blocked.set()
@@ -796,13 +794,13 @@ def test_a_coroutine_that_blocks_its_loop_is_given_up(pool, monkeypatch, gate):
         warnings.simplefilter("always")
         # One beside it in the same turn, and one of another trajectory that the loop never gets to.
         batches = [[call("block"), call("fetch", what="text")], [call("see_it_blocked"), call("fetch", what="text")]]
-        found = run_many(runners, batches, [block, fetch, see_it_blocked])
+        found = run_many(runner, batches, [block, fetch, see_it_blocked])
         reason = "never reported, not even that its time is over: it blocks the event loop it runs on."
         assert found[0][0] == f"tool 'block, fetch' {reason}"
         assert found[1][0] == f"tool 'fetch' {reason}"
         gate.set()
-        assert run(runners, [call("fetch", what="text")], [fetch])[0][0]["content"] == VALUES["text"]
-        runners.close()
+        assert run(runner, [call("fetch", what="text")], [fetch])[0][0]["content"] == VALUES["text"]
+        runner.close()
         gc.collect()
     assert [str(w.message) for w in caught if "never awaited" in str(w.message)] == []
 
@@ -820,12 +818,12 @@ def test_too_many_hanging_threads_stop_the_run(gate):
     def stuck():
         gate.wait()
 
-    runners = Runners(MultiTurnOptions(tool_timeout=0.05, max_hung=1))
+    runner = ToolRunner(MultiTurnOptions(tool_timeout=0.05, max_hung=1))
     for _ in range(2):
-        assert "its thread hangs" in run(runners, [call("stuck")], [stuck])[0][0]["content"]
-    with pytest.raises(WorkerError, match="2 tool threads hang at once, 1 may: 'stuck'"):
-        run(runners, [call("stuck")], [stuck])
-    runners.close()
+        assert "its thread hangs" in run(runner, [call("stuck")], [stuck])[0][0]["content"]
+    with pytest.raises(ToolsUnavailableError, match="2 tool threads hang at once, 1 may: 'stuck'"):
+        run(runner, [call("stuck")], [stuck])
+    runner.close()
 
 
 # --- what is refused before anything is sampled -----------------------------------------------------------------------
@@ -847,10 +845,10 @@ class Counter:
 )
 def test_what_cannot_run_where_it_is_to_run_is_refused(options, message):
     tools = {"add": add, "give": give, "count": Counter().count}
-    runners = Runners(MultiTurnOptions(**options))
+    runner = ToolRunner(MultiTurnOptions(**options))
     with pytest.raises(ConfigError, match=message):
-        runners.check(tools.items())
-    Runners(MultiTurnOptions(tool_modes={"add": "process", "count": "main"})).check(tools.items())
+        runner.check(tools.items())
+    ToolRunner(MultiTurnOptions(tool_modes={"add": "process", "count": "main"})).check(tools.items())
 
 
 def test_a_mode_may_be_for_a_tool_that_no_row_of_the_batch_has(monkeypatch):

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from .outcome import Outcome
+from ..loop import Outcome
 from .threads import taking_this_device
 
 

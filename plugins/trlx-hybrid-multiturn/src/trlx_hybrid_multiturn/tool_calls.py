@@ -8,14 +8,15 @@ all synchronous ones before all asynchronous ones. That order is an accident of 
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Message
 
-from .outcome import Outcome
-from .runners import Runners
-from .showing import UnshowableError
+from .loop import Outcome
+from .tools.runner import ToolRunner
+from .tools.worker_process import UnshowableError
 
 
 class LostCallError(Exception):
@@ -26,13 +27,13 @@ async def run_calls(
     calls: Sequence[Mapping[str, Any]],
     dialogue: Dialogue,
     conversation: Conversation,
-    runners: Runners,
-    ahead: Callable[[list[Message]], None] = lambda messages: None,
+    runner: ToolRunner,
+    early: Callable[[list[Message]], None] = lambda messages: None,
 ) -> list[Message]:
     """The tool messages of one turn. Counts calls, and those that the model is shown an error for.
 
     Args:
-        ahead: may be given the messages that are going to be returned, earlier and in another thread. Must not raise.
+        early: may be given the messages that are going to be returned, earlier and in another thread. Must not raise.
 
     Raises:
         LostCallError: a call could not be made, or its result cannot be brought back or turned into a string.
@@ -49,10 +50,10 @@ async def run_calls(
                 continue
             name, arguments = call["function"]["name"], call["function"]["arguments"]
             if name in dialogue.sync_tools:
-                early = (lambda name, value: ahead([_message(name, value)])) if len(calls) == 1 else _nothing
                 tool = dialogue.sync_tools[name]
                 owner = dialogue.environment if _is_of_environment(tool, dialogue) else None
-                outcome = await runners.call(name, tool, arguments, early, owner)
+                alone = functools.partial(_early, early, name) if len(calls) == 1 else None
+                outcome = await runner.call(name, tool, arguments, alone, owner)
                 _part_with_environment(tool, outcome, dialogue)
                 results.append((name, _content(name, outcome, conversation)))
                 continue
@@ -64,7 +65,7 @@ async def run_calls(
                 results.append((name, _content(name, Outcome(error=error), conversation)))
         if coroutines:
             started, coroutines = coroutines, []
-            outcomes = await runners.together(started, dialogue.event_loop)
+            outcomes = await runner.together(started, dialogue.event_loop)
             for (name, _), outcome in zip(started, outcomes, strict=True):
                 _part_with_environment(dialogue.async_tools[name], outcome, dialogue)
                 results.append((name, _content(name, outcome, conversation)))
@@ -78,8 +79,8 @@ def _message(name: str, content: Any) -> Message:
     return {"role": "tool", "name": name, "content": content}
 
 
-def _nothing(name: str, value: Any) -> None:
-    """More calls follow: only with theirs are the messages complete."""
+def _early(early: Callable[[list[Message]], None], name: str, value: Any) -> None:
+    early([_message(name, value)])
 
 
 def _content(name: str, outcome: Outcome, conversation: Conversation) -> Any:

@@ -1,10 +1,12 @@
-"""A recorded trajectory as blocks of one kind of token, which is what every view shows."""
+"""A recorded trajectory for a reader: cut into sections of one kind of token, and as text for a terminal."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+import unicodedata
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,7 +19,7 @@ _UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
+class TokenSpan:
     """The least that can be shown: a token, or the tokens that share a character.
 
     Attributes:
@@ -39,18 +41,18 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class Section:
     """Consecutive tokens of one kind.
 
     Attributes:
         kind: "prompt"; "sampled" by the model; "observed", from a tool or an environment; "masked", the completion of
             a failed trajectory, whose mask no longer tells sampled from observed.
-        turn: number of the turn it belongs to, the first sampled block begins turn 1; 0 before that.
+        turn: number of the turn it belongs to, the first sampled section begins turn 1; 0 before that.
     """
 
     kind: Kind
     turn: int
-    spans: tuple[Span, ...]
+    spans: tuple[TokenSpan, ...]
 
     @property
     def tokens(self) -> int:
@@ -66,7 +68,7 @@ class Block:
 
     @property
     def mean(self) -> str:
-        """The mean log-prob of a sampled block in words; empty where there is none."""
+        """The mean log-prob of a sampled section in words; empty where there is none."""
         if self.kind != "sampled" or self.mean_logprob is None:
             return ""
         return f"mean log-prob {self.mean_logprob:.2f}".replace("-0.00", "0.00").replace(" -", " −")
@@ -77,7 +79,7 @@ class Block:
         return f"{self.kind} · {counted(self.tokens, 'token')}"
 
 
-def blocks(recorded: Recorded) -> list[Block]:
+def sections(recorded: Recorded) -> list[Section]:
     """All tokens of a trajectory, in their order: the prompt, then what was sampled and observed in turn."""
     found = _cut(recorded, "prompt", 0, recorded.prompt_ids, recorded.prompt_texts, None)
     start, turn, mask = 0, 0, recorded.loss_mask
@@ -154,8 +156,8 @@ def counted(count: int, noun: str) -> str:
 
 def _cut(
     recorded: Recorded, kind: Kind, turn: int, ids: list[int], texts: list[str | None], logprobs: Any
-) -> list[Block]:
-    spans: list[Span] = []
+) -> list[Section]:
+    spans: list[TokenSpan] = []
     start = 0
     for end in range(1, len(ids) + 1):
         if end < len(ids) and texts[end] is None:
@@ -163,7 +165,7 @@ def _cut(
         group = tuple(ids[start:end])
         text = visible(texts[start] or "")
         spans.append(
-            Span(
+            TokenSpan(
                 # A token without text (an id of a padded vocabulary) would be lost from sight.
                 text=text or " ".join(f"⟨{token}⟩" for token in group),
                 ids=group,
@@ -172,10 +174,83 @@ def _cut(
             )
         )
         start = end
-    return [Block(kind=kind, turn=turn, spans=tuple(spans))] if spans else []
+    return [Section(kind=kind, turn=turn, spans=tuple(spans))] if spans else []
 
 
 def _text(value: Any) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+BOLD, DIM, RED, RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[0m"
+SAMPLED, OBSERVED = "  ", "│ "  # also without colour, and in a copy, the first column tells them apart
+FAILED = "✗ failed: no token of it is trained on"
+
+
+def as_text(recorded: Recorded, *, colour: bool, width: int) -> str:
+    """One trajectory as lines of at most `width` columns (at least 4), without a line break at the end.
+
+    Sampled text is indented by two blanks; what the model was given or shown is dimmed, behind a bar. With `colour`
+    False there is no escape code; asking for colour is the caller's decision (`NO_COLOR`, whether it is a terminal).
+    """
+    width = max(4, width)
+
+    def painted(text: str, code: str, margin: str = "") -> Iterator[str]:
+        for line in _lines(text, width - len(margin)):
+            shown = margin + line if margin and line else (margin + line).rstrip()
+            yield f"{code}{shown}{RESET}" if colour and code else shown
+
+    title = " · ".join([f"trajectory {recorded.line}", *(f"{name} {value}" for name, value in facts(recorded))])
+    lines = [*painted(title, BOLD), *painted(FAILED if recorded.failed else "", BOLD + RED)]
+    for section in sections(recorded):
+        text = "".join(span.text for span in section.spans)
+        lines += ["", *painted(_heading(section), BOLD)]
+        lines += painted(text, "", SAMPLED) if section.kind == "sampled" else painted(text, DIM, OBSERVED)
+    if recorded.failed and isinstance(recorded.completion, list):  # its mask cannot tell who said what; these can
+        lines += ["", *painted("messages", BOLD)]
+        for role, text in messages(recorded):
+            own = role == "assistant"
+            lines += [*painted(f"{role}:", BOLD, SAMPLED if own else OBSERVED)]
+            lines += painted(text, "" if own else DIM, SAMPLED if own else OBSERVED)
+    return "\n".join(lines)
+
+
+def _heading(section: Section) -> str:
+    if section.kind != "sampled":
+        return section.label
+    return " · ".join(filter(None, (f"turn {section.turn}", section.label, section.mean)))
+
+
+def _lines(text: str, width: int) -> Iterator[str]:
+    """`text` cut at its line breaks and at `width` columns, between words where that is possible."""
+    if not text:
+        return
+    for line in text.removesuffix("\n").split("\n"):
+        yield from _wrapped(line.expandtabs(4), width)
+
+
+def _wrapped(line: str, width: int) -> Iterator[str]:
+    """Pieces of at most `width` columns that put together are `line`."""
+    piece, used = "", 0
+    for word in re.findall(r"\S+|\s+", line):
+        needed = sum(map(_columns, word))
+        if used and used + needed > width and not word.isspace() and needed <= width:
+            yield piece
+            piece, used = "", 0
+        for character in word:
+            if used and used + _columns(character) > width:
+                yield piece
+                piece, used = "", 0
+            piece, used = piece + character, used + _columns(character)
+    yield piece
+
+
+def _columns(character: str) -> int:
+    """Columns that a terminal gives a character: 2 in East Asian scripts and for emoji, 0 for accents that combine.
+
+    As Markus Kuhn's wcwidth has it, where the soft hyphen is seen.
+    """
+    if unicodedata.east_asian_width(character) in "WF":
+        return 2
+    return 0 if unicodedata.category(character) in ("Mn", "Me", "Cf") and character != "\N{SOFT HYPHEN}" else 1

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from importlib import resources
 
-from .blocks import Block, Span, blocks, counted, facts, messages, number, turns, visible
 from .record import Recorded
+from .view import Section, TokenSpan, counted, facts, messages, number, sections, turns, visible
 
 # Probabilities at which a sampled token gets one shade deeper; `page.css` has a shade for each level.
 SHADES = (0.9, 0.5, 0.2, 0.05, 0.01)
@@ -19,7 +19,7 @@ def as_html(recorded: Sequence[Recorded], *, title: str = "Trajectories") -> str
     """A complete page with these trajectories, in this order.
 
     Sampled tokens are upright and shaded by their probability, with the log-prob where the pointer is; observed ones
-    are italic behind a bar. Every block says in words what it is, which survives being copied as plain text.
+    are italic behind a bar. Every section says in words what it is, which survives being copied as plain text.
     """
     style, script = (resources.files(__package__).joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
     title = escape(visible(title))
@@ -85,7 +85,7 @@ def _contents(recorded: Sequence[Recorded]) -> Iterator[str]:
 
 
 def _article(one: Recorded) -> Iterator[str]:
-    cut = blocks(one)
+    cut = sections(one)
     yield f'<article id="t{one.line}"{_class("failed" if one.failed else "")}>\n<header>'
     yield f"<h2>Trajectory {one.line}</h2>\n<dl>"
     yield "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts(one))
@@ -93,8 +93,8 @@ def _article(one: Recorded) -> Iterator[str]:
     if one.failed:
         yield '<p class="mark">✗ failed: its loss mask is 0 throughout, so no token of it is trained on.</p>'
     yield '<div class="strip" aria-hidden="true">' + "".join(map(_strip, cut)) + "</div>\n</header>"
-    for block in cut:
-        yield from _section(block)
+    for section in cut:
+        yield from _section(section)
     said = messages(one)
     if said and isinstance(one.completion, list):
         opened = " open" if one.failed else ""  # its mask cannot tell who said what; these can
@@ -106,25 +106,25 @@ def _article(one: Recorded) -> Iterator[str]:
     yield "</article>"
 
 
-def _strip(block: Block) -> str:
-    name = f"turn {block.turn}, {block.label}" if block.kind == "sampled" else block.label
-    return f'<i class="{block.kind}" style="flex-grow:{block.tokens}" title="{escape(name)}"></i>'
+def _strip(section: Section) -> str:
+    name = f"turn {section.turn}, {section.label}" if section.kind == "sampled" else section.label
+    return f'<i class="{section.kind}" style="flex-grow:{section.tokens}" title="{escape(name)}"></i>'
 
 
-def _section(block: Block) -> Iterator[str]:
-    """A block with its heading beside it, where sampled blocks carry the number of their turn."""
-    folded = block.kind == "prompt" and block.tokens > LONG_PROMPT
-    heading = f"<b>turn {block.turn}</b>" if block.kind == "sampled" else ""
-    mean = f"<small>{block.mean}</small>" if block.mean else ""
-    note = "<small>sampled and observed are not told apart</small>" if block.kind == "masked" else ""
-    tokens = "".join(_span(span, shaded=block.kind == "sampled") for span in block.spans)
+def _section(section: Section) -> Iterator[str]:
+    """A section with its heading beside it, where sampled sections carry the number of their turn."""
+    folded = section.kind == "prompt" and section.tokens > LONG_PROMPT
+    heading = f"<b>turn {section.turn}</b>" if section.kind == "sampled" else ""
+    mean = f"<small>{section.mean}</small>" if section.mean else ""
+    note = "<small>sampled and observed are not told apart</small>" if section.kind == "masked" else ""
+    tokens = "".join(_span(span, shaded=section.kind == "sampled") for span in section.spans)
     if folded:
         tokens = f"<details><summary>show the prompt</summary>{tokens}</details>"
-    yield f'<section class="{block.kind}"><h3>{heading}<span>{block.label}</span>{mean}{note}</h3>'
+    yield f'<section class="{section.kind}"><h3>{heading}<span>{section.label}</span>{mean}{note}</h3>'
     yield f'<div class="tokens">{tokens}</div></section>'
 
 
-def _span(span: Span, *, shaded: bool) -> str:
+def _span(span: TokenSpan, *, shaded: bool) -> str:
     text = escape(span.text).replace("\n", '<i class="nl"></i>\n')
     classes = ["t"] + ([f"s{_shade(span.logprob)}"] if shaded and span.logprob is not None else [])
     classes += ["k"] if span.special else []

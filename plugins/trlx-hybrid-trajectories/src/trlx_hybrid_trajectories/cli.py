@@ -62,7 +62,7 @@ def run(options: argparse.Namespace) -> int:
         raise ConfigError(_nothing(options))
     shown, more = found[:limit], len(found) > limit
     if options.html:
-        from .view import as_html
+        from .page import as_html
 
         page = as_html(shown, title=options.file.name)
         try:
@@ -86,29 +86,23 @@ def _chosen(options: argparse.Namespace) -> Iterator[Recorded]:
     )
     if options.worst is None and options.best is None:
         return matching
-    # A NaN has no place in an order. The line breaks ties: trajectories themselves cannot be compared.
-    scored = ((one.reward, -one.line, one) for one in matching if one.reward is not None and not isnan(one.reward))
-    if options.worst is not None:
-        ranked = heapq.nsmallest(options.worst, ((reward, -line, one) for reward, line, one in scored))
-    else:
-        ranked = heapq.nlargest(options.best, scored)
-    return (one for _, _, one in ranked)
+    scored = (one for one in matching if one.reward is not None and not isnan(one.reward))  # a NaN has no place
+    rank = heapq.nlargest if options.worst is None else heapq.nsmallest
+    return iter(rank(options.worst or options.best, scored, key=lambda one: one.reward))
 
 
 def _nothing(options: argparse.Namespace) -> str:
     """Why no trajectory was chosen, and what there is."""
-    everything = [(one.step, one.failed, one.reward) for one in read(options.file)]
+    everything = [(one.step, one.failed) for one in read(options.file)]
     if not everything:
         return f"{options.file} holds no trajectories yet"
-    steps = [step for step, _, _ in everything]
-    if options.step is not None and options.step not in steps:
-        return f"{options.file} has no trajectory of step {options.step}; it has steps {min(steps)} to {max(steps)}"
-    kind = "failed trajectory" if options.failed else "trajectory"
+    steps = [step for step, _ in everything]
     where = "" if options.step is None else f" of step {options.step}"
-    left = [one for one in everything if options.step in (None, one[0]) and (one[1] or not options.failed)]
-    if left:
-        return f"{options.file} has no {kind}{where} with a reward: leave out --worst or --best"
-    return f"{options.file} has no {kind}{where} among its {len(everything)}: leave out --failed"
+    kind = "failed trajectory" if options.failed else "trajectory"
+    scored = " with a reward" if options.worst or options.best else ""
+    failed = sum(failed for _, failed in everything)
+    there = f"{len(steps)} of steps {min(steps)} to {max(steps)}, {failed} of them failed"
+    return f"{options.file} has no {kind}{where}{scored}; it has {there}: ask for others, or leave an option out"
 
 
 def _print(shown: list[Recorded]) -> None:

@@ -8,9 +8,9 @@ import unicodedata
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from trlx_hybrid_multiturn.blocks import blocks, visible
-from trlx_hybrid_multiturn.record import Recorded
-from trlx_hybrid_multiturn.view import as_html, as_text
+from trlx_hybrid_trajectories.page import as_html
+from trlx_hybrid_trajectories.record import Recorded
+from trlx_hybrid_trajectories.view import as_text, sections, visible
 
 
 def recorded(tokens, *, prompt=("ask",), special=(), **fields):
@@ -75,21 +75,22 @@ class Page(html.parser.HTMLParser):
 
 
 def expected(one):
-    return [(block.kind, [span.text for span in block.spans]) for block in blocks(one)]
+    return [(section.kind, [span.text for span in section.spans]) for section in sections(one)]
 
 
 @given(trajectories)
-def test_blocks_hold_every_token_in_order_and_respect_the_mask(one):
-    cut = blocks(one)
-    assert [token for block in cut for span in block.spans for token in span.ids] == one.prompt_ids + one.completion_ids
-    kinds = [block.kind for block in cut if block.kind != "prompt" for span in block.spans for _ in span.ids]
+def test_sections_hold_every_token_in_order_and_respect_the_mask(one):
+    cut = sections(one)
+    shown = [token for section in cut for span in section.spans for token in span.ids]
+    assert shown == one.prompt_ids + one.completion_ids
+    kinds = [section.kind for section in cut if section.kind != "prompt" for span in section.spans for _ in span.ids]
     if one.failed:
         assert set(kinds) <= {"masked"}
     else:
         assert kinds == ["sampled" if m else "observed" for m in one.loss_mask]
-        spoken = [block.turn for block in cut if block.kind == "sampled"]
+        spoken = [section.turn for section in cut if section.kind == "sampled"]
         assert spoken == list(range(1, len(spoken) + 1))
-    assert all(span.text for block in cut for span in block.spans)
+    assert all(span.text for section in cut for span in section.spans)
 
 
 @given(trajectories)
@@ -97,7 +98,7 @@ def test_the_page_is_well_formed_and_has_every_token_in_its_block(one):
     page = Page(as_html([one]))
     assert page.open == []
     assert page.sections == expected(one)
-    assert len(page.titles) == sum(len(block.spans) for block in blocks(one))
+    assert len(page.titles) == sum(len(section.spans) for section in sections(one))
 
 
 def columns(line):
@@ -114,8 +115,8 @@ def test_lines_fit_the_width_and_lose_nothing(one, width, colour):
     lines = re.sub(r"\x1b\[\d*m", "", text).split("\n")
     assert all(columns(line) <= width for line in lines)
     shown = "".join(line[2:] for line in lines if line.startswith(("  ", "│")))
-    for block in blocks(one):
-        for span in block.spans:
+    for section in sections(one):
+        for span in section.spans:
             assert all(sign in shown for sign in span.text if not sign.isspace())
 
 
@@ -159,7 +160,7 @@ def test_wide_characters_count_twice():
 
 def test_a_character_of_several_tokens_is_one_span_with_all_their_numbers():
     one = recorded([("é", 1), (None, 1), ("a", 1)], logprobs=[-1.0, -0.5, 0.0])
-    spans = blocks(one)[1].spans
+    spans = sections(one)[1].spans
     assert [(span.text, span.ids, span.logprob) for span in spans] == [("é", (100, 101), -1.5), ("a", (102,), 0.0)]
     assert "log-prob −1.500 · 22.3% · id 100 + 101" in Page(as_html([one])).titles
 

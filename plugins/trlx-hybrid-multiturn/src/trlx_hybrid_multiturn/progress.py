@@ -12,8 +12,7 @@ from typing import Any
 from trlx_hybrid.rollout.conversation import Conversation
 from trlx_hybrid.types import Completion
 
-from .runners import Runners
-from .usage import Usage
+from .tools.runner import ToolRunner, ToolUsage
 
 REFRESH = 0.5  # seconds, on a terminal
 REFRESH_LOG = 30.0  # seconds, where every refresh is a line of a log
@@ -21,7 +20,7 @@ TURNS_SHOWN = 5  # in the trainer's logs
 HEAVY = 0.1  # of the rollout's wall time spent computing in tools' threads: from here on it is worth a word
 
 
-class Watch:
+class Progress:
     """Observes the loop: a progress bar, and how long the engine's steps took beside tools and without.
 
     Args:
@@ -29,7 +28,7 @@ class Watch:
         visible: whether to show the bar.
     """
 
-    def __init__(self, total: int, runners: Runners, visible: bool) -> None:
+    def __init__(self, total: int, runner: ToolRunner, visible: bool) -> None:
         from tqdm.auto import tqdm
 
         interval = REFRESH if sys.stderr.isatty() else REFRESH_LOG
@@ -37,14 +36,14 @@ class Watch:
             total=total, desc="rollout", unit="traj", leave=False, disable=not visible, mininterval=interval
         )
         self._interval, self._shown = interval, time.perf_counter()
-        self._runners = runners
+        self._runner = runner
         self._started = time.perf_counter()
         self._steps: dict[tuple[int, bool], list[float]] = defaultdict(list)  # by requests, and whether tools ran
         self.tokens = 0
 
     def stepped(self, seconds: float, sampling: int, finished: Sequence[tuple[int, Completion]]) -> None:
         """Count a step."""
-        self._steps[sampling, self._runners.busy > 0].append(seconds)
+        self._steps[sampling, self._runner.busy > 0].append(seconds)
         self.tokens += sum(len(completion.token_ids) for _, completion in finished)
 
     def moved(self, done: int, sampling: int, calling: int) -> None:
@@ -53,7 +52,7 @@ class Watch:
         if self._bar.disable or now - self._shown < self._interval:
             return
         self._shown = now
-        slowest = next(iter(self._runners.running()), None)
+        slowest = next(iter(self._runner.running()), None)
         text = f"sampling {sampling}, at tools {calling}, {self.tokens / (now - self._started):,.0f} tok/s"
         if slowest is not None:
             text += f", slowest {slowest[0]} {slowest[1]:.0f} s"
@@ -84,7 +83,7 @@ class Watch:
 
 
 def metrics(
-    conversations: Sequence[Conversation], usage: Mapping[str, Usage], watch: Watch, stream: Any
+    conversations: Sequence[Conversation], usage: Mapping[str, ToolUsage], progress: Progress, stream: Any
 ) -> dict[str, float | list[float]]:
     """A rollout's numbers for the trainer's logs, seconds and shares; those of this rank's rows.
 
@@ -96,7 +95,7 @@ def metrics(
         "hybrid/turns/mean": statistics.fmean(turns),
         "hybrid/turns/max": float(max(turns)),
         "hybrid/trajectories/failed": float(sum(c.failure is not None for c in conversations)),
-        "hybrid/tokens_per_second": watch.tokens / watch.seconds,
+        "hybrid/tokens_per_second": progress.tokens / progress.seconds,
     }
     for index in range(TURNS_SHOWN):
         there = [c.turns[index] for c in conversations if len(c.turns) > index]
@@ -110,25 +109,25 @@ def metrics(
         found["hybrid/tools/cut_off"] = float(sum(use.cut_off for use in usage.values()))
     if getattr(stream, "prompt_tokens", 0):
         found["hybrid/prefix_hit_rate"] = stream.cached_tokens / stream.prompt_tokens
-    inflation = watch.inflation()
+    inflation = progress.inflation()
     if inflation is not None:
         found["hybrid/tools/step_inflation"] = inflation
     return found
 
 
-def heavy_tools(usage: Mapping[str, Usage], watch: Watch, runners: Runners) -> list[str]:
+def heavy_tools(usage: Mapping[str, ToolUsage], progress: Progress, runner: ToolRunner) -> list[str]:
     """A sentence for each tool that computes so much in threads that the engine's steps wait for it."""
-    inflation = watch.inflation()
+    inflation = progress.inflation()
     beside = f" Engine steps beside tools took {inflation:.1f} times as long as without." if inflation else ""
     ways = {
         name: "Let it be a coroutine that hands the work to a process."
-        if name in runners.rooted
+        if name in runner.environment_methods
         else f"Move it out: rollout_options={{'tool_modes': {{{name!r}: 'process'}}}}."
         for name in usage
     }
     return [
-        f"Tool {name!r} computed for {use.cpu_seconds:.1f} s of a rollout of {watch.seconds:.1f} s, in threads that "
+        f"Tool {name!r} computed for {use.cpu_seconds:.1f} s of a rollout of {progress.seconds:.1f} s, in threads that "
         f"share the interpreter with the engine.{beside} {ways[name]}"
         for name, use in usage.items()
-        if runners.beside_the_engine(name) and use.cpu_seconds > HEAVY * watch.seconds
+        if runner.beside_the_engine(name) and use.cpu_seconds > HEAVY * progress.seconds
     ]

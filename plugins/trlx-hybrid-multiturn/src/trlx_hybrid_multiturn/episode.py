@@ -1,0 +1,187 @@
+"""One trajectory: the model speaks and is answered, until nobody answers or a limit is reached.
+
+Source of every rule for tools: trl 1.16, `GRPOTrainer._tool_call_loop`. One thing is cheaper here with the same result:
+TRL lets each turn sample up to the whole completion budget and cuts it to what is left; here what is left is the limit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, Message, RequestMaker, Turn
+from trlx_hybrid.types import Completion
+
+from .loop import Generate, OutOfTimeError
+from .tool_calls import LostCallError, run_calls
+from .tools.runner import ToolRunner
+
+_NOTHING: tuple[list[Message], list[int]] = ([], [])
+"""Answers that were rendered early, and their ids."""
+
+
+class Episode:
+    """A conversation in the making. Subclasses say who answers the model, in `play`.
+
+    Args:
+        index: row of this rank's batch.
+        prompt_ids: empty where they are known only once it has begun.
+        failed: called when the conversation breaks off; raises where too many have.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        prompt_ids: list[int],
+        limits: Limits,
+        request: RequestMaker,
+        failed: Callable[[Conversation], None],
+    ) -> None:
+        self.conversation = Conversation()
+        self.prompt_ids, self.limits = prompt_ids, limits
+        self._index, self._request, self._failed = index, request, failed
+
+    async def play(self) -> None:
+        """The conversation, as far as it goes.
+
+        Raises:
+            LostCallError: it breaks off.
+        """
+        raise NotImplementedError
+
+    def give_up(self) -> None:
+        """It broke off; `prompt_ids` must be there afterwards."""
+
+    async def run(self) -> None:
+        """The whole episode. Ends well where time runs out after the first turn: what there is by then is kept."""
+        conversation = self.conversation
+        try:
+            try:
+                await self.play()
+            except OutOfTimeError:
+                if not conversation.turns:
+                    raise LostCallError("its time was over before the first turn was sampled.") from None
+        except LostCallError as lost:
+            conversation.failure = str(lost)
+            self.give_up()
+            if not conversation.turns:  # TRL needs a first turn of at least one token
+                self.sampled(Completion(token_ids=[self.prompt_ids[-1]], logprobs=[[0.0]]), len(self.prompt_ids), 0.0)
+                conversation.messages.append({"role": "assistant", "content": ""})
+            conversation.loss_mask = [0] * len(conversation.completion_ids)  # nothing is learned from it
+            self._failed(conversation)
+
+    async def sample(self, context: list[int], images: list[Any] | None, room: int | None) -> Completion:
+        """The next turn, of at most `room` tokens; None for as many as the run allows."""
+        turn, started = len(self.conversation.turns), time.perf_counter()
+        completion = await Generate(self._request(self._index, turn, context, images, room))
+        self.sampled(completion, len(context), time.perf_counter() - started)
+        return completion
+
+    def sampled(self, completion: Completion, prompt: int, seconds: float) -> None:
+        """Note a turn, sampled after so many tokens."""
+        self.conversation.sampled(completion)
+        turn = Turn(prompt=prompt, sampled=len(completion.token_ids), sampling_seconds=seconds)
+        self.conversation.turns.append(turn)
+
+    def observed(self, ids: list[int], messages: list[Message]) -> None:
+        """Note what the model is shown."""
+        self.conversation.observed(ids)
+        self.conversation.turns[-1].observed = len(ids)
+        self.conversation.messages += messages
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Measures how long the last turn waits for its answer."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.conversation.turns[-1].tool_seconds = time.perf_counter() - started
+
+
+class ToolEpisode(Episode):
+    """A dialogue whose model is answered by the tools that it calls."""
+
+    def __init__(
+        self,
+        index: int,
+        dialogue: Dialogue,
+        limits: Limits,
+        request: RequestMaker,
+        runner: ToolRunner,
+        failed: Callable[[Conversation], None],
+    ) -> None:
+        super().__init__(index, dialogue.prompt_ids, limits, request, failed)
+        self._dialogue, self._runner = dialogue, runner
+        self._early = _NOTHING
+
+    def give_up(self) -> None:
+        """Part with the environment: a call of it may still run."""
+        self._dialogue.discard()
+
+    async def play(self) -> None:
+        """Until the model calls no tool."""
+        conversation, dialogue, limits = self.conversation, self._dialogue, self.limits
+        message = await self._speak(dialogue.prompt_ids, None)
+        while message.get("tool_calls") and len(conversation.turns) <= limits.tool_turns:
+            with self.answering():
+                try:
+                    answers = await run_calls(
+                        message["tool_calls"], dialogue, conversation, self._runner, self._render_early
+                    )
+                except OutOfTimeError:
+                    self.give_up()
+                    raise
+            observed, images = self._rendered(answers)
+            length = len(conversation.completion_ids) + len(observed)
+            prompt = [*dialogue.prompt_ids, *conversation.completion_ids, *observed]
+            if length > limits.completion_tokens or len(prompt) >= limits.model_tokens:
+                return  # the answers are dropped, and the completion stays as it is
+            self.observed(observed, answers)
+            conversation.images += images
+            if length == limits.completion_tokens:
+                return  # TRL samples another turn and cuts all of it
+            message = await self._speak(prompt, limits.completion_tokens - length)
+
+    async def _speak(self, prompt: list[int], room: int | None) -> Message:
+        """One turn; its message, empty where nothing was sampled."""
+        conversation, dialogue, first = self.conversation, self._dialogue, not self.conversation.turns
+        if first and dialogue.first is not None:
+            completion = dialogue.first
+            self.sampled(completion, len(prompt), 0.0)
+        else:
+            completion = await self.sample(prompt, [*(dialogue.images or []), *conversation.images] or None, room)
+        if not first and not completion.token_ids:
+            return {}
+        message = dialogue.parse(completion.token_ids, prompt)
+        conversation.messages.append(message)
+        return message
+
+    def _render_early(self, answers: list[Message]) -> None:
+        """In the thread of the tool that gave them: the engine's thread need not do it then."""
+        with contextlib.suppress(Exception):  # it will be done there, and raise there if it must
+            self._early = answers, self._dialogue.observe(answers)
+
+    def _rendered(self, answers: list[Message]) -> tuple[list[int], list[Any]]:
+        """Ids and images of what tools answered. A tool's text or blocks can be such that no template takes them."""
+        (seen, ids), self._early = self._early, _NOTHING
+        try:
+            return ids if seen == answers else self._dialogue.observe(answers), _images(answers)
+        except Exception as error:
+            names = ", ".join(repr(answer["name"]) for answer in answers)
+            raise LostCallError(
+                f"what {names} returned cannot be shown to the model: {type(error).__name__}: {error}."
+            ) from error
+
+
+def _images(messages: list[Message]) -> list[Any]:
+    """Images among the content blocks that tools returned."""
+    return [
+        part["image"]
+        for message in messages
+        if isinstance(message["content"], list)
+        for part in message["content"]
+        if isinstance(part, dict) and part.get("type") == "image"
+    ]

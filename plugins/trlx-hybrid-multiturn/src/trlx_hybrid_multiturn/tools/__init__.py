@@ -1,0 +1,1 @@
+"""Where tools run: threads, processes, the event loop, the trainer's thread."""

@@ -1,0 +1,374 @@
+"""Tools in threads: no copies, no start-up, any function. But they share the interpreter, and none can be killed."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import logging
+import math
+import sys
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trlx_hybrid.errors import ConfigError, HybridError
+
+from ..loop import Outcome
+
+logger = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 5.0  # what `close` grants to threads that have nothing left to do
+
+
+class ToolsUnavailableError(HybridError):
+    """Tools cannot be run: too many of them hang, the pool is closed, or a function cannot leave its process."""
+
+
+@dataclass(slots=True, eq=False)
+class ToolCall:
+    """A function to call, and whom to tell. Made by `Workers.submit`.
+
+    Attributes:
+        function: a synchronous callable.
+        arguments: its keyword arguments.
+        done: takes the outcome, once, in whatever thread knows it first.
+        deadline: seconds the call may take from its start; `math.inf` for no limit.
+        name: what messages call the tool.
+        context: copy of the submitter's context variables, as `asyncio.to_thread` makes it.
+        taken: `time.monotonic()` when a worker took the call; None while it waits.
+        settled: whether its outcome is known and told.
+    """
+
+    function: Callable[..., Any]
+    arguments: Mapping[str, Any]
+    done: Callable[[Outcome], None]
+    deadline: float
+    name: str
+    context: contextvars.Context = field(default_factory=contextvars.copy_context)
+    taken: float | None = None
+    settled: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def expires(self) -> float:
+        """`time.monotonic()` at which its deadline passes. Only for a call that was taken."""
+        assert self.taken is not None
+        return self.taken + self.deadline
+
+    def seconds(self, now: float | None = None) -> float:
+        """Wall time since a worker took it; 0 while it waits."""
+        return 0.0 if self.taken is None else (time.monotonic() if now is None else now) - self.taken
+
+    def settle(self, outcome: Outcome) -> None:
+        """Tell the outcome. The first one counts, later ones are dropped."""
+        with self._lock:
+            if self.settled:
+                return
+            self.settled = True
+        try:
+            self.done(outcome)
+        except Exception:  # this is a worker's thread: there is no caller to raise to, and the worker must live on
+            logger.exception("The receiver of the outcome of tool %r failed.", self.name)
+
+    def lose(self, reason: str, *, by_tool: bool = False) -> None:
+        """Settle as lost. `reason` continues a sentence that begins with the tool."""
+        self.settle(Outcome(lost=f"tool {self.name!r} {reason}", by_tool=by_tool, seconds=self.seconds()))
+
+
+class Workers:
+    """Runs calls, at most `limit` at a time, first in, first out, each by a daemon thread.
+
+    `concurrent.futures` joins its threads when the interpreter exits, so that one hung tool would keep the process
+    alive. How a call is performed is left to subclasses.
+
+    Args:
+        limit: threads of the pool. They start when there is work, and are reused.
+
+    Raises:
+        ConfigError: `limit` is below 1.
+    """
+
+    def __init__(self, limit: int) -> None:
+        if limit < 1:
+            raise ConfigError(f"Tools need at least one worker, got a limit of {limit}.")
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._work = threading.Condition(self._lock)
+        self._queue: deque[ToolCall] = deque()
+        self._running: dict[ToolCall, threading.Thread] = {}
+        self._threads: set[threading.Thread] = set()  # those that count towards `limit`
+        self._idle = 0
+        self._closed = False
+
+    @property
+    def busy(self) -> int:
+        """Calls that run now."""
+        return len(self._running)
+
+    @property
+    def queued(self) -> int:
+        """Calls that wait for a worker."""
+        return len(self._queue)
+
+    def running(self) -> list[tuple[str, float]]:
+        """Name and seconds of each call that runs now, the longest first."""
+        now = time.monotonic()
+        with self._lock:
+            return sorted(((call.name, call.seconds(now)) for call in self._running), key=lambda call: -call[1])
+
+    def submit(
+        self,
+        function: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        done: Callable[[Outcome], None],
+        deadline: float,
+        *,
+        name: str | None = None,
+    ) -> ToolCall:
+        """Have `function(**arguments)` called by a worker. Returns at once.
+
+        Args:
+            done: called with the outcome exactly once: by some other thread, or by the one that abandons the call or
+                closes the pool. It must be quick and thread-safe.
+            deadline: seconds the call may take, counted from its start, not from here.
+            name: what messages call the tool; by default the function's own name.
+
+        Raises:
+            ToolsUnavailableError: the pool takes no more calls; says why and what to do.
+        """
+        name = name or str(getattr(function, "__name__", type(function).__name__))
+        call = ToolCall(function, arguments, done, deadline, name)
+        with self._lock:
+            if self._closed:
+                raise ToolsUnavailableError(f"Tool {call.name!r} was called after its workers were closed.")
+            self._admit(call)
+            self._queue.append(call)
+            self._staff()
+        return call
+
+    def abandon(self, call: ToolCall, reason: str) -> None:
+        """Wait for a call no longer: it is lost at once for `reason`, which continues "tool 'name' ...".
+
+        A call that waits is never started; one that runs keeps its worker until it ends or its deadline passes,
+        unless the worker can be interrupted. Does nothing to a call that is over.
+        """
+        with self._lock:
+            if call in self._queue:
+                self._queue.remove(call)
+        call.lose(reason)  # before the interruption becomes its cause
+        with self._lock:
+            self._interrupt(call)
+
+    def close(self) -> None:
+        """End all that is idle; what waits or runs is lost. Safe to call twice. Takes seconds at most."""
+        with self._lock:
+            self._closed = True
+            waiting, running = list(self._queue), list(self._running)
+            self._queue.clear()
+            threads = self._close()
+            self._work.notify_all()
+        for call in waiting:
+            call.lose("was not started: the workers were closed.")
+        for call in running:
+            call.lose("still ran when the workers were closed.")
+        with self._lock:
+            for call in running:
+                self._interrupt(call)
+        until = time.monotonic() + CLOSE_SECONDS
+        for thread in threads:
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, until - time.monotonic()))
+
+    def _perform(self, call: ToolCall) -> Outcome:
+        """Do it, in the calling thread, without the lock."""
+        raise NotImplementedError
+
+    def _close(self) -> list[threading.Thread]:
+        """Under the lock: the threads that will end soon once the pool is closed."""
+        raise NotImplementedError
+
+    def _admit(self, call: ToolCall) -> None:
+        """Under the lock: raise `ToolsUnavailableError` to refuse the call."""
+
+    def _interrupt(self, call: ToolCall) -> None:
+        """Under the lock: make a running call end soon, where that is possible."""
+
+    def _started(self, call: ToolCall) -> None:
+        """Under the lock: a worker took the call."""
+
+    def _finished(self, call: ToolCall) -> bool:
+        """Under the lock: the call is over. Returns whether its thread still belongs to the pool."""
+        del self._running[call]
+        return True
+
+    def _staff(self) -> None:
+        """Under the lock: as many threads as the queue needs and `limit` allows."""
+        self._work.notify()
+        for _ in range(min(len(self._queue) - self._idle, self._limit - len(self._threads))):
+            thread = threading.Thread(target=self._serve, name=f"tool-{len(self._threads)}", daemon=True)
+            thread.start()
+            self._threads.add(thread)
+
+    def _serve(self) -> None:
+        while self._serve_one():
+            pass
+        with self._lock:
+            self._threads.discard(threading.current_thread())
+
+    def _serve_one(self) -> bool:
+        # A frame of its own: an idle thread must not keep the last call's arguments and result alive.
+        call = self._next()
+        if call is None:
+            return False
+        try:
+            outcome = self._perform(call)
+        except Exception as error:
+            reason = f"tool {call.name!r} could not be run: {type(error).__name__}: {error}"
+            outcome = Outcome(lost=reason, seconds=call.seconds())
+        with self._lock:
+            stays = self._finished(call)
+        call.settle(outcome)
+        return stays
+
+    def _next(self) -> ToolCall | None:
+        """Wait for a call; None when the pool is closed."""
+        with self._lock:
+            while not self._queue and not self._closed:
+                self._idle += 1
+                self._work.wait()
+                self._idle -= 1
+            if self._closed:
+                return None
+            call = self._queue.popleft()
+            call.taken = time.monotonic()
+            self._running[call] = threading.current_thread()
+            self._started(call)
+            return call
+
+
+def performed(function: Callable[[], Any], catching: type[BaseException]) -> Outcome:
+    """A call in this very thread, measured. What it raises beyond `catching` goes through."""
+    started, cpu_started = time.perf_counter(), time.thread_time()
+    value, raised = None, None
+    try:
+        value = function()
+    except catching as error:
+        raised = error
+    seconds, cpu_seconds = time.perf_counter() - started, time.thread_time() - cpu_started
+    return Outcome(value=value, error=raised, seconds=seconds, cpu_seconds=cpu_seconds)
+
+
+def taking_this_device() -> Callable[[], None]:
+    """What another thread is to call first: CUDA's current device, 0 in each new thread, becomes this thread's."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return lambda: None
+    return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
+
+
+class ThreadWorkers(Workers):
+    """Runs tools in daemon threads.
+
+    A call whose deadline passes is lost at once. Its thread hangs until the tool returns: it is counted, a fresh one
+    takes its place in the pool, and what it returns in the end is dropped. All compute on
+    the GPU that was the current one where the pool was made.
+
+    Args:
+        limit: calls that run at once.
+        lost_limit: threads that may hang at once. With more, waiting calls are lost and `submit` raises.
+
+    Raises:
+        ConfigError: `limit` is below 1, or `lost_limit` below 0.
+    """
+
+    def __init__(self, limit: int, lost_limit: int) -> None:
+        if lost_limit < 0:
+            raise ConfigError(f"The number of tool threads that may hang cannot be negative, got {lost_limit}.")
+        super().__init__(limit)
+        self._lost_limit = lost_limit
+        self._hung: set[ToolCall] = set()
+        self._watcher: threading.Thread | None = None
+        self._watch_again = threading.Condition(self._lock)
+        self._watched_until = -math.inf  # the deadline that the watcher sleeps to
+        self._take_device = taking_this_device()
+
+    @property
+    def hung(self) -> int:
+        """Threads whose tool has not returned by its deadline, up to now."""
+        return len(self._hung)
+
+    def _serve(self) -> None:
+        self._take_device()
+        super()._serve()
+
+    def hangs(self, call: ToolCall) -> bool:
+        """Whether a call has not returned by its deadline, nor since."""
+        return call in self._hung
+
+    def _perform(self, call: ToolCall) -> Outcome:
+        # SystemExit and KeyboardInterrupt are the tool's own here: no signal is delivered to a thread.
+        return performed(lambda: call.context.run(call.function, **call.arguments), BaseException)
+
+    def _admit(self, call: ToolCall) -> None:
+        if len(self._hung) > self._lost_limit:
+            raise ToolsUnavailableError(f"Tool {call.name!r} is not called: {self._too_many()}")
+
+    def _too_many(self) -> str:
+        names = Counter(call.name for call in self._hung)
+        hanging = ", ".join(f"{name!r}" + (f" ×{count}" if count > 1 else "") for name, count in names.most_common())
+        return (
+            f"{len(self._hung)} tool threads hang at once, {self._lost_limit} may: {hanging}. A thread cannot be "
+            "killed. Give these tools a timeout of their own, run them in processes, which can be, or allow more."
+        )
+
+    def _started(self, call: ToolCall) -> None:
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="tool-deadlines", daemon=True)
+            self._watcher.start()
+        elif call.expires < self._watched_until:
+            self._watch_again.notify()
+
+    def _finished(self, call: ToolCall) -> bool:
+        if call in self._hung:
+            self._hung.discard(call)
+            return False
+        return super()._finished(call)
+
+    def _watch(self) -> None:
+        while self._watch_once():
+            pass
+
+    def _watch_once(self) -> bool:
+        """Sleep to the next deadline and report whom it caught. Returns False when the pool is closed."""
+        with self._lock:
+            if self._closed:
+                return False
+            now = time.monotonic()
+            late = [call for call in self._running if call.expires <= now]
+            if not late:
+                self._watched_until = min((call.expires for call in self._running), default=math.inf)
+                self._watch_again.wait(min(self._watched_until - now, threading.TIMEOUT_MAX))
+                return True
+            for call in late:
+                self._threads.discard(self._running.pop(call))
+                self._hung.add(call)
+            dropped: list[ToolCall] = []
+            if len(self._hung) > self._lost_limit:  # fresh threads for them would most likely hang as well
+                dropped = list(self._queue)
+                self._queue.clear()
+                reason = f"was not started: {self._too_many()}"
+            self._staff()
+        for call in late:
+            call.lose(f"did not return within {call.deadline:g} s; its thread hangs.", by_tool=True)
+        for call in dropped:
+            call.lose(reason)
+        return True
+
+    def _close(self) -> list[threading.Thread]:
+        self._watch_again.notify()
+        busy = set(self._running.values())
+        watcher = [self._watcher] if self._watcher is not None else []
+        return [thread for thread in self._threads if thread not in busy] + watcher

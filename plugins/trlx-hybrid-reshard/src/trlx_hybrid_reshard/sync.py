@@ -172,7 +172,7 @@ class ReshardSync(WeightSync):
 
     def note(self) -> str:
         """The same, for the run's header."""
-        return f"[Reshard] a sync on rank {self._session.ranks.rank}: {self.summary}"
+        return f"[Reshard] a sync on rank {self._run.ranks.rank}: {self.summary}"
 
     # --- syncing ----------------------------------------------------------------------------------------------------
 

@@ -88,7 +88,7 @@ def _chosen(options: argparse.Namespace) -> Iterator[Recorded]:
         return matching
     scored = (one for one in matching if one.reward is not None and not isnan(one.reward))  # a NaN has no place
     rank = heapq.nlargest if options.worst is None else heapq.nsmallest
-    return iter(rank(options.worst or options.best, scored, key=lambda one: one.reward))
+    return iter(rank(options.worst or options.best, scored, key=lambda one: one.reward or 0.0))
 
 
 def _nothing(options: argparse.Namespace) -> str:

@@ -31,6 +31,7 @@ with open(sys.argv[1] + "/data.bin", "r+b") as file:
     data = mmap.mmap(file.fileno(), 0)
 print(json.dumps({"pids": [child.pid for child in children] + [forked], "segment": segment.name}), flush=True)
 if sys.stdin.readline() == "finish\\n":
+    segment.close()
     print(json.dumps(reaper.finish()), flush=True)
     del data
     os._exit(0)

@@ -8,7 +8,10 @@ import time
 from pathlib import Path
 
 WHAT, FOLDER = sys.argv[1], Path(sys.argv[2])
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+RANK, WORLD = (
+    int(os.environ.get("RANK", 0)),
+    int(os.environ.get("WORLD_SIZE", 1)),
+)  # accelerate sets none for one process
 
 
 def word(name, **fields):

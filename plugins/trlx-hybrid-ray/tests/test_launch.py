@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -15,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from launching import OBEDIENT, launch, nothing_left, segments
 from trlx_hybrid_ray.errors import PlacementError, ScriptError
 from trlx_hybrid_ray.follow import LOST_PEER, last_error
+from trlx_hybrid_ray.reaper import SHARED_MEMORY
 
 
 @pytest.fixture
@@ -80,6 +83,40 @@ def test_an_exit_code_is_the_launchers(started):
     assert done.code == 3
     assert "Rank 0 failed first" in done.err
     assert done.err.strip().endswith("the script ended with exit code 3.")
+
+
+def test_actors_that_a_rank_starts_have_gpus_of_their_own(started, tmp_path):
+    done = started("actors", nodes=1, processes_per_node=2, gpus=True)
+    assert done.code == 0, done.err
+    (seen,) = words(tmp_path, "actors")
+    devices = [seen["own"].split(","), *([device] for device in seen["theirs"])]
+    assert [len(each) for each in devices] == [2, 1, 1]
+
+
+def test_a_line_without_an_end_holds_up_nothing(started):
+    done = started("long_line")
+    assert done.code == 0, done.err
+    for rank in range(2):
+        assert "after" in done.lines(rank)
+    assert done.out.count("x") == 400_000
+
+
+def test_files_that_somebody_staged_in_shared_memory_stay(started, tmp_path):
+    folder = Path(tempfile.mkdtemp(dir=SHARED_MEMORY))
+    loose = Path(tempfile.mkstemp(dir=SHARED_MEMORY, prefix="torch_dataset")[1])
+    try:
+        for path in (folder / "model.safetensors", loose):
+            path.write_bytes(b"kept" * 1000)
+        (tmp_path / "stage").mkdir()
+        (tmp_path / "stage" / "model").symlink_to(folder / "model.safetensors")
+        (tmp_path / "stage" / "loose").symlink_to(loose)
+        done = started("map_files")
+        assert done.code == 0, done.err
+        assert done.lines(0) == ["mapped 2"]
+        assert loose.read_bytes() == (folder / "model.safetensors").read_bytes() == b"kept" * 1000
+    finally:
+        shutil.rmtree(folder)
+        loose.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("which", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])

@@ -41,8 +41,7 @@ FAULTS = (
     ("raylet", signal.SIGSTOP),
 )
 """Who gets which signal. 13 of them and 7 phases, so that 91 seeds meet all pairs."""
-ENDS_IN = {signal.SIGKILL: 30.0, signal.SIGTERM: 30.0, signal.SIGSTOP: 45.0}
-"""Seconds from the signal to the end. A process that is stopped is told from a slow one after 15 s."""
+ENDS_IN = 30.0  # seconds from the signal to the end
 ROOMY = 100  # CPUs of nodes that only these tests' ranks fit on, so that nobody else's node is killed
 
 
@@ -176,7 +175,8 @@ def test_a_run_that_loses_a_process_or_a_node_ends_in_time_and_says_which(
         record_property(name, value)
     print(f"seed {seed}: {figures}")
     named = [line for line in done.err.splitlines() if "failed first" in line or "was lost, with" in line]
-    whole = phase == "end" and done.code == 0 and kind != "recover"  # all had ended before the signal came
+    # All had ended before the signal came; or the ranks, which need no raylet, while it stood still.
+    whole = done.code == 0 and (phase == "end" or (kind, which) == ("raylet", signal.SIGSTOP)) and kind != "recover"
     if whole:
         assert named == []
     elif kind in ("rank", "recover"):
@@ -184,10 +184,10 @@ def test_a_run_that_loses_a_process_or_a_node_ends_in_time_and_says_which(
         assert {"SIGSTOP": "has been stopped"}.get(which.name, f"ended by {which.name}") in named[0]
     else:
         assert named[0].startswith("Node 127.0.0.1 ("), done.err[-3000:]
-        assert ("lost, with rank {victim}:" if "lost" in named[0] else "failed first").format(victim=victim) in named[0]
+        assert f"was lost, with rank {victim}:" in named[0] or "failed first: " in named[0]
     assert (done.code == 0) == (whole or kind == "recover"), done.err[-3000:]
     if kind != "recover":
-        assert seconds < ENDS_IN[which]
+        assert seconds < ENDS_IN
     if done.code == 0:
         results, resumed = result(tmp_path)
         if kind == "recover" and phase in ("saved", "end"):
@@ -212,7 +212,9 @@ def test_a_node_that_is_lost_while_its_ranks_start_is_made_up_for_by_a_restart(r
     striker = threading.Thread(target=lose, daemon=True)
     striker.start()
     try:
-        done = launch(capfd, tmp_path, OBEDIENT, "together", nodes=2, cpus_per_process=ROOMY / 2 + 1, restarts=2)
+        done = launch(
+            capfd, tmp_path, OBEDIENT, "together", tmp_path, nodes=2, cpus_per_process=ROOMY / 2 + 1, restarts=2
+        )
     finally:
         over.set()
         striker.join(20)

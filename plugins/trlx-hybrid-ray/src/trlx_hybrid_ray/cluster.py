@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import secrets
 import select
@@ -109,7 +110,6 @@ def connect(
     asked = {"cpus": cpus is not None, "gpus": gpus is not None, "dashboard": dashboard, "everywhere": everywhere}
     for name in (name for name, given in asked.items() if given and address != LOCAL):
         raise ConfigError(f"{name}= is of a cluster that is started; the one at {address} runs already. Leave it out.")
-    _refuse_second_connection()
     namespace = namespace or f"trlx-{secrets.token_hex(4)}"
     started = address == LOCAL
     with ExitStack() as stack:
@@ -121,6 +121,7 @@ def connect(
         else:
             address = _answering(address, deadline)
             everywhere = not address.startswith("127.")
+        _refuse_second_connection()
         stack.enter_context(reachable(everywhere))
         stack.enter_context(token.presented(secret))
         if started:
@@ -286,9 +287,9 @@ def _answering(address: str, deadline: float | None) -> str:
         except OSError as error:
             last = str(error)
             break
-    waited = time.monotonic() - started
+    waited = min(time.monotonic() - started, deadline or math.inf)
     raise ClusterError(
-        f"No Ray cluster answered at {address} within {waited:.1f} s ({last}). Start one with `ray start --head`, or "
+        f"No Ray cluster answered at {address} within {waited:.3g} s ({last}). Start one with `ray start --head`, or "
         "name another with address= (--address)."
     )
 

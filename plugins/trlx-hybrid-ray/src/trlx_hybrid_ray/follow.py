@@ -81,6 +81,7 @@ class _Node:
     quiet: float = 0.0
     code: int | None = None  # of accelerate, once it has ended and all that it printed is here
     lost: bool = False
+    unclean: bool = False  # it did not say that all is gone
     pids: dict[int, int] = field(default_factory=dict)
     finished: dict[int, float] = field(default_factory=dict)  # when ranks ended well
 
@@ -143,9 +144,8 @@ class Follower:
         """Let go of the actors; where they still run something, they end it."""
         import ray
 
-        for node in self._nodes:
-            with suppress(ray.exceptions.RayError, ValueError):
-                ask(lambda actor=node.actor: ray.kill(actor))
+        with suppress(ray.exceptions.RayError):
+            ask(lambda: [ray.kill(node.actor) for node in self._nodes])
         self._head.close()
 
     # --- the loop -----------------------------------------------------------------------------------------------------
@@ -234,10 +234,7 @@ class Follower:
         if news.code is not None:
             node.code = news.code
             if news.code != 0 and not any(failure.node == number for failure in self._failures):
-                why = f"accelerate launch ended with exit code {news.code}."
-                if news.code < 0:
-                    why = f"accelerate launch was ended by {_signal_name(-news.code)}."
-                self._fail(Failure(number, None, time.time(), news.code, why))
+                self._fail(Failure(number, None, time.time(), news.code))
 
     def _stands_still(self, number: int, what: str, pid: int, seconds: float) -> None:
         from .node import STOPPED_SECONDS
@@ -282,19 +279,18 @@ class Follower:
         """Have every node end what is left there, and say what that was."""
         import ray
 
-        there = [number for number, node in enumerate(self._nodes) if not node.lost]
+        there = [node for node in self._nodes if not node.lost]
         calls = self._call("finish")
-        _, late = ray.wait(calls, num_returns=len(calls), timeout=GRACE + KILL) if calls else ([], [])
-        for number, call in zip(there, calls, strict=True):
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=GRACE + KILL)
+        for node, call in zip(there, calls, strict=True):
             try:
-                left = [] if call in late else ray.get(call)
-            except ray.exceptions.RayError:
-                self._nodes[number].lost = True
+                left = ray.get(call, timeout=0)
+            except (ray.exceptions.RayError, TimeoutError):
+                node.unclean = True
                 continue
-            if call in late:
-                self._nodes[number].lost = True
-            elif left and not self._killed:
-                say(f"node {self.where(number)} had leftovers, which were removed: {listed(left, 4)}")
+            if left and not self._killed:
+                say(f"node {node.where} had leftovers, which were removed: {listed(left, 4)}")
 
     def _remind(self, now: float) -> None:
         size = self._job.processes_per_node
@@ -348,50 +344,38 @@ class Follower:
     def _summary(self) -> str:
         """For standard error; empty where all went well. What matters most stands last."""
         lines, first = [], self._first
-        unknown = [node.where for node in self._nodes if not node.over]
-        unknown += [node.where for number, node in enumerate(self._nodes) if node.lost and not self._named(number)]
-        if unknown:
+        if unclean := [node.where for node in self._nodes if node.unclean or not node.over]:
             lines.append(
-                f"Not known to have ended: the ranks on node {listed(unknown)}. Look there before the next start."
+                f"Not known to have ended: what runs on node {listed(unclean)}. Look there before the next start."
             )
         if first is not None:
-            error, trace = self._error(first)
-            lines += self._others(first)
-            lines += ["", *trace, ""] if trace else []
-            lines.append(self._told(first, error))
+            trace = self._error(first)[1]
+            lines += [*self._others(first), *(["", *trace, ""] if trace else []), self._named(first)]
         elif self._interrupted is not None:
             lines.append(f"Stopped by {self._interrupted.name}; every rank was ended.")
         return "\n".join(lines)
 
-    def _named(self, number: int) -> bool:
-        return any(failure.node == number for failure in self._failures)
+    def _named(self, first: Failure) -> str:
+        node, size = self._nodes[first.node], self._job.processes_per_node
+        if first.rank is not None:
+            gpus = self._gpus[first.node]
+            gpu = f", GPU {gpus[first.rank - first.node * size]}" if gpus else ""
+            pid = f", pid {node.pids[first.rank]}" if first.rank in node.pids else ""
+            return f"Rank {first.rank} failed first (node {node.where}{gpu}{pid}): {self._why(first)}"
+        if not node.lost:
+            return f"Node {node.where} failed first: {self._why(first)}"
+        ranks = [str(rank) for rank in range(first.node * size, (first.node + 1) * size)]
+        return f"Node {node.where} was lost, with rank{'s' * (size > 1)} {listed(ranks, 8)}: {self._why(first)}"
 
-    def _told(self, failure: Failure, error: str) -> str:
-        node = self._nodes[failure.node]
-        size = self._job.processes_per_node
-        if failure.rank is None:
-            ranks = [str(rank) for rank in range(failure.node * size, (failure.node + 1) * size)]
-            of = f"Node {node.where} was lost, with rank{'s' * (size > 1)} {listed(ranks, 8)}"
-            if not node.lost:
-                of = f"Node {node.where} failed first"
-            why = failure.why or f"accelerate launch was ended by {_signal_name(-(failure.code or 0))}."
-            tail = self._tails.get((failure.node, None), b"").decode(errors="replace")
-            last = last_error(tail)[0]
-            return f"{of}: {why}" + (f" {last}" if last else "")
-        gpus = self._gpus[failure.node]
-        gpu = f", GPU {gpus[failure.rank - failure.node * size]}" if gpus else ""
-        pid = f", pid {node.pids[failure.rank]}" if failure.rank in node.pids else ""
-        return f"Rank {failure.rank} failed first (node {node.where}{gpu}{pid}): {self._why(failure, error)}"
-
-    @staticmethod
-    def _why(failure: Failure, error: str) -> str:
+    def _why(self, failure: Failure) -> str:
         if failure.why:
             return failure.why
+        what = "accelerate launch" if failure.rank is None else "its process"
         if failure.code is not None and failure.code < 0:
             name = _signal_name(-failure.code)
-            cause = " (the out-of-memory killer, or kill -9)" if name == "SIGKILL" else ""
-            return f"its process was ended by {name}{cause}."
-        return error or f"the script ended with exit code {failure.code}."
+            return f"{what} was ended by {name}{' (the out-of-memory killer, or kill -9)' * (name == 'SIGKILL')}."
+        what = "accelerate launch" if failure.rank is None else "the script"
+        return self._error(failure)[0] or f"{what} ended with exit code {failure.code}."
 
     def _others(self, first: Failure) -> list[str]:
         """Who failed later, and where every error speaks of a lost peer, who had left before."""
@@ -399,12 +383,12 @@ class Follower:
         finished = [str(r) for node in self._nodes for r, at in sorted(node.finished.items()) if at <= first.time]
         if self._lost_peer(first) and finished:
             lines.append(f"Rank {listed(finished, 8)} had finished the script before: did it skip a collective call?")
-        others = [f for f in self._failures if f is not first and f.rank is not None and f.node != first.node]
-        others += [f for f in self._failures if f is not first and f.node == first.node and f.rank is not None]
-        told = [f for f in others if f.rank != first.rank and (f.node != first.node or first.rank is not None)]
-        lines += [f"Rank {f.rank} failed after it: {self._why(f, self._error(f)[0])}" for f in told[:3]]
-        if len(told) > 3:
-            lines.append(f"So did rank {listed([str(f.rank) for f in told[3:]], 8)}.")
+        others = [f for f in self._failures if f.rank not in (None, first.rank)]
+        if first.rank is None:  # its ranks ended with it
+            others = [f for f in others if f.node != first.node]
+        lines += [f"Rank {f.rank} failed after it: {self._why(f)}" for f in others[:3]]
+        if len(others) > 3:
+            lines.append(f"So did rank {listed([str(f.rank) for f in others[3:]], 8)}.")
         return lines
 
 
@@ -439,12 +423,9 @@ def _signal_name(number: int) -> str:
 
 def _cause_of_death(error: BaseException) -> str:
     """What Ray says of an actor that died, in a line."""
-    text = " ".join(str(error).split())
-    if "node" in text and ("died" in text or "terminated" in text) and "heartbeat" in text:
+    if "node has died" in str(error):
         return "its raylet ended."
-    if "raylet" in text.lower():
-        return "its raylet ended."
-    return "the actor of this launch there ended: killed, or its raylet was."
+    return "Ray's actor there ended: it was killed, or the node's raylet was."
 
 
 class _Head:

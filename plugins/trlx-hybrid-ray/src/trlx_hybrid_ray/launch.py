@@ -314,17 +314,15 @@ def _check_settings(settings: tuple[str, ...]) -> None:
     parser.parse_args([*settings, "script.py"])
 
 
-def variables(job: Job, run_id: str, start: int) -> tuple[dict[str, str], tuple[str, ...]]:
-    """What the ranks are told of this process's environment and of the run; and names that they must not have."""
+def variables(job: Job, run_id: str, start: int) -> dict[str, str]:
+    """What the ranks are told of this process's environment, and of the run."""
     told = {n: v for n, v in os.environ.items() if n not in MACHINE and not n.startswith(MACHINE_PREFIXES)}
     told |= {"PET_RDZV_ID": run_id, "TRLX_HYBRID_RESTART_COUNT": str(start)}
     told |= {name: os.environ[name] for name in (debugging.CHOICE, debugging.POST_MORTEM) if name in os.environ}
     if not job.gpus and job.config_file is None:
         told["ACCELERATE_USE_CPU"] = "true"
-    if start:
-        return told | {RESUME_VARIABLE: "1"}, ()
     told.pop(RESUME_VARIABLE, None)
-    return told, (RESUME_VARIABLE,)
+    return told | ({RESUME_VARIABLE: "1"} if start else {})
 
 
 # --- from the first start to the last ---------------------------------------------------------------------------------
@@ -424,7 +422,7 @@ def _attempt(
         port = 0  # accelerate takes a free one by itself
         if job.nodes > 1:
             (port,) = _answers(follower, [actors[0].free_port.remote(address)], CALL_SECONDS)
-        told, unset = variables(job, run_id, start)
+        told = variables(job, run_id, start)
         script = ["--module", "trlx_hybrid_ray.debugging", job.script] if job.debug else [job.script]
         starts = []
         for number, (actor, bundle) in enumerate(zip(actors, placement.bundles, strict=True)):
@@ -434,7 +432,6 @@ def _attempt(
                 script=job.script,
                 config=config,
                 variables=told,
-                unset=unset,
                 folder=_folder(job),
                 gpus=bundle.gpus,
                 first_rank=number * job.processes_per_node,

@@ -47,10 +47,9 @@ class Start:
 
     Attributes:
         arguments: of `accelerate launch`: its options, the script, and the script's arguments.
-        script: as typed, relative to the folder; None where `arguments` name a module.
+        script: as typed, relative to the folder.
         config: text of accelerate's config file.
         variables: of the launcher's environment, for the ranks.
-        unset: names that must not be set there.
         folder: to work in; None to stay in the one that Ray made for the job.
         gpus: ids of this node's GPUs, for `CUDA_VISIBLE_DEVICES`.
         first_rank: of the ranks on this node.
@@ -61,7 +60,6 @@ class Start:
     script: str
     config: str
     variables: Mapping[str, str]
-    unset: tuple[str, ...]
     folder: str | None
     gpus: tuple[str, ...]
     first_rank: int
@@ -144,8 +142,6 @@ class NodeActor:
             "PET_REDIRECTS": "3",  # torchelastic: standard output and error of each rank to files
             _EVENTS_VARIABLE: str(self._folder / "events"),
         }
-        for name in what.unset:
-            variables.pop(name, None)
         own = [sys.executable, "-m", __name__, "--config_file", str(config), "--log_dir", str(self._folder / "ranks")]
         with open(self._folder / "stdout.log", "wb") as out, open(self._folder / "stderr.log", "wb") as err:
             self._process = subprocess.Popen(

@@ -159,7 +159,7 @@ def test_a_script_that_is_not_there_is_named_with_the_way_out(two_nodes, capfd, 
 
 
 def test_more_than_there_is_is_refused(two_nodes, capfd, tmp_path):
-    with pytest.raises(PlacementError, match="3 times 1 CPUs, each on one node \\(strategy strict_spread\\)"):
+    with pytest.raises(PlacementError, match="rank: 3 times 1 CPUs, each on one node \\(strategy strict_spread\\)"):
         launch(capfd, tmp_path, OBEDIENT, nodes=3)
 
 

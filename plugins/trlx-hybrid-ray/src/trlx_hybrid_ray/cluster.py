@@ -379,6 +379,8 @@ def _serve(settings: dict[str, Any]) -> None:
     while os.getppid() == parent and not select.select([0], [], [], 0.5)[0]:
         pass
     ray.shutdown(wait_for_processes=True)
+    if os.getppid() != parent:  # who would have removed it, with the token in it
+        shutil.rmtree(settings["_temp_dir"], ignore_errors=True)
 
 
 @contextmanager

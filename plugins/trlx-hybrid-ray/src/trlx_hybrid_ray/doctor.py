@@ -154,7 +154,7 @@ def examine(cluster: Cluster) -> Iterator[Finding]:
     nodes = alive_nodes()
     yield from addresses(cluster, nodes)
     yield from namespaces(cluster.namespace)
-    kind = ray.remote(num_cpus=0)(Examiner)
+    kind: Any = ray.remote(num_cpus=0)(Examiner)
     examiners = {
         node: kind.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote()
         for node in nodes
@@ -374,7 +374,7 @@ def _formed(placement: Placement, size: int, backend: str | None) -> str:
     import ray
 
     ranks, kind = range(size), ray.remote(GroupMember)
-    members = [kind.options(**placement.options(rank)).remote() for rank in ranks]
+    members: list[Any] = [kind.options(**placement.options(rank)).remote() for rank in ranks]
 
     def all_of(where: str, calls: Mapping[int, Any], seconds: float) -> dict[int, Any]:
         answers, silent = _asked(calls, seconds)

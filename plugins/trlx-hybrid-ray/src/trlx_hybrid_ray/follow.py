@@ -35,7 +35,6 @@ BLAME = 13.0  # the same while each failure points at another rank
 GRACE = 8.0  # from the signal to stop until SIGKILL
 KILL = 5.0  # from SIGKILL until a node counts as one that cannot be cleaned
 HEAD_SECONDS = 15.0  # that the cluster's head may refuse connections
-REMINDER = 60.0
 TAIL = 1 << 16  # bytes of standard error that are kept of each rank
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -113,7 +112,7 @@ class Follower:
         self._killed = False
         self._interrupted: Signals | None = None
         self._stops: deque[Signals] = deque()
-        self._listened = self._reminded = time.monotonic()
+        self._listened = time.monotonic()
         self._head = _Head(head)
         self._printer: Printer | None = None
 
@@ -178,7 +177,6 @@ class Follower:
         if now >= self._kill_at and not self._killed:
             self._killed = True
             self._call("kill")
-        self._remind(now)
 
     def _listen(self, seconds: float) -> None:
         """Take in what nodes answer; waits up to `seconds` for the first answer."""
@@ -292,14 +290,6 @@ class Follower:
             if left and not self._killed:
                 say(f"node {node.where} had leftovers, which were removed: {listed(left, 4)}")
 
-    def _remind(self, now: float) -> None:
-        size = self._job.processes_per_node
-        leaving = [n for n, node in enumerate(self._nodes) if len(node.finished) == size and not node.over]
-        if leaving and now - self._reminded > REMINDER:
-            say(f"waiting for accelerate launch to end on node {listed([self.where(n) for n in leaving], 8)}")
-        if not leaving or now - self._reminded > REMINDER:
-            self._reminded = now
-
     def _stop_asked(self, number: int, _: FrameType | None) -> None:
         self._stops.append(Signals(number))
 
@@ -383,7 +373,8 @@ class Follower:
         finished = [str(r) for node in self._nodes for r, at in sorted(node.finished.items()) if at <= first.time]
         if self._lost_peer(first) and finished:
             lines.append(f"Rank {listed(finished, 8)} had finished the script before: did it skip a collective call?")
-        others = [f for f in self._failures if f.rank not in (None, first.rank)]
+        # torchelastic ends a node's other ranks with SIGTERM.
+        others = [f for f in self._failures if f.rank not in (None, first.rank) and f.code != -SIGTERM]
         if first.rank is None:  # its ranks ended with it
             others = [f for f in others if f.node != first.node]
         lines += [f"Rank {f.rank} failed after it: {self._why(f)}" for f in others[:3]]

@@ -10,11 +10,9 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from trlx_hybrid.errors import ConfigError, listed
@@ -33,7 +31,6 @@ examples:
 
 The same file runs without Ray: accelerate launch train.py
 """
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 RETRY_SECONDS = 2.0  # between two looks for places, when starting again
 CALL_SECONDS = 60.0  # that an actor may take to start a process
 
@@ -106,10 +103,11 @@ class Job:
     def request(self) -> Request:
         """The places that it asks for: a bundle on each of its nodes, with the GPUs of that node's ranks."""
         return Request(
-            name="launch",
+            name="rank",
             replicas=self.nodes,
-            gpus=self.processes_per_node if self.gpus else 0,
-            cpus=self.cpus_per_process * self.processes_per_node,
+            size=self.processes_per_node,
+            gpus=1 if self.gpus else 0,
+            cpus=self.cpus_per_process,
             strategy="strict_spread",
             nodes=self.only,
         )
@@ -217,44 +215,19 @@ def run(options: Any) -> int:
 
     wanted: dict[str, Any] = {"dashboard": options.dashboard or job.debug} if job.address is None else {}
     try:
-        with interruptible(), connect(job.address or LOCAL, token_file=options.token_file, **wanted) as cluster:
+        with connect(job.address or LOCAL, token_file=options.token_file, **wanted) as cluster:
             say(str(cluster))
             if job.debug and debugging.legacy():
                 say(f"debugger: {debugging.attach_command(cluster.address, cluster.token)}")
             code = launch(job, config, arguments, cluster.address)
-    except Interrupted as stop:
-        say(f"{stop.which.name}: stopped before the ranks ran.")
-        code = 128 + stop.which
+    except KeyboardInterrupt:
+        say("SIGINT: stopped before the ranks ran.")
+        code = 128 + signal.SIGINT
     if hung():  # a call of Ray that never returned, as where its head stands still, would keep this process
         with suppress(OSError):
             sys.stdout.flush()
         os._exit(code)
     return code
-
-
-class Interrupted(Exception):  # noqa: N818 - no error
-    """A signal asked for the end while nothing was there yet that it could be handed on to."""
-
-    def __init__(self, which: signal.Signals) -> None:
-        super().__init__(which.name)
-        self.which = which
-
-
-@contextmanager
-def interruptible() -> Iterator[None]:
-    """Signals that ask for the end raise `Interrupted`."""
-
-    def stop(number: int, _: FrameType | None) -> None:
-        for which in STOPS:
-            signal.signal(which, signal.SIG_IGN)  # what follows takes seconds, and must not be cut short
-        raise Interrupted(signal.Signals(number))
-
-    before = {which: signal.signal(which, stop) for which in STOPS}
-    try:
-        yield
-    finally:
-        for which, handler in before.items():
-            signal.signal(which, handler)
 
 
 # --- what accelerate and the ranks are told ---------------------------------------------------------------------------
@@ -266,7 +239,7 @@ def accelerate_arguments(job: Job) -> tuple[str, tuple[str, ...]]:
     Raises:
         ConfigError: accelerate does not know an argument, or its config file asks for something else.
     """
-    import yaml
+    import yaml  # type: ignore[import-untyped]
 
     path = Path(job.config_file) if job.config_file is not None else _default_config()
     default = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "no"}
@@ -369,27 +342,13 @@ def _places(job: Job, start: int) -> Placement:
     deadline = time.monotonic() + job.start_timeout
     while True:
         try:
-            placement = reserve(job.request)
+            return reserve(job.request, show=say)
         except PlacementError as error:
             if start == 0:
                 raise
             if time.monotonic() > deadline:
                 raise LaunchError(f"It cannot be started again within {job.start_timeout:g} s: {error}") from error
             time.sleep(RETRY_SECONDS)
-            continue
-        say(_map(job, placement))
-        return placement
-
-
-def _map(job: Job, placement: Placement) -> str:
-    """A line for each node: which ranks run there, and on which GPUs."""
-    lines, size = [], job.processes_per_node
-    for number, bundle in enumerate(placement.bundles):
-        first, last = number * size, (number + 1) * size - 1
-        gpus = f", GPU {', '.join(bundle.gpus)}" if bundle.gpus else ""
-        lines.append(f"rank {first}-{last}" if size > 1 else f"rank {first}")
-        lines[-1] += f" on node {bundle.node.name}{gpus}"
-    return "\n".join(lines)
 
 
 def _attempt(
@@ -413,8 +372,9 @@ def _attempt(
 
     # Detached: Ray ends other actors when their owner does not answer, as a launcher that is suspended. These end with
     # the placement group, which goes when this driver is gone.
-    kind = ray.remote(max_restarts=0, max_concurrency=4, lifetime="detached")(NodeActor)
-    actors = [kind.options(**placement.options(number)).remote() for number in range(job.nodes)]
+    settled: Any = {"max_restarts": 0, "max_concurrency": 4, "lifetime": "detached"}
+    kind: Any = ray.remote(NodeActor)
+    actors = [kind.options(**settled, **placement.replica_options(number)).remote() for number in range(job.nodes)]
     follower = Follower(job, placement, actors, head)
     try:
         _answers(follower, [actor.pid.remote() for actor in actors], job.start_timeout, "Raise --start-timeout.")

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from . import reaper
 from .cluster import environment
 from .errors import ScriptError
 from .reaper import OWNER_VARIABLE, Reaper, end, state
@@ -259,13 +260,9 @@ def _check_script(what: Start) -> None:
 
 def _node_environment(raylet: int) -> dict[str, str]:
     """This process's environment without what Ray puts there for a worker."""
-    told = dict(os.environ)
-    with suppress(OSError, ValueError):
-        pairs = Path(f"/proc/{raylet}/environ").read_bytes().decode(errors="surrogateescape").split("\0")
-        node = dict(pair.split("=", 1) for pair in pairs if pair)
-        told = {name: value for name, value in told.items() if name not in WORKERS}
-        told |= {name: node[name] for name in WORKERS if name in node}
-    return told
+    node = reaper.environment(raylet)
+    told = {name: value for name, value in os.environ.items() if name not in WORKERS}
+    return told | {name: node[name] for name in WORKERS if name in node}
 
 
 def _give_back(descriptor: int, size: int) -> None:
@@ -316,18 +313,15 @@ class _Events:
 
     def watch(self) -> None:
         """Find the ranks among our children: those that accelerate's environment was given to."""
-        import psutil
-
         known, expected = set[int](), 1
         while len(known) < expected:
-            for child in psutil.Process().children():
-                with suppress(psutil.Error, ValueError):
-                    variables = child.environ()
-                    if child.pid not in known and "ACCELERATE_MIXED_PRECISION" in variables:
-                        known.add(child.pid)
-                        expected, rank = int(variables.get("LOCAL_WORLD_SIZE", 1)), int(variables.get("RANK", 0))
-                        self._write({"rank": rank, "pid": child.pid})
-                        threading.Thread(target=self._await, args=(rank, child.pid), daemon=True).start()
+            for pid in set(reaper.children(os.getpid())) - known:
+                variables = reaper.environment(pid)
+                if "ACCELERATE_MIXED_PRECISION" in variables:
+                    known.add(pid)
+                    expected, rank = int(variables.get("LOCAL_WORLD_SIZE", 1)), int(variables.get("RANK", 0))
+                    self._write({"rank": rank, "pid": pid})
+                    threading.Thread(target=self._await, args=(rank, pid), daemon=True).start()
             time.sleep(TICK)
 
     def ended(self, rank: int | None, code: int, at: float) -> None:

@@ -169,12 +169,19 @@ class Placement:
 
     def options(self, rank: int) -> dict[str, Any]:
         """What `.options(**…)` of an actor or task takes to be this worker."""
+        return self._options(self.bundle(rank), 1)
+
+    def replica_options(self, replica: int) -> dict[str, Any]:
+        """The same for one actor that has everything of a replica, and starts its workers by itself."""
+        return self._options(self.bundles[replica], self.request.size)
+
+    def _options(self, bundle: Bundle, workers: int) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return {
-            "num_cpus": self.request.cpus,
-            "num_gpus": self.request.gpus,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.bundle(rank).index),
+            "num_cpus": self.request.cpus * workers,
+            "num_gpus": self.request.gpus * workers,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, bundle.index),
         }
 
     def bundle(self, rank: int) -> Bundle:

@@ -95,6 +95,17 @@ def state(pid: int) -> str:
     return fields[0] if fields and fields[0] != "Z" else ""
 
 
+def children(pid: int) -> list[int]:
+    """Processes that this one has started and that nobody has waited for."""
+    return [int(e) for e in os.listdir("/proc") if e.isdecimal() and _status(int(e))[1:2] == [str(pid)]]
+
+
+def environment(pid: int) -> dict[str, str]:
+    """What a process was started with; empty where it is gone or not ours."""
+    pairs = _read(f"/proc/{pid}/environ").decode(errors="surrogateescape").split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+
+
 def end(owner: str, pid: int, grace: float) -> list[int]:
     """SIGTERM for all descendants, SIGKILL for those that are left; returns the latter."""
     _signal(owner, pid, signal.SIGTERM)

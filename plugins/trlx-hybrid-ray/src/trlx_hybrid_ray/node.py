@@ -344,4 +344,6 @@ class _Events:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where all was started in the background
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a raylet blocks SIGINT, and its children inherit that
+    with suppress(PermissionError):  # Ray gives workers a niceness of 15, which only root may take back
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
     sys.exit(accelerate_launch())

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from trlx_hybrid.errors import listed
 
 from .cluster import ask
+from .errors import brief
 from .placement import Placement
 from .printer import Printer, say
 
@@ -35,6 +36,7 @@ BLAME = 13.0  # the same while each failure points at another rank
 GRACE = 8.0  # from the signal to stop until SIGKILL
 KILL = 5.0  # from SIGKILL until a node counts as one that cannot be cleaned
 HEAD_SECONDS = 15.0  # that the cluster's head may refuse connections
+HEAD = -1  # in the place of a node's number
 TAIL = 1 << 16  # bytes of standard error that are kept of each rank
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -57,7 +59,7 @@ class Failure:
     """What ended the run, or followed from it.
 
     Attributes:
-        node: its number.
+        node: its number, or HEAD.
         rank: None where all of the node failed.
         time: on this machine's clock.
         code: exit code, or minus the signal; None where there is neither.
@@ -168,10 +170,8 @@ class Follower:
             else:
                 self._kill_at = min(self._kill_at, now)
         if self._head.lost and self._stopped_at is None and not self._failures:
-            why = (
-                f"the head of the Ray cluster, {self._head.address}, has accepted no connection for {HEAD_SECONDS:g} s."
-            )
-            self._fail(Failure(0, None, time.time(), why=why))
+            why = f"The cluster's head, {self._head.address}, has accepted no connection for {HEAD_SECONDS:g} s."
+            self._fail(Failure(HEAD, None, time.time(), why=why))
         if self._stopped_at is None and self._first_at is not None and now >= self._first_at + self._patience():
             self._stop(SIGTERM, now)
         if now >= self._kill_at and not self._killed:
@@ -200,7 +200,7 @@ class Follower:
                 self._take(number, ray.get(call))
             except ray.exceptions.ActorUnavailableError:
                 continue  # the connection broke; what it said then is said again, or it is silent
-            except ray.exceptions.RayActorError as error:
+            except ray.exceptions.RayError as error:
                 self._lose(number, _cause_of_death(error))
         now = time.monotonic()
         # Count only time in which we listened: a launcher that was suspended has lost nobody.
@@ -346,6 +346,8 @@ class Follower:
         return "\n".join(lines)
 
     def _named(self, first: Failure) -> str:
+        if first.node == HEAD:
+            return first.why
         node, size = self._nodes[first.node], self._job.processes_per_node
         if first.rank is not None:
             gpus = self._gpus[first.node]
@@ -414,9 +416,13 @@ def _signal_name(number: int) -> str:
 
 def _cause_of_death(error: BaseException) -> str:
     """What Ray says of an actor that died, in a line."""
+    import ray
+
     if "node has died" in str(error):
         return "its raylet ended."
-    return "Ray's actor there ended: it was killed, or the node's raylet was."
+    if isinstance(error, ray.exceptions.RayActorError):
+        return "Ray's actor there ended: it was killed, or the node's raylet was."
+    return brief(error)
 
 
 class _Head:

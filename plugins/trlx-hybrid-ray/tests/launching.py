@@ -2,21 +2,17 @@
 
 import os
 import sys
-import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from trlx_hybrid_ray.launch.job import Job
-from trlx_hybrid_ray.launch.leftovers import SEGMENTS, mapped
-from trlx_hybrid_ray.launch.rank_environment import shared_environment
-from trlx_hybrid_ray.launch.restart import run
+from trlx_hybrid_ray.launch import Job, accelerate_arguments
+from trlx_hybrid_ray.launch import launch as run
+from trlx_hybrid_ray.reaper import SHARED_MEMORY
 
 SCRIPTS = Path(__file__).parent / "scripts"
 OBEDIENT = str(SCRIPTS / "obedient.py")
-TESTED_BY = "TESTED_BY"  # a variable for all that this process starts: other tests may run on this machine
-os.environ[TESTED_BY] = str(os.getpid())
 
 
 @dataclass
@@ -29,12 +25,15 @@ class Launched:
     seconds: float
 
     def lines(self, rank):
-        prefix = f"[rank {rank}] "
-        return [line.removeprefix(prefix) for line in self.out.splitlines() if line.startswith(prefix)]
+        """What a rank printed, whatever node it was on."""
+        parts = [line.partition(f"rank {rank}] ") for line in self.out.splitlines()]
+        return [text for before, found, text in parts if found and before in ("[", f"[node {rank} ")]
 
 
 def launch(capfd, folder, script, *arguments, **settings):
     """As `trlx-hybrid launch` would, from its options on. `settings` are those of `Job`."""
+    import ray
+
     job = Job(
         script=str(script),
         arguments=tuple(map(str, arguments)),
@@ -43,7 +42,7 @@ def launch(capfd, folder, script, *arguments, **settings):
     )
     capfd.readouterr()
     started = time.monotonic()
-    code = run(job, shared_environment(job), job.folder, lambda text: print(text, file=sys.stderr, flush=True))
+    code = run(job, *accelerate_arguments(job), ray.get_runtime_context().gcs_address)
     out, err = capfd.readouterr()
     sys.stdout.write(out)  # for whoever reads about a failed test
     sys.stderr.write(err)
@@ -51,16 +50,12 @@ def launch(capfd, folder, script, *arguments, **settings):
 
 
 def leftovers(tag):
-    """Processes that mention `tag` in their command line or environment, and our wardens; not this one."""
+    """Processes that mention `tag` in their command line or environment, and reapers; not this one."""
     found = []
     for process in psutil.process_iter():
         try:
             line = " ".join(process.cmdline())
-            mine = (
-                tag in line
-                or process.environ().get("LEFT_BY") == tag
-                or ("trlx_hybrid_ray.launch.warden" in line and ours(process))
-            )
+            mine = tag in line or "trlx-hybrid-launch-" in line or f"LEFT_BY={tag}" in _environment(process)
             if mine and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(f"{process.pid} {line}")
         except psutil.Error:
@@ -68,53 +63,18 @@ def leftovers(tag):
     return found
 
 
-class Segments(threading.Thread):
-    """Watches shared memory from now on: what is new there is ours unless a process of others was seen to map it.
-
-    Another test's segment can outlive its process: one that was killed leaves it to a tracker, which ends later.
-    """
-
-    def __init__(self):
-        super().__init__(name="watches shared memory", daemon=True)
-        self.before, self.seen, self.over = self.names(), {True: set(), False: set()}, threading.Event()
-        self.start()
-
-    @staticmethod
-    def names():
-        """Those of Ray's object stores are left out: they come and go with nodes."""
-        return {name for name in os.listdir(SEGMENTS) if not name.startswith("plasma")}
-
-    def run(self):
-        pause = 0.05
-        while not self.over.wait(pause):
-            began = time.monotonic()
-            new = self.names().difference(self.before, *self.seen.values())
-            for process in psutil.process_iter() if new else ():
-                if (names := mapped(process.pid) & new) and (whose := ours(process)) is not None:
-                    self.seen[whose] |= names
-            pause = max(0.05, 5 * (time.monotonic() - began))
-
-    def left(self):
-        return self.names() - self.before - (self.seen[False] - self.seen[True])
+def segments():
+    """Names in shared memory, but those of Ray's object stores, which come and go with nodes."""
+    return {name for name in os.listdir(SHARED_MEMORY) if not name.startswith("plasma")}
 
 
-def ours(process):
-    """Whether this process started another one, or any that this descends from; None where it has ended."""
-    try:
-        return any(
-            each.pid == os.getpid() or each.environ().get(TESTED_BY) == str(os.getpid())
-            for each in (process, *process.parents())
-        )
-    except psutil.NoSuchProcess:
-        return None
-    except psutil.AccessDenied:
-        return False
-
-
-def nothing_left(tag, segments, seconds=10):
-    """Wait for processes and segments of a test to be gone; returns what is still there."""
+def nothing_left(tag, before, seconds=10):
+    """Wait for processes and segments of a launch to be gone; returns what is still there."""
     deadline = time.monotonic() + seconds
-    while (left := [*leftovers(tag), *segments.left()]) and time.monotonic() < deadline:
+    while (left := [*leftovers(tag), *(segments() - before)]) and time.monotonic() < deadline:
         time.sleep(0.2)
-    segments.over.set()
     return left
+
+
+def _environment(process):
+    return " ".join(f"{name}={value}" for name, value in process.environ().items())

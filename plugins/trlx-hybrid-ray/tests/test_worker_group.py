@@ -14,14 +14,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid_ray.placing import reserved
-from trlx_hybrid_ray.role import Role
+from trlx_hybrid_ray.placement import Request, reserve
 from trlx_hybrid_ray.workers import (
     DeadlineError,
     DispatchError,
     FreePool,
     LocalWorkerGroup,
-    RolePool,
     WorkerDiedError,
     WorkerError,
     WorkerGroup,
@@ -388,15 +386,14 @@ class Where:
         return this_worker().gpus, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
 
 
-def test_a_group_runs_where_its_role_was_placed(two_nodes):
-    roles = [Role(name="other", gpus=1), Role(name="pairs", replicas=2, size=2, gpus=1, strategy="spread")]
+def test_a_group_runs_where_it_was_placed(two_nodes):
     with (
-        reserved(roles, show=None) as placed,
-        WorkerGroup(Where, RolePool(placed, "pairs"), tensor_parallel=2) as group,
+        reserve(Request(name="other", gpus=1)),
+        reserve(Request(name="pairs", replicas=2, size=2, gpus=1, strategy="spread")) as placed,
+        WorkerGroup(Where, placed, tensor_parallel=2) as group,
     ):
-        slots = placed.placement.of("pairs")
-        assert [home.node for home in group.homes] == [slot.node for slot in slots]
-        assert group.seen() == [(slot.gpu_ids, list(slot.gpu_ids)) for slot in slots]
+        assert [home.node for home in group.homes] == [placed.bundle(rank).node.id for rank in range(4)]
+        assert [gpus for gpus, _ in group.seen()] == [placed.gpus(rank) for rank in range(4)]
 
 
 @pytest.mark.parametrize(("ranks", "nodes"), [(0, None), (3, ("a", "b")), (2, ())])

@@ -7,12 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import debugging
-from ..placing import Placed, place
-from ..role import Role
-from ..workers.pool import RolePool
+from ..placement import Request, reserve
 
 
-class Quarters(RolePool):
+class Quarters:
     """Places for the actors of one remote part.
 
     Args:
@@ -24,15 +22,18 @@ class Quarters(RolePool):
     """
 
     def __init__(self, name: str, workers: int, cpus: float, gpus: float) -> None:
-        role = Role(name=name, replicas=workers, cpus=cpus, gpus=gpus, strategy="spread")
-        self.placed: Placed = place([role], show=None)
-        super().__init__(self.placed, name)
+        self.placed = reserve(Request(name=name, replicas=workers, cpus=cpus, gpus=gpus, strategy="spread"))
+
+    def __len__(self) -> int:
+        return len(self.placed)
 
     def options(self, rank: int) -> Mapping[str, Any]:
         """See `Pool`."""
-        found = dict(super().options(rank))
-        variables = found["runtime_env"]["env_vars"] | dict(debugging.variables())
-        return found | {"runtime_env": {"env_vars": variables}}
+        return self.placed.options(rank) | {"runtime_env": {"env_vars": dict(debugging.variables())}}
+
+    def gpus(self, rank: int) -> tuple[str, ...]:
+        """See `Pool`."""
+        return self.placed.gpus(rank)
 
     def close(self) -> None:
         """Give the places back; ends the actors in them."""

@@ -5,7 +5,7 @@ from .future import Arrival, Future
 from .grid import Grid
 from .local_group import LocalWorkerGroup
 from .member import Member, this_worker
-from .pool import FreePool, Pool, RolePool
+from .pool import FreePool, Pool
 from .register import register
 from .worker_group import WorkerGroup
 
@@ -19,7 +19,6 @@ __all__ = [
     "LocalWorkerGroup",
     "Member",
     "Pool",
-    "RolePool",
     "WorkerDiedError",
     "WorkerError",
     "WorkerGroup",

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from trlx_hybrid.errors import ConfigError
 
-if TYPE_CHECKING:
-    from ..placing import Placed
-
 
 class Pool(Protocol):
-    """A place for each rank."""
+    """A place for each rank. A `Placement` is one."""
 
     def __len__(self) -> int:
         """How many ranks."""
@@ -23,24 +20,6 @@ class Pool(Protocol):
 
     def gpus(self, rank: int) -> tuple[str, ...]:
         """Its GPU ids, as its node numbers them; empty where it has none, or where Ray chooses."""
-
-
-class RolePool:
-    """The workers of one role of a placement: rank r of the group is rank r of the role."""
-
-    def __init__(self, placed: Placed, role: str) -> None:
-        self._placed, self._slots = placed, placed.placement.of(role)
-
-    def __len__(self) -> int:
-        return len(self._slots)
-
-    def options(self, rank: int) -> Mapping[str, Any]:
-        """See `Pool`."""
-        return self._placed.options(self._slots[rank])
-
-    def gpus(self, rank: int) -> tuple[str, ...]:
-        """See `Pool`."""
-        return self._slots[rank].gpu_ids
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from trlx_hybrid.errors import EngineError, HybridError, listed
 from .. import debugging
 from ..errors import brief
 from ..remote.shipment import packed
-from ..workers.register import timeout
+from ..worker_group.group import timeout
 from .actor import EngineActor
 from .berths import Berths
 

@@ -20,7 +20,7 @@ from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
 from ..errors import brief
 from ..launch.leftovers import SEAT_VARIABLE
 from ..remote.connection import connected
-from ..workers.register import timeout
+from ..worker_group.group import timeout
 from .crew import Crew, Member
 from .options import RemoteOptions
 from .stream import WAIT, RemoteStream

@@ -9,7 +9,7 @@ from typing import Any
 
 from trlx_hybrid.errors import ConfigError
 
-from ..workers.group import DEADLINE, START_SECONDS
+from ..worker_group.group import DEADLINE, START_SECONDS
 from .connection import connected
 from .environment_proxy import RemoteEnvironment, proxy_class
 from .fleet import Fleet

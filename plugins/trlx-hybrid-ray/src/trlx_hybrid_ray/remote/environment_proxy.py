@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ..workers.register import timeout
+from ..worker_group.group import timeout
 from .fleet import Fleet, Worker
 from .lost import EnvironmentLostError
 from .seat import Seat, answered, lost_error, result_of

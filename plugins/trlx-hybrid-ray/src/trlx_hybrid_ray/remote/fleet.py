@@ -12,8 +12,8 @@ from typing import Any
 from trlx_hybrid.errors import ConfigError, listed
 
 from .. import debugging
-from ..workers import DeadlineError, WorkerDiedError
-from ..workers.register import timeout
+from ..worker_group import DeadlineError, WorkerDiedError
+from ..worker_group.group import timeout
 from .environment_host import EnvironmentHost
 from .lost import EnvironmentLostError
 from .quarters import Quarters

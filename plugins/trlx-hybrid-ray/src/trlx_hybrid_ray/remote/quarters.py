@@ -9,10 +9,9 @@ from typing import Any
 from .. import debugging
 from ..placing import Placed, place
 from ..role import Role
-from ..workers.pool import RolePool
 
 
-class Quarters(RolePool):
+class Quarters:
     """Places for the actors of one remote part.
 
     Args:
@@ -26,11 +25,18 @@ class Quarters(RolePool):
     def __init__(self, name: str, workers: int, cpus: float, gpus: float) -> None:
         role = Role(name=name, replicas=workers, cpus=cpus, gpus=gpus, strategy="spread")
         self.placed: Placed = place([role], show=None)
-        super().__init__(self.placed, name)
+        self._slots = self.placed.placement.of(name)
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def gpus(self, rank: int) -> tuple[str, ...]:
+        """Of a worker: ids of its GPUs, as its node numbers them."""
+        return self._slots[rank].gpu_ids
 
     def options(self, rank: int) -> Mapping[str, Any]:
-        """See `Pool`."""
-        found = dict(super().options(rank))
+        """Of a worker: what Ray's `.options()` takes."""
+        found = self.placed.options(self._slots[rank])
         variables = found["runtime_env"]["env_vars"] | dict(debugging.variables())
         return found | {"runtime_env": {"env_vars": variables}}
 

@@ -12,8 +12,8 @@ from typing import Any
 from trlx_hybrid.errors import ConfigError
 
 from .. import debugging
-from ..workers import DeadlineError, WorkerDiedError, WorkerGroup
-from ..workers.group import DEADLINE, START_SECONDS
+from ..worker_group import DeadlineError, WorkerDiedError, WorkerGroup
+from ..worker_group.group import DEADLINE, START_SECONDS
 from .connection import connected
 from .quarters import Quarters
 from .reward_model import RewardModelSource
@@ -111,7 +111,7 @@ class _Staff:
         try:
             self._group: WorkerGroup[RewardWorker] = WorkerGroup(
                 kind,
-                self._quarters,
+                [self._quarters.options(rank) for rank in range(len(self._quarters))],
                 (shipment, name),
                 deadline=debugging.patience(deadline),
                 start_deadline=debugging.patience(starting),

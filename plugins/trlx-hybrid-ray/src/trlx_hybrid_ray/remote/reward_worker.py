@@ -10,7 +10,7 @@ from typing import Any
 
 from trlx_hybrid.errors import RewardError
 
-from ..workers import register, this_worker
+from ..worker_group import register, this_worker
 from .quarters import show_gpus
 from .reward_model import RewardModelSource
 from .shipment import Shipment

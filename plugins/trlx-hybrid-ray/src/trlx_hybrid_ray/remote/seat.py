@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import brief
-from ..workers.register import timeout
+from ..worker_group.group import timeout
 from .lost import EnvironmentLostError
 from .reply import Reply
 

@@ -24,9 +24,7 @@ PYTHON = re.compile(r"^( *)```python\n(.*?)\n\1```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`(HybridConfig\([^`]*\))`")
 REFUSED = {"train=Layout(fsdp=8)": "takes 4 ranks per engine, which do not divide 1"}
 """Samples for several processes, by a part of them, with what one process is told."""
-NOT_RUN = {
-    "peers.rejoin()": "only a child process of an actor can; plugins/trlx-hybrid-ray/tests/test_peers.py has one"
-}
+NOT_RUN: dict[str, str] = {}
 """Samples by a part of them, with the reason."""
 
 
@@ -246,7 +244,7 @@ def test_placement(execute, cluster) -> None:
     names = execute(
         "docs/ray/placement.md", edits={'connect("10.0.0.1:6379")': "cluster()"}, cluster=nullcontext, Trainer=Trainer
     )
-    assert len(names["slots"]) == len(started) == 8
+    assert len(names["trainers"]) == len(started) == 8
 
 
 def test_worker_groups(execute, cluster) -> None:

@@ -16,7 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trlx_hybrid_ray import peers, token
+from trlx_hybrid_ray import token
+from trlx_hybrid_ray.cluster import ADDRESS as RAY_ADDRESS
+from trlx_hybrid_ray.cluster import NAMESPACE as RAY_NAMESPACE
+from trlx_hybrid_ray.cluster import announce
 from trlx_hybrid_ray.internals import reachable
 
 NAMESPACE = "tests"
@@ -79,7 +82,7 @@ def without_connection() -> Iterator[None]:
 def _simulated(nodes: tuple[dict[str, Any], ...], namespace: str) -> Iterator[Simulated]:
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets need a short path
     (folder / "ray").mkdir()
-    names = ("RAY_TMPDIR", peers.ADDRESS, peers.NAMESPACE)
+    names = ("RAY_TMPDIR", RAY_ADDRESS, RAY_NAMESPACE)
     before = {name: os.environ.get(name) for name in names}
     os.environ["RAY_TMPDIR"] = str(folder)
     secret = token.make(folder)
@@ -95,7 +98,7 @@ def _simulated(nodes: tuple[dict[str, Any], ...], namespace: str) -> Iterator[Si
                     found.add_node(**({"include_dashboard": False} if not number else {}) | arguments)
                 found.address = cluster.address
                 ray.init(address=cluster.address, namespace=namespace, log_to_driver=False, logging_level="error")
-                peers.announce()
+                announce()
                 yield found
             finally:
                 ray.shutdown()

@@ -10,7 +10,7 @@ from trlx_hybrid_ray import doctor
 from trlx_hybrid_ray.checkup import differences, shortages
 from trlx_hybrid_ray.climb import climb, steps
 from trlx_hybrid_ray.examiner import Facts
-from trlx_hybrid_ray.node import Node
+from trlx_hybrid_ray.placement import Node
 
 FIT = Facts(
     versions={"python": "3.11.9", "ray": "2.60.0", "torch": "2.13.0"}, gpus=8, shared_memory=64 << 30, open_files=65536
@@ -34,7 +34,7 @@ def test_the_command_examines_a_cluster_and_raises_tp_until_it_breaks(two_nodes,
     assert "ray 2.60.0" in out
     assert "ports      every node reaches the next one on a port of its choice" in out
     assert "tp         2   works: gloo, 8 MiB summed in" in out
-    assert "problem    tp=64 breaks at placement: 64 GPUs are asked for, the cluster has 32." in out
+    assert "problem    tp=64 breaks at placement: tp: 64 GPUs are asked for, the cluster has 32." in out
     assert status == 1
 
 

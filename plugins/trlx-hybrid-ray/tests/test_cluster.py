@@ -10,11 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid_ray import peers, token
-from trlx_hybrid_ray.cluster import connect
+from trlx_hybrid_ray import token
+from trlx_hybrid_ray.cluster import ADDRESS, NAMESPACE, connect
 from trlx_hybrid_ray.errors import ClusterError
 
-WATCHED = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", peers.ADDRESS, peers.NAMESPACE)
+WATCHED = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", ADDRESS, NAMESPACE)
 
 
 def elsewhere(code, **environment):

@@ -52,9 +52,13 @@ def test_engines_get_gpus_of_one_node_that_no_trainer_outside_of_ray_uses(two_no
     plan = SimpleNamespace(ranks=2, gpus=1.0)
     berths = Berths(plan, RemoteOptions(replicas=2, tensor_parallel_size=2), {two_nodes.nodes[0]: 3})
     try:
-        assert [berths.gpus(replica) for replica in range(2)] == [("3", "4"), ("5", "6")]
+        trainers, engines = berths._reserved
+        assert [trainers.gpus(rank) for rank in range(3)] == [("0",), ("1",), ("2",)]
+        taken = [(engines.bundle(replica).node.id, gpu) for replica in range(2) for gpu in berths.gpus(replica)]
+        assert len(set(taken)) == 4
+        assert not {(trainers.bundle(0).node.id, gpu) for gpu in "012"} & set(taken)
         options = [berths.options(replica) for replica in range(2)]
-        assert all(found["num_gpus"] == 1 and found["num_cpus"] == 1 for found in options)
+        assert all(found["num_gpus"] == 2 and found["num_cpus"] == 2 for found in options)
         bundles = [found["scheduling_strategy"].placement_group_bundle_index for found in options]
         assert len(set(bundles)) == 2
     finally:

@@ -16,8 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid_ray.placing import reserved
-from trlx_hybrid_ray.role import Role
+from trlx_hybrid_ray.placement import Request, reserve
 from trlx_hybrid_ray.worker_group import (
     DeadlineError,
     DispatchError,
@@ -357,13 +356,18 @@ class Where:
         return this_worker().gpus, os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
 
 
-def test_a_group_runs_where_its_role_was_placed(two_nodes):
-    roles = [Role(name="other", gpus=1), Role(name="pairs", replicas=2, size=2, gpus=1, strategy="spread")]
-    with reserved(roles, show=None) as placed:
-        slots = placed.placement.of("pairs")
-        with WorkerGroup(Where, [placed.options(slot) for slot in slots], tensor_parallel=2) as group:
-            assert [at.node for at in group.locations] == [slot.node for slot in slots]
-            assert group.seen() == [(slot.gpu_ids, list(slot.gpu_ids)) for slot in slots]
+def test_a_group_runs_where_it_was_placed(two_nodes):
+    with (
+        reserve(Request(name="other", gpus=1)),
+        reserve(Request(name="pairs", replicas=2, size=2, gpus=1, strategy="spread")) as placed,
+        WorkerGroup(Where, placed, tensor_parallel=2) as group,
+    ):
+        assert [at.node for at in group.locations] == [placed.bundle(rank).node.id for rank in range(4)]
+        seen = group.seen()
+        assert [list(gpus) for gpus, _ in seen] == [visible for _, visible in seen]
+        for replica in (0, 1):  # which of them has which is Ray's choice
+            pair = [gpu for gpus, _ in seen[2 * replica : 2 * replica + 2] for gpu in gpus]
+            assert sorted(pair) == sorted(placed.bundle(2 * replica).gpus)
 
 
 @pytest.mark.parametrize(("workers", "tensor_parallel"), [(4, 3), (0, 1), (4, 0), (2, 4), ([], 1)])

@@ -13,7 +13,7 @@ from .cluster import Cluster
 from .errors import brief
 from .examiner import Examiner, Facts
 from .internals import authenticated
-from .node import Node, alive
+from .placement import Node, alive_nodes
 
 ANSWER_SECONDS = 60.0
 REACH_SECONDS = 5.0
@@ -25,7 +25,7 @@ SAME = ("python", "ray", "trlx-hybrid", "trlx-hybrid-ray", "torch", "trl", "tran
 
 def examine(cluster: Cluster) -> Iterator[Finding]:
     """Findings on a cluster that this process is connected to, as they come."""
-    nodes = alive()
+    nodes = alive_nodes()
     yield from addresses(cluster, nodes)
     yield from namespaces(cluster.namespace)
     examiners = _examiners(nodes)

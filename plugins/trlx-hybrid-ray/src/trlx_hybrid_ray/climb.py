@@ -11,10 +11,7 @@ from trlx_hybrid.environment import Finding
 from trlx_hybrid.errors import ConfigError, listed
 
 from .errors import PlacementError, brief
-from .node import alive
-from .placement import Slot
-from .placing import Placed, reserved
-from .role import Role
+from .placement import Placement, Request, alive_nodes, reserve
 
 START_SECONDS = 120.0
 """For processes that import torch."""
@@ -105,54 +102,62 @@ def climb(largest: int, *, backend: str | None = None) -> Iterator[Finding]:
 
 
 def _step(size: int, backend: str | None) -> str:
-    gpus = 1 if any(node.gpus for node in alive()) else 0
-    role = Role(name=ROLE, size=size, gpus=gpus, may_span_nodes=True)
+    gpus = 1 if any(node.gpus for node in alive_nodes()) else 0
+    request = Request(name=ROLE, replicas=size, gpus=gpus)
     try:
-        with reserved([role], run="doctor", show=None) as placed:
+        with reserve(request) as placed:
             return _formed(placed, size, backend)
     except PlacementError as error:
         raise _BrokenError("placement", str(error)) from error
 
 
-def _formed(placed: Placed, size: int, backend: str | None) -> str:
+def _formed(placed: Placement, size: int, backend: str | None) -> str:
     import ray
 
-    slots = placed.placement.of(ROLE)
+    ranks = range(size)
     kind = ray.remote(Member)
-    members = [kind.options(**placed.options(slot, reachable=False)).remote() for slot in slots]
-    backends = _all("the start of its processes", slots, members, lambda m, s: m.ready.remote(), START_SECONDS)
+    members = [kind.options(**placed.options(rank)).remote() for rank in ranks]
+    backends = _all("the start of its processes", placed, ranks, members, lambda m, s: m.ready.remote(), START_SECONDS)
     chosen = backend or ("nccl" if set(backends.values()) == {"nccl"} else "gloo")
-    first = slots[0].address
-    port = _all("the meeting place", slots[:1], members, lambda m, s: m.host.remote(first, size), GROUP_SECONDS)[0]
+    first = placed.bundles[0].node.address
+    port = _all(
+        "the meeting place", placed, ranks[:1], members, lambda m, s: m.host.remote(first, size), GROUP_SECONDS
+    )[0]
     where = f"the process group ({chosen}, meeting at {first}:{port})"
-    _all(where, slots, members, lambda m, s: m.join.remote(first, port, s.rank, size, chosen), 2 * GROUP_SECONDS)
-    taken = _all("the all-reduce", slots, members, lambda m, s: m.reduce.remote(), 2 * GROUP_SECONDS)
-    nodes = len({slot.node for slot in slots})
+    _all(where, placed, ranks, members, lambda m, r: m.join.remote(first, port, r, size, chosen), 2 * GROUP_SECONDS)
+    taken = _all("the all-reduce", placed, ranks, members, lambda m, s: m.reduce.remote(), 2 * GROUP_SECONDS)
+    nodes = len({bundle.node for bundle in placed.bundles})
     over = f" over {nodes} nodes" if nodes > 1 else ""
     return f"works{over}: {chosen}, {MEBIBYTES} MiB summed in {max(taken.values()) * 1e3:.1f} ms"
 
 
 def _all(
-    where: str, slots: Sequence[Slot], members: Sequence[Any], call: Callable[[Any, Slot], Any], seconds: float
+    where: str,
+    placed: Placement,
+    ranks: Sequence[int],
+    members: Sequence[Any],
+    call: Callable[[Any, int], Any],
+    seconds: float,
 ) -> Mapping[int, Any]:
     """Every member's answer by rank, or who failed first."""
     import ray
 
-    references = {call(member, slot): slot for member, slot in zip(members, slots)}
+    references = {call(members[rank], rank): rank for rank in ranks}
     waiting, answers = list(references), {}
     until = time.monotonic() + seconds
     while waiting:
         done, waiting = ray.wait(waiting, timeout=max(0.0, until - time.monotonic()))
         if not done:
-            names = listed([_name(references[reference]) for reference in waiting])
+            names = listed([_name(placed, references[reference]) for reference in waiting])
             raise _BrokenError(where, f"no answer within {seconds:g} s of {names}")
         try:
-            answers[references[done[0]].rank] = ray.get(done[0])
+            answers[references[done[0]]] = ray.get(done[0])
         except ray.exceptions.RayError as error:
-            raise _BrokenError(where, f"{_name(references[done[0]])}: {brief(error)}") from error
+            raise _BrokenError(where, f"{_name(placed, references[done[0]])}: {brief(error)}") from error
     return answers
 
 
-def _name(slot: Slot) -> str:
-    gpu = f", GPU {','.join(slot.gpu_ids)}" if slot.gpu_ids else ""
-    return f"rank {slot.rank} on {slot.address} ({slot.node[:6]}{gpu})"
+def _name(placed: Placement, rank: int) -> str:
+    gpu = f", GPU {','.join(placed.gpus(rank))}" if placed.gpus(rank) else ""
+    node = placed.bundle(rank).node
+    return f"rank {rank} on {node.address} ({node.id[:6]}{gpu})"

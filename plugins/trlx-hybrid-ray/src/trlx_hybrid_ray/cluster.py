@@ -1,4 +1,8 @@
-"""A Ray cluster for one run: started here and gone with it, or joined and left as it was."""
+"""A Ray cluster for one run: started here and gone with it, or joined and left as it was.
+
+Address, namespace and token reach the processes of a run in their environment. Ray's own search for a cluster looks
+through the process table and takes whichever it meets, and a child that names no namespace looks into an empty one.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +21,16 @@ from typing import Any
 
 from trlx_hybrid.errors import ConfigError
 
-from . import peers, token
+from . import token
 from .asking import ask
 from .errors import ClusterError
-from .internals import apart, discovered, reachable
+from .internals import LOOPBACK_VARIABLE, apart, discovered, reachable
+from .token import MODE, PATH, TOKEN
 
+ADDRESS, NAMESPACE = "RAY_ADDRESS", "TRLX_HYBRID_RAY_NAMESPACE"
 LOCAL = "local"
 AUTO = "auto"
+POLL = 0.1
 START_SECONDS = 60.0
 STOP_SECONDS = 15.0
 OBJECT_STORE = 1 << 30
@@ -71,7 +78,7 @@ def connect(
     """Start a local cluster, or join a running one, for as long as the context lasts.
 
     What was started is shut down; what was joined keeps running, without this driver's actors. Children of this process
-    find the cluster and its namespace in the environment, see `peers`.
+    find the cluster and its namespace in the environment, see `announce`.
 
     Args:
         address: "local" starts one; host:port joins; "auto" joins the one on this machine, however Ray finds it.
@@ -118,6 +125,25 @@ def connect(
         yield stack.enter_context(_initialised(address, namespace, secret, forward_logs, settings))
 
 
+def environment() -> dict[str, str]:
+    """What a child of this process needs to join the same run, whether this is the driver, an actor or a task.
+
+    The token is named by its path; it stands in the environment itself only where the user put it there.
+    """
+    import ray
+
+    context = ray.get_runtime_context()
+    inherited = (MODE, PATH, TOKEN, LOOPBACK_VARIABLE)
+    return {ADDRESS: context.gcs_address, NAMESPACE: context.namespace} | {
+        name: os.environ[name] for name in inherited if name in os.environ
+    }
+
+
+def announce() -> None:
+    """Put `environment()` into this process's own, for children that others start. For actors, at their start."""
+    os.environ.update(environment())
+
+
 @contextmanager
 def _initialised(
     address: str, namespace: str, secret: Path | None, forward_logs: bool, settings: dict[str, Any]
@@ -129,7 +155,7 @@ def _initialised(
             f"This process is already connected to the Ray cluster at {ray.get_runtime_context().gcs_address}. Call "
             "ray.shutdown() first, or use that connection."
         )
-    os.environ.pop(peers.ADDRESS, None)
+    os.environ.pop(ADDRESS, None)
     try:
         with apart():
             context: Any = ray.init(
@@ -148,7 +174,7 @@ def _initialised(
         doing = "start" if settings else f"join the Ray cluster at {address}"
         raise ClusterError(f"Ray did not {doing}: {type(error).__name__}: {error}") from error
     try:
-        peers.announce()
+        announce()
         url = context.dashboard_url
         yield Cluster(
             address=context.address_info["gcs_address"],
@@ -205,7 +231,7 @@ def _answering(address: str, deadline: float | None) -> str:
             return address
         except OSError as error:
             last = str(error)
-            time.sleep(peers.POLL)
+            time.sleep(POLL)
     raise ClusterError(
         f"No Ray cluster answered at {address} within {deadline:g} s ({last}). Start one with `ray start --head`, or "
         "name another with address= (--address)."
@@ -227,7 +253,7 @@ def _environment_restored() -> Iterator[None]:
     """Ray's variables and ours, afterwards, as they were: Ray sets some by itself."""
 
     def own() -> dict[str, str]:
-        return {k: v for k, v in os.environ.items() if k.startswith("RAY_") or k == peers.NAMESPACE}
+        return {k: v for k, v in os.environ.items() if k.startswith("RAY_") or k == NAMESPACE}
 
     before = own()
     try:

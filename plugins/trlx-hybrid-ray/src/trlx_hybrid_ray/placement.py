@@ -1,180 +1,464 @@
-"""Where every worker of a run goes: role and rank to node, placement group, bundle and GPU. Plain data."""
+"""Where workers go: Ray placement groups, reserved all or nothing before a deadline, or refused with a table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import getpass
+import os
+import secrets
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from trlx_hybrid.errors import ConfigError
 
+from .asking import ask
 from .errors import PlacementError
-from .node import Node
-from .role import Role
+from .internals import free_resources
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+Strategy = Literal["pack", "strict_pack", "spread", "strict_spread"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+NODE_LABEL = "ray.io/node-id"
+REFUSE_SECONDS = 10.0
+GPU_SECONDS = 120.0
+"""For the first process on a busy node, which imports Ray; each bundle after it takes milliseconds."""
+POLL = 0.1
+TOLERANCE = 1e-4
+"""Ray counts resources in ten-thousandths."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A machine of the cluster, and what nobody has reserved of it.
+
+    Attributes:
+        id: Ray's, hexadecimal.
+        address: its IP address. Simulated nodes share one, real ones do not.
+    """
+
+    id: str
+    address: str
+    cpus: float
+    gpus: float
+    free_cpus: float
+    free_gpus: float
+
+    @property
+    def name(self) -> str:
+        """For messages: the address, and as much of the id as tells simulated nodes apart."""
+        return f"{self.address} ({self.id[:6]})"
+
+    @property
+    def order(self) -> tuple[tuple[int, ...], str, str]:
+        """What nodes are sorted by: the address as a number, then the id."""
+        parts = self.address.split(".")
+        return tuple(int(p) for p in parts) if all(p.isdecimal() for p in parts) else (), self.address, self.id
+
+
+def alive_nodes() -> list[Node]:
+    """The cluster's nodes, in order."""
+    import ray
+
+    free = free_resources()
+    found = []
+    for entry in ray.nodes():  # type: ignore[no-untyped-call]
+        if entry["Alive"]:
+            has, left = entry["Resources"], free.get(entry["NodeID"], {})
+            found.append(
+                Node(
+                    id=entry["NodeID"],
+                    address=entry["NodeManagerAddress"],
+                    cpus=has.get("CPU", 0.0),
+                    gpus=has.get("GPU", 0.0),
+                    free_cpus=left.get("CPU", 0.0),
+                    free_gpus=left.get("GPU", 0.0),
+                )
+            )
+    return sorted(found, key=lambda node: node.order)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What is asked for: `replicas` of `size` workers each. The workers of a replica share a node.
+
+    Attributes:
+        name: for messages, and for others who look up who holds what.
+        gpus, cpus: of each worker. Ray gives a fraction of a GPU to workers that may share it.
+        strategy: how replicas go to nodes, in Ray's words: "pack" takes few and "spread" many, "strict_pack" insists on
+            a single one and "strict_spread" on a node of its own for each replica.
+        nodes: ids, their beginnings (six characters or more) or addresses of the only nodes to use; empty for any.
+        labels: Ray's label selector, for nodes with these labels only.
+    """
+
+    name: str
+    replicas: int = 1
+    size: int = 1
+    gpus: float = 0
+    cpus: float = 1
+    strategy: Strategy = "pack"
+    nodes: Sequence[str] = ()
+    labels: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1 or self.size < 1:
+            raise ConfigError(f"{self.name}: {self.replicas} replicas of {self.size} are no workers.")
+        if self.gpus < 0 or self.cpus < 0 or not (self.gpus or self.cpus):
+            raise ConfigError(f"{self.name}: gpus={self.gpus:g} and cpus={self.cpus:g}: ask for some of either.")
+        if self.gpus * self.size > 1 and self.gpus != int(self.gpus):
+            raise ConfigError(f"{self.name}: gpus={self.gpus:g}: above 1, Ray gives whole GPUs only.")
+        if self.strategy not in STRATEGIES:
+            raise ConfigError(f"{self.name}: strategy={self.strategy!r}; choose one of {', '.join(STRATEGIES)}.")
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What one replica takes, as Ray counts it."""
+        amounts = {"CPU": self.cpus * self.size, "GPU": self.gpus * self.size}
+        return {name: amount for name, amount in amounts.items() if amount}
+
+    def fits(self, nodes: Sequence[Node], *, empty: bool) -> bool:
+        """Whether these nodes hold all replicas: with what is free of them, or if they were `empty`."""
+        room = []
+        for node in nodes:
+            cpus, gpus = (node.cpus, node.gpus) if empty else (node.free_cpus, node.free_gpus)
+            amounts = {"CPU": cpus, "GPU": gpus}
+            room.append(min(int((amounts[name] + TOLERANCE) / asked) for name, asked in self.bundle.items()))
+        if self.strategy == "strict_pack":
+            return max(room, default=0) >= self.replicas
+        if self.strategy == "strict_spread":
+            return sum(count > 0 for count in room) >= self.replicas
+        return sum(room) >= self.replicas
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """What is reserved on one node, for one worker or for those that share it.
+    """What is reserved for one replica.
 
     Attributes:
-        node: its id.
-        gpu_ids: as `CUDA_VISIBLE_DEVICES` on that node has them; empty until Ray gave them, and without GPUs.
+        index: of the bundle, as Ray counts it.
+        gpus: as `CUDA_VISIBLE_DEVICES` on that node has them, in order; empty without GPUs.
     """
 
-    node: str
-    cpus: float
-    gpus: float
-    gpu_ids: tuple[str, ...] = ()
-
-    @property
-    def resources(self) -> dict[str, float]:
-        """As Ray takes them."""
-        return {name: amount for name, amount in (("CPU", self.cpus), ("GPU", self.gpus)) if amount}
+    index: int
+    node: Node
+    gpus: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slot:
-    """One worker's place.
-
-    Attributes:
-        rank: among the role's workers.
-        replica, local: rank = replica * size + local.
-        group, bundle: indices into `Placement.groups` and its bundles.
-        cpus, gpus: what Ray is told that it takes: of a GPU with several tenants, a share.
-        gpu_ids: the bundle's; shared with the bundle's other tenants.
-    """
-
-    role: str
-    rank: int
-    replica: int
-    local: int
-    node: str
-    address: str
-    group: int
-    bundle: int
-    cpus: float
-    gpus: float
-    gpu_ids: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EnginePlace:
-    """What vLLM's Ray executor needs to run one replica where it was placed.
-
-    Attributes:
-        group: index into `Placement.groups`.
-        bundles: of its workers, in rank order. The actor that builds the engine goes into the first of them, or vLLM
-            finds no GPU on its driver's node.
-        environment: for that actor.
-    """
-
-    group: int
-    bundles: tuple[int, ...]
-    environment: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Placement:
-    """A place for every worker.
+    """A place for every worker: a placement group with a bundle for each replica.
 
-    Attributes:
-        nodes: the cluster's, in order.
-        groups: bundles by placement group: one group per node, and one for each replica that spans nodes.
-        slots: by role, in the order asked for, then by rank.
+    Workers have ranks: rank = replica * size + number in the replica. Replicas are numbered by node and GPU, whatever
+    order Ray deals its bundles out in.
     """
 
-    nodes: tuple[Node, ...]
-    roles: tuple[Role, ...]
-    groups: tuple[tuple[Bundle, ...], ...]
-    slots: tuple[Slot, ...]
+    request: Request
+    group: PlacementGroup
+    bundles: tuple[Bundle, ...]
 
-    def of(self, role: str) -> tuple[Slot, ...]:
-        """A role's slots by rank.
+    def __len__(self) -> int:
+        return self.request.replicas * self.request.size
 
-        Raises:
-            ConfigError: there is no such role.
-        """
-        found = tuple(slot for slot in self.slots if slot.role == role)
-        if not found:
-            raise ConfigError(f"No role {role!r} was placed. Roles: {', '.join(r.name for r in self.roles)}.")
-        return found
+    def options(self, rank: int) -> dict[str, Any]:
+        """What `.options(**…)` of an actor or task takes to be this worker."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    def engine(self, role: str, replica: int) -> EnginePlace:
-        """One replica's bundles, for vLLM's Ray executor.
+        return {
+            "num_cpus": self.request.cpus,
+            "num_gpus": self.request.gpus,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.bundle(rank).index),
+        }
 
-        Raises:
-            ConfigError: there is no such replica.
-            PlacementError: its bundles are in several placement groups, and vLLM takes one.
-        """
-        workers = [slot for slot in self.of(role) if slot.replica == replica]
-        if not workers:
-            raise ConfigError(f"Role {role!r} has no replica {replica}.")
-        if len({slot.group for slot in workers}) > 1:
+    def bundle(self, rank: int) -> Bundle:
+        """Of this worker's replica."""
+        return self.bundles[rank // self.request.size]
+
+    def gpus(self, rank: int) -> tuple[str, ...]:
+        """This worker's GPUs. The workers of a replica may have been told other ones of its GPUs by Ray, which deals
+        them out as they start: let them use these."""
+        each, own = self.request.gpus, self.bundle(rank).gpus
+        first = rank % self.request.size
+        return own[first * int(each) : (first + 1) * int(each)] if each >= 1 else own
+
+    def __str__(self) -> str:
+        """A line for each node: which workers are there, and on which GPUs."""
+        lines, size = [], self.request.size
+        numbered = list(enumerate(self.bundles))
+        for node, here in groupby(numbered, key=lambda pair: pair[1].node):
+            members = list(here)
+            first, last = members[0][0] * size, (members[-1][0] + 1) * size - 1
+            gpus = [gpu for _, bundle in members for gpu in bundle.gpus]
+            which = f"{first}-{last}" if last > first else str(first)
+            on = f", GPU {', '.join(gpus)}" if gpus else ""
+            lines.append(f"{self.request.name} {which} on node {node.name}{on}")
+        return "\n".join(lines)
+
+    def remove(self) -> None:
+        """Give everything back. Ends the actors that live in it."""
+        _remove(self.group)
+
+    def __enter__(self) -> Placement:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+def reserve(
+    request: Request, *, deadline: float | None = REFUSE_SECONDS, show: Callable[[str], None] | None = None
+) -> Placement:
+    """Reserve a place for every worker, on the cluster that this process is connected to.
+
+    What cannot fit on these nodes is refused at once; what others hold is waited for until the deadline.
+
+    Args:
+        deadline: seconds until a refusal; None waits for ever.
+        show: is given the map of who goes where, before any worker starts.
+
+    Raises:
+        PlacementError: it cannot be had; with a table of what is free and who holds the rest. Nothing stays reserved.
+    """
+    until = None if deadline is None else time.monotonic() + deadline
+    group = None
+    try:
+        while group is None:
+            nodes = alive_nodes()
+            allowed = _allowed(nodes, request)
+            if not request.fits(allowed, empty=True):
+                raise PlacementError(_refusal(request, nodes, allowed, None))
+            left = None if until is None else max(0.0, until - time.monotonic())
+            group = _created(request, allowed, left)
+            if group is None and left is not None and left <= 0:
+                raise PlacementError(_refusal(request, alive_nodes(), allowed, deadline))
+        placement = Placement(request=request, group=group, bundles=_bundles(request, group, nodes))
+    except BaseException:
+        if group is not None:
+            _remove(group)
+        raise
+    if show is not None:
+        show(str(placement))
+    return placement
+
+
+def to_stderr(text: str) -> None:
+    """For `show`."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def _allowed(nodes: Sequence[Node], request: Request) -> list[Node]:
+    """The nodes that a request may use. Those that its labels leave out are known to Ray only.
+
+    Raises:
+        PlacementError: there are none.
+    """
+    for asked in request.nodes:
+        if not any(_means(asked, node) for node in nodes):
+            there = ", ".join(node.name for node in nodes)
+            raise PlacementError(f"{request.name}: the cluster has no node {asked!r}. It has {there}.")
+    return [node for node in nodes if not request.nodes or any(_means(asked, node) for asked in request.nodes)]
+
+
+def _means(asked: str, node: Node) -> bool:
+    return asked == node.address or (len(asked) >= 6 and node.id.startswith(asked))
+
+
+def _created(request: Request, allowed: Sequence[Node], seconds: float | None) -> PlacementGroup | None:
+    """The group, or None where it could not be had. Ray keeps one that does not fit waiting for ever, and says nothing.
+
+    A node that joins or leaves changes what is allowed, so this is tried in turns of a second."""
+    from ray.util.placement_group import placement_group
+
+    selector = dict(request.labels or {})
+    if request.nodes:
+        selector[NODE_LABEL] = f"in({','.join(node.id for node in allowed)})"
+    group = placement_group(
+        [request.bundle] * request.replicas,
+        strategy=request.strategy.upper(),
+        name=f"{request.name}, pid {os.getpid()} of {_user()}@{socket.gethostname()} ({secrets.token_hex(4)})",
+        bundle_label_selector=[selector] * request.replicas if selector else None,
+    )
+    kept = False
+    try:
+        # At least a moment: a deadline that has passed must not keep what is free from being had.
+        kept = group.wait(max(0.1, min(seconds if seconds is not None else 1.0, 1.0)))
+    finally:
+        if not kept:
+            _remove(group)
+    return group if kept else None
+
+
+def _bundles(request: Request, group: PlacementGroup, nodes: Sequence[Node]) -> tuple[Bundle, ...]:
+    """The bundles by node and GPU. Ray chooses GPUs when it commits a bundle, in no promised order, and only a task
+    that runs in the bundle can tell which.
+
+    Raises:
+        PlacementError: a node starts no process, or left the cluster.
+    """
+    from ray.util import placement_group_table
+
+    by_id = {node.id: node for node in nodes}
+    where = placement_group_table(group)["bundles_to_node_id"]
+    if gone := [node for node in where.values() if node not in by_id]:
+        raise PlacementError(f"{request.name}: node {gone[0][:6]} joined the cluster or left it just now. Try again.")
+    found = [Bundle(index=index, node=by_id[node]) for index, node in where.items()]
+    if request.gpus:
+        found = _with_gpus(request, group, found)
+    return tuple(sorted(found, key=lambda b: (b.node.order, [_gpu_order(gpu) for gpu in b.gpus], b.index)))
+
+
+def _with_gpus(request: Request, group: PlacementGroup, bundles: Sequence[Bundle]) -> list[Bundle]:
+    """One bundle of each node after another: asked for all at once, Ray would start a process for every bundle."""
+    import ray
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    tell = ray.remote(num_cpus=0, num_gpus=request.bundle["GPU"], max_calls=0)(_own_gpus)
+    waiting: dict[str, list[Bundle]] = {}
+    for bundle in bundles:
+        waiting.setdefault(bundle.node.id, []).append(bundle)
+    found: list[Bundle] = []
+    while asked := [queue.pop() for queue in waiting.values() if queue]:
+        answers = [
+            tell.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle.index)).remote()
+            for bundle in asked
+        ]
+        _, late = ray.wait(answers, num_returns=len(answers), timeout=GPU_SECONDS)
+        if late:
+            slow = ", ".join(asked[answers.index(reference)].node.name for reference in late)
             raise PlacementError(
-                f"Replica {replica} of {role!r} shares bundles of several nodes' placement groups, and vLLM's Ray "
-                "executor takes a single one. Leave out colocate_with or may_span_nodes, or build it with vLLM's "
-                "external_launcher."
+                f"Node {slow} started no process within {GPU_SECONDS:g} s to say which GPUs it gave. Check it with "
+                "`trlx-hybrid doctor --ray`."
             )
-        bundles = tuple(slot.bundle for slot in workers)
-        return EnginePlace(
-            group=workers[0].group,
-            bundles=bundles,
-            environment={
-                "VLLM_RAY_BUNDLE_INDICES": ",".join(map(str, bundles)),
-                "VLLM_RAY_PER_WORKER_GPUS": f"{workers[0].gpus:g}",
-            },
-        )
-
-    def settled(self, gpu_ids: Sequence[Sequence[Sequence[str]]]) -> Placement:
-        """The same with the GPUs that Ray gave each bundle, ranks in the order of GPU ids within a node.
-
-        Ray chooses GPUs when it commits a bundle, in no promised order. Bundles that reserve the same on the same node
-        are interchangeable until somebody lives in them, so here they are dealt out again, smallest GPU id first.
-
-        Args:
-            gpu_ids: by group and bundle.
-
-        Raises:
-            PlacementError: a bundle was given another number of GPUs than it reserves, or two the same one.
-        """
-        groups = tuple(
-            tuple(replace(bundle, gpu_ids=tuple(sorted(ids, key=gpu_order))) for bundle, ids in zip(group, given))
-            for group, given in zip(self.groups, gpu_ids, strict=True)
-        )
-        _check_gpus(groups)
-        moved: dict[tuple[int, int], int] = {}
-        for number, group in enumerate(groups):
-            order = [[gpu_order(gpu_id) for gpu_id in bundle.gpu_ids] for bundle in group]
-            alike: dict[tuple[str, float, float], list[int]] = {}
-            for index, bundle in enumerate(group):
-                alike.setdefault((bundle.node, bundle.cpus, bundle.gpus), []).append(index)
-            for indices in alike.values():
-                moved |= {(number, planned): i for planned, i in zip(indices, sorted(indices, key=order.__getitem__))}
-        slots = tuple(
-            replace(slot, bundle=index, gpu_ids=groups[slot.group][index].gpu_ids)
-            for slot in self.slots
-            for index in [moved[slot.group, slot.bundle]]
-        )
-        return replace(self, groups=groups, slots=slots)
+        try:
+            given = ray.get(answers)
+        except ray.exceptions.RayError as error:
+            raise PlacementError(
+                f"{request.name}: a node was lost while it said which GPUs it gave: {error}"
+            ) from error
+        found += [replace(b, gpus=tuple(sorted(ids, key=_gpu_order))) for b, ids in zip(asked, given, strict=True)]
+    return found
 
 
-def gpu_order(gpu_id: str) -> tuple[int, str]:
-    """What GPU ids are sorted by: numbers as numbers; UUIDs after them, by their letters."""
-    return (int(gpu_id), "") if gpu_id.isdecimal() else (1 << 62, gpu_id)
+def _own_gpus() -> list[str]:
+    import ray
+
+    return [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
-def _check_gpus(groups: Sequence[Sequence[Bundle]]) -> None:
-    held: set[tuple[str, str]] = set()
-    for number, group in enumerate(groups):
-        for index, bundle in enumerate(group):
-            wanted = -int(-bundle.gpus // 1)
-            if len(bundle.gpu_ids) != wanted:
-                raise PlacementError(
-                    f"Bundle {index} of placement group {number} reserves {bundle.gpus:g} GPUs, and Ray gave it "
-                    f"{list(bundle.gpu_ids)}. Check that every node was started with the GPUs it has."
-                )
-            whole = {(bundle.node, gpu_id) for gpu_id in bundle.gpu_ids if bundle.gpus >= 1}
-            if held & whole:
-                node, gpu_id = min(held & whole)
-                raise PlacementError(f"Ray gave GPU {gpu_id} of node {node[:6]} to two bundles. Restart the cluster.")
-            held |= whole
+def _gpu_order(gpu: str) -> tuple[int, str]:
+    """Numbers as numbers; UUIDs after them."""
+    return (int(gpu), "") if gpu.isdecimal() else (1 << 62, gpu)
+
+
+def _remove(group: PlacementGroup) -> None:
+    from ray.util import remove_placement_group
+
+    ask(functools.partial(remove_placement_group, group))
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user may have no name
+        return str(os.getuid())
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+def _refusal(request: Request, nodes: Sequence[Node], allowed: Sequence[Node], waited: float | None) -> str:
+    """The reason, the way out, and who holds what."""
+    lines = [_reason(request, allowed, empty=waited is None)]
+    holders = _holders()
+    table = [["node", "free GPUs", "free CPUs", "held by"]]
+    for node in nodes:
+        free = [f"{node.free_gpus:g} of {node.gpus:g}", f"{node.free_cpus:g} of {node.cpus:g}"]
+        table.append([node.name, *free, "; ".join(_held(node, holders)) or "nobody"])
+    widths = [max(len(row[column]) for row in table) for column in range(3)]
+    lines += ["  " + "  ".join([*map(str.ljust, row[:3], widths), row[3]]) for row in table]
+    if waited is not None:
+        lines.append(f"Nothing changed within {waited:g} s.")
+    return "\n".join(lines)
+
+
+def _reason(request: Request, nodes: Sequence[Node], *, empty: bool) -> str:
+    if not nodes:
+        return "The cluster has no nodes that are alive. Start one with `ray start`."
+    asked = {name: amount * request.replicas for name, amount in request.bundle.items()}
+    for name, total in asked.items():
+        has = sum(node.gpus if name == "GPU" else node.cpus for node in nodes)
+        free = sum(node.free_gpus if name == "GPU" else node.free_cpus for node in nodes)
+        if total > has + TOLERANCE:
+            return (
+                f"{request.name}: {total:g} {name}s are asked for, the cluster has {has:g}. Ask for less, or add nodes."
+            )
+        if not empty and total > free + TOLERANCE:
+            return (
+                f"{request.name}: {total:g} {name}s are asked for, {free:g} of {has:g} are free. Ask for less, or end "
+                "what holds the rest."
+            )
+    one = " and ".join(f"{amount:g} {name}s" for name, amount in request.bundle.items())
+    how = f"strategy {request.strategy}" + (f", labels {dict(request.labels)}" if request.labels else "")
+    return (
+        f"{request.name}: {request.replicas} times {one}, each on one node ({how}): there is enough in all, but not "
+        "together. Make replicas smaller, relax the strategy, or end what shares the nodes."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Holder:
+    name: str
+    node: str
+    gpus: float
+    cpus: float
+
+
+def _holders() -> list[_Holder]:
+    """Who holds what: placement groups by name; single actors where the State API answers, which takes a dashboard."""
+    from ray.util import placement_group_table
+    from ray.util.state import list_actors
+
+    groups = placement_group_table()
+    found = []
+    for group_id, group in groups.items():
+        name = group["name"] or f"placement group {group_id[:8]} without a name"
+        if group["state"] in ("CREATED", "RESCHEDULING"):
+            for index, node in group["bundles_to_node_id"].items():
+                bundle = group["bundles"][index]
+                found.append(_Holder(name, node, bundle.get("GPU", 0.0), bundle.get("CPU", 0.0)))
+    actors: list[Any] = []
+    with suppress(Exception):  # it is asked to make a message better, and must not replace it
+        actors = list_actors(filters=[("state", "=", "ALIVE")], detail=True, timeout=2)
+    for actor in actors:
+        if actor.placement_group_id not in groups and actor.node_id:
+            needs = actor.required_resources or {}
+            name = f"actor {actor.name or actor.class_name}, pid {actor.pid}"
+            found.append(_Holder(name, actor.node_id, needs.get("GPU", 0.0), needs.get("CPU", 0.0)))
+    return found
+
+
+def _held(node: Node, holders: Sequence[_Holder]) -> list[str]:
+    """What of a node is not free, by holder."""
+    here = sorted((h for h in holders if h.node == node.id), key=lambda h: h.name)
+    lines, claimed = [], [0.0, 0.0]
+    for name, group in groupby(here, key=lambda h: h.name):
+        members = list(group)
+        gpus, cpus = sum(h.gpus for h in members), sum(h.cpus for h in members)
+        claimed = [claimed[0] + gpus, claimed[1] + cpus]
+        if gpus or cpus:
+            lines.append(f"{name}: {_amounts(gpus, cpus)}")
+    gpus, cpus = node.gpus - node.free_gpus - claimed[0], node.cpus - node.free_cpus - claimed[1]
+    if gpus > TOLERANCE or cpus > TOLERANCE:
+        lines.append(f"unknown holder: {_amounts(gpus, cpus)}")
+    return lines
+
+
+def _amounts(gpus: float, cpus: float) -> str:
+    named = ((gpus, "GPU"), (cpus, "CPU"))
+    return ", ".join(f"{amount:g} {what}{'s' * (amount != 1)}" for amount, what in named if amount > TOLERANCE)

@@ -12,9 +12,9 @@ from trlx_hybrid.errors import EngineError
 from trlx_hybrid.serving import EngineServer, ServerDiedError, ServerPlan
 from trlx_hybrid.types import Completion, Request, Sampling
 
+from ..reaper import Reaper
 from ..remote.quarters import show_gpus
 from ..remote.shipment import Shipment
-from .attendant import attend
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +49,11 @@ class EngineActor:
     Args:
         plan: of what runs here.
         gpus: that it may use.
-        seat: by which its attendant knows what it started.
     """
 
-    def __init__(self, plan: Shipment, gpus: Sequence[str], seat: str) -> None:
+    def __init__(self, plan: Shipment, gpus: Sequence[str]) -> None:
         show_gpus(gpus)
-        attend(seat)
+        Reaper(grace=1.0)  # vLLM's engine core does not notice that its parent died, and keeps its GPU
         self._plan, self._gpus = plan, tuple(gpus)
         self._server: EngineServer | None = None
         self._channels: dict[str, _Channel] = {}

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from .. import debugging
-from ..placing import place
-from ..role import Role
+from ..placement import Placement, Request, reserve, to_stderr
 
 if TYPE_CHECKING:
     from trlx_hybrid.serving import ServerPlan
@@ -18,10 +17,10 @@ ENGINE, TRAINER = "engine", "trainer"
 
 
 class Berths:
-    """Places for the engines of one run, by replica.
+    """Places for the engines of one run, by replica: one actor each, which has all GPUs of the replica.
 
     Args:
-        trainers: by node, how many trainers outside of Ray use that node's first GPUs. They are reserved along with the
+        trainers: by node, how many trainers outside of Ray use that node's first GPUs. They are reserved before the
             engines', or Ray, which does not know of them, would give them away.
 
     Raises:
@@ -30,37 +29,37 @@ class Berths:
     """
 
     def __init__(self, plan: ServerPlan, options: RemoteOptions, trainers: Mapping[str, int]) -> None:
-        roles = [
-            Role(name=f"{TRAINER} {number}" if number else TRAINER, replicas=count, gpus=1, cpus=0, node=node)
-            for number, (node, count) in enumerate(sorted(trainers.items()))
+        self._reserved: list[Placement] = []
+        gpus = plan.gpus if options.gpus is None else options.gpus
+        requests = [
+            Request(name=TRAINER, replicas=count, gpus=1, cpus=0, nodes=(node,)) for node, count in trainers.items()
         ]
-        engine = Role(
+        engine = Request(
             name=ENGINE,
             replicas=options.replicas,
-            size=plan.ranks,
-            gpus=plan.gpus if options.gpus is None else options.gpus,
-            cpus=options.cpus,
+            gpus=plan.ranks * gpus,
+            cpus=plan.ranks * options.cpus,
             strategy=options.strategy,
         )
-        self._size = plan.ranks
-        self._placed = place([*roles, engine])
-        self._slots = self._placed.placement.of(ENGINE)
+        try:
+            for request in [*requests, engine]:
+                self._reserved.append(reserve(request, show=to_stderr))
+        except BaseException:
+            self.close()
+            raise
 
     def options(self, replica: int) -> Mapping[str, Any]:
-        """What Ray's `.options()` takes for the actor of a replica. It lives in the first of its bundles; the others
-        are reserved for the processes that it starts."""
-        found = self._placed.options(self._slots[replica * self._size])
-        variables = found["runtime_env"]["env_vars"] | dict(debugging.variables())
-        return found | {"runtime_env": {"env_vars": variables}}
+        """What Ray's `.options()` takes for the actor of a replica."""
+        return self._reserved[-1].options(replica) | {"runtime_env": {"env_vars": dict(debugging.variables())}}
 
     def gpus(self, replica: int) -> tuple[str, ...]:
         """Ids of all GPUs of a replica, as its node numbers them."""
-        mine = self._slots[replica * self._size : (replica + 1) * self._size]
-        return tuple(gpu for slot in mine for gpu in slot.gpu_ids)
+        return self._reserved[-1].gpus(replica)
 
     def close(self) -> None:
         """Give the places back; ends the actors in them."""
         import ray
 
         if ray.is_initialized():
-            self._placed.remove()
+            for placement in self._reserved:
+                placement.remove()

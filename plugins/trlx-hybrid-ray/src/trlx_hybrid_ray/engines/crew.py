@@ -6,7 +6,6 @@ The other ranks hold handles of the same actors, sent to them as they are: nothi
 from __future__ import annotations
 
 import itertools
-import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -179,8 +178,7 @@ class Crew:
             self._plan, "What the engines are built from", "Leave out of engine_args what cannot be sent."
         )
         actors: Any = ray.remote(EngineActor)
-        seat = f"engine-{secrets.token_hex(8)}"
-        handle = actors.options(**self._berths.options(replica)).remote(shipment, self._berths.gpus(replica), seat)
+        handle = actors.options(**self._berths.options(replica)).remote(shipment, self._berths.gpus(replica))
         self._starting[handle.start.remote()] = Member(number, replica, handle)
 
     def _await(self) -> None:

@@ -18,7 +18,7 @@ from trlx_hybrid.serving import ServerDiedError, ServerPlan
 from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
 
 from ..errors import brief
-from ..launch.leftovers import SEAT_VARIABLE
+from ..reaper import OWNER_VARIABLE
 from ..remote.connection import connected
 from ..worker_group.group import timeout
 from .crew import Crew, Member
@@ -195,7 +195,7 @@ def _trainers(session: Session) -> Mapping[str, int]:
     import ray
 
     context = ray.get_runtime_context()
-    apart = session.policy.device.type == "cuda" and SEAT_VARIABLE not in os.environ and context.get_actor_id() is None
+    apart = session.policy.device.type == "cuda" and OWNER_VARIABLE not in os.environ and context.get_actor_id() is None
     nodes = session.ranks.gather(context.get_node_id() if apart else None)
     return {node: nodes.count(node) for node in set(nodes) if node is not None}
 

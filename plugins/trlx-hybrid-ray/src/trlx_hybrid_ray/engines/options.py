@@ -8,7 +8,7 @@ from typing import Any
 
 from trlx_hybrid.errors import ConfigError
 
-from ..role import STRATEGIES, Strategy
+from ..placement import STRATEGIES, Strategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,7 @@ from typing import Any
 from trlx_hybrid.errors import listed
 
 from ..asking import ask
-from ..node import alive
-from ..placing import Placed, reserved
+from ..placement import Placement, alive_nodes, reserve
 from .course import Limits
 from .errors import LaunchError
 from .job import Job
@@ -19,7 +18,7 @@ from .leftovers import SEAT_VARIABLE
 from .logs import Printer
 from .rank import Order, Rank
 from .rank_environment import at_start, rank_variables
-from .rank_place import ROLE, RankPlace, drawn, places, role_of
+from .rank_place import RankPlace, drawn, places, request_of
 from .rendezvous import Rendezvous
 from .switchboard import Switchboard, reachable_host
 from .verdict import Verdict
@@ -41,8 +40,8 @@ def attempt(job: Job, shared: Mapping[str, str], folder: str | None, *, run_id: 
         PlacementError: the places cannot be had.
         LaunchError: the actors do not start, or the script cannot be run where they are.
     """
-    with reserved([role_of(job)], run=run_id, show=None) as placed:
-        ranks = places(placed.placement.of(ROLE))
+    with reserve(request_of(job)) as placed:
+        ranks = places(placed)
         say(drawn(ranks))
         host = reachable_host([place.address for place in ranks])
         board = Switchboard(host, len(ranks))
@@ -82,7 +81,7 @@ def attempt(job: Job, shared: Mapping[str, str], folder: str | None, *, run_id: 
 
 @contextmanager
 def _actors(
-    job: Job, shared: Mapping[str, str], ranks: tuple[RankPlace, ...], placed: Placed, board: Switchboard
+    job: Job, shared: Mapping[str, str], ranks: tuple[RankPlace, ...], placed: Placement, board: Switchboard
 ) -> Iterator[list[Any]]:
     """One actor per rank, in its place; none is left afterwards."""
     import ray
@@ -96,7 +95,7 @@ def _actors(
             num_gpus=1 if job.gpus else 0,
             max_restarts=0,
             scheduling_strategy=PlacementGroupSchedulingStrategy(
-                placed.groups[place.group],
+                placed.group,
                 placement_group_bundle_index=place.bundle,
                 # What the script asks Ray for must not wait for room in a group that its ranks fill.
                 placement_group_capture_child_tasks=False,
@@ -132,7 +131,7 @@ def _started(job: Job, ranks: tuple[RankPlace, ...], actors: list[Any]) -> dict[
             raise LaunchError(f"rank {place.rank} did not start ({place.where}): {error}") from error
     if late:
         names = listed([f"{asked[reference].rank} ({asked[reference].where})" for reference in late])
-        gone = {place.node for place in ranks} - {node.id for node in alive()}
+        gone = {place.node for place in ranks} - {node.id for node in alive_nodes()}
         why = "Their nodes have left the cluster." if gone else "Raise --start-timeout if the machines are that slow."
         raise LaunchError(f"Ray has not started the processes of rank {names} within {limit:g} s. {why}")
     return pids

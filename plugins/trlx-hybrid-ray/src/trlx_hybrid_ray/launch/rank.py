@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
-from .. import peers
+from ..cluster import announce
 from .blame import is_consequence
 from .errors import RankStartError
 from .leftovers import SEAT_VARIABLE
@@ -68,7 +68,7 @@ class Rank:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        peers.announce()
+        announce()
         _enter(order)
         report = _with_warden(order)
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ..placement import Slot
-from ..role import Role
+from ..placement import Placement, Request
 from .job import Job
 
 ROLE = "rank"
@@ -45,9 +44,9 @@ class RankPlace:
         return f"node {self.address} ({self.node[:6]}){device}"
 
 
-def role_of(job: Job) -> Role:
+def request_of(job: Job) -> Request:
     """What a job asks a place for: as many ranks on each of its nodes, and no node twice."""
-    return Role(
+    return Request(
         name=ROLE,
         replicas=job.nodes,
         size=job.processes_per_node,
@@ -57,25 +56,25 @@ def role_of(job: Job) -> Role:
     )
 
 
-def places(slots: Sequence[Slot]) -> tuple[RankPlace, ...]:
-    """The ranks, in order. Slots come by node and GPU already; those of a node follow each other."""
-    by_node = [list(group) for _, group in groupby(slots, key=lambda slot: slot.node)]
+def places(placement: Placement) -> tuple[RankPlace, ...]:
+    """The ranks, in order."""
+    size, nodes = placement.request.size, placement.bundles
     return tuple(
         RankPlace(
-            rank=slot.rank,
+            rank=node_rank * size + local_rank,
             local_rank=local_rank,
             node_rank=node_rank,
-            world=len(slots),
-            local_world=len(here),
-            nodes=len(by_node),
-            node=slot.node,
-            address=slot.address,
-            node_devices=tuple(gpu_id for neighbour in here for gpu_id in neighbour.gpu_ids),
-            group=slot.group,
-            bundle=slot.bundle,
+            world=len(placement),
+            local_world=size,
+            nodes=len(nodes),
+            node=bundle.node.id,
+            address=bundle.node.address,
+            node_devices=bundle.gpus,
+            group=0,
+            bundle=bundle.index,
         )
-        for node_rank, here in enumerate(by_node)
-        for local_rank, slot in enumerate(here)
+        for node_rank, bundle in enumerate(nodes)
+        for local_rank in range(size)
     )
 
 

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 
 from trlx_hybrid.errors import ConfigError
 
-from .. import debugging, peers
-from ..cluster import LOCAL, connect
+from .. import debugging
+from ..cluster import ADDRESS, LOCAL, NAMESPACE, connect
 
 HOOK = "PYTHONBREAKPOINT"
 _lock = threading.Lock()
@@ -34,7 +34,7 @@ def connected() -> None:
         debugging.check()
         if ray.is_initialized():
             return
-        address = os.environ.get(peers.ADDRESS) or LOCAL
+        address = os.environ.get(ADDRESS) or LOCAL
         world = os.environ.get("WORLD_SIZE", "1")
         if address == LOCAL and world != "1":
             raise ConfigError(
@@ -44,9 +44,7 @@ def connected() -> None:
         before = os.environ.get(HOOK)
         dashboard = address == LOCAL and debugging.wanted() and not debugging.legacy()
         cluster = _made.enter_context(
-            connect(
-                address, namespace=os.environ.get(peers.NAMESPACE), forward_logs=debugging.wanted(), dashboard=dashboard
-            )
+            connect(address, namespace=os.environ.get(NAMESPACE), forward_logs=debugging.wanted(), dashboard=dashboard)
         )
         _keep_breakpoint(before)
         # After Ray's own handler was registered, so before it runs.

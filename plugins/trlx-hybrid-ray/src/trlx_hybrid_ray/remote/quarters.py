@@ -7,8 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .. import debugging
-from ..placing import Placed, place
-from ..role import Role
+from ..placement import Request, reserve
 
 
 class Quarters:
@@ -23,22 +22,18 @@ class Quarters:
     """
 
     def __init__(self, name: str, workers: int, cpus: float, gpus: float) -> None:
-        role = Role(name=name, replicas=workers, cpus=cpus, gpus=gpus, strategy="spread")
-        self.placed: Placed = place([role], show=None)
-        self._slots = self.placed.placement.of(name)
+        self.placed = reserve(Request(name=name, replicas=workers, cpus=cpus, gpus=gpus, strategy="spread"))
 
     def __len__(self) -> int:
-        return len(self._slots)
-
-    def gpus(self, rank: int) -> tuple[str, ...]:
-        """Of a worker: ids of its GPUs, as its node numbers them."""
-        return self._slots[rank].gpu_ids
+        return len(self.placed)
 
     def options(self, rank: int) -> Mapping[str, Any]:
-        """Of a worker: what Ray's `.options()` takes."""
-        found = self.placed.options(self._slots[rank])
-        variables = found["runtime_env"]["env_vars"] | dict(debugging.variables())
-        return found | {"runtime_env": {"env_vars": variables}}
+        """What Ray's `.options()` takes for a worker."""
+        return self.placed.options(rank) | {"runtime_env": {"env_vars": dict(debugging.variables())}}
+
+    def gpus(self, rank: int) -> tuple[str, ...]:
+        """A worker's GPUs, as its node numbers them."""
+        return self.placed.gpus(rank)
 
     def close(self) -> None:
         """Give the places back; ends the actors in them."""

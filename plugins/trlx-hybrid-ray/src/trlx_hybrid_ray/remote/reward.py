@@ -111,7 +111,7 @@ class _Staff:
         try:
             self._group: WorkerGroup[RewardWorker] = WorkerGroup(
                 kind,
-                [self._quarters.options(rank) for rank in range(len(self._quarters))],
+                self._quarters,
                 (shipment, name),
                 deadline=debugging.patience(deadline),
                 start_deadline=debugging.patience(starting),

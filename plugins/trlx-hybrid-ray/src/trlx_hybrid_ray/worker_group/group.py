@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
 from weakref import WeakSet
 
 from trlx_hybrid.errors import ConfigError
@@ -308,6 +308,16 @@ class GroupMethod:
         return f"<{self._call} of {self._workers.world} workers, {self._method.dispatch}, {self._method.execute}>"
 
 
+class Places(Protocol):
+    """Reserved places for workers: a `Placement`."""
+
+    def __len__(self) -> int:
+        """How many."""
+
+    def options(self, rank: int) -> Mapping[str, Any]:
+        """What Ray's `.options()` takes for the actor of a rank."""
+
+
 class Group(ABC, Generic[W]):
     """Base of both groups. `with` gives the group as type checkers see it best: as its worker class.
 
@@ -317,7 +327,7 @@ class Group(ABC, Generic[W]):
     def __init__(
         self,
         worker: type[W],
-        workers: int | Sequence[Mapping[str, Any]],
+        workers: int | Places | Sequence[Mapping[str, Any]],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
@@ -331,7 +341,12 @@ class Group(ABC, Generic[W]):
             raise ConfigError(
                 f"{worker.__name__}.{taken[0]} cannot be registered: a group has a {taken[0]!r} of its own. Rename it."
             )
-        options = [{"num_cpus": 1}] * workers if isinstance(workers, int) else list(workers)
+        if isinstance(workers, int):
+            options: list[Mapping[str, Any]] = [{"num_cpus": 1}] * workers
+        elif isinstance(workers, Sequence):
+            options = list(workers)
+        else:
+            options = [workers.options(rank) for rank in range(len(workers))]
         self._worker = worker
         self._workers = self._made(worker, options, args, kwargs or {}, tensor_parallel)
         try:

@@ -49,8 +49,8 @@ class WorkerGroup(Group[W]):
 
     Args:
         worker: a class with methods marked with `@register`.
-        workers: a number of workers to be put wherever there is room, with one CPU each; or for each rank what Ray's
-            `.options()` takes: its resources, and where it is scheduled.
+        workers: a number of workers to be put wherever there is room, with one CPU each; or a `Placement`; or for each
+            rank what Ray's `.options()` takes: its resources, and where it is scheduled.
         args, kwargs: what each worker's constructor gets. `this_worker()` tells a worker which one it is.
         tensor_parallel: ranks of a replica: they get the same chunks of what is split.
         deadline: seconds that a call may take; `math.inf` waits for ever.

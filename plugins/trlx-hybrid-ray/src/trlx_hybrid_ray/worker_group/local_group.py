@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .errors import Call, Failure
-from .group import Group, Workers, left, timeout
-from .ray_group import CLOSE_SECONDS, answering
+from .group import CLOSE_SECONDS, Group, Workers, answering, left, timeout
 from .registration import Registered, registered
 from .worker import Location, WorkerInfo, become
 
@@ -51,7 +50,7 @@ class LocalWorkerGroup(Group[W]):
 
         def constructor(rank: int) -> Callable[[], Any]:
             def construct() -> Any:
-                become(WorkerInfo(rank, world, tensor_parallel, locations), whole_process=False)
+                become(WorkerInfo(rank, tensor_parallel, locations), whole_process=False)
                 own_args, own_kwargs = packed.copy()
                 return worker(*own_args, **own_kwargs)
 
@@ -118,11 +117,9 @@ class Threads(Workers):
         self._queues[rank].put((answer, work))
         return answer
 
-    def wait(self, answers: Sequence[Answer[Any]], count: int, seconds: float) -> list[Answer[Any]]:
+    def wait(self, answers: Sequence[Answer[Any]], seconds: float) -> set[Answer[Any]]:
         """See `Workers`."""
-        until = concurrent.futures.FIRST_COMPLETED if count == 1 else concurrent.futures.ALL_COMPLETED
-        there = concurrent.futures.wait(answers, timeout(seconds), until).done
-        return [answer for answer in answers if answer in there]
+        return concurrent.futures.wait(answers, timeout(seconds)).done
 
     def get(self, answers: Sequence[Answer[Any]], seconds: float) -> list[Any]:
         """See `Workers`."""

@@ -37,15 +37,19 @@ class WorkerInfo:
     """A worker, as it sees itself in its group.
 
     Attributes:
-        rank, world: its number from 0, and how many there are.
+        rank: its number, from 0.
         tensor_parallel: ranks per replica, which are given the same data; numbers run fastest within a replica.
         locations: where each rank of the group runs.
     """
 
     rank: int
-    world: int
     tensor_parallel: int
     locations: tuple[Location, ...]
+
+    @property
+    def world(self) -> int:
+        """How many workers the group has."""
+        return len(self.locations)
 
     @property
     def replica(self) -> int:

@@ -8,6 +8,7 @@ both. Standard library only.
 from __future__ import annotations
 
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -20,12 +21,13 @@ GRACE = 1.0  # seconds that what a dead actor started has to end by itself
 START_SECONDS = 60.0
 
 
-def attend(seat: str) -> None:
-    """Start one for this process. What this process starts from now on bears the seat in its environment.
+def attend() -> None:
+    """Start one for this process. What this process starts from now on has its mark in the environment.
 
     Raises:
         OSError, subprocess.SubprocessError: it does not start.
     """
+    seat = f"engine-{secrets.token_hex(8)}"
     environment = {name: value for name, value in os.environ.items() if name != leftovers.SEAT_VARIABLE}
     os.environ[leftovers.SEAT_VARIABLE] = seat
     subprocess.run(

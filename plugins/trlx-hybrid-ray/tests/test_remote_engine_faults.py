@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import trlx_hybrid
 from datasets import Dataset
@@ -17,7 +18,7 @@ from trlx_hybrid import HybridConfig
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid.types import Sampling
-from trlx_hybrid_ray.launch.leftovers import SEAT_VARIABLE, processes
+from trlx_hybrid_ray.reaper import OWNER_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import SCRIPTS, launch, nothing_left, segments
@@ -151,8 +152,8 @@ def test_tensor_parallel_engines_sample_what_others_do(trained):
 
 
 def engine_processes():
-    """What engines' actors have started: it bears their seat."""
-    return {pid for pid in processes() if f"{SEAT_VARIABLE}=engine-".encode() in environment(pid)}
+    """What engines' actors have started."""
+    return {pid for pid in psutil.pids() if f"{OWNER_VARIABLE}=".encode() in environment(pid)}
 
 
 def environment(pid):

@@ -11,8 +11,8 @@ from trlx_hybrid.errors import EngineError
 from trlx_hybrid.serving import EngineServer, ServerDiedError, ServerPlan
 from trlx_hybrid.types import Completion, Request, Sampling
 
+from ..reaper import Reaper
 from ..remote.actors import Pickled, see_own_gpus, whereabouts
-from .attendant import attend
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class EngineActor:
 
     def __init__(self, plan: Pickled) -> None:
         see_own_gpus()
-        attend()
+        self._reaper = Reaper(grace=1.0)  # vLLM's engine core does not notice that its parent died, and keeps its GPU
         self._plan = plan
         self._server: EngineServer | None = None
         self._channels: dict[str, _Channel] = {}

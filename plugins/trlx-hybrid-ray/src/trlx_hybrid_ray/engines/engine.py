@@ -17,7 +17,7 @@ from trlx_hybrid.serving import ServerDiedError, ServerPlan
 from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
 
 from ..errors import brief
-from ..launch.leftovers import SEAT_VARIABLE
+from ..reaper import OWNER_VARIABLE
 from ..remote.actors import arriving, ensure_connected
 from .options import RemoteOptions
 from .pool import EnginePool, Replica, gpu_name
@@ -190,7 +190,7 @@ def _gpus_of_trainers(session: Session) -> Mapping[str, Sequence[str]]:
     import ray
 
     context, device = ray.get_runtime_context(), session.policy.device
-    unknown = device.type == "cuda" and SEAT_VARIABLE not in os.environ and context.get_actor_id() is None
+    unknown = device.type == "cuda" and OWNER_VARIABLE not in os.environ and context.get_actor_id() is None
     found: dict[str, list[str]] = {}
     for used in session.ranks.gather((context.get_node_id(), gpu_name(device)) if unknown else None):
         if used is not None:

@@ -1,0 +1,110 @@
+"""Nothing of a process stays once it is gone, and nothing that is somebody else's goes."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from trlx_hybrid_ray.reaper import SEGMENT, SHARED_MEMORY, state
+
+OWNER = """
+import json, os, subprocess, sys, time
+from multiprocessing import resource_tracker, shared_memory
+from trlx_hybrid_ray.reaper import Reaper
+reaper = Reaper(grace=0.5)
+stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(600)"
+sleep = [sys.executable, "-c", stubborn]
+children = [
+    subprocess.Popen(sleep, stdout=subprocess.PIPE, start_new_session=new_session) for new_session in (False, True)
+]
+if (forked := os.fork()) == 0:
+    time.sleep(600)
+for child in children:
+    child.stdout.readline()
+segment = shared_memory.SharedMemory(create=True, size=4096)
+resource_tracker.unregister(segment._name, "shared_memory")  # as for code that knows nothing of Python's tracker
+import mmap
+with open(sys.argv[1] + "/data.bin", "r+b") as file:
+    data = mmap.mmap(file.fileno(), 0)
+print(json.dumps({"pids": [child.pid for child in children] + [forked], "segment": segment.name}), flush=True)
+if sys.stdin.readline() == "finish\\n":
+    segment.close()
+    print(json.dumps(reaper.finish()), flush=True)
+    del data
+    os._exit(0)
+"""
+
+
+@pytest.fixture
+def owner(tmp_path):
+    """A process with a reaper and descendants, and files that it has mapped and not made."""
+    import json
+    import shutil
+    import tempfile
+
+    folder = Path(tempfile.mkdtemp(dir=SHARED_MEMORY))
+    (folder / "data.bin").write_bytes(b"kept" * 1000)
+    process = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    left = json.loads(process.stdout.readline())
+    yield process, left, folder / "data.bin"
+    process.kill()
+    process.communicate()
+    shutil.rmtree(folder)
+
+
+def gone(left, seconds=15):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(map(state, left["pids"])) and not os.path.exists(SHARED_MEMORY + left["segment"]):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_descendants_and_segments_go_when_their_owner_is_killed(owner, how):
+    process, left, data = owner
+    time.sleep(0.3)  # a look at shared memory takes place every 0.1 s
+    assert os.path.exists(SHARED_MEMORY + left["segment"])
+    process.send_signal(how)
+    assert gone(left)
+    assert data.read_bytes() == b"kept" * 1000
+
+
+def test_they_go_when_they_are_to_and_it_is_said_what_was_left(owner):
+    process, left, data = owner
+    time.sleep(0.3)
+    process.stdin.write("finish\n")
+    process.stdin.flush()
+    said = process.stdout.readline()
+    assert gone(left, 1)
+    assert all(f"process {pid}" in said for pid in left["pids"][:2])
+    assert process.wait(10) == 0
+    assert data.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "segment"),
+    [
+        ("psm_1a2b3c4d", True),
+        ("torch_4711_1536544658_0", True),
+        ("nccl-Ab3xYz", True),
+        ("sem.mp-m__aq7as", True),
+        ("127.0.0.1-29500-tp_0-cpushm", True),
+        ("stage/model.safetensors", False),
+        ("model.safetensors", False),
+        ("torch_dataset", False),
+        ("psm_weights.bin", False),
+    ],
+)
+def test_what_is_a_segment_and_what_somebodys_file(name, segment):
+    assert bool(SEGMENT.fullmatch(name)) == segment

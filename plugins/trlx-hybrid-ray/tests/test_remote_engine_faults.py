@@ -99,6 +99,32 @@ def test_the_only_engine_dies_and_its_successor_gets_the_weights_at_once(trained
     assert segments() - before == set()
 
 
+def test_a_trainer_that_was_stopped_ends_no_engine_that_lives(trained, capfd):
+    """Longer than an engine may be silent, while it samples and while it is asked whether it lives."""
+    one = trained()
+    engine, requests = one.session.live_engine, requests_of(24)
+    stop = ["sh", "-c", f"kill -STOP {os.getpid()}; sleep 30; kill -CONT {os.getpid()}"]
+    with one.session.rollout_phase(training=False):
+        expected = tokens(engine.generate(requests, SAMPLING))
+        (server,) = engine.servers
+        with engine.stream(SAMPLING) as stream:
+            keys = [stream.add(request) for request in requests]
+            found = dict(stream.step(True)[0])
+            subprocess.run(stop, check=True)
+            while stream.busy:
+                found.update(stream.step(True)[0])
+        assert tokens([found[key] for key in keys]) == expected
+    asking = subprocess.Popen(stop)
+    for _ in range(1000):
+        engine.restore()
+        if asking.poll() is not None:
+            break
+        time.sleep(0.01)
+    assert asking.wait() == 0
+    assert engine.servers == (server,)
+    assert " died: " not in capfd.readouterr().err
+
+
 def test_where_nobody_may_be_replaced_the_error_names_the_engine_and_the_cause(trained):
     one = trained(restarts=0)
     engine = one.session.live_engine

@@ -23,7 +23,7 @@ from .. import debugging
 from ..cluster import ADDRESS, LOCAL, NAMESPACE, connect
 from ..errors import brief
 from ..placement import Request, reserve
-from ..workers import DeadlineError, WorkerDiedError, WorkerError
+from ..worker_group.errors import DeadlineError, WorkerDiedError, WorkerError
 
 DEADLINE = 600.0
 """Seconds that a batch of rewards, or a call of an environment, may take unless told otherwise."""

@@ -16,7 +16,7 @@ from trlx_hybrid.errors import ConfigError, RewardError, listed
 
 from .. import debugging
 from ..errors import brief
-from ..workers import DeadlineError, WorkerDiedError, WorkerError
+from ..worker_group.errors import DeadlineError, WorkerDiedError, WorkerError
 from .actors import (
     DEADLINE,
     START_SECONDS,

@@ -1,27 +1,22 @@
 """Worker groups: many workers called as one object, in Ray actors or in this process."""
 
-from .failure import DeadlineError, DispatchError, WorkerDiedError, WorkerError
-from .future import Arrival, Future
-from .grid import Grid
+from .errors import DeadlineError, DispatchError, WorkerDiedError, WorkerError
+from .group import Arrival, Future
 from .local_group import LocalWorkerGroup
-from .member import Member, this_worker
-from .pool import FreePool, Pool
-from .register import register
-from .worker_group import WorkerGroup
+from .ray_group import WorkerGroup
+from .registration import register
+from .worker import WorkerInfo, this_worker
 
 __all__ = [
     "Arrival",
     "DeadlineError",
     "DispatchError",
-    "FreePool",
     "Future",
-    "Grid",
     "LocalWorkerGroup",
-    "Member",
-    "Pool",
     "WorkerDiedError",
     "WorkerError",
     "WorkerGroup",
+    "WorkerInfo",
     "register",
     "this_worker",
 ]

@@ -56,7 +56,7 @@ class Trained:
 
 def pids(engine):
     """Of all processes of each engine: its actor first."""
-    actors = [psutil.Process(int(m.where.rpartition(" ")[2])) for _, m in sorted(engine.crew.members.items())]
+    actors = [psutil.Process(int(m.where.rpartition(" ")[2])) for _, m in sorted(engine.pool.replicas.items())]
     return [[actor.pid, *(child.pid for child in actor.children(recursive=True))] for actor in actors]
 
 

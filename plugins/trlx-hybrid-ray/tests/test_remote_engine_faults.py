@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import trlx_hybrid
 from datasets import Dataset
@@ -17,7 +18,7 @@ from trlx_hybrid import HybridConfig
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid.types import Sampling
-from trlx_hybrid_ray.launch.leftovers import SEAT_VARIABLE, processes
+from trlx_hybrid_ray.reaper import OWNER_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import SCRIPTS, launch, nothing_left, segments
@@ -98,6 +99,32 @@ def test_the_only_engine_dies_and_its_successor_gets_the_weights_at_once(trained
     assert segments() - before == set()
 
 
+def test_a_trainer_that_was_stopped_ends_no_engine_that_lives(trained, capfd):
+    """Longer than an engine may be silent, while it samples and while it is asked whether it lives."""
+    one = trained()
+    engine, requests = one.session.live_engine, requests_of(24)
+    stop = ["sh", "-c", f"kill -STOP {os.getpid()}; sleep 30; kill -CONT {os.getpid()}"]
+    with one.session.rollout_phase(training=False):
+        expected = tokens(engine.generate(requests, SAMPLING))
+        (server,) = engine.servers
+        with engine.stream(SAMPLING) as stream:
+            keys = [stream.add(request) for request in requests]
+            found = dict(stream.step(True)[0])
+            subprocess.run(stop, check=True)
+            while stream.busy:
+                found.update(stream.step(True)[0])
+        assert tokens([found[key] for key in keys]) == expected
+    asking = subprocess.Popen(stop)
+    for _ in range(1000):
+        engine.restore()
+        if asking.poll() is not None:
+            break
+        time.sleep(0.01)
+    assert asking.wait() == 0
+    assert engine.servers == (server,)
+    assert " died: " not in capfd.readouterr().err
+
+
 def test_where_nobody_may_be_replaced_the_error_names_the_engine_and_the_cause(trained):
     one = trained(restarts=0)
     engine = one.session.live_engine
@@ -151,8 +178,8 @@ def test_tensor_parallel_engines_sample_what_others_do(trained):
 
 
 def engine_processes():
-    """What engines' actors have started: it bears their seat."""
-    return {pid for pid in processes() if f"{SEAT_VARIABLE}=engine-".encode() in environment(pid)}
+    """What engines' actors have started."""
+    return {pid for pid in psutil.pids() if f"{OWNER_VARIABLE}=".encode() in environment(pid)}
 
 
 def environment(pid):

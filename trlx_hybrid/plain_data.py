@@ -1,0 +1,158 @@
+"""Values that other processes send, as data and not as pickles: reading them imports nothing and calls nobody's code.
+
+JSON, with tagged objects for what JSON has no form for. Exact for None, numbers, text, bytes, lists, tuples, sets,
+dicts, dataclasses, named tuples, enums, NumPy arrays and images of PIL (sent as PNG). NumPy's numbers, and subclasses
+of numbers, text, lists and dicts, arrive as the plain ones. A class is looked up among the modules that the reader has
+imported already.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import enum
+import io
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+TAG = "@"
+
+
+class NotPlainError(TypeError):
+    """A value is no plain data, or is of a class that this process does not have. Names the part, as in `.items[0]`."""
+
+
+def dumps(value: Any) -> bytes:
+    """A value as UTF-8 text.
+
+    Raises:
+        NotPlainError: a part of it has no plain form; its text begins with what the value is.
+    """
+    try:
+        return json.dumps(_plain(value, type(value), "")).encode()
+    except RecursionError:
+        raise NotPlainError(f"{_a(type(value))} that holds itself, or nests too deep") from None
+
+
+def loads(body: bytes) -> Any:
+    """The value that `dumps` was given.
+
+    Raises:
+        NotPlainError: it is of a class that this process has not imported, or that holds more than data.
+        ValueError: the text is damaged.
+    """
+    return json.loads(body, object_hook=_built)
+
+
+def class_name(kind: type) -> str:
+    """As `find_class` takes it."""
+    return f"{kind.__module__}:{kind.__qualname__}"
+
+
+def find_class(name: str) -> type | None:
+    """A class by its name, if this process has imported its module. Imports nothing."""
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    return found if isinstance(found, type) else None
+
+
+def _plain(value: Any, whole: type, path: str) -> Any:
+    """JSON for a value that lies at `path` in one of type `whole`."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, enum.Enum):
+        return {TAG: "enum", "class": class_name(type(value)), "name": value.name}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [f.name for f in dataclasses.fields(value)]
+        fields = {name: _plain(getattr(value, name), whole, f"{path}.{name}") for name in names if hasattr(value, name)}
+        return {TAG: "dataclass", "class": class_name(type(value)), "fields": fields}
+    if isinstance(value, Mapping):
+        if type(value) is dict and TAG not in value and all(type(key) is str for key in value):
+            return {key: _plain(item, whole, f"{path}[{key!r}]") for key, item in value.items()}
+        keys = [_plain(key, whole, f"{path}.keys()") for key in value]
+        items = [_plain(item, whole, f"{path}[{key!r}]") for key, item in value.items()]
+        return {TAG: "dict", "items": list(zip(keys, items))}
+    if isinstance(value, list | tuple | set | frozenset):
+        items = [_plain(item, whole, f"{path}[{i}]") for i, item in enumerate(value)]
+        if isinstance(value, list):
+            return items
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return {TAG: "namedtuple", "class": class_name(type(value)), "items": items}
+        kind = next(kind for kind in (tuple, set, frozenset) if isinstance(value, kind))
+        return {TAG: kind.__name__, "items": items}
+    if isinstance(value, bytes | bytearray):
+        return {TAG: "bytes", "data": _text(value)}
+    found = _of_a_library(value)
+    if found is None:
+        where = f"{_a(whole)}, of which {path} is {_a(type(value))}" if path else _a(whole)
+        raise NotPlainError(f"{where}, which cannot be sent")
+    return found
+
+
+def _of_a_library(value: Any) -> Any:
+    """Where the library is not imported, the value is not of it."""
+    numpy, images = sys.modules.get("numpy"), sys.modules.get("PIL.Image")
+    if numpy is not None and isinstance(value, numpy.generic) and isinstance(value.item(), bool | int | float | str):
+        return value.item()
+    if numpy is not None and isinstance(value, numpy.ndarray) and not value.dtype.hasobject and not value.dtype.fields:
+        return {TAG: "array", "dtype": value.dtype.str, "shape": value.shape, "data": _text(value.tobytes())}
+    if images is not None and isinstance(value, images.Image):
+        body = io.BytesIO()
+        try:
+            value.save(body, "PNG", compress_level=1)
+        except OSError:  # PNG has no such mode
+            return None
+        return {TAG: "image", "data": _text(body.getvalue())}
+    return None
+
+
+def _built(found: dict[str, Any]) -> Any:
+    """From the inside out: what is in `found` is built already."""
+    if TAG not in found:
+        return found
+    kind = found[TAG]
+    if kind == "bytes":
+        return base64.b64decode(found["data"])
+    if kind == "dict":
+        return dict(found["items"])
+    if kind in ("tuple", "set", "frozenset"):
+        return {"tuple": tuple, "set": set, "frozenset": frozenset}[kind](found["items"])
+    if kind == "array":
+        import numpy
+
+        flat = numpy.frombuffer(base64.b64decode(found["data"]), numpy.dtype(found["dtype"]))
+        return flat.reshape(found["shape"]).copy()
+    if kind == "image":
+        from PIL import Image
+
+        return Image.open(io.BytesIO(base64.b64decode(found["data"])), formats=["PNG"]).copy()
+    return _instance(kind, found)
+
+
+def _instance(kind: str, found: dict[str, Any]) -> Any:
+    """Its `__init__` is not called, as in unpickling."""
+    owner = find_class(found["class"])
+    if kind == "enum" and owner is not None and issubclass(owner, enum.Enum):
+        return owner[found["name"]]
+    if kind == "namedtuple" and owner is not None and issubclass(owner, tuple):
+        return tuple.__new__(owner, found["items"])
+    if kind == "dataclass" and dataclasses.is_dataclass(owner):
+        instance = object.__new__(owner)
+        for field in dataclasses.fields(owner):
+            if field.name in found["fields"]:
+                object.__setattr__(instance, field.name, found["fields"][field.name])
+        return instance
+    name = found["class"].replace(":", ".")
+    raise NotPlainError(f"a {name}, which is no data class that this process has imported")
+
+
+def _a(kind: type) -> str:
+    return f"{'an' if kind.__qualname__[0] in 'aeiouAEIOU' else 'a'} {kind.__qualname__}"
+
+
+def _text(body: bytes | bytearray) -> str:
+    return base64.b64encode(body).decode()

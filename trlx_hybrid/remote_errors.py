@@ -1,0 +1,78 @@
+"""Exceptions that cross a process, as plain data: the same exception here, or one that stands for it."""
+
+from __future__ import annotations
+
+import contextlib
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from . import plain_data
+
+
+class RemoteError(Exception):
+    """Stands for an exception of another process that cannot be built here: its class is not imported, or it holds more
+    than plain data. Its text is the original's.
+
+    Attributes:
+        kind: class name of the original.
+    """
+
+    def __init__(self, text: str, kind: str) -> None:
+        super().__init__(text)
+        self.kind = kind
+
+
+def describe(error: BaseException, *, skip: int = 1) -> dict[str, Any]:
+    """An exception as `restore` takes it, for `plain_data.dumps`.
+
+    Args:
+        skip: frames of its traceback to leave out, from the outside.
+    """
+    try:
+        text = str(error)
+    except Exception:  # anybody's __str__
+        text = f"<{type(error).__name__} without a text>"
+    trace = "".join(traceback.format_tb(error.__traceback__)[skip:])
+    found: dict[str, Any] = {"kind": type(error).__name__, "text": text, "trace": trace}
+    with contextlib.suppress(Exception):  # it holds what is no plain data: then it is told by name and text
+        maker, arguments, *state = error.__reduce__()
+        content = {"arguments": list(arguments), "state": dict(state[0]) if state and state[0] else {}}
+        if maker is type(error):
+            plain_data.dumps(content)
+            found |= {"class": plain_data.class_name(type(error))} | content
+    return found
+
+
+def restore(description: Mapping[str, Any], where: str) -> BaseException:
+    """The exception, with its traceback over there as a note; a `RemoteError` where it cannot be the same.
+
+    Args:
+        where: it was raised, for the note: "the tool's process".
+    """
+    error: BaseException = RemoteError(description["text"], description["kind"])
+    kind = plain_data.find_class(description["class"]) if "class" in description else None
+    if kind is not None and issubclass(kind, BaseException):
+        with contextlib.suppress(Exception):
+            error = _built(kind, description["arguments"], description["state"], description["text"])
+    error.add_note(f"In {where}:\n{description['trace']}")
+    return error
+
+
+def _built(kind: type[BaseException], arguments: list[Any], state: Mapping[str, Any], text: str) -> BaseException:
+    """By the arguments that its own `__reduce__` names. Without one, its `__init__` may want others than it passed on:
+    only that of the built-in class below it is called.
+
+    Raises:
+        ValueError: that is not the same exception.
+    """
+    base: Any = next(c for c in kind.__mro__ if c.__module__ == "builtins")
+    if kind.__reduce__ is not base.__reduce__:
+        error = kind(*arguments)
+    else:
+        error = kind.__new__(kind, *arguments)
+        base.__init__(error, *arguments)
+    vars(error).update(state)
+    if str(error) != text:
+        raise ValueError(text)
+    return error

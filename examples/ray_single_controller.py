@@ -11,12 +11,14 @@ right. Three groups take part, and `train` below is the whole program:
 - references: the policy as it was at the start, for the KL penalty.
 - rewards: reasoning-gym's verification.
 
-Colocated, worker r of all groups shares GPU r, and takes turns; split, each has a GPU of its own.
+Colocated, worker r of all groups shares GPU r, and takes turns; split, each has a GPU of its own. On several nodes, keep
+`--cache_dir` and `--output_dir` on a file system that they share.
 """
 
 import random
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import ray
 import torch
@@ -34,7 +36,7 @@ from trlx_hybrid_ray.worker_group import WorkerGroup, register, this_worker
 class Arguments:
     """What this script takes, beside what the demonstrations are made of."""
 
-    placement: str = "colocated"  # or "split"
+    placement: Literal["colocated", "split"] = "colocated"
     workers: int = 2  # of each group
     address: str = "local"  # of a Ray cluster to join; "local" starts one here
     output_dir: str = "runs/ray_single_controller"
@@ -51,11 +53,11 @@ class Arguments:
 
 
 def train(args, tasks, actors, references, rewards):
-    """The loop of the controller: what it holds is small, and what is large goes from worker to worker."""
+    """The controller's loop. Rollouts go from worker to worker; what comes by here is token ids and numbers."""
     rng = random.Random(args.seed)
     for step in range(args.steps):
         batch = [task for task in rng.sample(tasks, args.num_prompts) for _ in range(args.num_generations)]
-        rollout = actors.generate(batch)  # a future: the next two calls are given it, and wait on the workers
+        rollout = actors.generate(batch)  # a future; references and rewards get it from the actors
         reference = references.log_probs(rollout)
         scores = rewards.score(rollout)
 

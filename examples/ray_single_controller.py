@@ -11,8 +11,8 @@ right. Three groups take part, and `train` below is the whole program:
 - references: the policy as it was at the start, for the KL penalty.
 - rewards: reasoning-gym's verification.
 
-Colocated, worker r of all groups shares GPU r, and takes turns; split, each has a GPU of its own. On several nodes, keep
-`--cache_dir` and `--output_dir` on a file system that they share.
+Colocated, worker r of all groups shares GPU r, and takes turns; split, each has a GPU of its own. On several nodes,
+keep `--cache_dir` and `--output_dir` on a file system that they share.
 """
 
 import random

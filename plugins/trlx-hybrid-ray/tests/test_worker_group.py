@@ -397,6 +397,11 @@ def test_workers_on_two_nodes_form_a_process_group(nodes):
         assert group.accelerate() == [(0, 3), (1, 3), (2, 3)]
 
 
+def test_a_worker_of_a_process_group_has_one_gpu(nodes):
+    with pytest.raises(WorkerError, match=r"1 workers of one node have GPUs .*, .*: give each exactly one"):
+        WorkerGroup(Summing, [{"num_gpus": 2}])
+
+
 def test_a_local_worker_forms_a_group_of_one_and_several_do_not():
     with LocalWorkerGroup(Summing, 1) as group:
         assert group.total([1, 2]) == 3.0

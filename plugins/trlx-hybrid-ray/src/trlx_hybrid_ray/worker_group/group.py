@@ -8,7 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from weakref import WeakSet
 
 from trlx_hybrid.errors import ConfigError
@@ -17,6 +17,9 @@ from .batch import join, row_ranges, rows_of, split
 from .errors import Call, Failure, WorkerDiedError, WorkerError
 from .registration import Registered, registered
 from .worker import Location, this_worker
+
+if TYPE_CHECKING:
+    from ..placement import Placement
 
 R_co = TypeVar("R_co", covariant=True)
 W = TypeVar("W")
@@ -104,10 +107,14 @@ class Workers(ABC):
     """The workers of one group. Each carries out one call at a time, in the order in which they came.
 
     Args:
-        name: of their class.
-        world, tensor_parallel: how many there are, and how many of them are a replica.
+        worker: their class.
+        options: for each, what Ray's `.options()` takes.
+        tensor_parallel: how many are a replica.
+        args, kwargs: of their constructors.
 
     Attributes:
+        name: of their class.
+        world, replicas: how many there are.
         locations: where each rank runs; empty before it is known.
         lost: the error of the first worker that died.
         closed: whether the group was.
@@ -116,14 +123,23 @@ class Workers(ABC):
 
     errors: tuple[type[BaseException], ...] = (Exception,)
 
-    def __init__(self, name: str, world: int, tensor_parallel: int) -> None:
+    def __init__(
+        self,
+        worker: type,
+        options: Sequence[Mapping[str, Any]],
+        tensor_parallel: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        world = len(options)
         if world < 1 or tensor_parallel < 1 or world % tensor_parallel:
             raise ConfigError(
                 f"{world} workers cannot be replicas of tensor_parallel={tensor_parallel}: it must divide their "
                 "number, and both must be 1 or more."
             )
-        self.name, self.world, self.tensor_parallel = name, world, tensor_parallel
+        self.name, self.world, self.tensor_parallel = worker.__name__, world, tensor_parallel
         self.replicas = world // tensor_parallel
+        self._worker, self._options, self._args, self._kwargs = worker, options, args, kwargs
         self.locations: Sequence[Location] = ()
         self.lost: WorkerDiedError | None = None
         self.closed = False
@@ -272,16 +288,6 @@ class GroupMethod:
         return f"<{self._call} of {self._workers.world} workers, {self._method.dispatch}, {self._method.execute}>"
 
 
-class Places(Protocol):
-    """Reserved places for workers: a `Placement`."""
-
-    def __len__(self) -> int:
-        """How many."""
-
-    def options(self, rank: int) -> Mapping[str, Any]:
-        """What Ray's `.options()` takes for the actor of a rank."""
-
-
 class Group(ABC, Generic[W]):
     """Base of both groups. `with` gives the group as type checkers see it best: as its worker class.
 
@@ -291,7 +297,7 @@ class Group(ABC, Generic[W]):
     def __init__(
         self,
         worker: type[W],
-        workers: int | Places | Sequence[Mapping[str, Any]],
+        workers: int | Placement | Sequence[Mapping[str, Any]],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
@@ -312,7 +318,7 @@ class Group(ABC, Generic[W]):
         else:
             options = [workers.options(rank) for rank in range(len(workers))]
         self._worker = worker
-        self._workers = self._made(worker, options, args, kwargs or {}, tensor_parallel)
+        self._workers = self._made(worker, options, tensor_parallel, args, kwargs or {})
         try:
             self._workers.start(start_deadline)
         except BaseException:
@@ -322,15 +328,8 @@ class Group(ABC, Generic[W]):
         vars(self).update(self._methods)
 
     @abstractmethod
-    def _made(
-        self,
-        worker: type[W],
-        options: Sequence[Mapping[str, Any]],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tensor_parallel: int,
-    ) -> Workers:
-        """The workers; `Workers.start` waits for them."""
+    def _made(self, *arguments: Any) -> Workers:
+        """The workers, of these arguments of `Workers`."""
 
     @property
     def workers(self) -> type[W]:

@@ -63,19 +63,8 @@ class WorkerGroup(Group[W]):
 
     _workers: Actors
 
-    def _made(
-        self,
-        worker: type[W],
-        options: Sequence[Mapping[str, Any]],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tensor_parallel: int,
-    ) -> Actors:
-        import ray  # only here: worker classes are imported where no Ray is wanted
-
-        actors: Any = ray.remote(actor_class(worker))
-        handles = [actors.options(**each).remote(rank) for rank, each in enumerate(options)]
-        return Actors(worker.__name__, handles, tensor_parallel, args, kwargs)
+    def _made(self, *arguments: Any) -> Actors:
+        return Actors(*arguments)
 
     @property
     def handles(self) -> Sequence[ActorHandle[Any]]:
@@ -84,28 +73,20 @@ class WorkerGroup(Group[W]):
 
 
 class Actors(Workers):
-    """The actors of a group, called directly, or through a relay on each node where they are many.
+    """Actors, called directly, or through a relay on each node where they are many.
 
-    Args:
+    Attributes:
         handles: by rank; they are kept, and with them the actors.
-        tensor_parallel: ranks of a replica.
-        args, kwargs: of the constructor.
     """
 
-    def __init__(
-        self,
-        name: str,
-        handles: Sequence[ActorHandle[Any]],
-        tensor_parallel: int = 1,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, *arguments: Any) -> None:
+        import ray  # only here: worker classes are imported where no Ray is wanted
         from ray.exceptions import RayError
 
-        super().__init__(name, len(handles), tensor_parallel)
+        super().__init__(*arguments)
         self.errors = (RayError,)
-        self.handles: list[Any] = list(handles)
-        self._args, self._kwargs = args, kwargs or {}
+        actors: Any = ray.remote(actor_class(self._worker))
+        self.handles: list[Any] = [actors.options(**each).remote(rank) for rank, each in enumerate(self._options)]
         self._methods: dict[str, list[Callable[..., Any]]] = {}
         self._relays: list[tuple[Any, Sequence[int]]] = []
 

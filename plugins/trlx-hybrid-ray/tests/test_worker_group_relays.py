@@ -165,6 +165,8 @@ def test_a_future_through_relays_can_be_a_batch(wide):
     future = wide.item_or_fault([0] * 1024)
     assert isinstance(future, Future)
     assert wide.rows(future) == [0] * 1024
+    with pytest.raises(WorkerError, match=r"Worker.item_or_fault failed on rank 300 .*three hundred"):
+        wide.rows(wide.item_or_fault(list(range(1024))))
 
 
 def test_a_dead_worker_ends_a_wide_group(wide):

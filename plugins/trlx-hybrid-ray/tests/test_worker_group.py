@@ -95,6 +95,12 @@ def test_scattered_batches_come_back_whole(echoes, case, tp, name):
     assert alike(both(echoes[tp], called), batch)
 
 
+def test_all_ranks_of_a_replica_get_its_chunk(echoes):
+    for group in echoes[2]:
+        assert group.scatter(list(range(5)), more="x") == list(range(5))
+        assert group.log() == [[([0, 1, 2], "x")]] * 2 + [[([3, 4], "x")]] * 2
+
+
 @property_test
 @given(case=batches(), tp=st.sampled_from([1, 2]), second=st.sampled_from(["scatter", "later"]))
 def test_a_future_can_be_the_batch_of_another_call(echoes, case, tp, second):

@@ -402,13 +402,17 @@ class ActorPool:
                     worker.dead = True
                     raise self._error(WorkerDiedError, worker, f"died while it started: {brief(error)}") from error
                 except Exception as error:
+                    self.kill(worker)
                     raise self._error(WorkerError, worker, f"did not start: {brief(error)}") from error
         except TimeoutError:
-            late = listed([str(worker.number) for worker in pending.values()])
+            late = list(pending.values())
+            for worker in late:
+                self.kill(worker)
+            numbers = listed([str(worker.number) for worker in late])
             raise self._error(
                 DeadlineError,
-                next(iter(pending.values())),
-                f"did not start within {self._seconds:g} s (not ready: workers {late}). Raise start_deadline= if its "
+                late[0],
+                f"did not start within {self._seconds:g} s (not ready: {numbers}). Raise start_deadline= if its "
                 "imports are that slow.",
             ) from None
 

@@ -37,7 +37,7 @@ BREAKPOINT = "PYTHONBREAKPOINT"
 # --- the connection -------------------------------------------------------------------------------------------------
 
 _connecting = threading.Lock()
-_connection = ExitStack()
+_connection = ExitStack()  # ends with the process
 
 
 def ensure_connected() -> None:
@@ -81,13 +81,6 @@ def ensure_connected() -> None:
     print(cluster, file=sys.stderr, flush=True)
     if debugging.legacy():
         print(f"debugger: {debugging.attach_command(cluster.address, cluster.token)}", file=sys.stderr, flush=True)
-
-
-def disconnect() -> None:
-    """Give up the connection that `ensure_connected` made, and with it all actors; else the process's end does it."""
-    with _connecting:
-        atexit.unregister(_connection.close)
-        _connection.close()
 
 
 # --- to an actor and back -------------------------------------------------------------------------------------------

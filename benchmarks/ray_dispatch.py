@@ -183,17 +183,16 @@ def counted() -> Iterator[list[str]]:
 
 def fan_out(workers: int, nodes: int) -> int:
     """Calls and puts of the driver for one call of a group in which each actor answers for a node's worth of ranks."""
-    import ray
     from trlx_hybrid_ray.worker_group.group import GroupMethod
-    from trlx_hybrid_ray.worker_group.ray_group import Actors, actor_class
+    from trlx_hybrid_ray.worker_group.ray_group import Actors
     from trlx_hybrid_ray.worker_group.registration import registered
-    from trlx_hybrid_ray.worker_group.worker import Location, WorkerInfo
+    from trlx_hybrid_ray.worker_group.worker import Location
 
-    classes: Any = ray.remote(actor_class(Target))
-    own = [classes.options(num_cpus=0).remote(0) for _ in range(nodes)]
-    actors = Actors("Target", [own[rank * nodes // workers] for rank in range(workers)])
+    actors = Actors(Target, [{"num_cpus": 0}] * nodes, 1, (), {})
+    actors.start(60.0)
+    actors.world = actors.replicas = workers
+    actors.handles = [actors.handles[rank * nodes // workers] for rank in range(workers)]
     actors.locations = [Location(f"node {rank * nodes // workers}") for rank in range(workers)]
-    ray.get([handle.__trlx_construct__.remote(WorkerInfo(0, workers, 1, ())) for handle in own], timeout=60)
     actors.relay(60.0, pinned=False)
     try:
         same = GroupMethod(registered(Target)["same"], actors, 60.0)

@@ -1,4 +1,4 @@
-"""GRPO by hand with one controller: this process runs the loop, and groups of Ray actors do the work. On a CPU in minutes.
+"""GRPO by hand, with one controller: this process runs the loop, groups of Ray actors do the work. On a CPU in minutes.
 
     python examples/ray_single_controller.py
     python examples/ray_single_controller.py --placement split
@@ -11,12 +11,16 @@ right. Three groups take part, and `train` below is the whole program:
 - references: the policy as it was at the start, for the KL penalty.
 - rewards: reasoning-gym's verification.
 
-Colocated, worker r of all groups shares GPU r, and takes turns; split, each has a GPU of its own.
+Colocated, worker r of all groups shares GPU r, and takes turns; split, each has a GPU of its own. On several nodes,
+keep `--cache_dir` and `--output_dir` on a file system that they share.
 """
 
 import random
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
+import ray
 import torch
 from quickstart import ScriptArguments, demonstrated_policy, quiet
 from torch.distributed.fsdp import fully_shard
@@ -24,6 +28,7 @@ from toy_task import draw_tasks, is_right, prompt
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from trlx_hybrid import HybridEngine
 from trlx_hybrid_ray.cluster import connect
+from trlx_hybrid_ray.placement import Request, reserve
 from trlx_hybrid_ray.worker_group import WorkerGroup, register, this_worker
 
 
@@ -31,7 +36,7 @@ from trlx_hybrid_ray.worker_group import WorkerGroup, register, this_worker
 class Arguments:
     """What this script takes, beside what the demonstrations are made of."""
 
-    placement: str = "colocated"  # or "split"
+    placement: Literal["colocated", "split"] = "colocated"
     workers: int = 2  # of each group
     address: str = "local"  # of a Ray cluster to join; "local" starts one here
     output_dir: str = "runs/ray_single_controller"
@@ -48,11 +53,11 @@ class Arguments:
 
 
 def train(args, tasks, actors, references, rewards):
-    """The loop of the controller: what it holds is small, and what is large goes from worker to worker."""
+    """The controller's loop. Rollouts go from worker to worker; what comes by here is token ids and numbers."""
     rng = random.Random(args.seed)
     for step in range(args.steps):
         batch = [task for task in rng.sample(tasks, args.num_prompts) for _ in range(args.num_generations)]
-        rollout = actors.generate(batch)  # a future: the next two calls are given it, and wait on the workers
+        rollout = actors.generate(batch)  # a future; references and rewards get it from the actors
         reference = references.log_probs(rollout)
         scores = rewards.score(rollout)
 
@@ -186,25 +191,46 @@ def log_probs(model, batch):
     return logits.float().log_softmax(-1).gather(-1, ids[:, -width:, None])[..., 0]
 
 
+SHARES = {"actors": 0.5, "references": 0.5, "rewards": 0.0}
+"""Of a GPU, where groups are colocated; split, who has a share has a whole one."""
+
+
+@contextmanager
+def placed(args):
+    """By group, where its workers go. Reserved all at once, or refused with a table of what is free."""
+    gpu = int(ray.cluster_resources().get("GPU", 0) > 0)
+    with ExitStack() as stack:
+        if args.placement == "colocated":
+            request = Request(name="colocated", replicas=args.workers, cpus=len(SHARES), gpus=gpu)
+            places = stack.enter_context(reserve(request, show=print))
+            ranks = [places.options(rank) for rank in range(len(places))]
+            shares = {name: {"num_cpus": 1, "num_gpus": share * gpu} for name, share in SHARES.items()}
+            yield {name: [options | share for options in ranks] for name, share in shares.items()}
+        else:
+            requests = [Request(name=n, replicas=args.workers, gpus=gpu * (s > 0)) for n, s in SHARES.items()]
+            yield {request.name: stack.enter_context(reserve(request, show=print)) for request in requests}
+
+
 def main():
     """Learn from demonstrations, measure, train with GRPO, measure again."""
     script, args = HfArgumentParser((ScriptArguments, Arguments)).parse_args_into_dataclasses()
     quiet()
     tasks = draw_tasks(script.num_heldout + script.num_tasks, args.seed)
     heldout, training = tasks[: script.num_heldout], tasks[script.num_heldout :]
-    model_dir = str(demonstrated_policy(script, training, args.seed).resolve())
+    given = (str(demonstrated_policy(script, training, args.seed).resolve()), args)
+    local = {"cpus": len(SHARES) * args.workers} if args.address == "local" else {}
     with (
-        connect(args.address, cpus=16),
-        WorkerGroup(Actor, args.workers, (model_dir, args)) as actors,
-        WorkerGroup(Reference, args.workers, (model_dir, args)) as references,
-        WorkerGroup(Reward, args.workers) as rewards,
+        connect(args.address, **local),
+        placed(args) as places,
+        WorkerGroup(Actor, places["actors"], given) as actors,
+        WorkerGroup(Reference, places["references"], given) as references,
+        WorkerGroup(Reward, places["rewards"]) as rewards,
     ):
         before = evaluate(heldout, actors, rewards)
         train(args, training, actors, references, rewards)
-        print(
-            f"{len(heldout)} held-out words: {before:.1%} right before, {evaluate(heldout, actors, rewards):.1%} after"
-        )
+        after = evaluate(heldout, actors, rewards)
         actors.save(args.output_dir)
+    print(f"{len(heldout)} held-out words: {before:.1%} right before GRPO, {after:.1%} after. Model: {args.output_dir}")
 
 
 if __name__ == "__main__":

@@ -58,10 +58,6 @@ class Echo:
     def later(self, batch: Any) -> Any:
         return self._saw(batch, result=batch)
 
-    @register(dispatch="scatter", execute="stream")
-    def streamed(self, batch: Any) -> Any:
-        return self._saw(batch, result=batch)
-
     @register(dispatch="rank_zero")
     def rank_zero(self, value: Any) -> Any:
         return self._saw(value, result=(this_worker().rank, value))
@@ -129,13 +125,6 @@ class Trouble:
     def sleep_later(self, seconds: float) -> int:
         time.sleep(seconds)
         return this_worker().rank
-
-    @register(dispatch="scatter", execute="stream")
-    def in_turn(self, batch: list[int], gate: str) -> list[int]:
-        """Answer when the file of one's rank exists."""
-        while not os.path.exists(f"{gate}{this_worker().rank}"):
-            time.sleep(0.01)
-        return batch
 
     @register(dispatch="one_to_all", execute="future")
     def note(self, path: str) -> None:

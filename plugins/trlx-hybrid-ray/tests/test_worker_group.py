@@ -116,18 +116,6 @@ def test_whole_arguments_reach_everyone_or_rank_zero(echoes, case, tp, name):
     assert alike(result, expected)
 
 
-@property_test
-@given(case=batches(), tp=st.sampled_from([1, 2]))
-def test_a_stream_brings_every_replicas_rows_once(echoes, case, tp):
-    rows, batch = case
-    for group in echoes[tp]:
-        arrivals = sorted(group.streamed({"batch": batch, "index": list(range(rows))}), key=lambda a: a.number)
-        assert [arrival.number for arrival in arrivals] == list(range(RANKS[tp] // tp))
-        assert [list(arrival.rows) for arrival in arrivals] == [arrival.value["index"] for arrival in arrivals]
-        assert sorted(row for arrival in arrivals for row in arrival.rows) == list(range(rows))
-        group.log()
-
-
 def test_workers_know_their_place_and_got_the_constructors_arguments(echoes, nodes):
     for tp, groups in echoes.items():
         for group in groups:
@@ -226,16 +214,6 @@ def test_a_future_can_be_asked_again_after_a_deadline(trouble):
     assert not future.done()
     assert future.result(timeout=30) == [0, 1, 2]
     assert future.done()
-
-
-def test_a_stream_brings_answers_in_the_order_in_which_they_come(trouble, tmp_path):
-    arriving, order = trouble.in_turn([0, 1, 2], str(tmp_path / "gate")), []
-    for rank in (2, 0, 1):
-        (tmp_path / f"gate{rank}").touch()
-        arrival = next(arriving)
-        order.append((arrival.number, arrival.value))
-    assert order == [(2, [2]), (0, [0]), (1, [1])]
-    assert list(arriving) == []
 
 
 def test_results_that_do_not_fit_together_are_refused(trouble):
@@ -417,6 +395,11 @@ def test_workers_on_two_nodes_form_a_process_group(nodes):
             ["2", "3", "1", "2", f"{gpus[0]},{gpus[2]}"],
         ]
         assert group.accelerate() == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_a_worker_of_a_process_group_has_one_gpu(nodes):
+    with pytest.raises(WorkerError, match=r"1 workers of one node have GPUs .*, .*: give each exactly one"):
+        WorkerGroup(Summing, [{"num_gpus": 2}])
 
 
 def test_a_local_worker_forms_a_group_of_one_and_several_do_not():

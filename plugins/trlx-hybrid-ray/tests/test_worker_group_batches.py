@@ -108,7 +108,6 @@ def test_equal_values_without_rows_are_joined_to_one():
         pytest.param(
             {"dispatch": "scatter", "execute": "async"}, "execute='async' is not one of", id="unknown execution"
         ),
-        pytest.param({"dispatch": "broadcast", "execute": "stream"}, "is for dispatch='scatter'", id="stream"),
         pytest.param({"dispatch": "scatter", "deadline": 0}, "seconds above 0", id="deadline"),
     ],
 )

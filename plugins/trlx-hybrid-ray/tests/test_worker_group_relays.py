@@ -10,9 +10,8 @@ import pytest
 import ray
 from trlx_hybrid_ray.worker_group import DeadlineError, Future, WorkerDiedError, WorkerError
 from trlx_hybrid_ray.worker_group.group import GroupMethod
-from trlx_hybrid_ray.worker_group.ray_group import Actors, actor_class
+from trlx_hybrid_ray.worker_group.ray_group import Actors
 from trlx_hybrid_ray.worker_group.registration import register, registered
-from trlx_hybrid_ray.worker_group.worker import WorkerInfo
 
 NODES, PER_NODE = 4, 256
 
@@ -35,10 +34,6 @@ class Worker:
     @register("rank_zero")
     def numbers(self):
         return self.order
-
-    @register("scatter", execute="stream")
-    def items(self, batch):
-        return batch
 
     @register("scatter", execute="future")
     def item_or_fault(self, batch):
@@ -65,14 +60,15 @@ class Wide:
     """1,024 ranks on 4 nodes, as far as the driver can tell: relays and workers are real, 256 ranks share an actor."""
 
     def __init__(self):
-        actors = ray.remote(actor_class(Worker))
-        own = [actors.options(num_cpus=0).remote(0) for _ in range(NODES)]
-        self.actors = Actors("Worker", [handle for handle in own for _ in range(PER_NODE)])
-        located = ray.get([handle.__trlx_locate__.remote() for handle in own])
-        self.actors.locations = [
-            dataclasses.replace(at, node=f"node {number}") for number, at in enumerate(located) for _ in range(PER_NODE)
+        self.actors = actors = Actors(Worker, [{"num_cpus": 0}] * NODES, 1, (), {})
+        actors.start(60.0)
+        actors.world = actors.replicas = NODES * PER_NODE
+        actors.handles = [handle for handle in actors.handles for _ in range(PER_NODE)]
+        actors.locations = [
+            dataclasses.replace(at, node=f"node {node}")
+            for node, at in enumerate(actors.locations)
+            for _ in range(PER_NODE)
         ]
-        ray.get([handle.__trlx_construct__.remote(WorkerInfo(0, 1, 1, ())) for handle in own])
         self.actors.relay(60.0, pinned=False)
         for name, method in registered(Worker).items():
             setattr(self, name, GroupMethod(method, self.actors, 60.0))
@@ -139,11 +135,6 @@ def test_calls_reach_workers_in_the_order_in_which_they_were_made(wide):
     order = order[len(order) - order[::-1].index("start") :]
     assert order == [number for number in range(3) for _ in range(PER_NODE)]
     assert [len(future.result()) for future in futures] == [1024] * 3
-
-
-def test_answers_stream_by_node(wide):
-    arrivals = list(wide.items(list(range(1024))))
-    assert sorted((arrival.number, arrival.value) for arrival in arrivals) == [(n, [n]) for n in range(1024)]
 
 
 def test_errors_name_the_rank(wide):

@@ -21,7 +21,6 @@ REVEALED = {
     'group.score(["a"], temperature=0.5)': "list[float]",
     'group.score_later(["a"]))': "trlx_hybrid_ray.worker_group.group.Future[list[float]]",
     'group.score_later(["a"]).result()': "list[float]",
-    "group.score_as_done": "list[list[float]]",
     'group.load("here")': "int",
     "group.memory()": "list[int]",
     "group.memory_later()": "list[int]",

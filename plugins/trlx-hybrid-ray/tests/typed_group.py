@@ -20,10 +20,6 @@ class Scorer:
     def score_later(self, prompts: list[str]) -> list[float]:
         return self.score(prompts)
 
-    @register(dispatch="scatter", execute="stream")
-    def score_as_done(self, prompts: list[str]) -> list[float]:
-        return self.score(prompts)
-
     @register("scatter", "future")
     def shorten(self, prompts: list[str]) -> list[str]:
         return [prompt[:10] for prompt in prompts]
@@ -50,7 +46,6 @@ with WorkerGroup(Scorer, 4, ("m",)) as group:
     reveal_type(group.score(["a"], temperature=0.5))
     reveal_type(group.score_later(["a"]))
     reveal_type(group.score_later(["a"]).result())
-    reveal_type([arrival.value for arrival in group.score_as_done(["a"])])
     reveal_type(group.load("here"))
     reveal_type(group.memory())
     reveal_type(group.memory_later().result(timeout=3))

@@ -1,14 +1,13 @@
 """Worker groups: many workers called as one object, in Ray actors or in this process."""
 
 from .errors import DeadlineError, DispatchError, WorkerDiedError, WorkerError
-from .group import Arrival, Future
+from .group import Future
 from .local_group import LocalWorkerGroup
 from .ray_group import WorkerGroup
 from .registration import register
 from .worker import WorkerInfo, this_worker
 
 __all__ = [
-    "Arrival",
     "DeadlineError",
     "DispatchError",
     "Future",

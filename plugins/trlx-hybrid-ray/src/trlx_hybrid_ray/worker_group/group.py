@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from weakref import WeakSet
 
 from trlx_hybrid.errors import ConfigError
@@ -16,7 +16,10 @@ from trlx_hybrid.errors import ConfigError
 from .batch import join, row_ranges, rows_of, split
 from .errors import Call, Failure, WorkerDiedError, WorkerError
 from .registration import Registered, registered
-from .worker import Location
+from .worker import Location, this_worker
+
+if TYPE_CHECKING:
+    from ..placement import Placement
 
 R_co = TypeVar("R_co", covariant=True)
 W = TypeVar("W")
@@ -25,24 +28,11 @@ DEADLINE = 600.0
 """Seconds that a call may take unless its method or its group says otherwise."""
 START_SECONDS = 120.0
 """Seconds that all workers' constructors may take unless the group says otherwise."""
+CLOSE_SECONDS = 5.0
+"""Seconds that workers are given at the group's end for what they are at."""
 GRACE = 2.0
 """Seconds that the others are given once one has failed: a worker's death is often noticed after the errors it causes
 in those that talked to it, and it is the death that has to be named."""
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival(Generic[R_co]):
-    """What one replica returned of a scattered batch.
-
-    Attributes:
-        number: of the replica.
-        rows: the rows of the batch that it is of; None where the batch was another group's future.
-        value: what it returned.
-    """
-
-    number: int
-    rows: range | None
-    value: R_co
 
 
 class Future(Generic[R_co]):
@@ -59,12 +49,11 @@ class Future(Generic[R_co]):
         answers: list[Any],
         *,
         seconds: float,
-        ranges: Sequence[range] | None,
         upstream: Future[Any] | None,
     ) -> None:
         self.answers = answers  # one per called worker, as `Workers.get` takes them
-        self._workers, self._method, self._call, self._seconds = workers, method, call, seconds
-        self._ranges, self._upstream = ranges, upstream
+        self._workers, self._method, self._call = workers, method, call
+        self._seconds, self._upstream = seconds, upstream
         self._value: list[R_co] = []
 
     def result(self, timeout: float | None = None) -> R_co:
@@ -88,24 +77,7 @@ class Future(Generic[R_co]):
 
     def done(self) -> bool:
         """Whether `result` would not wait."""
-        return bool(self._value) or len(self._workers.wait(self.answers, len(self.answers), 0.0)) == len(self.answers)
-
-    def arrivals(self) -> Iterator[Arrival[Any]]:
-        """The answers of replicas, as they come."""
-        until = time.monotonic() + self._seconds
-        pending = {answer: position for position, answer in enumerate(self.answers)}
-        while pending:
-            ready = self._workers.wait(list(pending), 1, left(until))
-            if not ready:
-                raise self._call.overdue(sorted(pending.values()), self._seconds)
-            replica, tensor_rank = divmod(pending.pop(ready[0]), self._workers.tensor_parallel)
-            try:
-                (value,) = self._workers.get(ready[:1], left(until))
-            except self._workers.errors as error:
-                reason = self._workers.explained(self._call, self.answers, error, self._seconds, self._upstream)
-                raise reason from reason.__cause__
-            if tensor_rank == 0:
-                yield Arrival(replica, None if self._ranges is None else self._ranges[replica], value)
+        return bool(self._value) or len(self._workers.wait(self.answers, 0.0)) == len(self.answers)
 
     def chunks_for(self, workers: Workers) -> list[Any] | None:
         """One answer per replica, where it is a scattered batch that those workers split alike, so that they can be
@@ -135,10 +107,14 @@ class Workers(ABC):
     """The workers of one group. Each carries out one call at a time, in the order in which they came.
 
     Args:
-        name: of their class.
-        world, tensor_parallel: how many there are, and how many of them are a replica.
+        worker: their class.
+        options: for each, what Ray's `.options()` takes.
+        tensor_parallel: how many are a replica.
+        args, kwargs: of their constructors.
 
     Attributes:
+        name: of their class.
+        world, replicas: how many there are.
         locations: where each rank runs; empty before it is known.
         lost: the error of the first worker that died.
         closed: whether the group was.
@@ -147,14 +123,23 @@ class Workers(ABC):
 
     errors: tuple[type[BaseException], ...] = (Exception,)
 
-    def __init__(self, name: str, world: int, tensor_parallel: int) -> None:
+    def __init__(
+        self,
+        worker: type,
+        options: Sequence[Mapping[str, Any]],
+        tensor_parallel: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> None:
+        world = len(options)
         if world < 1 or tensor_parallel < 1 or world % tensor_parallel:
             raise ConfigError(
                 f"{world} workers cannot be replicas of tensor_parallel={tensor_parallel}: it must divide their "
                 "number, and both must be 1 or more."
             )
-        self.name, self.world, self.tensor_parallel = name, world, tensor_parallel
+        self.name, self.world, self.tensor_parallel = worker.__name__, world, tensor_parallel
         self.replicas = world // tensor_parallel
+        self._worker, self._options, self._args, self._kwargs = worker, options, args, kwargs
         self.locations: Sequence[Location] = ()
         self.lost: WorkerDiedError | None = None
         self.closed = False
@@ -182,8 +167,8 @@ class Workers(ABC):
         """
 
     @abstractmethod
-    def wait(self, answers: Sequence[Any], count: int, seconds: float) -> list[Any]:
-        """Those that are there, as soon as so many are, or after so many seconds."""
+    def wait(self, answers: Sequence[Any], seconds: float) -> set[Any]:
+        """Those that are there, as soon as all are, or after so many seconds."""
 
     @abstractmethod
     def get(self, answers: Sequence[Any], seconds: float) -> list[Any]:
@@ -239,7 +224,7 @@ class Workers(ABC):
             return earlier
         failures = self._failures(answers, 0.0)
         if not failures and isinstance(error, TimeoutError):
-            there = set(self.wait(answers, len(answers), 0.0))
+            there = self.wait(answers, 0.0)
             missing = [position for position, answer in enumerate(answers) if answer not in there]
             return call.overdue(missing or [len(answers) - 1], seconds)
         if self.lost is None:
@@ -257,7 +242,7 @@ class Workers(ABC):
         return reason
 
     def _failures(self, answers: Sequence[Any], seconds: float) -> list[Failure]:
-        there = set(self.wait(answers, len(answers), seconds))
+        there = self.wait(answers, seconds)
         found = [self.failure(position, answer) for position, answer in enumerate(answers) if answer in there]
         return [failure for failure in found if failure is not None]
 
@@ -282,7 +267,7 @@ class GroupMethod:
         method, workers = self._method, self._workers
         method.signature.bind(*args, **kwargs)  # here rather than on every worker
         workers.check()
-        chunks = ranges = upstream = None
+        chunks = upstream = None
         if method.splits:
             if not args:
                 raise TypeError(f"{self._call}() takes its first argument by position: it is split.")
@@ -291,31 +276,16 @@ class GroupMethod:
                 chunks, upstream = batch.chunks_for(workers), batch
                 batch = batch.result(self._seconds) if chunks is None else None
             if chunks is None:
-                ranges, upstream = row_ranges(rows_of(batch), workers.replicas), None
-                chunks = split(batch, ranges)
+                chunks, upstream = split(batch, row_ranges(rows_of(batch), workers.replicas)), None
         if any(isinstance(value, Future) for value in (*args, *kwargs.values())):
             raise TypeError(f"{self._call}() takes a future as the argument that is split only. Pass its result().")
         answers = workers.submit(method, chunks, args, kwargs)
-        future: Future[Any] = Future(
-            workers, method, self._call, answers, seconds=self._seconds, ranges=ranges, upstream=upstream
-        )
+        future: Future[Any] = Future(workers, method, self._call, answers, seconds=self._seconds, upstream=upstream)
         workers.futures.add(future)
-        if method.execute == "blocking":
-            return future.result()
-        return future.arrivals() if method.execute == "stream" else future
+        return future if method.execute == "future" else future.result()
 
     def __repr__(self) -> str:
         return f"<{self._call} of {self._workers.world} workers, {self._method.dispatch}, {self._method.execute}>"
-
-
-class Places(Protocol):
-    """Reserved places for workers: a `Placement`."""
-
-    def __len__(self) -> int:
-        """How many."""
-
-    def options(self, rank: int) -> Mapping[str, Any]:
-        """What Ray's `.options()` takes for the actor of a rank."""
 
 
 class Group(ABC, Generic[W]):
@@ -327,7 +297,7 @@ class Group(ABC, Generic[W]):
     def __init__(
         self,
         worker: type[W],
-        workers: int | Places | Sequence[Mapping[str, Any]],
+        workers: int | Placement | Sequence[Mapping[str, Any]],
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
@@ -348,7 +318,7 @@ class Group(ABC, Generic[W]):
         else:
             options = [workers.options(rank) for rank in range(len(workers))]
         self._worker = worker
-        self._workers = self._made(worker, options, args, kwargs or {}, tensor_parallel)
+        self._workers = self._made(worker, options, tensor_parallel, args, kwargs or {})
         try:
             self._workers.start(start_deadline)
         except BaseException:
@@ -358,15 +328,8 @@ class Group(ABC, Generic[W]):
         vars(self).update(self._methods)
 
     @abstractmethod
-    def _made(
-        self,
-        worker: type[W],
-        options: Sequence[Mapping[str, Any]],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tensor_parallel: int,
-    ) -> Workers:
-        """The workers; `Workers.start` waits for them."""
+    def _made(self, *arguments: Any) -> Workers:
+        """The workers, of these arguments of `Workers`."""
 
     @property
     def workers(self) -> type[W]:
@@ -401,6 +364,20 @@ class Group(ABC, Generic[W]):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {len(self)} × {self._worker.__name__}>"
+
+
+def answering(method: Registered, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, returning None on workers whose result nobody collects: it would travel for nothing."""
+    if method.entry == method.name:
+        return function
+
+    @functools.wraps(function)
+    def answer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(self, *args, **kwargs)
+        worker = this_worker()
+        return result if method.keeps(worker.rank, worker.tensor_rank) else None
+
+    return answer
 
 
 def left(until: float) -> float:

@@ -15,14 +15,12 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .errors import Call, Failure
-from .group import Group, Workers, left, timeout
-from .ray_group import CLOSE_SECONDS, answering
+from .group import CLOSE_SECONDS, Group, Workers, answering, left, timeout
 from .registration import Registered, registered
 from .worker import Location, WorkerInfo, become
 
 W = TypeVar("W")
 Answer = concurrent.futures.Future
-HERE = Location("this process")
 
 
 class LocalWorkerGroup(Group[W]):
@@ -38,51 +36,24 @@ class LocalWorkerGroup(Group[W]):
         DeadlineError: a constructor did not return in time.
     """
 
-    def _made(
-        self,
-        worker: type[W],
-        options: Sequence[Mapping[str, Any]],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tensor_parallel: int,
-    ) -> Threads:
-        world, packed = len(options), Pickled.of((list(args), dict(kwargs)))
-        locations = (HERE,) * world
-
-        def constructor(rank: int) -> Callable[[], Any]:
-            def construct() -> Any:
-                become(WorkerInfo(rank, world, tensor_parallel, locations), whole_process=False)
-                own_args, own_kwargs = packed.copy()
-                return worker(*own_args, **own_kwargs)
-
-            return construct
-
-        methods = {name: answering(method, getattr(worker, name)) for name, method in registered(worker).items()}
-        return Threads(worker.__name__, methods, [constructor(rank) for rank in range(world)], tensor_parallel)
+    def _made(self, *arguments: Any) -> Threads:
+        return Threads(*arguments)
 
 
 class Threads(Workers):
-    """Threads, each with a queue of what its worker has to do. A worker that exits has died.
-
-    Args:
-        methods: by name, taking the worker first.
-        constructors: of the workers, by rank; each is called in its worker's thread.
-    """
+    """Threads, each with a queue of what its worker has to do. A worker that exits has died."""
 
     errors = (Exception, SystemExit)
 
-    def __init__(
-        self,
-        name: str,
-        methods: Mapping[str, Callable[..., Any]],
-        constructors: Sequence[Callable[[], Any]],
-        tensor_parallel: int,
-    ) -> None:
-        super().__init__(name, len(constructors), tensor_parallel)
-        self.locations = [HERE] * self.world
-        self._methods, self._constructors = methods, constructors
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.locations = [Location("this process")] * self.world
+        self._given = Pickled.of((list(self._args), dict(self._kwargs)))
+        self._methods = {
+            name: answering(method, getattr(self._worker, name)) for name, method in registered(self._worker).items()
+        }
         self._objects: Sequence[Any] = ()
-        self._queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in constructors]
+        self._queues: list[queue.SimpleQueue[Any]] = [queue.SimpleQueue() for _ in range(self.world)]
         self._threads = [
             threading.Thread(target=_serve, args=(todo,), name=f"worker-{rank}", daemon=True)
             for rank, todo in enumerate(self._queues)
@@ -92,8 +63,13 @@ class Threads(Workers):
 
     def start(self, seconds: float) -> None:
         """See `Workers`."""
-        made = [self._enqueued(rank, construct) for rank, construct in enumerate(self._constructors)]
-        self._objects = self.results(Call(self.name, "__init__", range(len(made)), self.locations), made, seconds)
+        made = [self._enqueued(rank, functools.partial(self._constructed, rank)) for rank in range(self.world)]
+        self._objects = self.results(Call(self.name, "__init__", range(self.world), self.locations), made, seconds)
+
+    def _constructed(self, rank: int) -> Any:
+        become(WorkerInfo(rank, self.tensor_parallel, tuple(self.locations)), whole_process=False)
+        args, kwargs = self._given.copy()
+        return self._worker(*args, **kwargs)
 
     def submit(
         self, method: Registered, chunks: Sequence[Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -118,11 +94,9 @@ class Threads(Workers):
         self._queues[rank].put((answer, work))
         return answer
 
-    def wait(self, answers: Sequence[Answer[Any]], count: int, seconds: float) -> list[Answer[Any]]:
+    def wait(self, answers: Sequence[Answer[Any]], seconds: float) -> set[Answer[Any]]:
         """See `Workers`."""
-        until = concurrent.futures.FIRST_COMPLETED if count == 1 else concurrent.futures.ALL_COMPLETED
-        there = concurrent.futures.wait(answers, timeout(seconds), until).done
-        return [answer for answer in answers if answer in there]
+        return concurrent.futures.wait(answers, timeout(seconds)).done
 
     def get(self, answers: Sequence[Answer[Any]], seconds: float) -> list[Any]:
         """See `Workers`."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .batch import fields_of
 from .errors import Call, DeadlineError, Failure
-from .group import GRACE, Group, Workers, left, timeout
+from .group import CLOSE_SECONDS, GRACE, Group, Workers, answering, left, timeout
 from .registration import Registered, registered
-from .worker import Location, WorkerInfo, become, listen, this_worker
+from .worker import Location, WorkerInfo, become, listen
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 W = TypeVar("W")
 
-CLOSE_SECONDS = 5.0
 DIRECT = 32
 """Workers that the driver calls itself; a call costs it about 0.1 ms for each. More are called through a relay on each
 node."""
@@ -64,19 +63,8 @@ class WorkerGroup(Group[W]):
 
     _workers: Actors
 
-    def _made(
-        self,
-        worker: type[W],
-        options: Sequence[Mapping[str, Any]],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        tensor_parallel: int,
-    ) -> Actors:
-        import ray  # only here: worker classes are imported where no Ray is wanted
-
-        actors: Any = ray.remote(actor_class(worker))
-        handles = [actors.options(**each).remote(rank) for rank, each in enumerate(options)]
-        return Actors(worker.__name__, handles, tensor_parallel, args, kwargs)
+    def _made(self, *arguments: Any) -> Actors:
+        return Actors(*arguments)
 
     @property
     def handles(self) -> Sequence[ActorHandle[Any]]:
@@ -85,28 +73,20 @@ class WorkerGroup(Group[W]):
 
 
 class Actors(Workers):
-    """The actors of a group, called directly, or through a relay on each node where they are many.
+    """Actors, called directly, or through a relay on each node where they are many.
 
-    Args:
+    Attributes:
         handles: by rank; they are kept, and with them the actors.
-        tensor_parallel: ranks of a replica.
-        args, kwargs: of the constructor.
     """
 
-    def __init__(
-        self,
-        name: str,
-        handles: Sequence[ActorHandle[Any]],
-        tensor_parallel: int = 1,
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, *arguments: Any) -> None:
+        import ray  # only here: worker classes are imported where no Ray is wanted
         from ray.exceptions import RayError
 
-        super().__init__(name, len(handles), tensor_parallel)
+        super().__init__(*arguments)
         self.errors = (RayError,)
-        self.handles: list[Any] = list(handles)
-        self._args, self._kwargs = args, kwargs or {}
+        actors: Any = ray.remote(actor_class(self._worker))
+        self.handles: list[Any] = [actors.options(**each).remote(rank) for rank, each in enumerate(self._options)]
         self._methods: dict[str, list[Callable[..., Any]]] = {}
         self._relays: list[tuple[Any, Sequence[int]]] = []
 
@@ -121,8 +101,8 @@ class Actors(Workers):
             raise
         args = [_once(value, self.world) for value in self._args]
         kwargs = {name: _once(value, self.world) for name, value in self._kwargs.items()}
-        infos = [WorkerInfo(rank, self.world, self.tensor_parallel, tuple(self.locations)) for rank in ranks]
-        made = [h.__trlx_construct__.remote(info, *args, **kwargs) for h, info in zip(self.handles, infos, strict=True)]
+        about = (_once(tuple(self.locations), self.world), self.tensor_parallel)
+        made = [handle.__trlx_construct__.remote(*about, *args, **kwargs) for handle in self.handles]
         self.results(Call(self.name, "__init__", ranks, self.locations), made, left(until))
         self._args, self._kwargs = (), {}  # may be large, and are not needed again
         if self.world > DIRECT:
@@ -184,11 +164,11 @@ class Actors(Workers):
                 answers[rank] = answer
         return answers
 
-    def wait(self, answers: Sequence[Any], count: int, seconds: float) -> list[Any]:
+    def wait(self, answers: Sequence[Any], seconds: float) -> set[Any]:
         """See `Workers`."""
         import ray
 
-        return ray.wait(list(answers), num_returns=count, timeout=timeout(seconds), fetch_local=False)[0]
+        return set(ray.wait(list(answers), num_returns=len(answers), timeout=timeout(seconds), fetch_local=False)[0])
 
     def get(self, answers: Sequence[Any], seconds: float) -> list[Any]:
         """See `Workers`."""
@@ -298,23 +278,11 @@ def _locate(self: Any) -> Location:
     return Location(context.get_node_id(), address, os.getpid(), gpus, 0 if self.__trlx_rank__ else listen(address))
 
 
-def _construct(self: Any, worker: Any, info: WorkerInfo, *args: Any, **kwargs: Any) -> None:
-    become(info, whole_process=True)
+def _construct(
+    self: Any, worker: Any, locations: tuple[Location, ...], tensor_parallel: int, /, *args: Any, **kwargs: Any
+) -> None:
+    become(WorkerInfo(self.__trlx_rank__, tensor_parallel, locations), whole_process=True)
     worker.__init__(self, *args, **kwargs)
-
-
-def answering(method: Registered, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, returning None on workers whose result nobody collects: it would travel for nothing."""
-    if method.entry == method.name:
-        return function
-
-    @functools.wraps(function)
-    def answer(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = function(self, *args, **kwargs)
-        worker = this_worker()
-        return result if method.keeps(worker.rank, worker.tensor_rank) else None
-
-    return answer
 
 
 # --- what travels ---------------------------------------------------------------------------------------------------

@@ -9,17 +9,17 @@ the second type, without a plugin for the type checker.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, get_args, overload
 
 from trlx_hybrid.errors import ConfigError, did_you_mean
 
 if TYPE_CHECKING:
-    from .group import Arrival, Future
+    from .group import Future
 
 Dispatch = Literal["broadcast", "one_to_all", "scatter", "rank_zero"]
-Execute = Literal["blocking", "future", "stream"]
+Execute = Literal["blocking", "future"]
 
 MARK = "__trlx_registered__"
 
@@ -110,7 +110,6 @@ _All = Literal["one_to_all"]
 _Scatter = Literal["scatter"]
 _Now = Literal["blocking"]
 _Later = Literal["future"]
-_Stream = Literal["stream"]
 _Plain = Callable[Concatenate[Any, P], R]
 _Batched = Callable[Concatenate[Any, B, P], R]
 _Seconds = float | None
@@ -140,10 +139,6 @@ def register(
 def register(
     dispatch: _Scatter, execute: _Later, *, deadline: _Seconds = ...
 ) -> Callable[[_Batched[B, P, R]], Split[B, P, R, Future[R]]]: ...
-@overload
-def register(
-    dispatch: _Scatter, execute: _Stream, *, deadline: _Seconds = ...
-) -> Callable[[_Batched[B, P, R]], Split[B, P, R, Iterator[Arrival[R]]]]: ...
 def register(dispatch: Dispatch, execute: Execute = "blocking", *, deadline: float | None = None) -> Any:
     """Say how a method is called when a whole group is.
 
@@ -156,8 +151,7 @@ def register(dispatch: Dispatch, execute: Execute = "blocking", *, deadline: flo
               its chunk, and the replicas' results are joined again.
             - "rank_zero": rank 0 only; its result.
 
-        execute: "blocking" waits; "future" returns a `Future` at once; "stream", of a scattered batch, returns an
-            iterator of `Arrival`, as replicas finish.
+        execute: "blocking" waits; "future" returns a `Future` at once.
         deadline: seconds that a call may take; by default the group's. `math.inf` waits for ever.
 
     Raises:
@@ -165,10 +159,6 @@ def register(dispatch: Dispatch, execute: Execute = "blocking", *, deadline: flo
     """
     _one_of("dispatch", dispatch, get_args(Dispatch))
     _one_of("execute", execute, get_args(Execute))
-    if execute == "stream" and dispatch != "scatter":
-        raise ConfigError(
-            f"execute='stream' is for dispatch='scatter', and this is {dispatch!r}. Use execute='future'."
-        )
     if deadline is not None and not deadline > 0:
         raise ConfigError(f"deadline={deadline}: seconds above 0, or math.inf to wait for ever.")
 

@@ -37,15 +37,19 @@ class WorkerInfo:
     """A worker, as it sees itself in its group.
 
     Attributes:
-        rank, world: its number from 0, and how many there are.
+        rank: its number, from 0.
         tensor_parallel: ranks per replica, which are given the same data; numbers run fastest within a replica.
         locations: where each rank of the group runs.
     """
 
     rank: int
-    world: int
     tensor_parallel: int
     locations: tuple[Location, ...]
+
+    @property
+    def world(self) -> int:
+        """How many workers the group has."""
+        return len(self.locations)
 
     @property
     def replica(self) -> int:
@@ -66,8 +70,8 @@ class WorkerInfo:
         """Form torch's default process group of all workers of this group; collective. Call it before CUDA starts.
 
         The environment becomes what `torchrun` would have made it: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`,
-        `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, so that accelerate and vLLM find their way. Each worker sees
-        the GPUs of all workers on its node; its own is number `LOCAL_RANK`, and torch's current device.
+        `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, so that accelerate and vLLM find their way. A worker with a
+        GPU sees those of all workers on its node; its own is number `LOCAL_RANK`, and torch's current device.
 
         The store of the rendezvous is torch's `TCPStore`, on rank 0's node: it authenticates nobody.
 
@@ -75,7 +79,7 @@ class WorkerInfo:
             backend: as `torch.distributed.init_process_group` takes it; by default torch's choice for each device.
 
         Raises:
-            ConfigError: this is one of several workers in one process, or CUDA has started.
+            ConfigError: this is one of several workers in one process, CUDA has started, or a worker has two GPUs.
         """
         first, here = self.locations[0], self.locations[self.rank]
         node = [rank for rank, location in enumerate(self.locations) if location.node == here.node]
@@ -90,11 +94,13 @@ class WorkerInfo:
         if not here.address:
             init_process_group(backend, store=HashStore(), rank=0, world_size=1)
             return
-        shared = all(len(self.locations[rank].gpus) == 1 for rank in node)
-        if shared:
+        gpus = [gpu for rank in node for gpu in self.locations[rank].gpus]
+        if gpus and any(len(self.locations[rank].gpus) != 1 for rank in node):
+            raise ConfigError(f"{len(node)} workers of one node have GPUs {', '.join(gpus)}: give each exactly one.")
+        if gpus:
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 raise ConfigError("CUDA has started in this worker: call init_process_group() first.")
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(self.locations[rank].gpus[0] for rank in node)
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         store = TCPStore(
             first.address,
             first.port,
@@ -112,7 +118,7 @@ class WorkerInfo:
             "MASTER_PORT": str(first.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # whoever meets at this address finds the store there already
         }
-        if shared and torch.cuda.is_available():
+        if gpus and torch.cuda.is_available():
             torch.cuda.set_device(node.index(self.rank))
         init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
 
@@ -126,7 +132,8 @@ is somebody else's sooner or later."""
 
 def listen(address: str) -> int:
     """Hold a port on this address and no other, and return its number."""
-    _listener[:] = [socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET)]
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    _listener[:] = [socket.create_server((address, 0), family=family, backlog=1024)]
     return int(_listener[0].getsockname()[1])
 
 

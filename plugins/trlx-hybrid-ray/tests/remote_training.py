@@ -80,7 +80,7 @@ def gone(groups, seconds=15):
 
 
 def no_segments(before, seconds=5):
-    """Wait until there are no segments but those of `before`: the reaper removes them when nobody maps them any more."""
+    """Wait until no segments are left but those of `before`. The reaper removes them when nobody maps them any more."""
     deadline = time.monotonic() + seconds
     while left := segments() - before:
         assert time.monotonic() < deadline, left

@@ -36,7 +36,8 @@ def describe(error: BaseException, *, skip: int = 1) -> dict[str, Any]:
     trace = "".join(traceback.format_tb(error.__traceback__)[skip:])
     found: dict[str, Any] = {"kind": type(error).__name__, "text": text, "trace": trace}
     with contextlib.suppress(Exception):  # it holds what is no plain data: then it is told by name and text
-        maker, arguments, *state = error.__reduce__()
+        reduced: Any = error.__reduce__()
+        maker, arguments, *state = reduced
         content = {"arguments": list(arguments), "state": dict(state[0]) if state and state[0] else {}}
         if maker is type(error):
             plain_data.dumps(content)

@@ -1,6 +1,8 @@
 """A small GRPO run with engines in actors, and what to look at in them."""
 
+import sys
 import time
+from pathlib import Path
 
 import psutil
 from trl import GRPOConfig
@@ -8,6 +10,9 @@ from trlx_hybrid import GRPOTrainer
 from trlx_hybrid.testing.launched import sorting_prompts
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.types import Request
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launching import segments
 
 STEPS = 2
 
@@ -70,6 +75,14 @@ def gone(groups, seconds=15):
     """Wait until none of these processes runs."""
     deadline = time.monotonic() + seconds
     while left := [pid for group in groups for pid in group if running(pid)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+
+
+def no_segments(before, seconds=5):
+    """Wait until no segments are left but those of `before`. The reaper removes them when nobody maps them any more."""
+    deadline = time.monotonic() + seconds
+    while left := segments() - before:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
 

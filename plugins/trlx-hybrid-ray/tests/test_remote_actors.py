@@ -22,11 +22,11 @@ def stopped(process, seconds):
 def test_time_in_which_a_process_was_stopped_does_not_count():
     work = "print('begun', flush=True); [(time.sleep(0.1), clock.now()) for _ in range(10)]"
     command = [sys.executable, "-c", "import time; " + CLOCK.format(work)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "begun\n"
-    began = time.monotonic()
-    stopped(process, 5)
-    counted = float(process.communicate()[0])
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "begun\n"
+        began = time.monotonic()
+        stopped(process, 5)
+        counted = float(process.communicate()[0])
     assert time.monotonic() - began > 5
     assert 1 <= counted < 4
 
@@ -34,7 +34,7 @@ def test_time_in_which_a_process_was_stopped_does_not_count():
 def test_waits_end_and_say_who_is_late(session_cluster):
     import ray
 
-    nap = ray.remote(num_cpus=0.1)(time.sleep)
+    nap = ray.remote(num_cpus=0.1)(lambda seconds: time.sleep(seconds))
     soon, late = nap.remote(0), nap.remote(60)
     began = time.monotonic()
     assert wait([soon, late], 3) == ([soon], [late])
@@ -51,13 +51,14 @@ def test_waits_end_and_say_who_is_late(session_cluster):
 @pytest.mark.slow
 def test_a_trainer_that_was_stopped_for_longer_than_a_deadline_goes_on(session_cluster):
     script = Path(__file__).parent / "scripts" / "waiting.py"
-    process = subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True, env=os.environ)
-    for result in ("awake", "up", "[1.0]"):
-        assert process.stdout.readline() == "calling\n"
-        time.sleep(0.5)
-        stopped(process, 6)
-        assert process.stdout.readline() == f"returned {result}\n"
-    assert process.wait(30) == 0
+    command = [sys.executable, str(script)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+        for result in ("awake", "up", "[1.0]"):
+            assert process.stdout.readline() == "calling\n"
+            time.sleep(0.5)
+            stopped(process, 6)
+            assert process.stdout.readline() == f"returned {result}\n"
+        assert process.wait(30) == 0
 
 
 def test_actors_see_their_own_gpu_below_a_process_that_sees_all(two_nodes):

@@ -22,7 +22,7 @@ from trlx_hybrid_ray.reaper import OWNER_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import SCRIPTS, launch, nothing_left, segments
-from remote_training import Trained, core_of, gone, pids, requests_of, tokens
+from remote_training import Trained, core_of, gone, no_segments, pids, requests_of, tokens
 
 pytestmark = pytest.mark.slow
 SAMPLING = Sampling(max_tokens=40, logprobs=0, extra={"ignore_eos": True})
@@ -79,7 +79,7 @@ def test_a_dead_engine_is_replaced_and_gets_the_weights_of_the_next_sync(trained
     left = pids(engine)
     session.close()
     gone(left)
-    assert segments() - before == set()
+    no_segments(before)
 
 
 @pytest.mark.parametrize("victim", ["actor", "engine core"])
@@ -96,7 +96,7 @@ def test_the_only_engine_dies_and_its_successor_gets_the_weights_at_once(trained
     left = pids(engine)
     one.session.close()
     gone(left)
-    assert segments() - before == set()
+    no_segments(before)
 
 
 def test_a_trainer_that_was_stopped_ends_no_engine_that_lives(trained, capfd):
@@ -174,7 +174,7 @@ def test_tensor_parallel_engines_sample_what_others_do(trained):
     left = pids(engine)
     one.session.close()
     gone(left)
-    assert segments() - before == set()
+    no_segments(before)
 
 
 def engine_processes():
@@ -205,7 +205,7 @@ def test_engines_end_with_a_trainer_that_is_killed(session_cluster, tmp_path):
         trainer.kill()
         trainer.wait()
     gone([started], seconds=30)
-    assert segments() - before == set()
+    no_segments(before)
 
 
 class Maze:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid_ray.errors import PlacementError
 from trlx_hybrid_ray.remote import remote_reward
-from trlx_hybrid_ray.workers import DeadlineError, WorkerDiedError, WorkerError
+from trlx_hybrid_ray.worker_group import DeadlineError, WorkerDiedError, WorkerError
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -97,9 +97,9 @@ class RemoteStream:
             ready, _ = ray.wait(list(self._collecting), num_returns=len(self._collecting), timeout=0)
         finished: list[tuple[int, Completion]] = []
         for reference in ready:
-            server = self._collecting.pop(reference, None)
-            if server is not None:
-                finished += self._taken(server, reference)
+            sender = self._collecting.pop(reference, None)
+            if sender is not None:
+                finished += self._taken(sender, reference)
         self._notice_silence()
         return finished
 

@@ -37,7 +37,7 @@ BREAKPOINT = "PYTHONBREAKPOINT"
 # --- the connection -------------------------------------------------------------------------------------------------
 
 _connecting = threading.Lock()
-_connection = ExitStack()
+_connection = ExitStack()  # ends with the process
 
 
 def ensure_connected() -> None:
@@ -81,13 +81,6 @@ def ensure_connected() -> None:
     print(cluster, file=sys.stderr, flush=True)
     if debugging.legacy():
         print(f"debugger: {debugging.attach_command(cluster.address, cluster.token)}", file=sys.stderr, flush=True)
-
-
-def disconnect() -> None:
-    """Give up the connection that `ensure_connected` made, and with it all actors; else the process's end does it."""
-    with _connecting:
-        atexit.unregister(_connection.close)
-        _connection.close()
 
 
 # --- to an actor and back -------------------------------------------------------------------------------------------
@@ -402,13 +395,17 @@ class ActorPool:
                     worker.dead = True
                     raise self._error(WorkerDiedError, worker, f"died while it started: {brief(error)}") from error
                 except Exception as error:
+                    self.kill(worker)
                     raise self._error(WorkerError, worker, f"did not start: {brief(error)}") from error
         except TimeoutError:
-            late = listed([str(worker.number) for worker in pending.values()])
+            late = list(pending.values())
+            for worker in late:
+                self.kill(worker)
+            numbers = listed([str(worker.number) for worker in late])
             raise self._error(
                 DeadlineError,
-                next(iter(pending.values())),
-                f"did not start within {self._seconds:g} s (not ready: workers {late}). Raise start_deadline= if its "
+                late[0],
+                f"did not start within {self._seconds:g} s (not ready: {numbers}). Raise start_deadline= if its "
                 "imports are that slow.",
             ) from None
 

@@ -118,43 +118,8 @@ def remote_environment(
         threads=per_worker + SPARE,
         start_deadline=start_deadline,
     )
-    pool = EnvironmentPool(actors, kind.__name__, per_worker, debugging.patience(deadline))
-    return RemoteEnvironments(pool, proxy_class(kind))  # type: ignore[arg-type]  # classes are hashable
-
-
-class RemoteEnvironments:
-    """What `remote_environment` returns: makes environments when called.
-
-    Every training process that makes one has workers of its own. They end with the process, or when `close` is called
-    or a `with` block is left.
-    """
-
-    def __init__(self, pool: EnvironmentPool, kind: type[RemoteEnvironment]) -> None:
-        self.__name__ = pool.name
-        self._pool, self._kind = pool, kind
-
-    def __call__(self) -> RemoteEnvironment:
-        """A new environment.
-
-        Raises:
-            ConfigError: all places are taken.
-            EnvironmentLostError: its worker died while it was made.
-            what its constructor raises.
-        """
-        return self._kind(self._pool)
-
-    def close(self) -> None:
-        """End the workers, with the environments in them, and give their resources back."""
-        self._pool.close()
-
-    def __enter__(self) -> RemoteEnvironments:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"<remote environments {self.__name__!r}>"
+    proxy: type[RemoteEnvironment] = proxy_class(kind)  # type: ignore[arg-type]  # classes are hashable
+    return RemoteEnvironments(actors, proxy, per_worker, debugging.patience(deadline))
 
 
 # --- in the trainer -------------------------------------------------------------------------------------------------
@@ -186,65 +151,58 @@ class EnvironmentHandle:
                 cannot be sent.
             what the method raised.
         """
-        import ray
-
-        try:
-            if not wait([reference], self.deadline)[0]:
-                raise TimeoutError
-            reply = ray.get(reference)
-        except (ray.exceptions.RayError, TimeoutError) as error:
-            raise self._lost(method, error) from error
-        return self.result(method, reply)
+        ready, _ = wait([reference], self.deadline)
+        return self._result(method, reference, bool(ready))
 
     async def answer_later(self, method: str, reference: Any) -> Any:
         """The same, for an event loop."""
-        from ray.exceptions import RayError
-
         future, clock = asyncio.wrap_future(reference.future()), RunningClock()
         try:
-            while not future.done():
-                if (left := self.deadline - clock.now()) <= 0:
-                    raise TimeoutError
+            while not future.done() and (left := self.deadline - clock.now()) > 0:
                 await asyncio.wait([future], timeout=min(LOOK, left))
-            reply = future.result()
-        except (RayError, TimeoutError) as error:
-            raise self._lost(method, error) from error
+            return self._result(method, reference, future.done())
         finally:
-            future.cancel()
-        return self.result(method, reply)
+            if not future.cancel():
+                future.exception()  # or asyncio logs that nobody asked for it
 
-    def result(self, method: str, reply: bytes) -> Any:
-        """What is in a reply; errors as `answer` has them."""
+    def _result(self, method: str, reference: Any, ready: bool) -> Any:
+        import ray
+
+        name = f"environment '{self.name}.{method}'"
+        if not ready:
+            raise EnvironmentLostError(
+                f"{name} did not return within {self.deadline:g} s, in {self.where}; the call may still run. Give it a "
+                "timeout of its own, or raise deadline=."
+            ) from TimeoutError()
+        try:
+            reply = ray.get(reference)
+        except ray.exceptions.RayError as error:
+            raise EnvironmentLostError(
+                f"{name}: {self.where} died: {brief(error).rstrip('.')}. Its log and the node's say why; out of memory "
+                "is the usual cause"
+            ) from error
         try:
             return result_of(reply, "the environment's process")
         except NotPlainError as error:
-            raise EnvironmentLostError(
-                f"environment '{self.name}.{method}' returned {error}. Return plain data."
-            ) from None
-
-    def _lost(self, method: str, error: BaseException) -> EnvironmentLostError:
-        if isinstance(error, TimeoutError):
-            return EnvironmentLostError(
-                f"environment '{self.name}.{method}' did not return within {self.deadline:g} s, in {self.where}; the "
-                "call may still run. Give it a timeout of its own, or raise deadline=."
-            )
-        return EnvironmentLostError(
-            f"environment '{self.name}.{method}': {self.where} died: {brief(error).rstrip('.')}. Its log and the "
-            "node's say why; out of memory is the usual cause"
-        )
+            raise EnvironmentLostError(f"{name} returned {error}. Return plain data.") from None
 
 
-class EnvironmentPool:
-    """Environments of one class: filled evenly into workers, which are replaced when they die.
+class RemoteEnvironments:
+    """What `remote_environment` returns: makes environments when called. Workers are filled evenly, and replaced when
+    they die.
+
+    Every training process that makes one has workers of its own. They end with the process, or when `close` is called
+    or a `with` block is left.
 
     Args:
+        kind: what stands for the environments.
         per_worker: places in each worker.
         deadline: seconds that a call may take.
     """
 
-    def __init__(self, actors: ActorPool, name: str, per_worker: int, deadline: float) -> None:
-        self.name = name
-        self._actors, self._per_worker, self._deadline = actors, per_worker, deadline
+    def __init__(self, actors: ActorPool, kind: type[RemoteEnvironment], per_worker: int, deadline: float) -> None:
+        self.__name__ = kind.__name__
+        self._actors, self._kind, self._per_worker, self._deadline = actors, kind, per_worker, deadline
         self._lock = threading.RLock()
         self._numbers = itertools.count()
         self._keys: defaultdict[Worker, set[int]] = defaultdict(set)
@@ -252,58 +210,39 @@ class EnvironmentPool:
         self._stuck: defaultdict[Worker, dict[int, Any]] = defaultdict(dict)
         self._freed: deque[tuple[Worker, int]] = deque()
 
-    def make(self) -> tuple[Worker, EnvironmentHandle]:
+    def __call__(self) -> RemoteEnvironment:
         """A new environment, in the emptiest worker. Workers that died are replaced first, or when this finds them so.
 
         Raises:
-            ConfigError: there is no place left, or the pool is closed.
+            ConfigError: all places are taken, or the workers were ended.
             EnvironmentLostError: the worker died in the constructor, and so did the next.
+            WorkerError: another worker in the place of a dead one did not start.
             what the environment's constructor raises.
         """
+        return self._kind(self)
+
+    def close(self) -> None:
+        """End the workers, with the environments in them, and give their resources back."""
+        with self._lock:
+            self._actors.close()
+
+    def __enter__(self) -> RemoteEnvironments:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<remote environments {self.__name__!r}>"
+
+    # --- for the environments ---------------------------------------------------------------------------------------
+
+    def make(self) -> tuple[Worker, EnvironmentHandle]:
+        """See `__call__`: what the environment is known by."""
         try:
             return self._made()
         except EnvironmentLostError:
             return self._made()
-
-    def _made(self) -> tuple[Worker, EnvironmentHandle]:
-        with self._lock:
-            self._let_go()
-            workers = self._actors.workers
-            if not workers:
-                raise ConfigError(f"The remote environments {self.name!r} were closed. Make new ones.")
-            self._actors.replace_dead()
-            if all(self._taken(worker) >= self._per_worker for worker in workers):
-                gc.collect()  # an error's traceback can hold an environment that nobody uses
-                self._let_go()
-            worker = min(workers, key=lambda worker: (self._taken(worker), worker.number))
-            if self._taken(worker) >= self._per_worker:
-                raise ConfigError(self._full())
-            key = next(self._numbers)
-            self._keys[worker].add(key)
-        handle = EnvironmentHandle(self.name, worker.handle, key, str(worker), self._deadline)
-        made = worker.handle.make.remote(key)
-        try:
-            handle.answer("__init__", made)
-        except EnvironmentLostError as error:
-            self.lose(worker, key, made, died=not isinstance(error.__cause__, TimeoutError))
-            raise
-        except BaseException:
-            self.free(worker, key)
-            raise
-        return worker, handle
-
-    def _taken(self, worker: Worker) -> int:
-        return len(self._keys[worker]) - min(len(self._stuck[worker]), STUCK)
-
-    def _full(self) -> str:
-        workers = self._actors.workers
-        stuck = sum(len(self._stuck[worker]) for worker in workers)
-        hanging = f" {stuck} of them hang in a call that was given up, and keep a thread each." if stuck else ""
-        return (
-            f"{sum(len(self._keys[worker]) for worker in workers)} environments {self.name!r} are in use, all that "
-            f"workers={len(workers)} with per_worker={self._per_worker} have places for: each completion of a batch "
-            f"takes one.{hanging} Raise either."
-        )
 
     def lose(self, worker: Worker, key: int, call: Any, *, died: bool) -> None:
         """Note what a call found out: a dead worker is replaced when the next environment is made.
@@ -325,10 +264,45 @@ class EnvironmentPool:
         """Nobody uses this environment any more. May be called by the garbage collector, so it only takes a note."""
         self._freed.append((worker, key))
 
-    def close(self) -> None:
-        """End all workers, with the environments in them."""
+    def _made(self) -> tuple[Worker, EnvironmentHandle]:
         with self._lock:
-            self._actors.close()
+            self._let_go()
+            workers = self._actors.workers
+            if not workers:
+                raise ConfigError(f"The remote environments {self.__name__!r} were closed. Make new ones.")
+            self._actors.replace_dead()
+            if all(self._taken(worker) >= self._per_worker for worker in workers):
+                gc.collect()  # an error's traceback can hold an environment that nobody uses
+                self._let_go()
+            worker = min(workers, key=lambda worker: (self._taken(worker), worker.number))
+            if self._taken(worker) >= self._per_worker:
+                raise ConfigError(self._full())
+            key = next(self._numbers)
+            self._keys[worker].add(key)
+        handle = EnvironmentHandle(self.__name__, worker.handle, key, str(worker), self._deadline)
+        made = worker.handle.make.remote(key)
+        try:
+            handle.answer("__init__", made)
+        except EnvironmentLostError as error:
+            self.lose(worker, key, made, died=not isinstance(error.__cause__, TimeoutError))
+            raise
+        except BaseException:
+            self.free(worker, key)
+            raise
+        return worker, handle
+
+    def _taken(self, worker: Worker) -> int:
+        return len(self._keys[worker]) - min(len(self._stuck[worker]), STUCK)
+
+    def _full(self) -> str:
+        workers = self._actors.workers
+        stuck = sum(len(self._stuck[worker]) for worker in workers)
+        hanging = f" {stuck} of them hang in a call that was given up, and keep a thread each." if stuck else ""
+        return (
+            f"{sum(len(self._keys[worker]) for worker in workers)} environments {self.__name__!r} are in use, all that "
+            f"workers={len(workers)} with per_worker={self._per_worker} have places for: each completion of a batch "
+            f"takes one.{hanging} Raise either."
+        )
 
     def _let_go(self) -> None:
         import ray
@@ -356,23 +330,23 @@ class RemoteEnvironment:
     """Base of what stands for environments: methods go to the worker; other attributes are read there, and cannot be
     set here."""
 
-    __slots__ = ("__weakref__", "_finalizer", "_handle", "_lost", "_pool", "_turn", "_worker")
+    __slots__ = ("__weakref__", "_finalizer", "_handle", "_lost", "_maker", "_turn", "_worker")
 
     _handle: EnvironmentHandle
-    _pool: EnvironmentPool | None  # None in a process that did not make it
+    _maker: RemoteEnvironments | None  # None in a process that did not make it
     _worker: Worker | None
     _lost: str | None  # why, once it is
     _turn: int | None  # of the next asynchronous call; only its maker's process keeps them in order
 
-    def __init__(self, pool: EnvironmentPool) -> None:
-        self._pool = pool
+    def __init__(self, maker: RemoteEnvironments) -> None:
+        self._maker = maker
         self._make()
 
     def _make(self) -> None:
-        assert self._pool is not None, "only its maker's process makes another"
-        self._worker, self._handle = self._pool.make()
+        assert self._maker is not None, "only its maker's process makes another"
+        self._worker, self._handle = self._maker.make()
         self._lost, self._turn = None, 0
-        self._finalizer = weakref.finalize(self, self._pool.free, self._worker, self._handle.key)
+        self._finalizer = weakref.finalize(self, self._maker.free, self._worker, self._handle.key)
         self._finalizer.atexit = False
 
     def _call(self, method: str, args: Any, kwargs: Any) -> Any:
@@ -430,15 +404,15 @@ class RemoteEnvironment:
         if error.__cause__ is None:
             return  # it returned what cannot be sent, and is well
         self._lost = str(error)
-        if self._pool is not None and self._worker is not None:
+        if self._maker is not None and self._worker is not None:
             died = not isinstance(error.__cause__, TimeoutError)
-            self._pool.lose(self._worker, self._handle.key, call, died=died)
+            self._maker.lose(self._worker, self._handle.key, call, died=died)
 
     def _died(self) -> bool:
         return self._worker is not None and self._worker.dead
 
     def _renewable(self, method: str) -> bool:
-        return method == "reset" and self._pool is not None
+        return method == "reset" and self._maker is not None
 
     def _renew(self) -> None:
         """Another environment in the place of one that is lost."""
@@ -475,7 +449,7 @@ class RemoteEnvironment:
 def _visiting(kind: type[RemoteEnvironment], handle: EnvironmentHandle, lost: str | None) -> RemoteEnvironment:
     """The same environment, seen from another process: a reward function's worker."""
     found = object.__new__(kind)
-    found._pool, found._worker, found._handle, found._lost, found._turn = None, None, handle, lost, None
+    found._maker, found._worker, found._handle, found._lost, found._turn = None, None, handle, lost, None
     return found
 
 

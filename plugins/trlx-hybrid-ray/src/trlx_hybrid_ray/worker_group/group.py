@@ -375,7 +375,7 @@ def answering(method: Registered, function: Callable[..., Any]) -> Callable[...,
     def answer(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = function(self, *args, **kwargs)
         worker = this_worker()
-        return result if method.keeps(worker.rank, worker.tensor_rank) else None
+        return result if (worker.tensor_rank if method.splits else worker.rank) == 0 else None
 
     return answer
 

@@ -49,10 +49,6 @@ class Registered:
         """The actor's method that the group calls; the registered one stays as it is, for the worker's own use."""
         return f"{self.name}__answer" if self.dispatch in ("broadcast", "scatter") else self.name
 
-    def keeps(self, rank: int, tensor_rank: int) -> bool:
-        """Whether the caller gets this worker's result. The others' stay where they are."""
-        return (tensor_rank if self.dispatch == "scatter" else rank) == 0 or self.entry == self.name
-
 
 def registered(worker: type) -> dict[str, Registered]:
     """By name, of a class and its bases.

@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import numpy as np
 from trlx_hybrid_ray.cluster import connect
-from trlx_hybrid_ray.workers import FreePool, Grid, Member, WorkerGroup, register
+from trlx_hybrid_ray.worker_group import WorkerGroup, register
 
 from .harness import Arm, Measurement, alternate
 from .result import Result, cpu
@@ -49,11 +49,6 @@ class Target:
     def same(self, batch: Any) -> Any:
         """A batch there and back."""
         return batch
-
-    @register("all_to_all")
-    def number(self, item: int) -> int:
-        """Each its own."""
-        return item
 
 
 def upper_bound(values: Sequence[float], confidence: float = 0.95) -> float:
@@ -121,7 +116,7 @@ def measure(actors: int, payloads: Sequence[str], seconds: float) -> tuple[list[
     """Every case of so many actors, with the bounds of each."""
     measured: list[Measurement] = []
     metrics: dict[str, float] = {}
-    group = WorkerGroup(Target, FreePool(ranks=actors, cpus_each=0))
+    group = WorkerGroup(Target, [{"num_cpus": 0}] * actors)
     bits = np.random.default_rng(0)
     try:
         handles = group.handles
@@ -188,28 +183,26 @@ def counted() -> Iterator[list[str]]:
 
 def fan_out(workers: int, nodes: int) -> int:
     """Calls and puts of the driver for one call of a group in which each actor answers for a node's worth of ranks."""
-    import ray
-    from trlx_hybrid_ray.workers.fan_out import Branch
-    from trlx_hybrid_ray.workers.group import GroupCall
-    from trlx_hybrid_ray.workers.hosted import hosted
-    from trlx_hybrid_ray.workers.ray_crew import RayCrew
-    from trlx_hybrid_ray.workers.register import rules
+    from trlx_hybrid_ray.worker_group.group import GroupMethod
+    from trlx_hybrid_ray.worker_group.ray_group import Actors
+    from trlx_hybrid_ray.worker_group.registration import registered
+    from trlx_hybrid_ray.worker_group.worker import Location
 
-    grid, per_node = Grid(workers), workers // nodes
-    actors: Any = ray.remote(hosted(Target))
-    own = [actors.options(num_cpus=0).remote(Member(0, grid)) for _ in range(nodes)]
-    crew = RayCrew("Target", [handle for handle in own for _ in range(per_node)])
-    branches = [Branch(str(node), tuple(range(node * per_node, (node + 1) * per_node))) for node in range(nodes)]
-    crew.relay(branches, 60.0, pinned=False)
+    actors = Actors(Target, [{"num_cpus": 0}] * nodes, 1, (), {})
+    actors.start(60.0)
+    actors.world = actors.replicas = workers
+    actors.handles = [actors.handles[rank * nodes // workers] for rank in range(workers)]
+    actors.locations = [Location(f"node {rank * nodes // workers}") for rank in range(workers)]
+    actors.relay(60.0, pinned=False)
     try:
-        number = GroupCall(rules(Target)["number"], "Target", grid, crew, 60.0)
+        same = GroupMethod(registered(Target)["same"], actors, 60.0)
         with counted() as calls:
-            answers = number(list(range(workers)))
+            answers = same(list(range(workers)))
         if answers != list(range(workers)):
             raise RuntimeError(f"{workers} workers were called, and did not answer what they were asked.")
         return len(calls)
     finally:
-        crew.close(at_once=True)
+        actors.close(at_once=True)
 
 
 def run(actors: Sequence[int], payloads: Sequence[str], seconds: float, simulated: int) -> Result:

@@ -104,6 +104,8 @@ def test_files_that_a_page_includes_are_there(site: Path) -> None:
     assert not [page for page, text in pages.items() if re.search(r"8 ?< ?--", text)]
     for file in ("pyproject.toml", "src/trlx_hello/plugin.py"):
         assert (ROOT / "examples" / "plugin_hello" / file).read_text() in pages[site / "plugins" / "index.html"]
+    example = (ROOT / "examples" / "ray_single_controller.py").read_text()
+    assert example.strip() in pages[site / "ray" / "worker-groups" / "index.html"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))

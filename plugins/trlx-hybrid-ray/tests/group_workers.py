@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from trlx_hybrid_ray.workers import Member, register, this_worker
+from trlx_hybrid_ray.worker_group import WorkerInfo, register, this_worker
 
 
 class Pair(NamedTuple):
@@ -40,7 +40,7 @@ class Echo:
     def __init__(self, offset: int = 0) -> None:
         self.offset = offset
         self.seen: list[Any] = []
-        self.member = this_worker()
+        self.info = this_worker()
 
     @register(dispatch="broadcast")
     def broadcast(self, value: Any, *, scale: int = 1) -> Any:
@@ -50,50 +50,17 @@ class Echo:
     def one_to_all(self, value: Any, *, scale: int = 1) -> Any:
         return self._saw(value, scale, result=(this_worker().rank, value))
 
-    @register(dispatch="all_to_all")
-    def all_to_all(self, item: Any, more: Any = None) -> Any:
-        return self._saw(item, more, result=(this_worker().rank, item))
-
     @register(dispatch="scatter")
     def scatter(self, batch: Any, more: Any = None) -> Any:
         return self._saw(batch, more, result=batch)
-
-    @register(dispatch="scatter", pad="mask")
-    def padded(self, batch: Any, mask: Any = None) -> Any:
-        return self._saw(batch, mask, result=batch)
 
     @register(dispatch="scatter", execute="future")
     def later(self, batch: Any) -> Any:
         return self._saw(batch, result=batch)
 
-    @register(dispatch="scatter", execute="future", pad="mask")
-    def padded_later(self, batch: Any, mask: Any = None) -> Any:
-        return self._saw(batch, mask, result=batch)
-
-    @register(dispatch="scatter", execute="stream", pad="mask")
-    def streamed(self, batch: Any, mask: Any = None) -> Any:
-        return self._saw(batch, mask, result=batch)
-
-    @register(dispatch="replicate")
-    def replicate(self, item: Any) -> Any:
-        return self._saw(item, result=(this_worker().rank, item))
-
     @register(dispatch="rank_zero")
     def rank_zero(self, value: Any) -> Any:
         return self._saw(value, result=(this_worker().rank, value))
-
-    @register(dispatch="reduce", pad="mask")
-    def mean(self, rows: list[float], mask: Any = None) -> float:
-        real = [row for row, kept in zip(rows, mask, strict=True) if kept]
-        return self._saw(rows, mask, result=sum(real) / len(real) if real else float("nan"))
-
-    @register(dispatch="reduce", reduction="sum")
-    def count(self, rows: list[float]) -> dict[str, Any]:
-        return {"rows": len(rows), "total": torch.tensor([sum(rows), 1.0], dtype=torch.float64)}
-
-    @register(dispatch="reduce", reduction="max")
-    def highest_rank(self) -> int:
-        return this_worker().rank
 
     @register(dispatch="one_to_all")
     def log(self) -> list[Any]:
@@ -101,10 +68,10 @@ class Echo:
         return seen
 
     @register(dispatch="one_to_all")
-    def who(self) -> tuple[Member, int, int]:
-        return self.member, self.offset, os.getpid()
+    def who(self) -> tuple[WorkerInfo, int, int]:
+        return self.info, self.offset, os.getpid()
 
-    @register(dispatch="all_to_all")
+    @register(dispatch="one_to_all")
     def spoil(self, item: Any) -> Any:
         """Change all of it that can be changed, and return what cannot."""
         refused = []
@@ -115,9 +82,9 @@ class Echo:
                 refused.append((name, type(error).__name__))
         return refused
 
-    @register(dispatch="scatter", pad="mask")
-    def through_itself(self, batch: Any, mask: Any = None) -> Any:
-        return self.padded(batch, mask=mask)
+    @register(dispatch="scatter")
+    def through_itself(self, batch: Any) -> Any:
+        return self.scatter(batch)
 
     def _saw(self, *values: Any, result: Any) -> Any:
         self.seen.append(values)
@@ -159,13 +126,6 @@ class Trouble:
         time.sleep(seconds)
         return this_worker().rank
 
-    @register(dispatch="one_to_all", execute="stream")
-    def in_turn(self, gate: str) -> int:
-        """Answer when the file of one's rank exists."""
-        while not os.path.exists(f"{gate}{this_worker().rank}"):
-            time.sleep(0.01)
-        return this_worker().rank
-
     @register(dispatch="one_to_all", execute="future")
     def note(self, path: str) -> None:
         with open(f"{path}{this_worker().rank}", "w"):
@@ -197,10 +157,6 @@ class Trouble:
     @register(dispatch="scatter")
     def lengths(self, batch: list[int]) -> int:
         return len(batch)
-
-    @register(dispatch="scatter", pad="mask")
-    def first_only(self, batch: list[int], mask: Any = None) -> list[int]:
-        return batch[:1]
 
 
 # --- nested data ----------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
 """A small GRPO run with engines in actors, and what to look at in them."""
 
+import sys
 import time
+from pathlib import Path
 
 import psutil
 from trl import GRPOConfig
@@ -8,6 +10,8 @@ from trlx_hybrid import GRPOTrainer
 from trlx_hybrid.testing.launched import sorting_prompts
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.types import Request
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 STEPS = 2
 
@@ -56,7 +60,7 @@ class Trained:
 
 def pids(engine):
     """Of all processes of each engine: its actor first."""
-    actors = [psutil.Process(int(m.where.rpartition(" ")[2])) for _, m in sorted(engine.crew.members.items())]
+    actors = [psutil.Process(int(m.where.rpartition(" ")[2])) for _, m in sorted(engine.pool.replicas.items())]
     return [[actor.pid, *(child.pid for child in actor.children(recursive=True))] for actor in actors]
 
 
@@ -72,6 +76,15 @@ def gone(groups, seconds=15):
     while left := [pid for group in groups for pid in group if running(pid)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
+
+
+def no_segments(segments, seconds=5):
+    """Wait until none of ours is left. The reaper removes them when nobody maps them any more."""
+    deadline = time.monotonic() + seconds
+    while left := segments.left():
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    segments.over.set()
 
 
 def running(pid):

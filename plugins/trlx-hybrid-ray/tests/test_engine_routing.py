@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from trlx_hybrid_ray.engines.routing import Router
+from trlx_hybrid_ray.engines.stream import Router
 
 EVENTS = st.lists(
     st.one_of(
@@ -41,7 +41,7 @@ def test_every_request_is_with_one_living_engine_until_it_is_over(servers, event
     for _, router, under_way, _ in course(servers, events):
         assert set(under_way.values()) <= set(router.servers)
         for server in router.servers:
-            assert router.at(server) == list(under_way.values()).count(server)
+            assert router.load(server) == list(under_way.values()).count(server)
 
 
 @given(st.integers(1, 5), EVENTS)
@@ -63,7 +63,7 @@ def test_new_trajectories_are_shared_out_evenly(servers, count):
     router = Router(range(servers))
     for request in range(count):
         router.assign(request, row=request)
-    loads = [router.at(server) for server in router.servers]
+    loads = [router.load(server) for server in router.servers]
     assert max(loads) - min(loads) <= 1
     assert sum(loads) == count
 

@@ -32,9 +32,9 @@ def start(folder, *arguments, **settings):
     )
 
 
-def ranks_wait(folder, seconds=90):
+def ranks_wait(folder, what="waiting", seconds=90):
     """Both of obedient.py's ranks have begun to."""
-    deadline, marks = time.monotonic() + seconds, [folder / "waiting.0", folder / "waiting.1"]
+    deadline, marks = time.monotonic() + seconds, [folder / f"{what}.0", folder / f"{what}.1"]
     while not all(mark.exists() for mark in marks):
         assert time.monotonic() < deadline, f"of {marks}, not all appeared"
         time.sleep(0.1)
@@ -88,11 +88,10 @@ def test_ctrl_c_in_a_terminal(two_nodes, tmp_path):
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ranks_that_ignore_signals_are_killed(two_nodes, tmp_path, presses):
     """At once with the second Ctrl-C, after 8 s without."""
-    before = segments()
+    segments = Segments()
     joined = ["--address", two_nodes.address, "--token-file", str(two_nodes.token)]
     process = start(tmp_path, "--processes-per-node", "2", *joined, OBEDIENT, "stubborn", str(tmp_path))
-    wait_for(tmp_path / "waiting.0")
-    wait_for(tmp_path / "waiting.1")
+    ranks_wait(tmp_path)
     pressed = time.monotonic()
     for _ in range(presses):
         process.send_signal(signal.SIGINT)
@@ -101,7 +100,7 @@ def test_ranks_that_ignore_signals_are_killed(two_nodes, tmp_path, presses):
     assert process.returncode == 130, err
     assert "Once more kills them at once" in err
     assert time.monotonic() - pressed < (30 if presses == 1 else 12)
-    assert nothing_left(str(tmp_path), before) == []
+    assert nothing_left(str(tmp_path), segments) == []
 
 
 @pytest.mark.slow
@@ -127,10 +126,10 @@ def test_sigterm_to_more_than_the_launcher(tmp_path, whom):
 @pytest.mark.slow
 def test_a_launcher_that_is_suspended_ends_no_training(two_nodes, tmp_path):
     """Ctrl-Z, or a terminal that blocks. Twice as long as Ray gives an actor's owner would take minutes here."""
-    before = segments()
+    segments = Segments()
     joined = ["--address", two_nodes.address, "--token-file", str(two_nodes.token)]
     process = start(tmp_path, "--processes-per-node", "2", *joined, OBEDIENT, "count", str(tmp_path))
-    wait_for(tmp_path / "counting.1")
+    ranks_wait(tmp_path, "counting")
     process.send_signal(signal.SIGSTOP)
     time.sleep(40)  # they have ended by now
     process.send_signal(signal.SIGCONT)
@@ -138,7 +137,7 @@ def test_a_launcher_that_is_suspended_ends_no_training(two_nodes, tmp_path):
     assert process.returncode == 0, err
     for rank in range(2):
         assert [f"[rank {rank}] line {number}" in out for number in range(100)] == [True] * 100
-    assert nothing_left(str(tmp_path), before) == []
+    assert nothing_left(str(tmp_path), segments) == []
 
 
 @pytest.mark.slow
@@ -158,9 +157,9 @@ def test_output_that_nobody_takes_ends_no_run(two_nodes, tmp_path, reader):
 @pytest.mark.parametrize("which", [signal.SIGSTOP, signal.SIGKILL])
 def test_the_end_comes_without_the_clusters_head(tmp_path, which):
     """Ray's client waits a minute for it, or for ever."""
-    before = segments()
+    segments = Segments()
     process = start(tmp_path, "--processes-per-node", "2", OBEDIENT, "wait", str(tmp_path), start_new_session=True)
-    wait_for(tmp_path / "waiting.1")
+    ranks_wait(tmp_path)
     (head,) = [p for p in psutil.Process(process.pid).children(recursive=True) if "gcs_server" in p.name()]
     head.send_signal(which)
     if which == signal.SIGSTOP:  # training does not need it, so nobody ends it
@@ -172,7 +171,7 @@ def test_the_end_comes_without_the_clusters_head(tmp_path, which):
         assert process.returncode == 130, err
     else:
         assert process.returncode != 0
-    assert nothing_left(str(tmp_path), before) == []
+    assert nothing_left(str(tmp_path), segments) == []
     assert not head.is_running() or head.status() == psutil.STATUS_ZOMBIE
 
 

@@ -18,11 +18,11 @@ from trlx_hybrid import HybridConfig
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid.types import Sampling
-from trlx_hybrid_ray.launch.leftovers import SEAT_VARIABLE
+from trlx_hybrid_ray.reaper import OWNER_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import SCRIPTS, Segments, launch, nothing_left, ours
-from remote_training import Trained, core_of, gone, pids, requests_of, tokens
+from launching import SCRIPTS, Segments, launch, nothing_left
+from remote_training import Trained, core_of, gone, no_segments, pids, requests_of, tokens
 
 pytestmark = pytest.mark.slow
 SAMPLING = Sampling(max_tokens=40, logprobs=0, extra={"ignore_eos": True})
@@ -79,7 +79,7 @@ def test_a_dead_engine_is_replaced_and_gets_the_weights_of_the_next_sync(trained
     left = pids(engine)
     session.close()
     gone(left)
-    assert nothing_left(str(tmp_path), segments) == []
+    no_segments(segments)
 
 
 @pytest.mark.parametrize("victim", ["actor", "engine core"])
@@ -96,7 +96,33 @@ def test_the_only_engine_dies_and_its_successor_gets_the_weights_at_once(trained
     left = pids(engine)
     one.session.close()
     gone(left)
-    assert nothing_left(str(tmp_path), segments) == []
+    no_segments(segments)
+
+
+def test_a_trainer_that_was_stopped_ends_no_engine_that_lives(trained, capfd):
+    """Longer than an engine may be silent, while it samples and while it is asked whether it lives."""
+    one = trained()
+    engine, requests = one.session.live_engine, requests_of(24)
+    stop = ["sh", "-c", f"kill -STOP {os.getpid()}; sleep 30; kill -CONT {os.getpid()}"]
+    with one.session.rollout_phase(training=False):
+        expected = tokens(engine.generate(requests, SAMPLING))
+        (server,) = engine.servers
+        with engine.stream(SAMPLING) as stream:
+            keys = [stream.add(request) for request in requests]
+            found = dict(stream.step(True)[0])
+            subprocess.run(stop, check=True)
+            while stream.busy:
+                found.update(stream.step(True)[0])
+        assert tokens([found[key] for key in keys]) == expected
+    asking = subprocess.Popen(stop)
+    for _ in range(1000):
+        engine.restore()
+        if asking.poll() is not None:
+            break
+        time.sleep(0.01)
+    assert asking.wait() == 0
+    assert engine.servers == (server,)
+    assert " died: " not in capfd.readouterr().err
 
 
 def test_where_nobody_may_be_replaced_the_error_names_the_engine_and_the_cause(trained):
@@ -148,13 +174,12 @@ def test_tensor_parallel_engines_sample_what_others_do(trained, tmp_path):
     left = pids(engine)
     one.session.close()
     gone(left)
-    assert nothing_left(str(tmp_path), segments) == []
+    no_segments(segments)
 
 
 def engine_processes():
-    """What our engines' actors have started: it bears their seat."""
-    seat = f"{SEAT_VARIABLE}=engine-".encode()
-    return {each.pid for each in psutil.process_iter() if seat in environment(each.pid) and ours(each)}
+    """What engines' actors have started."""
+    return {pid for pid in psutil.pids() if f"{OWNER_VARIABLE}=".encode() in environment(pid)}
 
 
 def environment(pid):
@@ -180,7 +205,7 @@ def test_engines_end_with_a_trainer_that_is_killed(session_cluster, tmp_path):
         trainer.kill()
         trainer.wait()
     gone([started], seconds=30)
-    assert nothing_left(str(tmp_path), segments) == []
+    no_segments(segments)
 
 
 class Maze:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 from trlx_hybrid import HybridConfig
 from trlx_hybrid.errors import ComponentError, ConfigError
-from trlx_hybrid_ray.engines.berths import Berths
 from trlx_hybrid_ray.engines.options import RemoteOptions
+from trlx_hybrid_ray.engines.pool import reserved
 from trlx_hybrid_ray.errors import PlacementError
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -48,18 +48,25 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_built(tmp_path
         Trained(tmp_path, HybridConfig(engine="remote", **hybrid))
 
 
-def test_engines_get_gpus_of_one_node_that_no_trainer_outside_of_ray_uses(two_nodes):
+def test_engines_get_no_gpu_that_a_trainer_outside_of_ray_uses(two_nodes):
     plan = SimpleNamespace(ranks=2, gpus=1.0)
-    berths = Berths(plan, RemoteOptions(replicas=2, tensor_parallel_size=2), {two_nodes.nodes[0]: 3})
-    try:
-        trainers, engines = berths._reserved
-        assert [trainers.gpus(rank) for rank in range(3)] == [("0",), ("1",), ("2",)]
-        taken = [(engines.bundle(replica).node.id, gpu) for replica in range(2) for gpu in berths.gpus(replica)]
-        assert len(set(taken)) == 4
-        assert not {(trainers.bundle(0).node.id, gpu) for gpu in "012"} & set(taken)
-        options = [berths.options(replica) for replica in range(2)]
-        assert all(found["num_gpus"] == 2 and found["num_cpus"] == 2 for found in options)
-        bundles = [found["scheduling_strategy"].placement_group_bundle_index for found in options]
-        assert len(set(bundles)) == 2
-    finally:
-        berths.close()
+    node = two_nodes.nodes[0]
+    trainers, engines = reserved(plan, RemoteOptions(replicas=2, tensor_parallel_size=2), {node: ["0", "1", "2"]})
+    assert [trainers.gpus(rank) for rank in range(3)] == [("0",), ("1",), ("2",)]
+    taken = [(engines.bundle(replica).node.id, gpu) for replica in range(2) for gpu in engines.gpus(replica)]
+    assert len(set(taken)) == 4
+    assert not {(node, gpu) for gpu in "012"} & set(taken)
+    options = [engines.options(replica) for replica in range(2)]
+    assert all(found["num_gpus"] == 2 and found["num_cpus"] == 2 for found in options)
+    assert len({found["scheduling_strategy"].placement_group_bundle_index for found in options}) == 2
+
+
+def test_an_engine_on_the_gpu_of_a_trainer_is_refused(two_nodes):
+    """Ray gives the lowest GPUs first, and the trainers were told to use others."""
+    plan, trainers = SimpleNamespace(ranks=1, gpus=1.0), {node: ["9"] for node in two_nodes.nodes}
+    with pytest.raises(
+        PlacementError, match=r"Ray gives an engine GPU 9 of node .*, which a trainer outside of Ray uses"
+    ):
+        reserved(plan, RemoteOptions(replicas=14), trainers)
+    for placement in reserved(plan, RemoteOptions(replicas=30), {}):  # nothing stayed reserved
+        placement.remove()

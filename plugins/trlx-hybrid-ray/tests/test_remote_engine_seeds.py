@@ -16,8 +16,8 @@ from trlx_hybrid import HybridConfig
 from trlx_hybrid.types import Sampling
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import Segments, nothing_left
-from remote_training import Trained, core_of, gone, pids, requests_of, tokens
+from launching import Segments
+from remote_training import Trained, core_of, gone, no_segments, pids, requests_of, tokens
 
 pytestmark = pytest.mark.slow
 SEEDS = int(os.environ.get("FAULT_SEEDS", "4"))
@@ -57,7 +57,7 @@ def rig(session_cluster, tmp_path_factory):
     left = pids(rig.engine)
     rig.session.close()
     gone(left)
-    assert nothing_left(str(folder), segments) == []
+    no_segments(segments)
 
 
 def kill(victims):

@@ -1,6 +1,7 @@
 """Environments in actors: as TRL sees them, and what becomes of them when they die or hang."""
 
 import asyncio
+import dataclasses
 import functools
 import inspect
 import os
@@ -28,6 +29,12 @@ def nodes(session_cluster):
 class WrongSignError(Exception):
     def __init__(self, number, sign):
         super().__init__(f"{number} is {sign}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Seen:
+    words: str
+    held: object = None
 
 
 class Counter:
@@ -84,6 +91,15 @@ class Counter:
     def secret(self) -> object:
         """Return what cannot be sent."""
         return self.lock
+
+    def look(self, lock: bool) -> Seen:
+        """
+        Look around.
+
+        Args:
+            lock: Whether to hold what cannot be sent.
+        """
+        return Seen("a door", held=(self.step, [self.lock if lock else {"open": None}]))
 
     def crash(self) -> None:
         """End the process."""
@@ -168,6 +184,17 @@ def test_errors_are_the_environments_own(counters):
     with pytest.raises(EnvironmentLostError, match=r"'Counter.secret' returned a lock, which cannot be sent"):
         environment.secret()
     assert environment.add(1) == 1
+
+
+def test_what_comes_back_is_plain_data(counters):
+    environment = counters()
+    assert environment.look(False) == Seen("a door", held=(1, [{"open": None}]))
+    wrong = r"'Counter.look' returned a Seen, of which \.held\[1\]\[0\] is a lock, which cannot be sent\. Return plain"
+    with pytest.raises(EnvironmentLostError, match=wrong):
+        environment.look(True)
+    with pytest.raises(EnvironmentLostError, match=r"'Counter.lock' returned a lock"):
+        _ = environment.lock
+    assert environment.look(False).words == "a door"  # it is well
 
 
 def test_places_are_bounded_and_given_back(counters):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid_ray.errors import PlacementError
 from trlx_hybrid_ray.remote import remote_reward
-from trlx_hybrid_ray.workers import DeadlineError, WorkerDiedError, WorkerError
+from trlx_hybrid_ray.worker_group import DeadlineError, WorkerDiedError, WorkerError
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -119,7 +119,7 @@ def test_what_a_function_logs_arrives_in_the_order_of_rows():
 
 
 def test_an_error_of_the_function_names_worker_row_code_and_cause(workers):
-    with pytest.raises(WorkerError, match=r"judged\.score failed on rank 0 \(node .* pid \d+\): TypeError") as caught:
+    with pytest.raises(WorkerError, match=r"'judged' failed on worker 0 \(node .* pid \d+\): TypeError") as caught:
         workers(prompts=["a"], completions=["b"], bonus=["none"])
     assert isinstance(caught.value.__cause__, TypeError)
     assert "in judged" in caught.value.traceback
@@ -141,14 +141,14 @@ def test_a_dead_workers_rows_are_scored_again(tmp_path, capfd):
     with remote_reward(dying, workers=3) as found:
         assert found(prompts=["p"] * 5, completions=completions, marker=marker) == [1.0, 3.0, 3.0, 4.0, 5.0]
         assert os.path.exists(marker)
-        assert "Reward function 'dying' lost a worker: dying rank 0 (node" in capfd.readouterr().err
+        assert "Reward function 'dying' lost a worker: worker 0 (node" in capfd.readouterr().err
         assert found(prompts=["p"], completions=["die"], marker=marker) == [3.0]
 
 
 def test_a_function_that_kills_its_process_is_named_after_the_second_time():
     with (
         remote_reward(always_dying, workers=1) as found,
-        pytest.raises(WorkerDiedError, match=r"'always_dying' lost a worker.*died as well: scoring ends the process"),
+        pytest.raises(WorkerDiedError, match=r"'always_dying' lost workers twice.*: scoring ends the process"),
     ):
         found(prompts=["a"], completions=["a"])
 
@@ -156,7 +156,7 @@ def test_a_function_that_kills_its_process_is_named_after_the_second_time():
 @pytest.mark.slow
 def test_a_deadline_names_who_is_late():
     slow = remote_reward(lambda prompts, **_: time.sleep(60), name="slow", deadline=1)
-    with slow, pytest.raises(DeadlineError, match=r"No answer to slow\.score within 1 s from rank 0"):
+    with slow, pytest.raises(DeadlineError, match=r"'slow' got no answer within 1 s from worker 0 \(node"):
         slow(prompts=["a"], completions=["a"])
 
 
@@ -203,7 +203,7 @@ def test_a_module_that_workers_do_not_have_is_named(tmp_path, monkeypatch):
         (3, {}, "takes a function, a class or a reward model, and got 3"),
         (judged, {"processing_class": object()}, "processing_class= is of a reward model"),
         (judged, {"deadline": 0}, "deadline=0"),
-        (judged, {"workers": 0}, "replicas=0"),
+        (judged, {"workers": 0}, "workers=0"),
     ],
 )
 def test_wrong_settings_are_refused(reward, settings, message):

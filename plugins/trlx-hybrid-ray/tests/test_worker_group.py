@@ -11,14 +11,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid_ray.placement import Request, reserve
-from trlx_hybrid_ray.workers import (
+from trlx_hybrid_ray.worker_group import (
     DeadlineError,
     DispatchError,
-    FreePool,
     LocalWorkerGroup,
     WorkerDiedError,
     WorkerError,
@@ -33,6 +34,7 @@ from group_workers import Echo, Trouble, alike, batches
 
 property_test = settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 RANKS = {1: 3, 2: 4}
+HALF_A_CPU = [{"num_cpus": 0.5}]
 KINDS = [pytest.param(WorkerGroup, id="ray"), pytest.param(LocalWorkerGroup, id="local")]
 
 
@@ -51,21 +53,22 @@ def nodes(session_cluster):
 @pytest.fixture(scope="module")
 def echoes(nodes):
     """By tensor-parallel size, (a Ray group, the same group in this process): 3 replicas of one rank, 2 of two."""
-    pools = {1: FreePool(ranks=3), 2: FreePool(ranks=4, nodes=nodes)}
+    on = [{"num_cpus": 1, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)} for node in nodes]
+    workers = {1: 3, 2: [on[0], on[0], on[1], on[1]]}
     with ExitStack() as stack:
         yield {
             tp: [
-                stack.enter_context(kind(Echo, pool, kwargs={"offset": 7}, tensor_parallel=tp))
+                stack.enter_context(kind(Echo, given, kwargs={"offset": 7}, tensor_parallel=tp))
                 for kind in (WorkerGroup, LocalWorkerGroup)
             ]
-            for tp, pool in pools.items()
+            for tp, given in workers.items()
         }
 
 
 @pytest.fixture(scope="module", params=KINDS)
 def trouble(request, nodes):
     """Shared: whatever a method raises, the group goes on."""
-    with request.param(Trouble, FreePool(ranks=3, cpus_each=0.5)) as group:
+    with request.param(Trouble, HALF_A_CPU * 3) as group:
         yield group
 
 
@@ -81,32 +84,31 @@ def both(groups, call):
 
 
 @property_test
-@given(case=batches(), tp=st.sampled_from([1, 2]), name=st.sampled_from(["scatter", "padded", "through_itself"]))
+@given(case=batches(), tp=st.sampled_from([1, 2]), name=st.sampled_from(["scatter", "through_itself", "later"]))
 def test_scattered_batches_come_back_whole(echoes, case, tp, name):
     _, batch = case
-    assert alike(both(echoes[tp], lambda group: getattr(group, name)(batch)), batch)
+
+    def called(group):
+        result = getattr(group, name)(batch)
+        return result.result() if name == "later" else result
+
+    assert alike(both(echoes[tp], called), batch)
+
+
+def test_all_ranks_of_a_replica_get_its_chunk(echoes):
+    for group in echoes[2]:
+        assert group.scatter(list(range(5)), more="x") == list(range(5))
+        assert group.log() == [[([0, 1, 2], "x")]] * 2 + [[([3, 4], "x")]] * 2
 
 
 @property_test
-@given(case=batches(), tp=st.sampled_from([1, 2]), name=st.sampled_from(["later", "padded_later"]))
-def test_padding_is_gone_through_futures_too(echoes, case, tp, name):
-    _, batch = case
-    assert alike(both(echoes[tp], lambda group: getattr(group, name)(batch).result()), batch)
-
-
-@property_test
-@given(
-    case=batches(),
-    tp=st.sampled_from([1, 2]),
-    first=st.sampled_from(["later", "padded_later"]),
-    second=st.sampled_from(["scatter", "padded", "later", "padded_later"]),
-)
-def test_a_future_can_be_the_batch_of_another_call(echoes, case, tp, first, second):
+@given(case=batches(), tp=st.sampled_from([1, 2]), second=st.sampled_from(["scatter", "later"]))
+def test_a_future_can_be_the_batch_of_another_call(echoes, case, tp, second):
     _, batch = case
 
     def chained(group):
-        result = getattr(group, second)(getattr(group, first)(batch))
-        return result if second in ("scatter", "padded") else result.result()
+        result = getattr(group, second)(group.later(batch))
+        return result if second == "scatter" else result.result()
 
     assert alike(both(echoes[tp], chained), batch)
 
@@ -120,40 +122,6 @@ def test_whole_arguments_reach_everyone_or_rank_zero(echoes, case, tp, name):
     assert alike(result, expected)
 
 
-@property_test
-@given(case=batches(), tp=st.sampled_from([1, 2]), name=st.sampled_from(["all_to_all", "replicate"]))
-def test_items_reach_their_rank_or_replica(echoes, case, tp, name):
-    _, value = case
-    count = RANKS[tp] if name == "all_to_all" else RANKS[tp] // tp
-    result = both(echoes[tp], lambda group: getattr(group, name)([(number, value) for number in range(count)]))
-    assert alike(result, [(number * RANKS[tp] // count, (number, value)) for number in range(count)])
-
-
-@property_test
-@given(rows=st.lists(st.floats(-10, 10), min_size=1, max_size=9), tp=st.sampled_from([1, 2]))
-def test_reductions_weigh_rows_and_leave_padding_out(echoes, rows, tp):
-    assert both(echoes[tp], lambda group: group.mean(rows)) == pytest.approx(sum(rows) / len(rows))
-    count = both(echoes[tp], lambda group: group.count(rows))
-    assert (count["rows"], count["total"][0].item()) == (len(rows), pytest.approx(sum(rows)))
-
-
-@property_test
-@given(case=batches(), tp=st.sampled_from([1, 2]))
-def test_a_stream_brings_every_replicas_rows_once(echoes, case, tp):
-    rows, batch = case
-    for group in echoes[tp]:
-        arrivals = sorted(group.streamed({"batch": batch, "index": list(range(rows))}), key=lambda a: a.number)
-        assert [arrival.number for arrival in arrivals] == list(range(RANKS[tp] // tp))
-        assert [list(arrival.rows) for arrival in arrivals] == [arrival.value["index"] for arrival in arrivals]
-        assert sorted(row for arrival in arrivals for row in arrival.rows) == list(range(rows))
-        group.log()
-
-
-def test_reduction_without_arguments_asks_every_replica(echoes):
-    assert [group.highest_rank() for group in echoes[1]] == [2, 2]
-    assert [group.highest_rank() for group in echoes[2]] == [2, 2]  # of first ranks of replicas
-
-
 def test_workers_know_their_place_and_got_the_constructors_arguments(echoes, nodes):
     for tp, groups in echoes.items():
         for group in groups:
@@ -163,16 +131,16 @@ def test_workers_know_their_place_and_got_the_constructors_arguments(echoes, nod
             ]
             assert set(offsets) == {7}
         *_, pids = zip(*groups[0].who(), strict=True)
-        assert [home.pid for home in groups[0].homes] == list(pids)
+        assert [at.pid for at in groups[0].locations] == list(pids)
         assert len(set(pids)) == len(groups[0]) == RANKS[tp]
-    assert [home.node for home in echoes[2][0].homes] == [nodes[0]] * 2 + [nodes[1]] * 2
+    assert [at.node for at in echoes[2][0].locations] == [nodes[0]] * 2 + [nodes[1]] * 2
 
 
 @pytest.mark.parametrize("elements", [4, 1 << 16], ids=["inline", "stored"])
 def test_what_a_worker_changes_stays_with_it(echoes, elements):
     for group in echoes[1]:
         item = {"list": [0] * elements, "tensor": torch.zeros(elements), "array": np.zeros(elements)}
-        refused = group.spoil([item] * 3)
+        refused = group.spoil(item)
         assert refused == [[("array", "ValueError")]] * 3
         assert (item["list"][0], item["tensor"][0].item(), item["array"][0]) == (0, 0.0, 0.0)
 
@@ -194,11 +162,9 @@ def test_wrong_arguments_are_refused_here(echoes):
             group.one_to_all(1, sclae=2)
         with pytest.raises(TypeError, match="takes its first argument by position"):
             group.scatter(batch=[1])
-        with pytest.raises(TypeError, match="makes 'mask' itself"):
-            group.padded([1], mask=[True])
         with pytest.raises(TypeError, match="Pass its result"):
             group.one_to_all(group.later([1]))
-        with pytest.raises(AttributeError, match=r"'_saw' is not registered.*Methods: all_to_all, broadcast"):
+        with pytest.raises(AttributeError, match=r"'_saw' is not registered.*Methods: broadcast, later"):
             _ = group._saw
         with pytest.raises(AttributeError, match="no 'scater'"):
             _ = group.scater
@@ -256,32 +222,20 @@ def test_a_future_can_be_asked_again_after_a_deadline(trouble):
     assert future.done()
 
 
-def test_a_stream_brings_answers_in_the_order_in_which_they_come(trouble, tmp_path):
-    arriving, order = trouble.in_turn(str(tmp_path / "gate")), []
-    for rank in (2, 0, 1):
-        (tmp_path / f"gate{rank}").touch()
-        arrival = next(arriving)
-        order.append((arrival.number, arrival.value))
-    assert order == [(2, 2), (0, 0), (1, 1)]
-    assert list(arriving) == []
-
-
 def test_results_that_do_not_fit_together_are_refused(trouble):
     with pytest.raises(DispatchError, match="has no rows and differs, 2 of chunk 0 and 1 of chunk 1"):
         trouble.lengths([1, 2, 3, 4])
-    with pytest.raises(DispatchError, match="1 rows for 2 given"):
-        trouble.first_only([1, 2, 3, 4])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_constructor_that_raises_is_named_and_nobody_stays(kind):
     with pytest.raises(WorkerError, match=r"Trouble.__init__ failed on rank 1 \(.*OSError: rank 1 has no disk"):
-        kind(Trouble, FreePool(ranks=2, cpus_each=0.5), (1,))
+        kind(Trouble, HALF_A_CPU * 2, (1,))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_worker_that_leaves_ends_the_group(kind):
-    with kind(Trouble, FreePool(ranks=2, cpus_each=0.5)) as group:
+    with kind(Trouble, HALF_A_CPU * 2) as group:
         with pytest.raises(WorkerDiedError, match=r"Trouble rank 1 .* died while Trouble.leave_on was called"):
             group.leave_on(1)
         with pytest.raises(WorkerDiedError, match=r"rank 1 .* died while Trouble.leave_on"):
@@ -290,7 +244,7 @@ def test_a_worker_that_leaves_ends_the_group(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_closed_group_says_so_and_has_done_what_it_was_given(kind, tmp_path):
-    with kind(Trouble, FreePool(ranks=2, cpus_each=0.5)) as group:
+    with kind(Trouble, HALF_A_CPU * 2) as group:
         group.note(str(tmp_path / "done"))
     assert {file.name for file in tmp_path.iterdir()} == {"done0", "done1"}
     with pytest.raises(ConfigError, match="This group of Trouble was closed"):
@@ -301,7 +255,7 @@ def test_an_error_in_the_block_ends_workers_at_once():
     futures, pids = [], []
 
     def interrupted():
-        with WorkerGroup(Trouble, FreePool(ranks=2, cpus_each=0.5)) as group:
+        with WorkerGroup(Trouble, HALF_A_CPU * 2) as group:
             pids.extend(group.pid())
             futures.append(group.sleep_later(60.0))
             raise KeyboardInterrupt
@@ -315,7 +269,7 @@ def test_an_error_in_the_block_ends_workers_at_once():
 
 def test_a_dead_worker_is_named_though_another_failed_by_it(tmp_path):
     """Rank 1 dies, rank 2 fails because of it, rank 0 hangs; what waits behind that never begins."""
-    group = WorkerGroup(Trouble, FreePool(ranks=3, cpus_each=0.5))
+    group = WorkerGroup(Trouble, HALF_A_CPU * 3)
     pids = group.pid()
     before = group.note(str(tmp_path / "before"))
     dying = group.die_on(1)
@@ -343,7 +297,7 @@ def gone(pids):
 
 
 def test_a_killed_process_is_named():
-    with WorkerGroup(Trouble, FreePool(ranks=2, cpus_each=0.5)) as group:
+    with WorkerGroup(Trouble, HALF_A_CPU * 2) as group:
         pids = group.pid()
         os.kill(pids[0], signal.SIGKILL)
         with pytest.raises(
@@ -358,7 +312,7 @@ def test_workers_that_find_no_room_are_named_within_the_deadline():
         def drink(self): ...
 
     with pytest.raises(DeadlineError, match=r"Thirsty.__init__ within 1 s from rank 0, rank 1; 0 of 2") as caught:
-        WorkerGroup(Thirsty, FreePool(ranks=2, gpus_each=1000), start_deadline=1)
+        WorkerGroup(Thirsty, [{"num_gpus": 1000}] * 2, start_deadline=1)
     assert caught.value.__notes__[0].startswith("Free in the cluster: {'CPU': ")
 
 
@@ -392,11 +346,71 @@ def test_a_group_runs_where_it_was_placed(two_nodes):
         reserve(Request(name="pairs", replicas=2, size=2, gpus=1, strategy="spread")) as placed,
         WorkerGroup(Where, placed, tensor_parallel=2) as group,
     ):
-        assert [home.node for home in group.homes] == [placed.bundle(rank).node.id for rank in range(4)]
-        assert [gpus for gpus, _ in group.seen()] == [placed.gpus(rank) for rank in range(4)]
+        assert [at.node for at in group.locations] == [placed.bundle(rank).node.id for rank in range(4)]
+        seen = group.seen()
+        assert [list(gpus) for gpus, _ in seen] == [visible for _, visible in seen]
+        for replica in (0, 1):  # which of them has which is Ray's choice
+            pair = [gpu for gpus, _ in seen[2 * replica : 2 * replica + 2] for gpu in gpus]
+            assert sorted(pair) == sorted(placed.bundle(2 * replica).gpus)
 
 
-@pytest.mark.parametrize(("ranks", "nodes"), [(0, None), (3, ("a", "b")), (2, ())])
-def test_a_pool_that_makes_no_sense_is_refused(ranks, nodes):
-    with pytest.raises(ConfigError, match="at least one, and as many on each"):
-        FreePool(ranks=ranks, nodes=nodes)
+@pytest.mark.parametrize(("workers", "tensor_parallel"), [(4, 3), (0, 1), (4, 0), (2, 4), ([], 1)])
+def test_replicas_must_divide(workers, tensor_parallel):
+    with pytest.raises(ConfigError, match=f"tensor_parallel={tensor_parallel}"):
+        LocalWorkerGroup(Echo, workers, tensor_parallel=tensor_parallel)
+
+
+# --- process groups -------------------------------------------------------------------------------------------------
+
+
+class Summing:
+    """Forms a process group in its constructor, as a worker that trains does."""
+
+    def __init__(self):
+        this_worker().init_process_group()
+
+    @register("scatter")
+    def total(self, rows):
+        total = torch.tensor(float(sum(rows)))
+        torch.distributed.all_reduce(total)
+        return total.item()
+
+    @register("one_to_all")
+    def environment(self):
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
+        return [os.environ.get(name) for name in names]
+
+    @register("one_to_all")
+    def accelerate(self):
+        state = PartialState(cpu=True)
+        return state.process_index, state.num_processes
+
+
+def test_workers_on_two_nodes_form_a_process_group(nodes):
+    on = [
+        {"num_cpus": 1, "num_gpus": 1, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+        for node in (nodes[0], nodes[1], nodes[0])
+    ]
+    with WorkerGroup(Summing, on) as group, WorkerGroup(Summing, 2) as other:
+        assert group.total([1, 2, 3, 4]) == 10.0
+        assert other.total([1, 2]) == 3.0  # a group of its own
+        gpus = [at.gpus[0] for at in group.locations]
+        assert group.environment() == [
+            ["0", "3", "0", "2", f"{gpus[0]},{gpus[2]}"],
+            ["1", "3", "0", "1", gpus[1]],
+            ["2", "3", "1", "2", f"{gpus[0]},{gpus[2]}"],
+        ]
+        assert group.accelerate() == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_a_worker_of_a_process_group_has_one_gpu(nodes):
+    with pytest.raises(WorkerError, match=r"1 workers of one node have GPUs .*, .*: give each exactly one"):
+        WorkerGroup(Summing, [{"num_gpus": 2}])
+
+
+def test_a_local_worker_forms_a_group_of_one_and_several_do_not():
+    with LocalWorkerGroup(Summing, 1) as group:
+        assert group.total([1, 2]) == 3.0
+    torch.distributed.destroy_process_group()
+    with pytest.raises(WorkerError, match="3 workers in one process form no process group"):
+        LocalWorkerGroup(Summing, 3)

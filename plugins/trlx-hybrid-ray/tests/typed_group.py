@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, reveal_type
+from typing import reveal_type
 
-from trlx_hybrid_ray.workers import LocalWorkerGroup, WorkerGroup, register
+from trlx_hybrid_ray.worker_group import LocalWorkerGroup, WorkerGroup, register
 
 
 class Scorer:
@@ -16,12 +16,8 @@ class Scorer:
         reveal_type(self.score)  # the method as it is written
         return [temperature for _ in prompts]
 
-    @register(dispatch="scatter", execute="future", pad="mask")
-    def score_later(self, prompts: list[str], *, mask: Any = None) -> list[float]:
-        return self.score(prompts)
-
-    @register(dispatch="scatter", execute="stream")
-    def score_as_done(self, prompts: list[str]) -> list[float]:
+    @register(dispatch="scatter", execute="future")
+    def score_later(self, prompts: list[str]) -> list[float]:
         return self.score(prompts)
 
     @register("scatter", "future")
@@ -40,18 +36,6 @@ class Scorer:
     def memory_later(self) -> int:
         return 1
 
-    @register("all_to_all")
-    def shard(self, part: bytes, name: str) -> int:
-        return len(part)
-
-    @register("reduce")
-    def loss(self, rows: list[int]) -> float:
-        return 0.0
-
-    @register("reduce", reduction="sum")
-    def tokens(self) -> int:
-        return 1
-
     @register("rank_zero", deadline=5.0)
     def save(self, path: str) -> str:
         return path
@@ -62,20 +46,15 @@ with WorkerGroup(Scorer, 4, ("m",)) as group:
     reveal_type(group.score(["a"], temperature=0.5))
     reveal_type(group.score_later(["a"]))
     reveal_type(group.score_later(["a"]).result())
-    reveal_type([arrival.value for arrival in group.score_as_done(["a"])])
     reveal_type(group.load("here"))
     reveal_type(group.memory())
     reveal_type(group.memory_later().result(timeout=3))
-    reveal_type(group.shard([b"a", b"b"], "name"))
-    reveal_type(group.loss([1]))
-    reveal_type(group.tokens())
     reveal_type(group.save("here"))
 
 with LocalWorkerGroup(Scorer, 1) as local:
     reveal_type(local.memory())
     local.score([1])  # wrong: not strings
     local.score(["a"], temprature=1.0)  # wrong: misspelt
-    local.shard(b"a", "name")  # wrong: no list
     local.scor(["a"])  # wrong: no such method
     local.score(local.score_later(["a"]))  # wrong: a future of something else
     reveal_type(local.score(local.shorten(["a"])))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trlx_hybrid.errors import ConfigError, listed
-from trlx_hybrid.resuming import RESUME_VARIABLE
+from trlx_hybrid.trl.checkpoint import RESUME_VARIABLE
 
 from . import debugging
 from .errors import LaunchError, PlacementError, ScriptError

@@ -43,7 +43,7 @@ LOSE_SECONDS = 0.03
 
 def kill_engines(session):
     """All processes of all engines, at once."""
-    for member in list(session.live_engine.crew.members.values()):
+    for member in list(session.live_engine.pool.replicas.values()):
         actor = psutil.Process(int(member.where.rpartition("pid ")[2]))
         for process in [*actor.children(recursive=True), actor]:
             process.kill()

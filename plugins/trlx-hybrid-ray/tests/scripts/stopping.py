@@ -3,8 +3,8 @@
 import sys
 
 from trlx_hybrid_ray.remote import remote_environment, remote_reward
-from trlx_hybrid_ray.remote.connection import connected
-from trlx_hybrid_ray.workers import WorkerError, WorkerGroup, register
+from trlx_hybrid_ray.remote.actors import ensure_connected
+from trlx_hybrid_ray.worker_group import WorkerError, WorkerGroup, register
 
 where = sys.argv[1]
 
@@ -41,7 +41,7 @@ if where == "environment":
     with remote_environment(Sandbox) as environments:
         print("result", environments().run())
 elif where == "register":
-    connected()
+    ensure_connected()
     with WorkerGroup(Member, 1) as group:
         print("result", group.run())
 else:

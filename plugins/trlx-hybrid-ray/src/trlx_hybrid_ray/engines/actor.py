@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +12,7 @@ from trlx_hybrid.serving import EngineServer, ServerDiedError, ServerPlan
 from trlx_hybrid.types import Completion, Request, Sampling
 
 from ..reaper import Reaper
-from ..remote.quarters import show_gpus
-from ..remote.shipment import Shipment
+from ..remote.actors import Pickled, see_own_gpus, whereabouts
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +46,12 @@ class EngineActor:
 
     Args:
         plan: of what runs here.
-        gpus: that it may use.
     """
 
-    def __init__(self, plan: Shipment, gpus: Sequence[str]) -> None:
-        show_gpus(gpus)
-        Reaper(grace=1.0)  # vLLM's engine core does not notice that its parent died, and keeps its GPU
-        self._plan, self._gpus = plan, tuple(gpus)
+    def __init__(self, plan: Pickled) -> None:
+        see_own_gpus()
+        self._reaper = Reaper(grace=1.0)  # vLLM's engine core does not notice that its parent died, and keeps its GPU
+        self._plan = plan
         self._server: EngineServer | None = None
         self._channels: dict[str, _Channel] = {}
 
@@ -62,11 +59,11 @@ class EngineActor:
         """Build the engine; returns where it is."""
         import ray
 
-        plan: ServerPlan = self._plan.opened()
-        server = plan.server(self._gpus)
+        plan: ServerPlan = self._plan.load()
+        server = plan.server([str(gpu) for gpu in ray.get_gpu_ids()])
         await server.start()
         self._server = server
-        return f"node {ray.get_runtime_context().get_node_id()[:12]}, pid {os.getpid()}"
+        return whereabouts()
 
     async def add(self, channel: str, requests: Sequence[tuple[int, Request]], sampling: Sampling) -> None:
         """Start to sample. Answers wait until they are collected."""
@@ -104,7 +101,7 @@ class EngineActor:
         await self._running.check()
 
     async def call(self, method: str, arguments: Sequence[Any]) -> Any:
-        """For the weight sync, see `EngineServer.call`."""
+        """For the weight sync, see `EngineServer.call`; "check" is known to every server."""
         if method == "check":
             return await self._running.check()
         return await self._running.call(method, *arguments)

@@ -1,11 +1,10 @@
-"""An engine made of engines: vLLM servers in Ray actors, sampled from as if they were one."""
+"""`engine="remote"`: vLLM servers in Ray actors, sampled from as if they were one engine."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import secrets
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,10 +18,9 @@ from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
 
 from ..errors import brief
 from ..reaper import OWNER_VARIABLE
-from ..remote.connection import connected
-from ..workers.register import timeout
-from .crew import Crew, Member
+from ..remote.actors import arriving, ensure_connected
 from .options import RemoteOptions
+from .pool import EnginePool, Replica, gpu_name
 from .stream import WAIT, RemoteStream
 
 if TYPE_CHECKING:
@@ -52,7 +50,7 @@ class RemoteEngine:
     """See `trlx_hybrid.serving.ServedEngine`. Its memory is elsewhere, so it neither sleeps nor wakes.
 
     Attributes:
-        crew: the engines that it is made of.
+        pool: the engines that it is made of.
     """
 
     sleeps = False
@@ -65,12 +63,12 @@ class RemoteEngine:
         self.plan: ServerPlan = component.build(session, server_options)
         self.max_model_len, self.dtype, self.quantized = self.plan.max_model_len, self.plan.dtype, self.plan.quantized
         self._current: frozenset[int] = frozenset()  # engines that hold the weights of the last sync
-        connected()
-        self.crew = Crew(self.plan, options, session.ranks, _trainers(session))
+        ensure_connected()
+        self.pool = EnginePool(self.plan, options, session.ranks, _gpus_of_trainers(session))
         try:
-            self.crew.restore()
+            self.pool.restore()
         except BaseException:
-            self.crew.close()
+            self.pool.close()
             raise
 
     # --- sampling ---------------------------------------------------------------------------------------------------
@@ -88,12 +86,12 @@ class RemoteEngine:
     def stream(self, sampling: Sampling) -> Iterator[RemoteStream]:
         """Requests one at a time. Several ranks need not step together."""
         channel = f"{self._session.ranks.rank}-{secrets.token_hex(8)}"
-        stream = RemoteStream(self.crew, self._holding(), sampling, channel, self._options.deadline, self._revived)
+        stream = RemoteStream(self.pool, self._holding(), sampling, channel, self._options.deadline, self._revived)
         with stream.open():
             yield stream
 
     def _holding(self) -> list[int]:
-        return [number for number in self.crew.members if number in self._current]
+        return [number for number in self.pool.replicas if number in self._current]
 
     def _revived(self) -> list[int]:
         """After the last engine died: others with the current weights, if this process can have them by itself.
@@ -102,7 +100,7 @@ class RemoteEngine:
             EngineError: it cannot; names the engine that died and why.
         """
         session = self._session
-        last = self.crew.causes[-1] if self.crew.causes else "none was started"
+        last = self.pool.causes[-1] if self.pool.causes else "none was started"
         if session.ranks.world > 1:
             raise EngineError(
                 f"No remote engine is left: {last}. With several training processes they are replaced between "
@@ -121,7 +119,7 @@ class RemoteEngine:
     @property
     def weights_lost(self) -> bool:
         """Whether an engine has joined, or none was ever given weights, since the last sync."""
-        return not self.crew.members.keys() <= self._current or not self._current
+        return not self.pool.replicas.keys() <= self._current or not self._current
 
     def load_weights(self, weights: NamedTensors) -> LoadReport:
         """Not this way."""
@@ -133,7 +131,7 @@ class RemoteEngine:
 
     def weights_written(self) -> None:
         """Every engine holds the policy's weights."""
-        self._current = frozenset(self.crew.members)
+        self._current = frozenset(self.pool.replicas)
 
     @property
     def address(self) -> str:
@@ -145,31 +143,28 @@ class RemoteEngine:
     @property
     def servers(self) -> tuple[int, ...]:
         """Numbers of the engines that live."""
-        return tuple(sorted(self.crew.members))
+        return tuple(sorted(self.pool.replicas))
 
     def restore(self) -> None:
         """See `ServedEngine.restore`."""
-        self.crew.restore()
+        self.pool.restore()
 
     def call(self, method: str, arguments: Sequence[Sequence[Any]], deadline: float) -> list[Any]:
         """See `ServedEngine.call`. A death is told at once: the others may wait for who died."""
-        import ray
-
-        members = [self.crew.members[number] for number in self.servers]
-        waiting = {
-            member.handle.call.remote(method, list(given)): member
-            for member, given in zip(members, arguments, strict=True)
+        replicas = [self.pool.replicas[number] for number in self.servers]
+        pending = {
+            replica.handle.call.remote(method, list(given)): replica
+            for replica, given in zip(replicas, arguments, strict=True)
         }
-        end = time.monotonic() + deadline
         answers: dict[int, Any] = {}
-        while waiting:
-            ready, _ = ray.wait(list(waiting), timeout=timeout(max(0.0, end - time.monotonic())))
-            if not ready:
-                late = listed([str(member) for member in waiting.values()])
-                raise EngineError(f"No answer to {method!r} within {deadline:g} s: {late}.")
-            member = waiting.pop(ready[0])
-            answers[member.number] = _answer(member, ready[0])
-        return [answers[member.number] for member in members]
+        try:
+            for reference in arriving(list(pending), deadline):
+                replica = pending.pop(reference)
+                answers[replica.number] = _answer(replica, reference)
+        except TimeoutError:
+            late = listed([str(replica) for replica in pending.values()])
+            raise EngineError(f"No answer to {method!r} within {deadline:g} s: {late}.") from None
+        return [answers[replica.number] for replica in replicas]
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -179,7 +174,7 @@ class RemoteEngine:
     def wake(self, what: str) -> None:
         """Before the weights are needed, see that the engines live. Collective."""
         if what == "weights":
-            self.crew.restore()
+            self.pool.restore()
 
     def resident(self, what: str) -> list[Any]:
         """Nothing on this device."""
@@ -187,27 +182,30 @@ class RemoteEngine:
 
     def close(self) -> None:
         """End the engines."""
-        self.crew.close()
+        self.pool.close()
 
 
-def _trainers(session: Session) -> Mapping[str, int]:
-    """By node, how many ranks train on GPUs that Ray does not know to be in use. Collective."""
+def _gpus_of_trainers(session: Session) -> Mapping[str, Sequence[str]]:
+    """By node, the GPUs that ranks train on without Ray knowing that they are in use. Collective."""
     import ray
 
-    context = ray.get_runtime_context()
-    apart = session.policy.device.type == "cuda" and OWNER_VARIABLE not in os.environ and context.get_actor_id() is None
-    nodes = session.ranks.gather(context.get_node_id() if apart else None)
-    return {node: nodes.count(node) for node in set(nodes) if node is not None}
+    context, device = ray.get_runtime_context(), session.policy.device
+    unknown = device.type == "cuda" and OWNER_VARIABLE not in os.environ and context.get_actor_id() is None
+    found: dict[str, list[str]] = {}
+    for used in session.ranks.gather((context.get_node_id(), gpu_name(device)) if unknown else None):
+        if used is not None:
+            found.setdefault(used[0], []).append(used[1])
+    return found
 
 
-def _answer(member: Member, reference: Any) -> Any:
+def _answer(replica: Replica, reference: Any) -> Any:
     import ray
 
     try:
         return ray.get(reference)
     except ray.exceptions.RayTaskError as error:
         if isinstance(error.cause, ServerDiedError):
-            raise ServerDiedError(f"{member}: {error.cause}") from error
-        raise EngineError(f"{member}: {brief(error)}") from error
+            raise ServerDiedError(f"{replica}: {error.cause}") from error
+        raise EngineError(f"{replica}: {brief(error)}") from error
     except ray.exceptions.RayError as error:
-        raise ServerDiedError(f"{member} died: {brief(error)}") from error
+        raise ServerDiedError(f"{replica} died: {brief(error)}") from error

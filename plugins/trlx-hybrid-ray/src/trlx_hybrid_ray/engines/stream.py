@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,9 +11,9 @@ from trlx_hybrid.types import Completion, Request, Sampling
 
 from .. import debugging
 from ..errors import brief
+from ..remote.actors import RunningClock
 from .actor import Answer
-from .crew import CHECK_SECONDS, Crew
-from .routing import Router
+from .pool import CHECK_SECONDS, EnginePool
 
 TICK = 0.01  # seconds that a step waits for a completion: tools that have answered wait for it to end
 COLLECT_SECONDS = 1.0  # that a call waits in the actor for something to collect
@@ -38,19 +37,20 @@ class RemoteStream:
 
     def __init__(
         self,
-        crew: Crew,
+        pool: EnginePool,
         servers: Sequence[int],
         sampling: Sampling,
         channel: str,
         deadline: float,
         revive: Callable[[], Sequence[int]],
     ) -> None:
-        self._crew, self._sampling, self._channel, self._revive = crew, sampling, channel, revive
+        self._pool, self._sampling, self._channel, self._revive = pool, sampling, channel, revive
         self._deadline = debugging.patience(deadline)
         self._router = Router(servers)
         self._requests: dict[int, Request] = {}  # unfinished
         self._unsent: list[int] = []
         self._collecting: dict[Any, int] = {}  # what a call will return -> engine
+        self._clock = RunningClock()  # an engine is not silent while this process is stopped
         self._progress: dict[int, float] = {}  # engine -> when it last finished something, or got something to do
         self._heard: dict[int, float] = {}  # engine -> when it last answered a call
         self._next = 0
@@ -69,8 +69,8 @@ class RemoteStream:
         server = self._router.done(key)
         if server is None:
             self._unsent.remove(key)
-        elif server in self._crew.members:
-            self._crew.members[server].handle.abort.remote(self._channel, [key])
+        elif server in self._pool.replicas:
+            self._pool.replicas[server].handle.abort.remote(self._channel, [key])
 
     def step(self, more: bool) -> tuple[list[tuple[int, Completion]], bool]:
         """Send what is queued, and take what has finished: at once if something has, or a moment later."""
@@ -89,8 +89,8 @@ class RemoteStream:
         if not self._requests:
             return []
         for server in self._router.servers:
-            if self._router.at(server) and server not in self._collecting.values():
-                handle = self._crew.members[server].handle
+            if self._router.load(server) and server not in self._collecting.values():
+                handle = self._pool.replicas[server].handle
                 self._collecting[handle.collect.remote(self._channel, COLLECT_SECONDS)] = server
         ready, _ = ray.wait(list(self._collecting), num_returns=1, timeout=wait)
         if ready:
@@ -110,14 +110,14 @@ class RemoteStream:
             yield self
         finally:
             for server in self._router.servers:
-                if server in self._crew.members:
-                    self._crew.members[server].handle.leave.remote(self._channel)
+                if server in self._pool.replicas:
+                    self._pool.replicas[server].handle.leave.remote(self._channel)
             self._requests.clear()
 
     # --- to the engines and back ------------------------------------------------------------------------------------
 
     def _send(self) -> None:
-        for server in [s for s in self._router.servers if s not in self._crew.members]:
+        for server in [s for s in self._router.servers if s not in self._pool.replicas]:
             self._resend(server)  # found dead by somebody else, as by a weight sync
         if not self._unsent:
             return
@@ -125,15 +125,14 @@ class RemoteStream:
             for server in self._revive():
                 self._router.join(server)
         keys, self._unsent = self._unsent, []
-        parcels: dict[int, list[tuple[int, Request]]] = {}
+        batches: dict[int, list[tuple[int, Request]]] = {}
         for key in keys:
             request = self._requests[key]
-            parcels.setdefault(self._router.assign(key, request.row), []).append((key, request))
-        now = time.monotonic()
-        for server, parcel in parcels.items():
-            self._crew.members[server].handle.add.remote(self._channel, parcel, self._sampling)
-            if self._router.at(server) == len(parcel):  # it had nothing to do
-                self._progress[server] = self._heard[server] = now
+            batches.setdefault(self._router.assign(key, request.row), []).append((key, request))
+        for server, batch in batches.items():
+            self._pool.replicas[server].handle.add.remote(self._channel, batch, self._sampling)
+            if self._router.load(server) == len(batch):  # it had nothing to do
+                self._progress[server] = self._heard[server] = self._clock.now()
 
     def _taken(self, server: int, reference: Any) -> list[tuple[int, Completion]]:
         import ray
@@ -143,7 +142,7 @@ class RemoteStream:
         except (ray.exceptions.RayError, EngineError) as error:
             self._lose(server, brief(error))
             return []
-        self._heard[server] = time.monotonic()
+        self._heard[server] = self._clock.now()
         finished = []
         for answer in answers:
             if answer.died:
@@ -154,14 +153,14 @@ class RemoteStream:
             self._router.done(answer.key)
             self._progress[server] = self._heard[server]
             if answer.completion is None:
-                raise EngineError(f"{self._crew.members[server]} refused a request: {answer.error}")
+                raise EngineError(f"{self._pool.replicas[server]} refused a request: {answer.error}")
             finished.append((answer.key, answer.completion))
         return finished
 
     def _notice_silence(self) -> None:
-        now = time.monotonic()
+        now = self._clock.now()
         for server in self._router.servers:
-            if not self._router.at(server):
+            if not self._router.load(server):
                 continue
             if now - self._heard[server] > debugging.patience(CHECK_SECONDS) + COLLECT_SECONDS:
                 self._lose(server, f"it did not answer for {CHECK_SECONDS:g} s")
@@ -171,9 +170,68 @@ class RemoteStream:
                 )
 
     def _lose(self, server: int, cause: str) -> None:
-        self._crew.lose(server, cause)
+        self._pool.lose(server, cause)
         self._resend(server)
 
     def _resend(self, server: int) -> None:
         self._collecting = {reference: s for reference, s in self._collecting.items() if s != server}
         self._unsent = [*self._router.lose(server), *self._unsent]
+
+
+class Router:
+    """Which engine gets a request. Pure: it counts, and knows nothing of Ray.
+
+    A trajectory's later turns go where its first one went, whose prefix cache knows it; a new trajectory goes where
+    least is to do. Ties go to the engine with fewer trajectories, then to the lower number, so that the same requests
+    in the same order are dealt out alike.
+
+    Args:
+        servers: numbers of those that live.
+    """
+
+    def __init__(self, servers: Iterable[int]) -> None:
+        self._requests: dict[int, dict[int, None]] = {server: {} for server in servers}
+        self._server_of: dict[int, int] = {}  # request -> server
+        self._home: dict[int, int] = {}  # row -> server
+        self._rows: dict[int, int] = dict.fromkeys(self._requests, 0)  # server -> how many rows have their home there
+
+    @property
+    def servers(self) -> tuple[int, ...]:
+        """Those that live."""
+        return tuple(self._requests)
+
+    def assign(self, request: int, row: int) -> int:
+        """The engine for a request of a row. There must be one, and the request must not be assigned yet."""
+        server = self._home.get(row)
+        if server is None:
+            server = min(self._requests, key=lambda s: (len(self._requests[s]), self._rows[s], s))
+            self._home[row] = server
+            self._rows[server] += 1
+        self._requests[server][request] = None
+        self._server_of[request] = server
+        return server
+
+    def done(self, request: int) -> int | None:
+        """A request is over, finished or not wanted any more: the engine that had it, or None."""
+        server = self._server_of.pop(request, None)
+        if server is not None:
+            del self._requests[server][request]
+        return server
+
+    def load(self, server: int) -> int:
+        """How many requests it has."""
+        return len(self._requests[server])
+
+    def lose(self, server: int) -> list[int]:
+        """An engine died: its requests, in the order of their arrival. They, and its rows, are nobody's now."""
+        requests = list(self._requests.pop(server, ()))
+        for request in requests:
+            del self._server_of[request]
+        self._home = {row: home for row, home in self._home.items() if home != server}
+        self._rows.pop(server, None)
+        return requests
+
+    def join(self, server: int) -> None:
+        """An engine came."""
+        self._requests.setdefault(server, {})
+        self._rows.setdefault(server, 0)

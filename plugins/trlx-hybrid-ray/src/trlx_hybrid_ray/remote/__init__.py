@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .environment import RemoteEnvironments, remote_environment
-    from .lost import EnvironmentLostError
+    from .environment import EnvironmentLostError, RemoteEnvironments, remote_environment
     from .reward import RemoteReward, remote_reward
 
 __all__ = ["EnvironmentLostError", "RemoteEnvironments", "RemoteReward", "remote_environment", "remote_reward"]
@@ -16,8 +15,7 @@ def __getattr__(name: str) -> Any:  # lazy: a script may import this before it k
     from importlib import import_module
 
     if name in __all__:
-        module = ".lost" if name == "EnvironmentLostError" else ".environment" if "nvironment" in name else ".reward"
-        return getattr(import_module(module, __name__), name)
+        return getattr(import_module(".environment" if "nvironment" in name else ".reward", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -2,29 +2,42 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.errors import ConfigError, RewardError, listed
 
 from .. import debugging
-from ..workers import DeadlineError, WorkerDiedError, WorkerGroup
-from ..workers.group import DEADLINE, START_SECONDS
-from .connection import connected
-from .quarters import Quarters
-from .reward_model import RewardModelSource
-from .reward_worker import LOGGERS, RewardWorker
-from .shipment import Shipment, obstacle, packed
-from .tally import Tally
+from ..errors import brief
+from ..worker_group.errors import DeadlineError, WorkerDiedError, WorkerError
+from .actors import (
+    DEADLINE,
+    START_SECONDS,
+    ActorPool,
+    Pickled,
+    PoolActor,
+    Worker,
+    arriving,
+    ensure_connected,
+    obstacle,
+    reply_of,
+    result_of,
+)
 
+E = TypeVar("E", bound=WorkerError)
 REMEDY = (
     "Give a class instead: each worker makes an instance of it, with whatever cannot travel. Or create that inside the "
     "function."
 )
+LOGGERS = ("log_extra", "log_metric")
+"""Arguments by which TRL lets a reward function log: methods of the trainer, which must not travel."""
 
 
 def remote_reward(
@@ -71,7 +84,9 @@ def remote_reward(
         PlacementError: the cluster has no such room.
         WorkerError: it cannot be loaded on a worker.
     """
-    model = isinstance(reward, str) or _is_module(reward)
+    torch = sys.modules.get("torch")
+    module = torch is not None and isinstance(reward, torch.nn.Module)
+    model = module or isinstance(reward, str)
     given = {
         "processing_class": processing_class,
         "model_kwargs": model_kwargs,
@@ -81,49 +96,47 @@ def remote_reward(
         raise ConfigError(f"remote_reward: {setting}= is of a reward model, and {reward!r:.80} is none. Leave it out.")
     if not model and not callable(reward):
         raise ConfigError(f"remote_reward takes a function, a class or a reward model, and got {reward!r:.80}.")
+    if workers < 1:
+        raise ConfigError(f"remote_reward: workers={workers}: at least one is needed.")
     if not deadline > 0:
         raise ConfigError(f"remote_reward: deadline={deadline}: seconds above 0, or math.inf to wait for ever.")
-    called = name or (_model_name(reward) if model else _function_name(reward))
-    connected()
+    if module and any(parameter.device.type != "cpu" for parameter in reward.parameters()):
+        raise ConfigError("remote_reward sends a model from the CPU: call .to('cpu') on it, or give a path.")
+    called = name or _trl_name(reward)
+    ensure_connected()
     if model:
-        _refuse_device(reward)
-        source = RewardModelSource(
-            model=reward,
-            processing_class=processing_class,
-            model_kwargs=dict(model_kwargs or {}),
-            chat_template_kwargs=dict(chat_template_kwargs or {}),
+        load = functools.partial(
+            RewardModel, reward, processing_class, dict(model_kwargs or {}), dict(chat_template_kwargs or {})
         )
-        shipment = packed(source, f"Reward model {called!r}", "Save it, and give its path.")
+        pickled = Pickled.of(load, f"Reward model {called!r}", "Save it, and give its path.")
     else:
-        shipment = packed(reward, f"Reward function {called!r}", REMEDY)
-    start = functools.partial(_Staff, shipment, called, workers, cpus, gpus, deadline, start_deadline)
-    return RemoteReward(called, start, frozenset(drop))
+        pickled = Pickled.of(reward, f"Reward function {called!r}", REMEDY)
+    start = functools.partial(
+        ActorPool,
+        RewardActor,
+        pickled,
+        (called, model or inspect.isclass(reward)),
+        name=called,
+        role="reward",
+        workers=workers,
+        cpus=cpus,
+        gpus=gpus,
+        start_deadline=start_deadline,
+    )
+    return RemoteReward(called, start, frozenset(drop), debugging.patience(deadline))
 
 
-class _Staff:
-    """The workers, and the places that they are in."""
+def _trl_name(reward: Any) -> str:
+    """What TRL calls it: the last part of a model's name or path, the name of a function."""
+    while isinstance(reward, functools.partial):
+        reward = reward.func
+    if isinstance(reward, str):
+        return Path(reward).name
+    path = getattr(getattr(reward, "config", None), "_name_or_path", "")
+    return Path(path).name or str(getattr(reward, "__name__", type(reward).__name__))
 
-    def __init__(
-        self, shipment: Shipment, name: str, workers: int, cpus: float, gpus: float, deadline: float, starting: float
-    ) -> None:
-        self._quarters = Quarters(f"reward {name}", workers, cpus, gpus)
-        kind = type(name, (RewardWorker,), {"__module__": RewardWorker.__module__})  # messages speak of it by this name
-        try:
-            self._group: WorkerGroup[RewardWorker] = WorkerGroup(
-                kind,
-                self._quarters,
-                (shipment, name),
-                deadline=debugging.patience(deadline),
-                start_deadline=debugging.patience(starting),
-            )
-        except BaseException:
-            self._quarters.close()
-            raise
-        self.score = self._group.workers.score
 
-    def close(self) -> None:
-        self._group.close()
-        self._quarters.close()
+# --- in the trainer -------------------------------------------------------------------------------------------------
 
 
 class RemoteReward:
@@ -133,16 +146,16 @@ class RemoteReward:
     They end with the process, or when `close` is called or a `with` block is left.
     """
 
-    def __init__(self, name: str, start: Callable[[], _Staff], drop: frozenset[str]) -> None:
+    def __init__(self, name: str, start: Callable[[], ActorPool], drop: frozenset[str], deadline: float) -> None:
         self.__name__ = name
-        self._start, self._drop = start, drop
-        self._staff: _Staff | None = start()
+        self._start, self._drop, self._deadline = start, drop, deadline
+        self._pool: ActorPool | None = start()
 
     def __call__(self, **arguments: Any) -> list[float | None]:
         """Score a batch: what TRL passes to a reward function, by name.
 
-        Of a worker that dies, the rows are scored once more, by workers started anew. Once: what dies again at the same
-        rows is the function's doing.
+        Of a worker that dies, the rows are scored once more, with another in its place. Once: what dies again at the
+        same rows is the function's doing.
 
         Raises:
             WorkerError: the function raised; names the worker, with its traceback. `__cause__` is the exception.
@@ -150,42 +163,79 @@ class RemoteReward:
             DeadlineError: no answer in time. The workers are ended; the next call starts others.
             ConfigError: an argument cannot be sent; names it.
         """
-        count = len(arguments["prompts"])
-        loggers = {name: arguments[name] for name in LOGGERS if name in arguments}
-        kept = {name: value for name, value in arguments.items() if name not in self._drop and name not in loggers}
-        rows = {name: value for name, value in kept.items() if isinstance(value, list) and len(value) == count}
-        others = {name: value for name, value in kept.items() if name not in rows}
-        tally = Tally(count)
-        while missing := tally.missing():
-            batch = {name: [value[row] for row in missing] for name, value in rows.items()}
-            try:
-                for numbers, scored in self._scored(batch, others, tuple(loggers)):
-                    tally.add([missing[number] for number in numbers], scored)
-            except DeadlineError:
-                self.close()
-                raise
-            except WorkerDiedError as died:
-                self.close()
-                if tally.deaths:
-                    raise self._hopeless(died, missing) from died
-                tally.deaths += 1
-                print(f"{self._first_line(died)} Starting its workers anew.", file=sys.stderr, flush=True)
-        tally.report(loggers.get("log_extra"), loggers.get("log_metric"))
-        return tally.rewards
+        batch = Batch(arguments, self._drop)
+        died: WorkerDiedError | None = None
+        while batch.missing:
+            again, died = died, self._score(batch)
+            if died is not None and again is not None:
+                raise self._error(
+                    WorkerDiedError,
+                    died.rank,
+                    died.node,
+                    f"lost workers twice over the same {len(batch.missing)} rows, the first of which is row "
+                    f"{batch.missing[0]} of the batch: scoring ends the process. {died}",
+                ) from died
+            if died is not None:
+                print(f"{died} Starting another in its place.", file=sys.stderr, flush=True)
+        batch.log()
+        return batch.rewards
 
-    def _scored(self, batch: Mapping[str, list[Any]], others: Mapping[str, Any], loggers: Sequence[str]) -> Any:
-        if self._staff is None:
-            self._staff = self._start()
+    def _score(self, batch: Batch) -> WorkerDiedError | None:
+        """Have the missing rows scored by all workers; the first death among these. What it had is missing still."""
+        import ray
+
+        if self._pool is None:
+            self._pool = self._start()
+        self._pool.replace_dead()
+        died: WorkerDiedError | None = None
+        pending = self._sent(batch, self._pool.workers)
         try:
-            arrivals = self._staff.score(dict(batch), others, loggers)
-        except TypeError as error:  # what Ray raises where it cannot pickle
-            raise self._unsendable({**batch, **others}, error) from error
-        return ((arrival.rows, arrival.value) for arrival in arrivals)
+            for reference in arriving(list(pending), self._deadline):
+                worker, rows = pending.pop(reference)
+                try:
+                    batch.add(rows, result_of(ray.get(reference), str(worker)))
+                except ray.exceptions.RayActorError as error:
+                    worker.dead = True
+                    lost = f"lost a worker: {worker} died: {brief(error).rstrip('.')}."
+                    died = died or self._error(WorkerDiedError, worker.number, worker.where, lost)
+                except (Exception, SystemExit) as error:  # whatever the function raised
+                    trace = "\n".join(getattr(error, "__notes__", []))
+                    failed = f"failed on {worker}: {type(error).__name__}: {error}\n{trace}"
+                    raise self._error(WorkerError, worker.number, worker.where, failed, trace) from error
+        except TimeoutError:
+            self.close()
+            late = [worker for worker, _ in pending.values()]
+            raise self._error(
+                DeadlineError,
+                late[0].number,
+                late[0].where,
+                f"got no answer within {self._deadline:g} s from {listed([str(worker) for worker in late], 3)}. Its "
+                "workers were ended. Raise deadline= if a batch takes that long.",
+            ) from None
+        return died
 
-    def _unsendable(self, arguments: Mapping[str, Any], error: TypeError) -> Exception:
+    def _sent(self, batch: Batch, workers: Sequence[Worker]) -> dict[Any, tuple[Worker, Sequence[int]]]:
+        """Deal rows out in blocks of about the same size. By reference to the answer: the worker, and its rows."""
+        import ray
+
+        rows = batch.missing
+        small, larger = divmod(len(rows), len(workers))
+        sent: dict[Any, tuple[Worker, Sequence[int]]] = {}
+        try:
+            shared = ray.put((batch.others, tuple(batch.loggers)))
+            for worker in workers:
+                start = worker.number * small + min(worker.number, larger)
+                part = rows[start : start + small + (worker.number < larger)]
+                if part:
+                    sent[worker.handle.score.remote(batch.columns_of(part), shared)] = worker, part
+        except TypeError as error:  # what Ray raises where it cannot pickle
+            raise self._unsendable(batch, error) from error
+        return sent
+
+    def _unsendable(self, batch: Batch, error: TypeError) -> Exception:
         from ray import cloudpickle
 
-        for name, value in arguments.items():
+        for name, value in {**batch.columns, **batch.others}.items():
             try:
                 cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
             except Exception as reason:
@@ -195,23 +245,15 @@ class RemoteReward:
                 )
         return error
 
-    def _first_line(self, died: WorkerDiedError) -> str:
-        return f"Reward function {self.__name__!r} lost a worker: {str(died).splitlines()[0]}"
-
-    def _hopeless(self, died: WorkerDiedError, rows: Sequence[int]) -> WorkerDiedError:
-        return WorkerDiedError(
-            f"{self._first_line(died)} Others had been started before, and one of them died as well: scoring ends the "
-            f"process. {len(rows)} rows were under way, the first is row {rows[0]} of the batch.",
-            rank=died.rank,
-            method=died.method,
-            node=died.node,
-        )
+    def _error(self, kind: type[E], rank: int, node: str, what: str, traceback: str = "") -> E:
+        text = f"Reward function {self.__name__!r} {what}"
+        return kind(text, rank=rank, method="score", node=node, traceback=traceback)
 
     def close(self) -> None:
-        """End the workers and give their places back. Another call starts others."""
-        staff, self._staff = self._staff, None
-        if staff is not None:
-            staff.close()
+        """End the workers and give their resources back. Another call starts others."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
 
     def __enter__(self) -> RemoteReward:
         return self
@@ -223,24 +265,186 @@ class RemoteReward:
         return f"<remote reward {self.__name__!r}>"
 
 
-def _is_module(reward: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(reward, torch.nn.Module)
+@dataclass(slots=True)
+class Scores:
+    """What a worker made of its rows.
+
+    Attributes:
+        rewards: one per row.
+        extra: by column what was given to `log_extra`, one value per row.
+        metrics: what was given to `log_metric`, in order.
+    """
+
+    rewards: list[float | None] = field(default_factory=list)
+    extra: dict[str, list[Any]] = field(default_factory=dict)
+    metrics: list[tuple[str, float]] = field(default_factory=list)
 
 
-def _refuse_device(reward: Any) -> None:
-    if not isinstance(reward, str) and any(parameter.device.type != "cpu" for parameter in reward.parameters()):
-        raise ConfigError("remote_reward sends a model from the CPU: call .to('cpu') on it, or give a path.")
+class Batch:
+    """What TRL passes to a reward function, and the scores of it as they come in from workers.
+
+    Attributes:
+        columns: arguments with an entry for each row.
+        others: arguments without.
+        loggers: those of `LOGGERS` that TRL passed.
+        rewards: by row; None where there is none, or the function said None.
+        missing: rows that nobody has scored, in order.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], drop: frozenset[str]) -> None:
+        count = len(arguments["prompts"])
+        self.loggers = {name: arguments[name] for name in LOGGERS if name in arguments}
+        kept = {name: value for name, value in arguments.items() if name not in drop and name not in self.loggers}
+        self.columns = {n: value for n, value in kept.items() if isinstance(value, list) and len(value) == count}
+        self.others = {name: value for name, value in kept.items() if name not in self.columns}
+        self.rewards: list[float | None] = [None] * count
+        self.missing = list(range(count))
+        self._extra: dict[str, list[Any]] = {}
+        self._metrics: dict[str, list[tuple[int, float]]] = {}
+
+    def columns_of(self, rows: Sequence[int]) -> dict[str, list[Any]]:
+        """The columns of some rows."""
+        return {name: [values[row] for row in rows] for name, values in self.columns.items()}
+
+    def add(self, rows: Sequence[int], scores: Scores) -> None:
+        """Take in what a worker made of these rows."""
+        for row, reward in zip(rows, scores.rewards, strict=True):
+            self.rewards[row] = reward
+        for column, values in scores.extra.items():
+            every = self._extra.setdefault(column, [None] * len(self.rewards))
+            for row, value in zip(rows, values, strict=True):
+                every[row] = value
+        for name, value in scores.metrics:
+            self._metrics.setdefault(name, []).append((len(rows), value))
+        scored = set(rows)
+        self.missing = [row for row in self.missing if row not in scored]
+
+    def log(self) -> None:
+        """Log what the workers logged: columns in the order of rows, metrics as the mean over rows."""
+        for column, values in self._extra.items():
+            self.loggers["log_extra"](column, values)
+        for name, found in self._metrics.items():
+            self.loggers["log_metric"](name, sum(n * value for n, value in found) / sum(n for n, _ in found))
 
 
-def _model_name(reward: Any) -> str:
-    """As TRL: the last part of the model's name or path."""
-    found = reward if isinstance(reward, str) else getattr(getattr(reward, "config", None), "_name_or_path", "")
-    return Path(found).name or type(reward).__name__
+# --- in the actor ---------------------------------------------------------------------------------------------------
 
 
-def _function_name(reward: Any) -> str:
-    """As TRL."""
-    while isinstance(reward, functools.partial):
-        reward = reward.func
-    return str(getattr(reward, "__name__", type(reward).__name__))
+class RewardActor(PoolActor):
+    """Scores its share of a batch."""
+
+    def load(self, loaded: Callable[..., Any], name: str, makes: bool) -> None:
+        """Take the function.
+
+        Args:
+            name: of the reward, for messages.
+            makes: whether `loaded` is to be called for the function.
+        """
+        self._name, self._function = name, loaded() if makes else loaded
+        self._runner: asyncio.Runner | None = None
+
+    def score(self, columns: dict[str, list[Any]], shared: tuple[Mapping[str, Any], Sequence[str]]) -> bytes:
+        """Reply with the `Scores` of some rows.
+
+        Args:
+            columns: by name, what has an entry for each row.
+            shared: arguments that have not; and which of `LOGGERS` the function expects.
+        """
+        return reply_of(lambda: self._scored(columns, *shared))
+
+    def _scored(self, columns: dict[str, list[Any]], others: Mapping[str, Any], loggers: Sequence[str]) -> Scores:
+        count, scores = len(columns["prompts"]), Scores()
+
+        def log_extra(column: str, values: Sequence[Any]) -> None:
+            if len(values) != count or column in scores.extra:
+                raise RewardError(
+                    f"Reward function {self._name!r} gave log_extra {len(values)} values for {column!r}. Give it "
+                    f"one for each of the {count} rows, and each column once."
+                )
+            scores.extra[column] = list(values)
+
+        def log_metric(name: str, value: float) -> None:
+            scores.metrics.append((name, float(value)))
+
+        given = {"log_extra": log_extra, "log_metric": log_metric}
+        answer = self._function(**columns, **others, **{name: given[name] for name in loggers})
+        if inspect.isawaitable(answer):
+            answer = self._awaited(answer)
+        scores.rewards = self._checked(answer, count)
+        return scores
+
+    def _awaited(self, answer: Any) -> Any:
+        """On one event loop for all batches, so that a client can keep its connections."""
+
+        async def wait() -> Any:
+            return await answer
+
+        self._runner = self._runner or asyncio.Runner()
+        return self._runner.run(wait())
+
+    def _checked(self, answer: Any, count: int) -> list[float | None]:
+        try:
+            found = [None if value is None else float(value) for value in answer]
+        except (TypeError, ValueError) as error:
+            raise RewardError(
+                f"Reward function {self._name!r} returned {answer!r:.100}: {error}. Return a list of numbers, "
+                "with None where the reward does not apply."
+            ) from error
+        if len(found) != count:
+            raise RewardError(
+                f"Reward function {self._name!r} returned {len(found)} rewards for {count} rows. Return one for each; "
+                "a function that looks at a whole batch needs workers=1."
+            )
+        return found
+
+
+class RewardModel:
+    """A sequence-classification model with one label, called as a reward function and scored as TRL scores it.
+
+    Source: trl 1.16, `GRPOTrainer.__init__` (preparing model and tokenizer) and `_calculate_rewards` (scoring).
+
+    Args:
+        model: a path or a name on the Hub, or the model itself.
+        tokenizer: None loads the one that belongs to the model.
+        model_kwargs: for `from_pretrained`.
+        chat_template_kwargs: for `apply_chat_template`.
+    """
+
+    def __init__(
+        self, model: Any, tokenizer: Any, model_kwargs: Mapping[str, Any], chat_template_kwargs: Mapping[str, Any]
+    ) -> None:
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        if isinstance(model, str):
+            model = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1, **model_kwargs)
+        if tokenizer is None:
+            shared = ("revision", "trust_remote_code")
+            chosen = {name: model_kwargs[name] for name in shared if name in model_kwargs}
+            tokenizer = AutoTokenizer.from_pretrained(getattr(model.config, "_name_or_path", ""), **chosen)
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        # The score is that of the last token that is no padding, which the model finds by this id.
+        model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model, self._tokenizer, self._template = model.to(self._device), tokenizer, chat_template_kwargs
+
+    def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
+        """One score per row."""
+        import torch
+
+        inputs = self._tokenizer(
+            text=[self._text(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)],
+            return_tensors="pt",
+            padding=True,
+            padding_side="right",
+            add_special_tokens=False,
+        ).to(self._device)
+        with torch.inference_mode():
+            logits = self._model(**inputs).logits[:, 0]
+        return [float(score) for score in logits.float().tolist()]
+
+    def _text(self, prompt: Any, completion: Any) -> str:
+        if isinstance(prompt, str):
+            return prompt + str(completion)
+        return str(self._tokenizer.apply_chat_template(prompt + completion, tokenize=False, **self._template))

@@ -1,5 +1,6 @@
 """Groups of many workers: the driver calls one relay per node."""
 
+import dataclasses
 import os
 import re
 import sys
@@ -7,30 +8,12 @@ import time
 
 import pytest
 import ray
-from hypothesis import given
-from hypothesis import strategies as st
-from trlx_hybrid_ray.workers import DeadlineError, Future, WorkerDiedError, WorkerError
-from trlx_hybrid_ray.workers.fan_out import WIDTH, branches
-from trlx_hybrid_ray.workers.grid import Grid
-from trlx_hybrid_ray.workers.group import GroupCall
-from trlx_hybrid_ray.workers.hosted import hosted
-from trlx_hybrid_ray.workers.member import Member
-from trlx_hybrid_ray.workers.ray_crew import RayCrew
-from trlx_hybrid_ray.workers.register import register, rules
+from trlx_hybrid_ray.worker_group import DeadlineError, Future, WorkerDiedError, WorkerError
+from trlx_hybrid_ray.worker_group.group import GroupMethod
+from trlx_hybrid_ray.worker_group.ray_group import Actors
+from trlx_hybrid_ray.worker_group.registration import register, registered
 
 NODES, PER_NODE = 4, 256
-
-
-@given(st.lists(st.sampled_from("abcd"), max_size=80))
-def test_branches_cover_every_rank_once_where_there_are_many(nodes):
-    found = branches(nodes)
-    if len(nodes) <= WIDTH:
-        assert found == []
-    else:
-        assert sorted(rank for branch in found for rank in branch.ranks) == list(range(len(nodes)))
-        assert len(found) == len(set(nodes))
-        assert all(nodes[rank] == branch.node for branch in found for rank in branch.ranks)
-        assert all(list(branch.ranks) == sorted(branch.ranks) for branch in found)
 
 
 class Worker:
@@ -52,25 +35,17 @@ class Worker:
     def numbers(self):
         return self.order
 
-    @register("all_to_all")
-    def item(self, item):
-        return item
-
-    @register("all_to_all", execute="stream")
-    def items(self, item):
-        return item
-
-    @register("all_to_all", execute="future")
-    def item_or_fault(self, item):
-        if item == 300:
+    @register("scatter", execute="future")
+    def item_or_fault(self, batch):
+        if batch == [300]:
             raise ValueError("three hundred")
-        return item
+        return batch
 
-    @register("all_to_all", execute="future")
-    def item_or_wait(self, item, gate):
-        while item == 700 and not os.path.exists(gate):
+    @register("scatter", execute="future")
+    def item_or_wait(self, batch, gate):
+        while batch == [700] and not os.path.exists(gate):
             time.sleep(0.01)
-        return item
+        return batch
 
     @register("scatter")
     def rows(self, batch):
@@ -85,15 +60,18 @@ class Wide:
     """1,024 ranks on 4 nodes, as far as the driver can tell: relays and workers are real, 256 ranks share an actor."""
 
     def __init__(self):
-        self.grid = Grid(NODES * PER_NODE)
-        actors = ray.remote(hosted(Worker))
-        own = [actors.options(num_cpus=0).remote(Member(0, self.grid)) for _ in range(NODES)]
-        self.crew = RayCrew("Worker", [handle for handle in own for _ in range(PER_NODE)])
-        homes = ray.get([handle.__trlx_home__.remote() for handle in own])
-        self.crew.homes = [home for home in homes for _ in range(PER_NODE)]
-        self.crew.relay(branches([f"node {rank // PER_NODE}" for rank in range(NODES * PER_NODE)]), 60.0, pinned=False)
-        for name, rule in rules(Worker).items():
-            setattr(self, name, GroupCall(rule, "Worker", self.grid, self.crew, 60.0))
+        self.actors = actors = Actors(Worker, [{"num_cpus": 0}] * NODES, 1, (), {})
+        actors.start(60.0)
+        actors.world = actors.replicas = NODES * PER_NODE
+        actors.handles = [handle for handle in actors.handles for _ in range(PER_NODE)]
+        actors.locations = [
+            dataclasses.replace(at, node=f"node {node}")
+            for node, at in enumerate(actors.locations)
+            for _ in range(PER_NODE)
+        ]
+        self.actors.relay(60.0, pinned=False)
+        for name, method in registered(Worker).items():
+            setattr(self, name, GroupMethod(method, self.actors, 60.0))
 
 
 @pytest.fixture(scope="module")
@@ -111,12 +89,12 @@ def groups(by_value):
     made = []
     yield made
     for group in made:
-        group.crew.close(at_once=True)
+        group.actors.close(at_once=True)
 
 
 @pytest.fixture
 def wide(groups):
-    if not groups or groups[-1].crew.lost is not None:
+    if not groups or groups[-1].actors.lost is not None:
         groups.append(Wide())
     return groups[-1]
 
@@ -134,7 +112,7 @@ def submitted(monkeypatch):
 
 
 def test_the_driver_calls_each_node_once(wide, submitted):
-    assert wide.item(list(range(1024))) == list(range(1024))
+    assert wide.rows(list(range(1024))) == list(range(1024))
     assert submitted == ["call"] * NODES
 
 
@@ -159,18 +137,13 @@ def test_calls_reach_workers_in_the_order_in_which_they_were_made(wide):
     assert [len(future.result()) for future in futures] == [1024] * 3
 
 
-def test_answers_stream_by_node(wide):
-    arrivals = list(wide.items(list(range(1024))))
-    assert sorted((arrival.number, arrival.value) for arrival in arrivals) == [(n, n) for n in range(1024)]
-
-
 def test_errors_name_the_rank(wide):
     failing = wide.item_or_fault(list(range(1024)))
     expected = r"Worker.item_or_fault failed on rank 300 \(node .*ValueError: three hundred"
     with pytest.raises(WorkerError, match=expected) as caught:
         failing.result()
     assert isinstance(caught.value.__cause__, ValueError)
-    assert wide.item(list(range(1024))) == list(range(1024))
+    assert wide.rows(list(range(1024))) == list(range(1024))
 
 
 def test_a_deadline_names_the_ranks_that_are_missing(wide, tmp_path):
@@ -192,6 +165,8 @@ def test_a_future_through_relays_can_be_a_batch(wide):
     future = wide.item_or_fault([0] * 1024)
     assert isinstance(future, Future)
     assert wide.rows(future) == [0] * 1024
+    with pytest.raises(WorkerError, match=r"Worker.item_or_fault failed on rank 300 .*three hundred"):
+        wide.rows(wide.item_or_fault(list(range(1024))))
 
 
 def test_a_dead_worker_ends_a_wide_group(wide):

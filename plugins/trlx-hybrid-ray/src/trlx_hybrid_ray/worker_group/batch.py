@@ -1,0 +1,186 @@
+"""Batches: nested data whose leaves have rows, split into chunks and joined again. Pure functions.
+
+Rows are the items of a list and the first dimension of a tensor or an array. Tuples, mappings and dataclasses give
+structure: what is in them is split, they are not. `None`, numbers, strings, bytes and tensors without dimensions have
+no rows and go into every chunk as they are. `join` is the inverse of `split`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, Literal
+
+from .errors import DispatchError
+
+SINGLES = (str, bytes, bytearray, bool, int, float, complex, type(None))
+
+
+def row_ranges(rows: int, chunks: int) -> list[range]:
+    """The rows of each chunk: in order, their numbers differ by at most one, the larger ones first."""
+    each, longer = divmod(rows, chunks)
+    ends = accumulate((each + (chunk < longer) for chunk in range(chunks)), initial=0)
+    return [range(start, end) for start, end in pairwise(ends)]
+
+
+def rows_of(batch: Any) -> int:
+    """The number of rows that every leaf with rows has.
+
+    Raises:
+        DispatchError: no leaf has rows, two leaves differ, or a value is neither rows nor structure.
+    """
+    found = list(_counts(batch, "the batch"))
+    if not found:
+        raise DispatchError(
+            f"Nothing to split in a batch of type {type(batch).__name__}: it holds no list, tensor or array. "
+            "Register the method as 'one_to_all' or 'broadcast', or pass rows."
+        )
+    first, rows = found[0]
+    for path, count in found[1:]:
+        if count != rows:
+            raise DispatchError(f"A batch has one number of rows, but {first} has {rows} and {path} has {count}.")
+    return rows
+
+
+def split(batch: Any, ranges: Sequence[range]) -> list[Any]:
+    """One batch per range of rows. Tensors are copied (a view would be sent with all its storage), arrays are views."""
+    return [_mapped(lambda leaf, path, rows=rows: _cut(leaf, rows), [batch], "the batch") for rows in ranges]
+
+
+def join(parts: Sequence[Any]) -> Any:
+    """The results of all chunks as one, in order. How many rows each has is up to it.
+
+    Raises:
+        DispatchError: the parts are not alike in structure, or a value without rows differs.
+    """
+    return _mapped(_joined, parts, "the result")
+
+
+# --- structure ------------------------------------------------------------------------------------------------------
+
+
+def fields_of(value: Any) -> Mapping[Any, Any] | None:
+    """What a structure holds, by path suffix; None for a leaf."""
+    if isinstance(value, tuple):
+        return dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
+    if isinstance(value, Mapping):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None
+
+
+def _rebuilt(value: Any, fields: Mapping[Any, Any]) -> Any:
+    """A structure like `value`, without calling its constructor where that could compute."""
+    if isinstance(value, tuple):
+        return type(value)(*fields.values()) if hasattr(value, "_fields") else tuple(fields.values())
+    if type(value) is dict:
+        return dict(fields)
+    made = copy.copy(value)
+    if not isinstance(value, Mapping):
+        for key, field in fields.items():
+            object.__setattr__(made, key, field)  # frozen dataclasses too
+        return made
+    try:
+        for key, field in fields.items():
+            made[key] = field  # type: ignore[index]
+    except TypeError:
+        raise DispatchError(f"A batch of type {type(value).__name__} cannot be changed; pass a dict.") from None
+    return made
+
+
+def _mapped(leaf: Callable[..., Any], values: Sequence[Any], path: str) -> Any:
+    """`leaf(value, ..., path)` for the corresponding leaves of values that are alike, in a structure like theirs."""
+    first = values[0]
+    fields = fields_of(first)
+    if fields is None:
+        return leaf(*values, path)
+    found = [fields]
+    for number, value in enumerate(values[1:], 1):
+        others = fields_of(value) if type(value) is type(first) else None
+        if others is None or others.keys() != fields.keys():
+            raise _unlike(path, first, value, number)
+        found.append(others)
+    return _rebuilt(first, {k: _mapped(leaf, [each[k] for each in found], f"{path}[{k!r}]") for k in fields})
+
+
+def _unlike(path: str, first: Any, value: Any, number: int) -> DispatchError:
+    def described(one: Any) -> str:
+        fields = fields_of(one)
+        return type(one).__name__ + (f" of {list(fields)}"[:120] if fields is not None else "")
+
+    return DispatchError(
+        f"Results cannot be joined: {path} of chunk 0 is {described(first)}, of chunk {number} {described(value)}. "
+        "Return the same structure for every chunk."
+    )
+
+
+# --- leaves ---------------------------------------------------------------------------------------------------------
+
+
+def _kind(leaf: Any) -> Literal["list", "tensor", "array"] | None:
+    """What kind of rows a leaf has; None where it has none. Imports neither torch nor NumPy."""
+    if isinstance(leaf, list):
+        return "list"
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    if torch is not None and isinstance(leaf, torch.Tensor) and leaf.ndim:
+        return "tensor"
+    return "array" if numpy is not None and isinstance(leaf, numpy.ndarray) and leaf.ndim else None
+
+
+def _counts(value: Any, path: str) -> Iterator[tuple[str, int]]:
+    """Path and number of rows of every leaf that has rows."""
+    fields = fields_of(value)
+    if fields is not None:
+        for key, field in fields.items():
+            yield from _counts(field, f"{path}[{key!r}]")
+    elif _kind(value) is not None:
+        yield path, len(value)
+    elif not isinstance(value, SINGLES) and getattr(value, "ndim", None) != 0:
+        raise DispatchError(
+            f"{path} is a {type(value).__name__}, which has no rows that could be split. Use lists, tensors, arrays, "
+            "tuples, dicts and dataclasses in a batch, or pass it as a further argument, which every worker gets as it "
+            "is."
+        )
+
+
+def _cut(leaf: Any, rows: range) -> Any:
+    kind = _kind(leaf)
+    if kind is None:
+        return leaf
+    piece = leaf[rows.start : rows.stop]
+    return piece.clone() if kind == "tensor" else piece
+
+
+def _joined(*values_and_path: Any) -> Any:
+    *values, path = values_and_path
+    first = values[0]
+    for number, value in enumerate(values[1:], 1):
+        if type(value) is not type(first):
+            raise _unlike(path, first, value, number)
+        if _kind(first) is None and not _same(first, value):
+            raise DispatchError(  # dropping one of them would go unnoticed
+                f"Results cannot be joined: {path} has no rows and differs, {first!r} of chunk 0 and {value!r} of "
+                f"chunk {number}. Return it per row, or register the method as 'one_to_all', which returns a list."
+            )
+    if len(values) == 1 or _kind(first) is None:
+        return first
+    filled = [value for value in values if len(value)] or [first]  # an empty one often has another dtype or shape
+    if _kind(first) == "list":
+        return [row for value in filled for row in value]
+    if _kind(first) == "tensor":
+        import torch
+
+        return torch.cat(filled)
+    import numpy
+
+    return numpy.concatenate(filled)
+
+
+def _same(first: Any, second: Any) -> bool:
+    if first is second or (first != first and second != second):  # NaN
+        return True
+    return bool(first == second)

@@ -1,0 +1,186 @@
+"""`@register`: how a worker's method is called when a whole group is.
+
+At run time the method stays what it is, and bears what was registered. A type checker takes it for a descriptor: on an
+instance it is the method as it was written, which is how workers call each other's code; on the class it is what the
+group offers, with the results of all workers. A group is typed as its worker class, so that `group.score(prompts)` has
+the second type, without a plugin for the type checker.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Protocol, TypeVar, get_args, overload
+
+from trlx_hybrid.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from .group import Future
+
+Dispatch = Literal["broadcast", "one_to_all", "scatter", "rank_zero"]
+Execute = Literal["blocking", "future"]
+
+MARK = "__trlx_registered__"
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """What was registered of a method.
+
+    Attributes:
+        signature: of the method, without `self`.
+        others as `register` takes them.
+    """
+
+    name: str
+    dispatch: Dispatch
+    execute: Execute
+    deadline: float | None
+    signature: inspect.Signature
+
+    @property
+    def splits(self) -> bool:
+        """Whether the first argument is a batch that is split; else all arguments go to everyone as they are."""
+        return self.dispatch == "scatter"
+
+    @property
+    def entry(self) -> str:
+        """The actor's method that the group calls; the registered one stays as it is, for the worker's own use."""
+        return f"{self.name}__answer" if self.dispatch in ("broadcast", "scatter") else self.name
+
+
+def registered(worker: type) -> dict[str, Registered]:
+    """By name, of a class and its bases.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = {name: getattr(value, MARK) for name, value in inspect.getmembers(worker) if hasattr(value, MARK)}
+    if not found:
+        raise ConfigError(
+            f"{worker.__name__} has no registered method, so a group of it could do nothing. Put "
+            "@register(dispatch=...) above those that the group is to have."
+        )
+    return found
+
+
+# --- what a type checker sees ---------------------------------------------------------------------------------------
+
+P = ParamSpec("P")
+R = TypeVar("R")  # what a worker's method returns
+B = TypeVar("B")  # the batch that it takes
+X = TypeVar("X")  # what the group's method returns
+B_contra = TypeVar("B_contra", contravariant=True)
+X_co = TypeVar("X_co", covariant=True)
+
+if TYPE_CHECKING:
+
+    class SplittingCall(Protocol[B_contra, P, X_co]):
+        """A group's method whose first argument is split; another group's future will do as well."""
+
+        def __call__(self, batch: B_contra | Future[B_contra], /, *args: P.args, **kwargs: P.kwargs) -> X_co:
+            """Call the group."""
+
+    class Whole(Generic[P, R, X]):
+        """A method whose arguments go out as they are."""
+
+        @overload
+        def __get__(self, worker: None, owner: Any) -> Callable[P, X]: ...
+        @overload
+        def __get__(self, worker: object, owner: Any) -> Callable[P, R]: ...
+        def __get__(self, worker: Any, owner: Any) -> Any: ...
+
+    class Split(Generic[B, P, R, X]):
+        """A method that gets a chunk of the batch that the group is given."""
+
+        @overload
+        def __get__(self, worker: None, owner: Any) -> SplittingCall[B, P, X]: ...
+        @overload
+        def __get__(self, worker: object, owner: Any) -> Callable[Concatenate[B, P], R]: ...
+        def __get__(self, worker: Any, owner: Any) -> Any: ...
+
+
+_One = Literal["broadcast", "rank_zero"]
+_All = Literal["one_to_all"]
+_Scatter = Literal["scatter"]
+_Now = Literal["blocking"]
+_Later = Literal["future"]
+_Plain = Callable[Concatenate[Any, P], R]
+_Batched = Callable[Concatenate[Any, B, P], R]
+_Seconds = float | None
+
+
+@overload
+def register(
+    dispatch: _One, execute: _Now = ..., *, deadline: _Seconds = ...
+) -> Callable[[_Plain[P, R]], Whole[P, R, R]]: ...
+@overload
+def register(
+    dispatch: _One, execute: _Later, *, deadline: _Seconds = ...
+) -> Callable[[_Plain[P, R]], Whole[P, R, Future[R]]]: ...
+@overload
+def register(
+    dispatch: _All, execute: _Now = ..., *, deadline: _Seconds = ...
+) -> Callable[[_Plain[P, R]], Whole[P, R, list[R]]]: ...
+@overload
+def register(
+    dispatch: _All, execute: _Later, *, deadline: _Seconds = ...
+) -> Callable[[_Plain[P, R]], Whole[P, R, Future[list[R]]]]: ...
+@overload
+def register(
+    dispatch: _Scatter, execute: _Now = ..., *, deadline: _Seconds = ...
+) -> Callable[[_Batched[B, P, R]], Split[B, P, R, R]]: ...
+@overload
+def register(
+    dispatch: _Scatter, execute: _Later, *, deadline: _Seconds = ...
+) -> Callable[[_Batched[B, P, R]], Split[B, P, R, Future[R]]]: ...
+def register(dispatch: Dispatch, execute: Execute = "blocking", *, deadline: float | None = None) -> Any:
+    """Say how a method is called when a whole group is.
+
+    Args:
+        dispatch: who gets which arguments, and what the caller gets:
+
+            - "broadcast": all workers, the same arguments; the result of rank 0. For what workers do together.
+            - "one_to_all": all workers, the same arguments; a list of their results.
+            - "scatter": the first argument is a batch, split by rows over the replicas; every rank of a replica gets
+              its chunk, and the replicas' results are joined again.
+            - "rank_zero": rank 0 only; its result.
+
+        execute: "blocking" waits; "future" returns a `Future` at once.
+        deadline: seconds that a call may take; by default the group's. `math.inf` waits for ever.
+
+    Raises:
+        ConfigError: the combination or the method's signature makes no sense; says why.
+    """
+    _one_of("dispatch", dispatch, get_args(Dispatch))
+    _one_of("execute", execute, get_args(Execute))
+    if deadline is not None and not deadline > 0:
+        raise ConfigError(f"deadline={deadline}: seconds above 0, or math.inf to wait for ever.")
+
+    def mark(method: Any) -> Any:
+        name = getattr(method, "__name__", repr(method))
+        if not inspect.isfunction(method):
+            raise ConfigError(f"@register is for methods, and {name} is a {type(method).__name__}. Put it above def.")
+        kinds = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+        if any(is_kind(method) for is_kind in kinds):
+            raise ConfigError(
+                f"{name} is a coroutine or a generator; a registered method returns its result. Wrap it in a plain one."
+            )
+        signature = inspect.signature(method)
+        parameters = list(signature.parameters.values())[1:]
+        found = Registered(name, dispatch, execute, deadline, signature.replace(parameters=parameters))
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        if found.splits and (not parameters or parameters[0].kind not in positional):
+            raise ConfigError(f"{name} has no first argument, and dispatch={dispatch!r} splits that one.")
+        setattr(method, MARK, found)
+        return method
+
+    return mark
+
+
+def _one_of(what: str, given: str, known: Sequence[str]) -> None:
+    if given not in known:
+        raise ConfigError(
+            f"{what}={given!r} is not one of {', '.join(map(repr, known))}.{did_you_mean(str(given), known)}"
+        )

@@ -1,0 +1,165 @@
+"""What a worker knows of its group, and how the workers of a group form a torch process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from dataclasses import dataclass
+
+from trlx_hybrid.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a worker runs.
+
+    Attributes:
+        node: Ray's id of the node; "this process" for a local worker.
+        address: its IP address.
+        pid: of the worker's process.
+        gpus: ids of the GPUs that Ray gave it, as the node numbers them.
+        port: on which rank 0 listens for the other workers of its group; 0 for these.
+    """
+
+    node: str
+    address: str = ""
+    pid: int = 0
+    gpus: tuple[str, ...] = ()
+    port: int = 0
+
+    def __str__(self) -> str:
+        return f"node {self.node[:12]} at {self.address}, pid {self.pid}" if self.address else self.node
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerInfo:
+    """A worker, as it sees itself in its group.
+
+    Attributes:
+        rank: its number, from 0.
+        tensor_parallel: ranks per replica, which are given the same data; numbers run fastest within a replica.
+        locations: where each rank of the group runs.
+    """
+
+    rank: int
+    tensor_parallel: int
+    locations: tuple[Location, ...]
+
+    @property
+    def world(self) -> int:
+        """How many workers the group has."""
+        return len(self.locations)
+
+    @property
+    def replica(self) -> int:
+        """Data-parallel rank."""
+        return self.rank // self.tensor_parallel
+
+    @property
+    def tensor_rank(self) -> int:
+        """Rank within the replica."""
+        return self.rank % self.tensor_parallel
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        """Ids of the GPUs that Ray gave to this worker, as its node numbers them."""
+        return self.locations[self.rank].gpus
+
+    def init_process_group(self, backend: str | None = None) -> None:
+        """Form torch's default process group of all workers of this group; collective. Call it before CUDA starts.
+
+        The environment becomes what `torchrun` would have made it: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`,
+        `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, so that accelerate and vLLM find their way. A worker with a
+        GPU sees those of all workers on its node; its own is number `LOCAL_RANK`, and torch's current device.
+
+        The store of the rendezvous is torch's `TCPStore`, on rank 0's node: it authenticates nobody.
+
+        Args:
+            backend: as `torch.distributed.init_process_group` takes it; by default torch's choice for each device.
+
+        Raises:
+            ConfigError: this is one of several workers in one process, CUDA has started, or a worker has two GPUs.
+        """
+        first, here = self.locations[0], self.locations[self.rank]
+        node = [rank for rank, location in enumerate(self.locations) if location.node == here.node]
+        if not here.address and self.world > 1:
+            raise ConfigError(
+                f"{self.world} workers in one process form no process group. Use a LocalWorkerGroup of one worker, or "
+                "a WorkerGroup, whose workers are processes."
+            )
+        import torch
+        from torch.distributed import HashStore, TCPStore, init_process_group  # type: ignore[attr-defined]
+
+        if not here.address:
+            init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            return
+        gpus = [gpu for rank in node for gpu in self.locations[rank].gpus]
+        if gpus and any(len(self.locations[rank].gpus) != 1 for rank in node):
+            raise ConfigError(f"{len(node)} workers of one node have GPUs {', '.join(gpus)}: give each exactly one.")
+        if gpus:
+            if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                raise ConfigError("CUDA has started in this worker: call init_process_group() first.")
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        store = TCPStore(
+            first.address,
+            first.port,
+            self.world,
+            is_master=self.rank == 0,
+            wait_for_workers=False,
+            master_listen_fd=_taken_listener() if self.rank == 0 else None,
+        )
+        os.environ |= {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_RANK": str(node.index(self.rank)),
+            "LOCAL_WORLD_SIZE": str(len(node)),
+            "MASTER_ADDR": first.address,
+            "MASTER_PORT": str(first.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # whoever meets at this address finds the store there already
+        }
+        if gpus and torch.cuda.is_available():
+            torch.cuda.set_device(node.index(self.rank))
+        init_process_group(backend, store=store, rank=self.rank, world_size=self.world)
+
+
+_of_thread = threading.local()
+_of_process: list[WorkerInfo] = []
+_listener: list[socket.socket] = []
+"""Rank 0's, for its group's rendezvous. The port is held from the beginning: a number that was merely seen to be free
+is somebody else's sooner or later."""
+
+
+def listen(address: str) -> int:
+    """Hold a port on this address and no other, and return its number."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    _listener[:] = [socket.create_server((address, 0), family=family, backlog=1024)]
+    return int(_listener[0].getsockname()[1])
+
+
+def _taken_listener() -> int:
+    """The listening socket's file descriptor, for a store that closes it."""
+    if not _listener:
+        raise ConfigError("init_process_group() was called before in this worker: its process group exists.")
+    return _listener.pop().detach()
+
+
+def become(worker: WorkerInfo, *, whole_process: bool) -> None:
+    """From now on, this thread is that worker; with `whole_process`, so is every other."""
+    _of_thread.worker = worker
+    if whole_process:
+        _of_process[:] = [worker]
+
+
+def this_worker() -> WorkerInfo:
+    """The worker that calls.
+
+    Raises:
+        ConfigError: this code runs in no worker, or in a thread that a local worker started.
+    """
+    found = getattr(_of_thread, "worker", None) or next(iter(_of_process), None)
+    if found is None:
+        raise ConfigError(
+            "this_worker() was called outside of a worker: it is known in a group's workers' own methods."
+        )
+    return found

@@ -144,7 +144,7 @@ class HybridTrainer(Checkpointing):
         if hasattr(trainer, "reward_funcs"):
             self.session.adviser = host.only(HOOK)
         weakref.finalize(trainer, self.session.close).atexit = False  # then the session leaves by itself
-        trainer.add_callback(Follower(self.session))
+        trainer.add_callback(SessionCallback(self.session))
         if not selection.stock:
             check_skipped(args)
             args.use_vllm, args.vllm_mode = True, "colocate"  # what the checkpoint records is what ran
@@ -282,7 +282,7 @@ DistillationTrainer = hybrid(trl.DistillationTrainer)
 TrlParser = suggesting(trl.TrlParser)
 
 
-class Follower(TrainerCallback):  # type: ignore[misc]
+class SessionCallback(TrainerCallback):  # type: ignore[misc]
     """Tells the session what the training loop does."""
 
     def __init__(self, session: Session) -> None:

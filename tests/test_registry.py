@@ -96,6 +96,7 @@ def test_tools_take_the_installed_rollout_that_converses_on_an_engine_that_serve
     with pytest.raises(ComponentError, match=r"'chats' \(plugin 'b'\) and 'talks' \(plugin 'a'\).*rollout="):
         rollout(two)
     assert rollout(two, "chats") == "chats"
+    assert rollout(host_with(a=[("engine", "x", {}), TALKS], b=[("rollout", "chats", {"converses": True})])) == "chats"
 
 
 def test_an_engine_knows_before_it_is_built_what_weight_paths_ask_for():

@@ -116,6 +116,7 @@ def _rollout(config: HybridConfig, arguments: TrainerArguments, registry: Regist
     """As set; else one that converses, where there are tools, it is installed and the engine serves it."""
     offered = registry.components("rollout")
     conversing = [c for c in offered if c.converses and not c.by_name and c.unavailable() is None]
+    served = [c for c in conversing if streams or "streams" not in c.needs]
     why = "default"
     if config.rollout is not None:
         name, why = config.rollout, "HybridConfig.rollout"
@@ -123,13 +124,13 @@ def _rollout(config: HybridConfig, arguments: TrainerArguments, registry: Regist
         name = SINGLE
     elif not conversing:
         name, why = SINGLE, "tools run turn by turn, as in TRL: `pip install trlx-hybrid-multiturn` frees them"
-    elif not any(streams or "streams" not in c.needs for c in conversing):
+    elif not served:
         name, why = SINGLE, "tools run turn by turn, as in TRL: the engine takes no single requests"
-    elif len(conversing) > 1:
-        found = " and ".join(f"{c.name!r} (plugin {c.plugin!r})" for c in conversing)
+    elif len(served) > 1:
+        found = " and ".join(f"{c.name!r} (plugin {c.plugin!r})" for c in served)
         raise ComponentError(f"{found} both converse with tools. Choose with HybridConfig(rollout=...) or --rollout.")
     else:
-        name, why = conversing[0].name, "tools"
+        name, why = served[0].name, "tools"
     choice = _choice(registry, "rollout", name, config.options("rollout"), why)
     if "streams" in choice.component.needs and not streams:
         raise ConfigError(

@@ -50,12 +50,12 @@ def launch(capfd, folder, script, *arguments, **settings):
 
 
 def leftovers(tag):
-    """Processes that mention `tag` in their command line or environment, and reapers; not this one."""
+    """Processes that mention `tag` in their command line or environment; not this one."""
     found = []
     for process in psutil.process_iter():
         try:
             line = " ".join(process.cmdline())
-            mine = tag in line or "trlx-hybrid-launch-" in line or f"LEFT_BY={tag}" in _environment(process)
+            mine = tag in line or f"LEFT_BY={tag}" in _environment(process)
             if mine and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(f"{process.pid} {line}")
         except psutil.Error:

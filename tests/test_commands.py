@@ -141,7 +141,7 @@ def check_hybrid(words: list[str], read: Any) -> None:
 
     options = read(lambda: main(words), words)
     if words[0] == "launch":
-        from trlx_hybrid_ray.launch.command import job_of
+        from trlx_hybrid_ray.launch import job_of
 
         job_of(options)
         check_script([options.script, *options.arguments], read)

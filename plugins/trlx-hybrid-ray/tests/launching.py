@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from trlx_hybrid_ray.launch.job import Job
-from trlx_hybrid_ray.launch.leftovers import SEGMENTS
-from trlx_hybrid_ray.launch.rank_environment import shared_environment
-from trlx_hybrid_ray.launch.restart import run
+from trlx_hybrid_ray.launch import Job, accelerate_arguments
+from trlx_hybrid_ray.launch import launch as run
+from trlx_hybrid_ray.reaper import SHARED_MEMORY
 
 SCRIPTS = Path(__file__).parent / "scripts"
 OBEDIENT = str(SCRIPTS / "obedient.py")
@@ -26,12 +25,15 @@ class Launched:
     seconds: float
 
     def lines(self, rank):
-        prefix = f"[rank {rank}] "
-        return [line.removeprefix(prefix) for line in self.out.splitlines() if line.startswith(prefix)]
+        """What a rank printed, whatever node it was on."""
+        parts = [line.partition(f"rank {rank}] ") for line in self.out.splitlines()]
+        return [text for before, found, text in parts if found and before in ("[", f"[node {rank} ")]
 
 
 def launch(capfd, folder, script, *arguments, **settings):
     """As `trlx-hybrid launch` would, from its options on. `settings` are those of `Job`."""
+    import ray
+
     job = Job(
         script=str(script),
         arguments=tuple(map(str, arguments)),
@@ -40,7 +42,7 @@ def launch(capfd, folder, script, *arguments, **settings):
     )
     capfd.readouterr()
     started = time.monotonic()
-    code = run(job, shared_environment(job), job.folder, lambda text: print(text, file=sys.stderr, flush=True))
+    code = run(job, *accelerate_arguments(job), ray.get_runtime_context().gcs_address)
     out, err = capfd.readouterr()
     sys.stdout.write(out)  # for whoever reads about a failed test
     sys.stderr.write(err)
@@ -48,12 +50,12 @@ def launch(capfd, folder, script, *arguments, **settings):
 
 
 def leftovers(tag):
-    """Processes that mention `tag` in their command line or environment, and wardens; not this one."""
+    """Processes that mention `tag` in their command line or environment, and reapers; not this one."""
     found = []
     for process in psutil.process_iter():
         try:
             line = " ".join(process.cmdline())
-            mine = tag in line or "trlx_hybrid_ray.launch.warden" in line or f"LEFT_BY={tag}" in _environment(process)
+            mine = tag in line or "trlx-hybrid-launch-" in line or f"LEFT_BY={tag}" in _environment(process)
             if mine and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(f"{process.pid} {line}")
         except psutil.Error:
@@ -63,7 +65,7 @@ def leftovers(tag):
 
 def segments():
     """Names in shared memory, but those of Ray's object stores, which come and go with nodes."""
-    return {name for name in os.listdir(SEGMENTS) if not name.startswith("plasma")}
+    return {name for name in os.listdir(SHARED_MEMORY) if not name.startswith("plasma")}
 
 
 def nothing_left(tag, before, seconds=10):

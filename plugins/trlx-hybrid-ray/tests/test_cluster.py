@@ -5,6 +5,8 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import psutil
@@ -121,6 +123,32 @@ def test_an_address_where_nobody_answers(address, message):
         free = server.getsockname()[1]
     with pytest.raises(ClusterError, match=message), connect(address.format(free=free), deadline=0.2):
         pass
+
+
+@pytest.mark.parametrize(
+    ("says", "message"),
+    [(b"", "takes connections and says nothing for 5 s"), (b"HTTP/1.1 400 Bad Request", "is not the head of a Ray")],
+)
+def test_a_port_of_somebody_else_is_told_from_a_head(says, message):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        kept = []
+
+        def accept():
+            connection, _ = server.accept()
+            connection.sendall(says)
+            kept.append(connection)
+
+        threading.Thread(target=accept, daemon=True).start()
+        started = time.monotonic()
+        with pytest.raises(ClusterError, match=message), connect(f"127.0.0.1:{server.getsockname()[1]}"):
+            pass
+        assert time.monotonic() - started < 10
+
+
+def test_localhost_is_this_machine(cluster):
+    port = cluster.address.rpartition(":")[2]
+    join = "from trlx_hybrid_ray.cluster import connect\nwith connect('localhost:%s', token_file=%r) as c: print(c)"
+    assert f"Ray joined at 127.0.0.1:{port}" in elsewhere(join % (port, str(cluster.token)))
 
 
 def test_settings_of_a_new_cluster_are_refused_for_a_running_one():

@@ -3,8 +3,11 @@
 import json
 import os
 import re
+import shutil
 import signal
+import subprocess
 import sys
+import tempfile
 import threading
 from pathlib import Path
 
@@ -12,8 +15,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import OBEDIENT, launch, nothing_left, segments
-from trlx_hybrid_ray.errors import PlacementError
-from trlx_hybrid_ray.launch.errors import RankStartError
+from trlx_hybrid_ray.errors import PlacementError, ScriptError
+from trlx_hybrid_ray.follow import LOST_PEER, last_error
+from trlx_hybrid_ray.reaper import SHARED_MEMORY
 
 
 @pytest.fixture
@@ -35,8 +39,9 @@ def test_ranks_meet_and_every_line_arrives_in_order(started):
     assert done.code == 0, done.err
     for rank in range(2):
         assert done.lines(rank) == [*(f"line {number}" for number in range(1000)), "sum 3"]
-        errors = [line for line in done.err.splitlines() if line.startswith(f"[rank {rank}] error")]
-        assert errors == [f"[rank {rank}] error {number}" for number in range(1000)]
+        prefix = f"[node {rank} rank {rank}] error"
+        errors = [line for line in done.err.splitlines() if line.startswith(prefix)]
+        assert errors == [f"{prefix} {number}" for number in range(1000)]
     first, second, *_ = done.err.splitlines()  # the map, before anything starts
     assert (first[:25], second[:25]) == ("rank 0 on node 127.0.0.1 ", "rank 1 on node 127.0.0.1 ")
 
@@ -80,6 +85,40 @@ def test_an_exit_code_is_the_launchers(started):
     assert done.err.strip().endswith("the script ended with exit code 3.")
 
 
+def test_actors_that_a_rank_starts_have_gpus_of_their_own(started, tmp_path):
+    done = started("actors", nodes=1, processes_per_node=2, gpus=True)
+    assert done.code == 0, done.err
+    (seen,) = words(tmp_path, "actors")
+    devices = [seen["own"].split(","), *([device] for device in seen["theirs"])]
+    assert [len(each) for each in devices] == [2, 1, 1]
+
+
+def test_a_line_without_an_end_holds_up_nothing(started):
+    done = started("long_line")
+    assert done.code == 0, done.err
+    for rank in range(2):
+        assert "after" in done.lines(rank)
+    assert done.out.count("x") == 400_000
+
+
+def test_files_that_somebody_staged_in_shared_memory_stay(started, tmp_path):
+    folder = Path(tempfile.mkdtemp(dir=SHARED_MEMORY))
+    loose = Path(tempfile.mkstemp(dir=SHARED_MEMORY, prefix="torch_dataset")[1])
+    try:
+        for path in (folder / "model.safetensors", loose):
+            path.write_bytes(b"kept" * 1000)
+        (tmp_path / "stage").mkdir()
+        (tmp_path / "stage" / "model").symlink_to(folder / "model.safetensors")
+        (tmp_path / "stage" / "loose").symlink_to(loose)
+        done = started("map_files")
+        assert done.code == 0, done.err
+        assert done.lines(0) == ["mapped 2"]
+        assert loose.read_bytes() == (folder / "model.safetensors").read_bytes() == b"kept" * 1000
+    finally:
+        shutil.rmtree(folder)
+        loose.unlink(missing_ok=True)
+
+
 @pytest.mark.parametrize("which", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_ctrl_c_ends_all_ranks(started, tmp_path, which):
     over = threading.Event()
@@ -109,17 +148,61 @@ def test_a_failed_run_starts_again_and_knows_it(started, tmp_path):
     for seen in words(tmp_path, "seen"):
         variables = seen["environment"]
         assert variables["TRLX_HYBRID_RESUME"] == "1"
-        assert variables["TORCHELASTIC_RESTART_COUNT"] == "1"
-        assert variables["TORCHELASTIC_MAX_RESTARTS"] == "2"
+        assert variables["TRLX_HYBRID_RESTART_COUNT"] == "1"
 
 
 def test_a_script_that_is_not_there_is_named_with_the_way_out(two_nodes, capfd, tmp_path):
-    with pytest.raises(RankStartError, match=r"Rank 0 on node .* finds no script train.py in .*--working-dir"):
+    with pytest.raises(ScriptError, match=r"Node .* finds no script train.py in .*--working-dir"):
         launch(capfd, tmp_path, "train.py")
-    with pytest.raises(RankStartError, match=r"has no folder /nowhere .*--working-dir"):
+    with pytest.raises(ScriptError, match=r"has no folder /nowhere\..*--working-dir"):
         launch(capfd, "/nowhere", "train.py", restarts=3)
 
 
 def test_more_than_there_is_is_refused(two_nodes, capfd, tmp_path):
-    with pytest.raises(PlacementError, match="rank"):
+    with pytest.raises(PlacementError, match="rank: 3 times 1 CPUs, each on one node \\(strategy strict_spread\\)"):
         launch(capfd, tmp_path, OBEDIENT, nodes=3)
+
+
+# --- what the error was -----------------------------------------------------------------------------------------------
+
+
+def printed(code):
+    """What Python prints to standard error when a script ends so."""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False).stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("raise ValueError('the reward is nan')", "ValueError: the reward is nan"),
+        ("import sys; sys.exit('no data')", ""),
+        ("x = = 1", "SyntaxError: invalid syntax"),
+        ("try:\n  1 / 0\nexcept ZeroDivisionError as e:\n  raise KeyError('x') from e", "KeyError: 'x'"),
+        ("class MyFault(Exception): pass\nraise MyFault", "MyFault"),
+    ],
+)
+def test_the_last_words_of_a_rank_are_found(code, error):
+    noise = "W1122 warning: Error: 3 of 4\n"
+    found, trace = last_error(noise + printed(code) + noise)
+    assert found == error
+    assert bool(trace) == bool(error)
+    if "from e" in code:
+        assert sum(line.startswith("Traceback") for line in trace) == 2
+
+
+LOST = [
+    "RuntimeError: [../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:17",
+    "RuntimeError: NCCL error in: ProcessGroupNCCL.cpp:2094, remote process exited or there was a network error",
+    "RuntimeError: Rank 0 waited up to 2 s at the start of the weight sync for rank 2, which never entered it",
+    "torch.distributed.DistBackendError: nothing that we know",
+]
+OWN = [
+    "ValueError: reward function returned nan",
+    "RuntimeError: CUDA out of memory while compiling: implicit success",
+    "KeyError: 'connection'",
+]
+
+
+@pytest.mark.parametrize("error", [*LOST, *OWN])
+def test_errors_about_a_lost_peer_are_told_from_a_ranks_own(error):
+    assert bool(LOST_PEER.search(error)) == (error in LOST)

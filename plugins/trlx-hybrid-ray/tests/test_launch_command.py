@@ -5,7 +5,7 @@ import argparse
 import pytest
 from trlx_hybrid.cli import main
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid_ray.launch.command import add_command, job_of
+from trlx_hybrid_ray.launch import add_command, job_of
 
 
 @pytest.fixture
@@ -33,6 +33,12 @@ def test_a_job_of_ray_joins_its_cluster(script, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert job("--cpu", "--processes-per-node", "2", script).address == "10.0.0.1:6379"
     assert job("--cpu", "--processes-per-node", "2", "--address", "auto", script).address == "auto"
+
+
+def test_nodes_may_be_named(script):
+    found = job("--gpus-per-node", "1", "--node", "10.0.0.1", "--node", "10.0.0.2", script)
+    assert (found.nodes, found.request.nodes) == (2, ("10.0.0.1", "10.0.0.2"))
+    assert job("--gpus-per-node", "1", "--nodes", "1", "--node", "10.0.0.1", "--node", "10.0.0.2", script).nodes == 1
 
 
 def test_arguments_of_accelerate_are_passed_on(script):

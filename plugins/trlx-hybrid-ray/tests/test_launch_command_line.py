@@ -84,6 +84,26 @@ def test_ctrl_c_in_a_terminal(two_nodes, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("presses", [1, 2])
+def test_ranks_that_ignore_signals_are_killed(two_nodes, tmp_path, presses):
+    """At once with the second Ctrl-C, after 8 s without."""
+    before = segments()
+    joined = ["--address", two_nodes.address, "--token-file", str(two_nodes.token)]
+    process = start(tmp_path, "--processes-per-node", "2", *joined, OBEDIENT, "stubborn", str(tmp_path))
+    wait_for(tmp_path / "waiting.0")
+    wait_for(tmp_path / "waiting.1")
+    pressed = time.monotonic()
+    for _ in range(presses):
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+    _, err = process.communicate(timeout=40)
+    assert process.returncode == 130, err
+    assert "Once more kills them at once" in err
+    assert time.monotonic() - pressed < (30 if presses == 1 else 12)
+    assert nothing_left(str(tmp_path), before) == []
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("whom", ["group", "everything"])
 def test_sigterm_to_more_than_the_launcher(tmp_path, whom):
     """`timeout` sends it to the whole process group, batch systems to all processes of a job: Ray's own, too."""
@@ -101,6 +121,71 @@ def test_sigterm_to_more_than_the_launcher(tmp_path, whom):
     assert process.returncode == 128 + signal.SIGTERM, err
     assert "Stopped by SIGTERM" in err
     assert nothing_left(str(tmp_path), before) == []
+
+
+@pytest.mark.slow
+def test_a_launcher_that_is_suspended_ends_no_training(two_nodes, tmp_path):
+    """Ctrl-Z, or a terminal that blocks. Twice as long as Ray gives an actor's owner would take minutes here."""
+    before = segments()
+    joined = ["--address", two_nodes.address, "--token-file", str(two_nodes.token)]
+    process = start(tmp_path, "--processes-per-node", "2", *joined, OBEDIENT, "count", str(tmp_path))
+    wait_for(tmp_path / "counting.1")
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(40)  # they have ended by now
+    process.send_signal(signal.SIGCONT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    for rank in range(2):
+        assert [f"[rank {rank}] line {number}" in out for number in range(100)] == [True] * 100
+    assert nothing_left(str(tmp_path), before) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reader", ["| head -1", "> /dev/full"])
+def test_output_that_nobody_takes_ends_no_run(two_nodes, tmp_path, reader):
+    joined = f"--address {two_nodes.address} --token-file {two_nodes.token}"
+    line = f"{' '.join(COMMAND)} --processes-per-node 2 {joined} {OBEDIENT} together {tmp_path} {reader}"
+    done = subprocess.run(
+        ["bash", "-c", f"{line}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("standard output takes no more") == 1
+    assert "[rank 1] error 999" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", [signal.SIGSTOP, signal.SIGKILL])
+def test_the_end_comes_without_the_clusters_head(tmp_path, which):
+    """Ray's client waits a minute for it, or for ever."""
+    before = segments()
+    process = start(tmp_path, "--processes-per-node", "2", OBEDIENT, "wait", str(tmp_path), start_new_session=True)
+    wait_for(tmp_path / "waiting.1")
+    (head,) = [p for p in psutil.Process(process.pid).children(recursive=True) if "gcs_server" in p.name()]
+    head.send_signal(which)
+    if which == signal.SIGSTOP:  # training does not need it, so nobody ends it
+        time.sleep(5)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    if which == signal.SIGSTOP:
+        assert process.returncode == 130, err
+    else:
+        assert process.returncode != 0
+    assert nothing_left(str(tmp_path), before) == []
+    assert not head.is_running() or head.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.slow
+def test_two_launches_at_once(tmp_path):
+    processes = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        arguments = ["--processes-per-node", "2", OBEDIENT, "together", str(tmp_path / name)]
+        processes.append(start(tmp_path, *arguments))
+    for process in processes:
+        out, err = process.communicate(timeout=180)
+        assert process.returncode == 0, err
+        assert "[rank 1] sum 3" in out
 
 
 @pytest.mark.slow

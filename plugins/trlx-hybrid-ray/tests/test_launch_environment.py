@@ -1,4 +1,7 @@
-"""A rank's environment is that of `accelerate launch`, up to a list that names every difference."""
+"""A rank's environment is that of `accelerate launch`, up to a list that names every difference.
+
+And what reaches it of the launcher's own, and what does not.
+"""
 
 import json
 import subprocess
@@ -10,8 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import OBEDIENT, launch
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid_ray.launch.job import Job
-from trlx_hybrid_ray.launch.rank_environment import at_start, shared_environment
+from trlx_hybrid_ray.launch import Job, accelerate_arguments, variables
 
 CONFIGS = {
     "fsdp": {
@@ -37,7 +39,7 @@ PROCESS = {
     # a rank on CPUs sees no GPU
     "CUDA_VISIBLE_DEVICES",
 }  # fmt: skip
-RAYS = ("RAY_", "TRLX_HYBRID_", "PYTHONBREAKPOINT", "LD_LIBRARY_PATH", "PYTHONUNBUFFERED", "SPT_NOENV")
+RAYS = ("RAY_", "TRLX_HYBRID_", "PET_", "PYTHONBREAKPOINT", "LD_LIBRARY_PATH", "PYTHONUNBUFFERED", "SPT_NOENV")
 
 
 def compared(variables):
@@ -78,51 +80,50 @@ def test_both_launchers_set_the_same(two_nodes, capfd, tmp_path, config, monkeyp
         assert ray["main"] == accelerate["main"] == "__main__"
 
 
-def test_secrets_do_not_pass_through_rays_logs(monkeypatch, tmp_path):
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    job = Job(script="train.py", folder=str(tmp_path), processes_per_node=1, gpus=False)
-    shared = shared_environment(job)
-    assert shared["HF_TOKEN"] == "secret"
-    started = at_start(shared, job)
-    assert "HF_TOKEN" not in started
-    assert started["OMP_NUM_THREADS"] == "1"
+def job(**settings):
+    return Job(**{"script": "s.py", "folder": "/", "processes_per_node": 4, "gpus": True, "nodes": 2} | settings)
 
 
-@pytest.mark.parametrize(
-    ("given", "debug", "told"), [(None, True, "1"), ("legacy", True, "legacy"), (None, False, None)]
-)
-def test_one_of_rays_debuggers_is_chosen(monkeypatch, tmp_path, given, debug, told):
-    monkeypatch.delenv("RAY_DEBUG", raising=False)
-    if given is not None:
-        monkeypatch.setenv("RAY_DEBUG", given)
-    job = Job(script="train.py", folder=str(tmp_path), processes_per_node=1, gpus=False, debug=debug)
-    started = at_start({}, job)
-    assert started.get("RAY_DEBUG") == told
-    assert started.get("RAY_DEBUG_POST_MORTEM") == ("1" if debug else None)
-
-
-def test_what_describes_this_machine_stays_here(monkeypatch, tmp_path):
-    monkeypatch.setenv("SSH_CONNECTION", "here")
+def test_what_describes_this_machine_stays_here(monkeypatch):
+    here = ("SSH_CONNECTION", "VLLM_HOST_IP", "POD_IP", "SLURM_PROCID", "PMI_SIZE", "CUDA_HOME", "RANK", "MASTER_PORT")
+    for name in here:
+        monkeypatch.setenv(name, "here")
     monkeypatch.setenv("WANDB_PROJECT", "rl")
-    shared = shared_environment(Job(script="s.py", folder=str(tmp_path), processes_per_node=2, gpus=True, nodes=2))
-    assert not {"PATH", "HOME", "SSH_CONNECTION", "MASTER_PORT", "RAY_ADDRESS"} & set(shared)
-    assert shared["WANDB_PROJECT"] == "rl"
-    assert shared["ACCELERATE_MIXED_PRECISION"] == "no"
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth1")
+    told = variables(job(), "run", 0)
+    assert not {"PATH", "HOME", "RAY_ADDRESS", *here} & set(told)
+    assert (told["WANDB_PROJECT"], told["NCCL_SOCKET_IFNAME"]) == ("rl", "eth1")
+    assert "TRLX_HYBRID_RESUME" not in told
+    assert variables(job(), "run", 1)["TRLX_HYBRID_RESUME"] == "1"
+
+
+def test_what_the_launcher_was_told_reaches_no_other_node(two_nodes, capfd, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_HOST_IP", "10.9.9.9")
+    monkeypatch.setenv("WANDB_PROJECT", "rl")
+    done = launch(capfd, tmp_path, OBEDIENT, "look", tmp_path, nodes=2)
+    assert done.code == 0, done.err
+    for rank in range(2):
+        seen = json.loads((tmp_path / f"seen.{rank}").read_text())["environment"]
+        assert "VLLM_HOST_IP" not in seen
+        assert (seen["WANDB_PROJECT"], seen["CUDA_VISIBLE_DEVICES"]) == ("rl", "")
 
 
 @pytest.mark.parametrize(
-    ("settings", "name", "value"),
+    ("settings", "several"),
     [
-        (("--mixed_precision", "bf16"), "ACCELERATE_MIXED_PRECISION", "bf16"),
-        (("--use_fsdp", "--fsdp_version", "2"), "FSDP_VERSION", "2"),
-        (("--use_deepspeed", "--zero_stage", "3"), "ACCELERATE_DEEPSPEED_ZERO_STAGE", "3"),
-        (("--dynamo_backend", "inductor"), "ACCELERATE_DYNAMO_BACKEND", "INDUCTOR"),
+        ((), True),
+        (("--use_fsdp", "--fsdp_version", "2"), False),
+        (("--use_deepspeed",), False),
+        (("--multi_gpu",), False),
     ],
 )
-def test_settings_of_accelerate_reach_the_ranks(tmp_path, settings, name, value):
-    job = Job(script="s.py", folder=str(tmp_path), processes_per_node=4, nodes=2, gpus=True, settings=settings)
-    assert shared_environment(job)[name] == value
+def test_accelerate_is_told_that_there_are_several(monkeypatch, tmp_path, settings, several):
+    monkeypatch.setattr("trlx_hybrid_ray.launch._default_config", lambda: None)
+    config, arguments = accelerate_arguments(job(settings=settings))
+    assert json.loads(config)["distributed_type"] == "NO"
+    assert arguments[:4] == ("--num_machines", "2", "--num_processes", "8")
+    assert arguments.count("--multi_gpu") == int(several or "--multi_gpu" in settings)
+    assert arguments[len(arguments) - len(settings) :] == settings
 
 
 @pytest.mark.parametrize(
@@ -131,9 +132,18 @@ def test_settings_of_accelerate_reach_the_ranks(tmp_path, settings, name, value)
         (("--mixed_precison", "bf16"), "unrecognized arguments: --mixed_precison"),
         (("--mixed_precision", "fp12"), "fp12"),
         (("--tpu",), "TPU"),
-        (("--use_fsdp", "--use_deepspeed"), "at a time"),
+        (("--max_restarts", "3"), "use --restart N"),
     ],
 )
-def test_settings_that_accelerate_refuses_are_refused_before_ray_starts(tmp_path, settings, message):
+def test_settings_that_accelerate_refuses_are_refused_before_ray_starts(settings, message):
     with pytest.raises(ConfigError, match=message):
-        shared_environment(Job(script="s.py", folder=str(tmp_path), processes_per_node=1, gpus=True, settings=settings))
+        accelerate_arguments(job(settings=settings))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"), [("- a list", "no YAML mapping"), ("distributed_type: XLA", "TPU"), ("a: [", "no YAML")]
+)
+def test_a_config_file_that_cannot_be_is_refused(tmp_path, config, message):
+    (tmp_path / "accelerate.yaml").write_text(config)
+    with pytest.raises(ConfigError, match=message):
+        accelerate_arguments(job(config_file=str(tmp_path / "accelerate.yaml")))

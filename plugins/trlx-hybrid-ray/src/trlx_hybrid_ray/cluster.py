@@ -6,36 +6,45 @@ through the process table and takes whichever it meets, and a child that names n
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import os
 import secrets
+import select
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trlx_hybrid.errors import ConfigError
 
-from . import token
-from .asking import ask
+from . import reaper, token
 from .errors import ClusterError
-from .internals import LOOPBACK_VARIABLE, apart, discovered, reachable
+from .internals import LOOPBACK_VARIABLE, discovered, reachable
 from .token import MODE, PATH, TOKEN
 
 ADDRESS, NAMESPACE = "RAY_ADDRESS", "TRLX_HYBRID_RAY_NAMESPACE"
-LOCAL = "local"
-AUTO = "auto"
-POLL = 0.1
+LOCAL, AUTO = "local", "auto"
 START_SECONDS = 60.0
-STOP_SECONDS = 15.0
+STOP_SECONDS = 8.0
+ANSWER_SECONDS = 8.0
+"""What Ray may take for a call that its own client would wait a minute for, and then end this process."""
+POLL = 0.1
 OBJECT_STORE = 1 << 30
 JOIN_VARIABLE, JOIN_SECONDS = "RAY_gcs_server_port_wait_time_s", "5"
 """Attempts, about a second each, that Ray makes to join once the port is open: a wrong token makes it try again too."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,15 +107,25 @@ def connect(
         ConfigError: arguments that contradict each other.
         ClusterError: no cluster answers at the address, its token is another, or it does not start.
     """
-    _refuse(address, cpus, gpus, dashboard, everywhere)
+    asked = {"cpus": cpus is not None, "gpus": gpus is not None, "dashboard": dashboard, "everywhere": everywhere}
+    for name in (name for name, given in asked.items() if given and address != LOCAL):
+        raise ConfigError(f"{name}= is of a cluster that is started; the one at {address} runs already. Leave it out.")
     namespace = namespace or f"trlx-{secrets.token_hex(4)}"
+    started = address == LOCAL
     with ExitStack() as stack:
         stack.enter_context(_environment_restored())
-        secret: Path | None
-        if address == LOCAL:
+        secret = Path(token_file) if token_file else None
+        if started:
             folder = Path(stack.enter_context(_short_folder()))
-            secret = Path(token_file) if token_file else token.make(folder)
-            settings: dict[str, Any] = {
+            secret = secret or token.make(folder)
+        else:
+            address = _answering(address, deadline)
+            everywhere = not address.startswith("127.")
+        _refuse_second_connection()
+        stack.enter_context(reachable(everywhere))
+        stack.enter_context(token.presented(secret))
+        if started:
+            settings = {
                 "num_cpus": cpus,
                 "num_gpus": gpus,
                 "include_dashboard": dashboard,
@@ -114,15 +133,16 @@ def connect(
                 "object_store_memory": object_store_memory,
                 "_temp_dir": str(folder),
             }
-        else:
-            secret = Path(token_file) if token_file else None
-            address = _answering(address, deadline)
-            everywhere = not address.startswith("127.")
-            settings = {}
-            os.environ.setdefault(JOIN_VARIABLE, JOIN_SECONDS)
-        stack.enter_context(reachable(everywhere))
-        stack.enter_context(token.presented(secret))
-        yield stack.enter_context(_initialised(address, namespace, secret, forward_logs, settings))
+            address = stack.enter_context(_started(settings, folder))
+        url = stack.enter_context(_joined(address, namespace, forward_logs))
+        announce()
+        yield Cluster(
+            address=address,
+            namespace=namespace,
+            dashboard=f"http://{url}" if url else None,
+            token=secret,
+            started=started,
+        )
 
 
 def environment() -> dict[str, str]:
@@ -144,47 +164,83 @@ def announce() -> None:
     os.environ.update(environment())
 
 
-@contextmanager
-def _initialised(
-    address: str, namespace: str, secret: Path | None, forward_logs: bool, settings: dict[str, Any]
-) -> Iterator[Cluster]:
-    import ray
+# --- calls that must not last -----------------------------------------------------------------------------------------
 
-    if ray.is_initialized():
+_hung: list[threading.Thread] = []
+
+
+def answer(work: Callable[[], T], seconds: float = ANSWER_SECONDS) -> T:
+    """The result of a call of Ray, in a thread, for Ray's client may wait for a head that is gone or stands still.
+
+    Raises:
+        ClusterError: there is none in time.
+        Exception: what `work` raised.
+    """
+    result: list[T] = []
+    raised: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            result.append(work())
+        except BaseException as error:  # handed to the thread that waits
+            raised.append(error)
+
+    thread = threading.Thread(target=run, name="asks Ray", daemon=True)
+    thread.start()
+    thread.join(1.0 if hung() else seconds)
+    if raised:
+        raise raised[0]
+    if not result:
+        _hung.append(thread)
+        raise ClusterError(f"The head of the Ray cluster has not answered within {seconds:g} s.")
+    return result[0]
+
+
+def ask(work: Callable[[], object], seconds: float = ANSWER_SECONDS) -> None:
+    """The same at a run's end, where the cluster may be ending as well, and nothing depends on the answer."""
+    with suppress(ClusterError):
+        answer(lambda: (work(),), seconds)
+
+
+def hung() -> bool:
+    """Whether a call has not returned yet: the interpreter would wait for what Ray does at its end."""
+    return any(thread.is_alive() for thread in _hung)
+
+
+# --- joining ----------------------------------------------------------------------------------------------------------
+
+
+def _refuse_second_connection() -> None:
+    ray: Any = sys.modules.get("ray")  # not imported before its variables are set
+    if ray is not None and ray.is_initialized():
         raise ClusterError(
             f"This process is already connected to the Ray cluster at {ray.get_runtime_context().gcs_address}. Call "
             "ray.shutdown() first, or use that connection."
         )
+
+
+@contextmanager
+def _joined(address: str, namespace: str, forward_logs: bool) -> Iterator[str]:
+    """A connection; gives the dashboard's host and port."""
+    import ray
+
     os.environ.pop(ADDRESS, None)
+    os.environ.setdefault(JOIN_VARIABLE, JOIN_SECONDS)
     try:
-        with apart():
-            context: Any = ray.init(
-                address=address,
-                namespace=namespace,
-                log_to_driver=forward_logs,
-                logging_level=logging.ERROR,
-                **settings,
-            )
+        context: Any = ray.init(
+            address=address, namespace=namespace, log_to_driver=forward_logs, logging_level=logging.ERROR
+        )
     except (ray.exceptions.RayError, ConnectionError, RuntimeError, TimeoutError, ValueError, OSError) as error:
         if _unauthenticated(error):
             raise ClusterError(
                 f"The Ray cluster at {address} refused our token, or we showed none. Name the file with the cluster's "
                 "token: token_file=, or --token-file on the command line."
             ) from error
-        doing = "start" if settings else f"join the Ray cluster at {address}"
-        raise ClusterError(f"Ray did not {doing}: {type(error).__name__}: {error}") from error
+        raise ClusterError(f"Ray did not join the cluster at {address}: {type(error).__name__}: {error}") from error
     try:
-        announce()
-        url = context.dashboard_url
-        yield Cluster(
-            address=context.address_info["gcs_address"],
-            namespace=namespace,
-            dashboard=f"http://{url}" if url else None,
-            token=secret,
-            started=bool(settings),
-        )
+        yield context.dashboard_url
     finally:
-        ask(lambda: ray.shutdown(wait_for_processes=True), STOP_SECONDS)
+        ask(ray.shutdown, STOP_SECONDS)
 
 
 def _unauthenticated(error: BaseException | None) -> bool:
@@ -196,16 +252,8 @@ def _unauthenticated(error: BaseException | None) -> bool:
     return False
 
 
-def _refuse(address: str, cpus: int | None, gpus: int | None, dashboard: bool, everywhere: bool) -> None:
-    if address == LOCAL:
-        return
-    asked = {"cpus": cpus is not None, "gpus": gpus is not None, "dashboard": dashboard, "everywhere": everywhere}
-    for name in (name for name, given in asked.items() if given):
-        raise ConfigError(f"{name}= is of a cluster that is started; the one at {address} runs already. Leave it out.")
-
-
 def _answering(address: str, deadline: float | None) -> str:
-    """host:port of a cluster whose port is open.
+    """host:port of a cluster that answers.
 
     Raises:
         ClusterError: it is no address, "auto" found nothing, or nobody answers before the deadline.
@@ -224,18 +272,115 @@ def _answering(address: str, deadline: float | None) -> str:
             f"{address!r} is no address of a Ray cluster. Write host:port as `ray start` printed it (port 6379, not "
             "that of the dashboard or of Ray Client), 'auto' or 'local'."
         )
+    if host == "localhost":  # Ray would take this machine's outward address
+        host = "127.0.0.1"
     started, last = time.monotonic(), "no attempt was made"
     while deadline is None or time.monotonic() - started < deadline:
         try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
-            return address
+            _greet(host.strip("[]"), int(port))
+            return f"{host}:{port}"
+        except ConnectionRefusedError as error:
+            last = str(error)
+            if deadline is not None and time.monotonic() - started > REFUSED_SECONDS:
+                break
+            time.sleep(POLL)
         except OSError as error:
             last = str(error)
-            time.sleep(POLL)
+            break
+    waited = min(time.monotonic() - started, deadline or math.inf)
     raise ClusterError(
-        f"No Ray cluster answered at {address} within {deadline:g} s ({last}). Start one with `ray start --head`, or "
+        f"No Ray cluster answered at {address} within {waited:.3g} s ({last}). Start one with `ray start --head`, or "
         "name another with address= (--address)."
     )
+
+
+REFUSED_SECONDS = 10.0
+"""How long a port at which nobody listens is tried again: a head may be about to start."""
+GREETING_SECONDS = 5.0
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""What every client of gRPC, which Ray's head speaks, says first: HTTP/2's preface and an empty SETTINGS frame."""
+
+
+def _greet(host: str, port: int) -> None:
+    """See that a gRPC server is there. Ray's client would wait minutes for one that says nothing.
+
+    Raises:
+        OSError: there is none.
+    """
+    with socket.create_connection((host, port), timeout=GREETING_SECONDS) as connection:
+        if os.environ.get("RAY_USE_TLS", "0") != "0":
+            return
+        connection.sendall(HELLO)
+        try:
+            told = connection.recv(9)
+        except TimeoutError:
+            raise OSError(f"it takes connections and says nothing for {GREETING_SECONDS:g} s") from None
+        if len(told) < 4 or told[3] != 4:  # the frame's type: SETTINGS
+            raise OSError("what listens there is not the head of a Ray cluster")
+
+
+# --- starting ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _started(settings: dict[str, Any], folder: Path) -> Iterator[str]:
+    """A cluster in a session of its own; gives its address.
+
+    Ray leaves the processes of a cluster in the driver's process group. What ends a whole group with SIGTERM, as
+    `timeout` and batch systems do, would take the cluster away while the driver needs it to end what it started. So a
+    child in a session of its own starts it, and ends it when this process does.
+
+    Raises:
+        ClusterError: it does not start.
+    """
+    variables = {name: value for name, value in os.environ.items() if name != ADDRESS}
+    with open(folder / "start.log", "w+b") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__, json.dumps(settings)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=variables,
+            start_new_session=True,
+        )
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            ready, _, _ = select.select([process.stdout], [], [], START_SECONDS)
+            told = process.stdout.readline() if ready else b""
+            if not told:
+                log.seek(0)
+                last = log.read().decode(errors="replace").strip().splitlines()[-1:]
+                raise ClusterError(f"Ray did not start within {START_SECONDS:g} s. {''.join(last)}")
+            yield told.decode().strip()
+        finally:
+            process.stdin.close()
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(1.0 if hung() else STOP_SECONDS)
+            reaper.end("", process.pid, grace=0.0)  # whatever is left in its session
+            process.kill()
+            process.wait()
+            process.stdout.close()
+
+
+def _serve(settings: dict[str, Any]) -> None:
+    """Start a cluster, say where it is, and end it when our input ends or our parent is gone."""
+    import ray
+
+    parent = os.getppid()
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(stop, signal.SIG_IGN)
+    told = os.dup(1)
+    os.dup2(2, 1)
+    context: Any = ray.init(address=LOCAL, log_to_driver=False, logging_level=logging.ERROR, **settings)
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(stop, signal.SIG_IGN)  # Ray has set handlers of its own
+    os.write(told, f"{context.address_info['gcs_address']}\n".encode())
+    while os.getppid() == parent and not select.select([0], [], [], 0.5)[0]:
+        pass
+    ray.shutdown(wait_for_processes=True)
+    if os.getppid() != parent:  # who would have removed it, with the token in it
+        shutil.rmtree(settings["_temp_dir"], ignore_errors=True)
 
 
 @contextmanager
@@ -262,3 +407,7 @@ def _environment_restored() -> Iterator[None]:
         for name in own():
             del os.environ[name]
         os.environ.update(before)
+
+
+if __name__ == "__main__":
+    _serve(json.loads(sys.argv[1]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -68,3 +69,26 @@ def attach_command(address: str, token: Path | None) -> str:
 def post_mortem() -> bool:
     """Whether to stop where an exception was raised that nobody caught."""
     return os.environ.get(POST_MORTEM) == "1"
+
+
+def main(script: str, *arguments: str) -> None:
+    """A rank of `trlx-hybrid launch --debug`: the script as `__main__`, with `breakpoint()` Ray's, and a stop where an
+    exception was raised that nobody catches."""
+    import runpy
+
+    import ray
+
+    from .cluster import ADDRESS, NAMESPACE, connect
+
+    with connect(os.environ[ADDRESS], namespace=os.environ.get(NAMESPACE), forward_logs=True):
+        os.environ["PYTHONBREAKPOINT"] = "ray.util.rpdb.set_trace"
+        sys.argv, sys.path[0] = [script, *arguments], os.path.dirname(os.path.realpath(script))
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except Exception:
+            ray.util.rpdb._post_mortem()  # type: ignore[no-untyped-call]
+            raise
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

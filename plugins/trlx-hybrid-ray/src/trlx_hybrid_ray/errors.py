@@ -14,6 +14,14 @@ class PlacementError(HybridError):
     the rest."""
 
 
+class LaunchError(HybridError):
+    """The ranks could not be started. Names the ranks, their nodes and the way out."""
+
+
+class ScriptError(LaunchError):
+    """A node has no such script, or no such folder: to try again cannot help."""
+
+
 def brief(error: BaseException) -> str:
     """A Ray error in one line: the exception that was raised over there where there is one, not its traceback."""
     cause = getattr(error, "cause", None) or error

@@ -39,42 +39,6 @@ def _reread_reach() -> None:
         ray_constants.ENABLE_RAY_CLUSTER = os.environ.get(LOOPBACK_VARIABLE, "1") == "1"
 
 
-@contextmanager
-def apart() -> Iterator[None]:
-    """Within the context, the processes of a cluster that this process starts get a session of their own.
-
-    Ray leaves them in the driver's process group and only blocks SIGINT. What ends a whole group with SIGTERM, as
-    `timeout` and batch systems do, would take the cluster away while the driver needs it to end what it started.
-    """
-    from ray._private import services
-
-    before: Any = services.ConsolePopen
-
-    def started(*arguments: Any, **options: Any) -> Any:
-        return before(*arguments, start_new_session=True, **options)
-
-    services.ConsolePopen = started  # type: ignore[misc, assignment]
-    try:
-        yield
-    finally:
-        services.ConsolePopen = before  # type: ignore[misc]
-
-
-def head_ended() -> bool:
-    """Whether this process had started a cluster whose head has ended by itself. To ask it for anything is to wait for
-    60 s, and to be ended by Ray's client then."""
-    worker = sys.modules.get("ray._private.worker")
-    node: Any = getattr(worker, "_global_node", None)
-    return node is not None and any(kind == "gcs_server" for kind, _ in node.dead_processes())
-
-
-def head_address() -> str:
-    """host:port of the cluster that this process is connected to, known without asking; empty without one."""
-    worker: Any = sys.modules.get("ray._private.worker")
-    client = getattr(worker.global_worker, "gcs_client", None) if worker is not None else None
-    return str(client.address) if client is not None else ""
-
-
 def reread_authentication() -> None:
     """Make an imported Ray forget mode and token, and read them from the environment again."""
     if "ray" in sys.modules:

@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from trlx_hybrid.errors import ConfigError
 
-from .asking import ask
+from .cluster import answer, ask
 from .errors import PlacementError
 from .internals import free_resources
 
@@ -168,12 +169,19 @@ class Placement:
 
     def options(self, rank: int) -> dict[str, Any]:
         """What `.options(**…)` of an actor or task takes to be this worker."""
+        return self._options(self.bundle(rank), 1)
+
+    def replica_options(self, replica: int) -> dict[str, Any]:
+        """The same for one actor that has everything of a replica, and starts its workers by itself."""
+        return self._options(self.bundles[replica], self.request.size)
+
+    def _options(self, bundle: Bundle, workers: int) -> dict[str, Any]:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         return {
-            "num_cpus": self.request.cpus,
-            "num_gpus": self.request.gpus,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.bundle(rank).index),
+            "num_cpus": self.request.cpus * workers,
+            "num_gpus": self.request.gpus * workers,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, bundle.index),
         }
 
     def bundle(self, rank: int) -> Bundle:
@@ -224,12 +232,13 @@ def reserve(
 
     Raises:
         PlacementError: it cannot be had; with a table of what is free and who holds the rest. Nothing stays reserved.
+        ClusterError: the cluster's head does not answer.
     """
     until = None if deadline is None else time.monotonic() + deadline
     group = None
     try:
         while group is None:
-            nodes = alive_nodes()
+            nodes = answer(alive_nodes)
             allowed = _allowed(nodes, request)
             if not request.fits(allowed, empty=True):
                 raise PlacementError(_refusal(request, nodes, allowed, None))
@@ -433,9 +442,15 @@ def _holders() -> list[_Holder]:
                 bundle = group["bundles"][index]
                 found.append(_Holder(name, node, bundle.get("GPU", 0.0), bundle.get("CPU", 0.0)))
     actors: list[Any] = []
-    with suppress(Exception):  # it is asked to make a message better, and must not replace it
-        actors = list_actors(filters=[("state", "=", "ALIVE")], detail=True, timeout=2)
-    for actor in actors:
+
+    def ask_for_actors() -> None:
+        with suppress(Exception):  # it is asked to make a message better, and must not replace it
+            actors.extend(list_actors(filters=[("state", "=", "ALIVE")], detail=True, timeout=2))
+
+    asking = threading.Thread(target=ask_for_actors, daemon=True)
+    asking.start()
+    asking.join(3.0)  # its own timeout is for each of several attempts
+    for actor in list(actors):
         if actor.placement_group_id not in groups and actor.node_id:
             needs = actor.required_resources or {}
             name = f"actor {actor.name or actor.class_name}, pid {actor.pid}"

@@ -49,7 +49,7 @@ def trlx_register(registry: Registry) -> None:
 def trlx_command(commands: Any) -> None:
     """Add `trlx-hybrid launch`, and `--ray` to `trlx-hybrid doctor`."""
     from .doctor import add_options
-    from .launch.command import add_command
+    from .launch import add_command
 
     add_command(commands)
     add_options(commands.choices["doctor"])

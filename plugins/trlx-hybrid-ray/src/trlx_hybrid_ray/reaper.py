@@ -14,6 +14,7 @@ import os
 import re
 import secrets
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -39,6 +40,7 @@ class Reaper:
 
     Args:
         grace: seconds that descendants have to end by themselves.
+        folder: to be removed when they have ended.
 
     Attributes:
         owner: what `OWNER_VARIABLE` is set to; no other process of this machine has the same.
@@ -47,12 +49,12 @@ class Reaper:
         OSError, subprocess.SubprocessError: it does not start.
     """
 
-    def __init__(self, grace: float = GRACE) -> None:
+    def __init__(self, grace: float = GRACE, folder: str = "") -> None:
         self.owner = secrets.token_hex(8)
         environment = {name: value for name, value in os.environ.items() if name != OWNER_VARIABLE}
         os.environ[OWNER_VARIABLE] = self.owner
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(os.getpid()), self.owner, str(grace)],
+            [sys.executable, "-m", __name__, str(os.getpid()), self.owner, str(grace), folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -91,6 +93,17 @@ def state(pid: int) -> str:
     """As `ps` shows it: R, S, D, T where it was stopped by a signal; empty where it does not run."""
     fields = _status(pid)
     return fields[0] if fields and fields[0] != "Z" else ""
+
+
+def children(pid: int) -> list[int]:
+    """Processes that this one has started and that nobody has waited for."""
+    return [int(e) for e in os.listdir("/proc") if e.isdecimal() and _status(int(e))[1:2] == [str(pid)]]
+
+
+def environment(pid: int) -> dict[str, str]:
+    """What a process was started with; empty where it is gone or not ours."""
+    pairs = _read(f"/proc/{pid}/environ").decode(errors="surrogateescape").split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
 
 
 def end(owner: str, pid: int, grace: float) -> list[int]:
@@ -195,7 +208,7 @@ def _mapped(pid: int) -> set[str]:
     return names
 
 
-def main(pid: int, owner: str, grace: float) -> None:
+def main(pid: int, owner: str, grace: float, folder: str) -> None:
     """Wait until the owner is gone or writes to us, then end what it started."""
     process = os.pidfd_open(pid)
     if os.fork():
@@ -212,9 +225,11 @@ def main(pid: int, owner: str, grace: float) -> None:
     segments.look()
     left = [f"process {one}" for one in end(owner, pid, grace)]
     left += [f"{SHARED_MEMORY}{name}" for name in segments.remove()]
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):  # nobody reads it where the owner is gone
         os.write(1, json.dumps(left).encode() + b"\n")
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]))
+    main(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4])

@@ -8,7 +8,10 @@ import time
 from pathlib import Path
 
 WHAT, FOLDER = sys.argv[1], Path(sys.argv[2])
-RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+RANK, WORLD = (
+    int(os.environ.get("RANK", 0)),
+    int(os.environ.get("WORLD_SIZE", 1)),
+)  # accelerate sets none for one process
 
 
 def word(name, **fields):
@@ -62,6 +65,55 @@ def wait():
         time.sleep(600)
     finally:
         print("unwound")
+
+
+def long_line():
+    """200 kB without an end, then one with."""
+    sys.stdout.write("x" * 200_000)
+    print("\nafter")
+
+
+def map_files():
+    """As datasets and safetensors do: files that somebody staged in shared memory, mapped until the end."""
+    import mmap
+
+    maps = [mmap.mmap(os.open(path, os.O_RDWR), 0) for path in (FOLDER / "stage").resolve().iterdir()]
+    print("mapped", len(maps))
+    time.sleep(1)  # a look at shared memory takes place every 0.1 s
+
+
+def actors():
+    """Two Ray actors with a GPU each, started by rank 0."""
+    import ray
+
+    if RANK == 0:
+
+        @ray.remote(num_gpus=1, num_cpus=0)
+        class Actor:
+            def devices(self):
+                return os.environ["CUDA_VISIBLE_DEVICES"]
+
+        ray.init(log_to_driver=False)
+        started = [Actor.remote() for _ in range(2)]
+        word("actors", own=os.environ["CUDA_VISIBLE_DEVICES"], theirs=ray.get([a.devices.remote() for a in started]))
+
+
+def stubborn():
+    """Neither signal ends it."""
+    import signal
+
+    for which in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(which, signal.SIG_IGN)
+    word("waiting", pid=os.getpid())
+    time.sleep(600)
+
+
+def count():
+    """A line each 0.2 s, 100 times."""
+    for number in range(100):
+        print(f"line {number}")
+        word("counting", pid=os.getpid(), number=number)
+        time.sleep(0.2)
 
 
 def again():

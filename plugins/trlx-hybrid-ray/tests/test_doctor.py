@@ -7,9 +7,7 @@ import pytest
 from trlx_hybrid.cli import main
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid_ray import doctor
-from trlx_hybrid_ray.checkup import differences, shortages
-from trlx_hybrid_ray.climb import climb, steps
-from trlx_hybrid_ray.examiner import Facts
+from trlx_hybrid_ray.doctor import Facts, differences, shortages, steps, tensor_parallel
 from trlx_hybrid_ray.placement import Node
 
 FIT = Facts(
@@ -22,7 +20,7 @@ OTHER = replace(NODE, id="02" * 28, address="10.0.0.2")
 @pytest.mark.slow
 def test_the_command_examines_a_cluster_and_raises_tp_until_it_breaks(two_nodes, disconnected, capsys, monkeypatch):
     """Two ranks work; 64 are more than there are GPUs."""
-    monkeypatch.setattr("trlx_hybrid_ray.climb.steps", lambda largest: [2, largest])
+    monkeypatch.setattr("trlx_hybrid_ray.doctor.steps", lambda largest: [2, largest])
     with disconnected():
         status = main(["doctor", "--ray", two_nodes.address, "--token-file", str(two_nodes.token), "--tp", "64"])
     out = capsys.readouterr().out
@@ -41,7 +39,7 @@ def test_the_command_examines_a_cluster_and_raises_tp_until_it_breaks(two_nodes,
 @pytest.mark.slow
 def test_a_step_that_breaks_names_the_place_and_the_rank(two_nodes):
     """NCCL without a GPU: the processes start and meet, and the process group cannot be formed."""
-    (finding,) = climb(2, backend="nccl")
+    (finding,) = tensor_parallel(2, backend="nccl")
     assert finding.problem
     assert "tp=2 breaks at the process group (nccl, meeting at 127.0.0.1:" in finding.text
     assert "rank " in finding.text

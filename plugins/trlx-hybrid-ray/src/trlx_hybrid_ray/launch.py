@@ -1,0 +1,446 @@
+"""`trlx-hybrid launch`: run a script on the nodes of a Ray cluster, with `accelerate launch` on each of them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import secrets
+import signal
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trlx_hybrid.errors import ConfigError, listed
+from trlx_hybrid.resuming import RESUME_VARIABLE
+
+from . import debugging
+from .errors import LaunchError, PlacementError, ScriptError
+from .placement import Placement, Request, reserve
+from .printer import say
+
+EPILOG = """\
+examples:
+  trlx-hybrid launch --nodes 2 --gpus-per-node 8 --address auto --config_file fsdp.yaml train.py --learning_rate 1e-6
+  trlx-hybrid launch --cpu --processes-per-node 2 train.py
+  ray job submit --working-dir . -- trlx-hybrid launch --nodes 2 --gpus-per-node 8 train.py
+
+The same file runs without Ray: accelerate launch train.py
+"""
+RETRY_SECONDS = 2.0  # between two looks for places, when starting again
+CALL_SECONDS = 60.0  # that an actor may take to start a process
+
+MACHINE = {
+    *("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONBREAKPOINT", "VIRTUAL_ENV", "CONDA_PREFIX"),
+    *("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "HOME", "USER", "LOGNAME", "HOSTNAME", "TMPDIR", "TEMP", "TMP"),
+    *("DISPLAY", "XAUTHORITY", "SHELL", "SHLVL", "PWD", "OLDPWD", "_", "TERM", "COLUMNS", "LINES"),
+    *("VLLM_HOST_IP", "HOST_IP", "NODE_IP", "NODE_NAME", "POD_IP", "POD_NAME", "MY_POD_IP"),
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+}
+"""Variables that describe a machine, a login or a process, and not a run: each node keeps its own."""
+MACHINE_PREFIXES = (
+    *("RAY_", "SSH_", "XDG_", "DBUS_", "SYSTEMD_", "INVOCATION_", "JOURNAL_"),
+    *("SLURM", "PMI_", "PMIX_", "OMPI_", "MPI_", "PALS_", "KUBERNETES_", "PET_", "TORCHELASTIC_", "TRLX_HYBRID_RAY_"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is to be launched.
+
+    Attributes:
+        script: its path as typed, relative to `folder`.
+        arguments: what it gets in `sys.argv` after its path.
+        folder: working folder of every rank; None for the one that Ray unpacked the job's files in.
+        nodes: how many nodes.
+        processes_per_node: ranks on each.
+        gpus: one GPU for each rank; otherwise they get CPUs only, and see no GPU.
+        cpus_per_process: CPUs that Ray sets aside for each rank.
+        only: addresses or ids of the only nodes to use.
+        config_file: accelerate's, or None for its default one.
+        settings: further arguments of `accelerate launch`.
+        address: of the Ray cluster to join; None starts one on this machine.
+        restarts: how many times to start again after a failure.
+        debug: no deadlines, and Ray's debugger.
+        start_timeout: seconds that Ray may take to start all actors.
+    """
+
+    script: str
+    arguments: tuple[str, ...] = ()
+    folder: str | None
+    nodes: int = 1
+    processes_per_node: int
+    gpus: bool
+    cpus_per_process: float = 1.0
+    only: tuple[str, ...] = ()
+    config_file: str | None = None
+    settings: tuple[str, ...] = ()
+    address: str | None = None
+    restarts: int = 0
+    debug: bool = False
+    start_timeout: float = 120.0
+
+    def __post_init__(self) -> None:
+        flag = "--gpus-per-node" if self.gpus else "--processes-per-node"
+        for name, value in (("--nodes", self.nodes), (flag, self.processes_per_node)):
+            if value < 1:
+                raise ConfigError(f"{name} {value}: at least one is needed.")
+        if self.restarts < 0:
+            raise ConfigError(f"--restart {self.restarts}: give the number of times to start again, 0 or more.")
+        if self.cpus_per_process <= 0:
+            raise ConfigError(f"--cpus-per-process {self.cpus_per_process:g}: give each rank more than 0.")
+
+    @property
+    def world(self) -> int:
+        """How many ranks."""
+        return self.nodes * self.processes_per_node
+
+    @property
+    def request(self) -> Request:
+        """The places that it asks for: a bundle on each of its nodes, with the GPUs of that node's ranks."""
+        return Request(
+            name="rank",
+            replicas=self.nodes,
+            size=self.processes_per_node,
+            gpus=1 if self.gpus else 0,
+            cpus=self.cpus_per_process,
+            strategy="strict_spread",
+            nodes=self.only,
+        )
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def add_command(commands: Any) -> None:
+    """Add `launch` to the sub-parsers of a command line; its `run` takes the options, returns the exit status."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "launch",
+        help="run a script on many nodes through Ray",
+        description=__doc__,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--nodes", type=int, metavar="N", help="nodes to run on (default: 1, or all that --node names)")
+    add("--node", action="append", default=[], metavar="NAME", help="address or id of a node to use; may be repeated")
+    add("--gpus-per-node", type=int, metavar="N", help="ranks on each node, one GPU for each")
+    add("--cpu", action="store_true", help="ranks without GPUs; needs --processes-per-node")
+    add("--processes-per-node", type=int, metavar="N", help="ranks on each node, with --cpu")
+    add("--cpus-per-process", type=float, default=1.0, metavar="N", help="CPUs set aside for each rank (default: 1)")
+    add("--config_file", "--config-file", metavar="YAML", help="accelerate's config file (default: accelerate's own)")
+    add(
+        "--accelerate",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="one more argument of `accelerate launch`, e.g. mixed_precision=bf16; may be repeated",
+    )
+    add(
+        "--address",
+        metavar="HOST:PORT",
+        help="Ray cluster to join; `auto` finds the one on this machine (default: RAY_ADDRESS, else a new one here)",
+    )
+    add("--token-file", metavar="FILE", help="the token of the cluster to join (default: where Ray looks for it)")
+    add("--dashboard", action="store_true", help="start Ray's dashboard with a new cluster")
+    add("--restart", type=int, default=0, metavar="N", help="after a failure, start again up to N times (default: 0)")
+    add("--start-timeout", type=float, default=120.0, metavar="S", help="seconds to wait for processes (default: 120)")
+    add("--debug", action="store_true", help="lift the deadlines, and stop in Ray's debugger where a rank fails")
+    add("script", help="the file to run")
+    add("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    parser.set_defaults(run=run)
+
+
+def job_of(options: Any) -> Job:
+    """What the options ask for.
+
+    Raises:
+        ConfigError: they contradict each other, or name no script.
+    """
+    if options.cpu == (options.gpus_per_node is not None):
+        raise ConfigError("Say how many ranks a node has: --gpus-per-node N, or --cpu --processes-per-node N.")
+    if options.cpu and options.processes_per_node is None:
+        raise ConfigError("--cpu needs --processes-per-node N: how many ranks each node has.")
+    if not options.cpu and options.processes_per_node is not None:
+        raise ConfigError("--processes-per-node goes with --cpu. On GPUs each rank has one: --gpus-per-node N.")
+    if not os.path.isfile(options.script):
+        raise ConfigError(f"No script {options.script} in {os.getcwd()}.")
+    if options.config_file is not None and not os.path.isfile(options.config_file):
+        raise ConfigError(f"--config_file {options.config_file}: no such file.")
+    settings: list[str] = []
+    for setting in options.accelerate:
+        name, equals, value = setting.lstrip("-").partition("=")
+        settings += [f"--{name}", value] if equals else [f"--{name}"]
+    return Job(
+        script=options.script,
+        arguments=tuple(options.arguments),
+        folder=os.getcwd(),
+        nodes=options.nodes if options.nodes is not None else len(options.node) or 1,
+        processes_per_node=options.processes_per_node if options.cpu else options.gpus_per_node,
+        gpus=not options.cpu,
+        cpus_per_process=options.cpus_per_process,
+        only=tuple(options.node),
+        config_file=options.config_file,
+        settings=tuple(settings),
+        address=options.address or os.environ.get("RAY_ADDRESS") or None,
+        restarts=options.restart,
+        debug=options.debug,
+        start_timeout=math.inf if options.debug else options.start_timeout,
+    )
+
+
+def run(options: Any) -> int:
+    """Launch; returns the exit code of the rank that failed first, 0 if none did, 128 + n after signal n.
+
+    Raises:
+        ConfigError: the options, or accelerate's settings, cannot be.
+        ClusterError: no cluster answers, or none can be started.
+        PlacementError: the cluster has no room.
+        LaunchError: the ranks do not start.
+    """
+    if not sys.platform.startswith("linux"):
+        raise ConfigError("trlx-hybrid launch runs on Linux. Elsewhere: accelerate launch, on one machine.")
+    job = job_of(options)
+    if job.debug:
+        os.environ.setdefault(debugging.CHOICE, debugging.DISTRIBUTED)
+        os.environ[debugging.POST_MORTEM] = "1"
+        debugging.check()
+    config, arguments = accelerate_arguments(job)
+    # Only now: wrong options must not wait for Ray.
+    from .cluster import LOCAL, connect, hung
+
+    wanted: dict[str, Any] = {"dashboard": options.dashboard or job.debug} if job.address is None else {}
+    try:
+        with connect(job.address or LOCAL, token_file=options.token_file, **wanted) as cluster:
+            say(str(cluster))
+            if job.debug and debugging.legacy():
+                say(f"debugger: {debugging.attach_command(cluster.address, cluster.token)}")
+            code = launch(job, config, arguments, cluster.address)
+    except KeyboardInterrupt:
+        say("SIGINT: stopped before the ranks ran.")
+        code = 128 + signal.SIGINT
+    if hung():  # a call of Ray that never returned, as where its head stands still, would keep this process
+        with suppress(OSError):
+            sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+# --- what accelerate and the ranks are told ---------------------------------------------------------------------------
+
+
+def accelerate_arguments(job: Job) -> tuple[str, tuple[str, ...]]:
+    """The text of accelerate's config file, and what all nodes' `accelerate launch` have in common.
+
+    Raises:
+        ConfigError: accelerate does not know an argument, or its config file asks for something else.
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    path = Path(job.config_file) if job.config_file is not None else _default_config()
+    default = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "mixed_precision": "no"}
+    text = path.read_text() if path is not None else json.dumps(default | {"use_cpu": not job.gpus})
+    try:
+        config = yaml.safe_load(text)
+        kind = str(config.get("distributed_type", "NO"))
+    except (yaml.YAMLError, AttributeError) as error:
+        raise ConfigError(f"accelerate's config file {path} is no YAML mapping: {error}") from error
+    names = {setting.partition("=")[0] for setting in job.settings if setting.startswith("--")}
+    if kind in ("XLA", "TPU") or "--tpu" in names:
+        raise ConfigError("accelerate's settings want TPUs. trlx-hybrid launch starts ranks on GPUs or CPUs.")
+    if config.get("compute_environment") == "AMAZON_SAGEMAKER":
+        raise ConfigError(f"accelerate's config file {path} is for SageMaker. Use one for your own machines.")
+    if "--max_restarts" in names:
+        raise ConfigError("--accelerate max_restarts: use --restart N, which starts all nodes again.")
+    if job.settings:
+        _check_settings(job.settings)
+    chosen = names & {"--use_fsdp", "--use_deepspeed", "--use_megatron_lm", "--multi_gpu"}
+    several = ["--multi_gpu"] if job.world > 1 and kind in ("NO", "MULTI_CPU") and not chosen else []
+    return text, (
+        *("--num_machines", str(job.nodes), "--num_processes", str(job.world)),
+        *("--rdzv_backend", "static", "--deepspeed_multinode_launcher", "standard"),  # each node's own, in our order
+        *several,
+        *job.settings,
+    )
+
+
+def _default_config() -> Path | None:
+    """The file that `accelerate config` wrote, if there is one."""
+    from huggingface_hub.constants import HF_HOME
+
+    path = Path(HF_HOME) / "accelerate" / "default_config.yaml"
+    return path if path.is_file() else None
+
+
+def _check_settings(settings: tuple[str, ...]) -> None:
+    from accelerate.commands.launch import launch_command_parser
+
+    def refuse(message: str) -> None:
+        raise ConfigError(f"accelerate launch: {message}. `accelerate launch --help` lists what --accelerate takes.")
+
+    parser = launch_command_parser()
+    parser.error = refuse
+    parser.parse_args([*settings, "script.py"])
+
+
+def variables(job: Job, run_id: str, start: int) -> dict[str, str]:
+    """What the ranks are told of this process's environment, and of the run."""
+    told = {n: v for n, v in os.environ.items() if n not in MACHINE and not n.startswith(MACHINE_PREFIXES)}
+    told |= {"PET_RDZV_ID": run_id, "TRLX_HYBRID_RESTART_COUNT": str(start)}
+    told |= {name: os.environ[name] for name in (debugging.CHOICE, debugging.POST_MORTEM) if name in os.environ}
+    if not job.gpus and job.config_file is None:
+        told["ACCELERATE_USE_CPU"] = "true"
+    told.pop(RESUME_VARIABLE, None)
+    return told | ({RESUME_VARIABLE: "1"} if start else {})
+
+
+# --- from the first start to the last ---------------------------------------------------------------------------------
+
+
+def launch(job: Job, config: str, arguments: tuple[str, ...], head: str) -> int:
+    """Run a job to its end on the cluster that this process is connected to; returns the exit code.
+
+    Each start has new processes and a new rendezvous. From the second on, ranks find TRLX_HYBRID_RESUME=1 in their
+    environment. A run that the user stopped is not started again, nor one whose script cannot be found.
+
+    Args:
+        config, arguments: from `accelerate_arguments`.
+        head: host:port of the cluster's head.
+
+    Raises:
+        PlacementError: the places cannot be had at the first start.
+        LaunchError: the ranks do not start, or what a failure took is not back in time.
+    """
+    run_id = secrets.token_hex(8)
+    for start in range(job.restarts + 1):
+        last = start == job.restarts
+        try:
+            with _places(job, start) as placement:
+                code, again = _attempt(job, config, arguments, head, placement, run_id, start)
+        except ScriptError:
+            raise
+        except LaunchError as error:
+            if last:
+                raise
+            say(str(error))
+            code, again = 1, True
+        if not again:
+            break
+        if not last:
+            say(f"Starting again ({start + 1} of {job.restarts}), from the last checkpoint.")
+        elif job.restarts:
+            say(f"That was the last of {job.restarts} restarts.")
+    return code
+
+
+def _places(job: Job, start: int) -> Placement:
+    """After a failure Ray may need a moment to know what is free again, and a lost node to come back."""
+    deadline = time.monotonic() + job.start_timeout
+    while True:
+        try:
+            return reserve(job.request, show=say)
+        except PlacementError as error:
+            if start == 0:
+                raise
+            if time.monotonic() > deadline:
+                raise LaunchError(f"It cannot be started again within {job.start_timeout:g} s: {error}") from error
+            time.sleep(RETRY_SECONDS)
+
+
+def _attempt(
+    job: Job,
+    config: str,
+    arguments: tuple[str, ...],
+    head: str,
+    placement: Placement,
+    run_id: str,
+    start: int,
+) -> tuple[int, bool]:
+    """One start of all ranks: the exit code, and whether to start again.
+
+    Raises:
+        LaunchError: they do not start.
+    """
+    import ray
+
+    from .follow import Follower
+    from .node import NodeActor, Start
+
+    # Detached: Ray ends other actors when their owner does not answer, as a launcher that is suspended. These end with
+    # the placement group, which goes when this driver is gone.
+    settled: Any = {"max_restarts": 0, "max_concurrency": 4, "lifetime": "detached"}
+    kind: Any = ray.remote(NodeActor)
+    actors = [kind.options(**settled, **placement.replica_options(number)).remote() for number in range(job.nodes)]
+    follower = Follower(job, placement, actors, head)
+    try:
+        _answers(follower, [actor.pid.remote() for actor in actors], job.start_timeout, "Raise --start-timeout.")
+        address = placement.bundles[0].node.address
+        port = 0  # accelerate takes a free one by itself
+        if job.nodes > 1:
+            (port,) = _answers(follower, [actors[0].free_port.remote(address)], CALL_SECONDS)
+        told = variables(job, run_id, start)
+        script = ["--module", "trlx_hybrid_ray.debugging", job.script] if job.debug else [job.script]
+        starts = []
+        for number, (actor, bundle) in enumerate(zip(actors, placement.bundles, strict=True)):
+            own = ("--machine_rank", str(number), "--main_process_ip", address, "--main_process_port", str(port))
+            what = Start(
+                arguments=(*arguments, *own, *script, *job.arguments),
+                script=job.script,
+                config=config,
+                variables=told,
+                folder=_folder(job),
+                gpus=bundle.gpus,
+                first_rank=number * job.processes_per_node,
+                alone=job.world == 1,
+            )
+            starts.append(actor.start.remote(what))
+        _answers(follower, starts, CALL_SECONDS)
+        return follower.until_over()
+    finally:
+        follower.close()
+
+
+def _folder(job: Job) -> str | None:
+    """Where ranks work: where we are, unless Ray has unpacked the job's files in another place on each node."""
+    import ray
+
+    return None if ray.get_runtime_context().runtime_env.get("working_dir") else job.folder
+
+
+def _answers(
+    follower: Any, calls: list[Any], seconds: float, way_out: str = "See the logs of its raylet."
+) -> list[Any]:
+    """What actors answer, in order.
+
+    Raises:
+        ScriptError: a node lacks the script.
+        LaunchError: names the nodes that are lost or late.
+    """
+    import ray
+
+    timeout = None if math.isinf(seconds) else seconds
+    waiting, until = list(calls), time.monotonic() + seconds
+    while waiting:
+        # One at a time: a node that is lost must not be learnt of only when the others have answered.
+        done, waiting = ray.wait(waiting, timeout=None if timeout is None else max(0.0, until - time.monotonic()))
+        if not done:
+            late = listed([follower.where(calls.index(call)) for call in waiting])
+            raise LaunchError(f"No answer within {seconds:g} s from node {late}. {way_out}")
+        try:
+            ray.get(done[0])
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            raise cause if isinstance(cause, LaunchError) else LaunchError(str(error)) from error
+        except ray.exceptions.RayError as error:
+            where = follower.where(calls.index(done[0]))
+            raise LaunchError(f"Node {where} was lost while its ranks were started: {_first_line(error)}") from error
+    found: list[Any] = ray.get(calls)
+    return found
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,1 +1,0 @@
-"""`trlx-hybrid launch`: one script on many nodes, as `accelerate launch` would run it on one."""

@@ -1,0 +1,349 @@
+"""One node of a launch: a Ray actor that runs `accelerate launch` there, and says what becomes of it.
+
+    trlx-hybrid launch ──calls──▶ NodeActor ──starts──▶ accelerate launch ──starts──▶ the ranks
+                                      └──starts──▶ reaper, which ends what is left of them, whoever was killed
+
+What ranks print goes to files, by torchelastic's own redirection. So neither a launcher that is suspended nor one whose
+terminal blocks stops the training, and the last line of a killed process arrives. What was forwarded is given back to
+the disk.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import reaper
+from .cluster import environment
+from .errors import ScriptError
+from .reaper import OWNER_VARIABLE, Reaper, end, state
+
+TICK = 0.1  # seconds between two looks at files and processes
+CHUNK = 1 << 20  # bytes of one file in one answer
+STOPPED_SECONDS = 15.0  # that a process may be stopped (SIGSTOP, Ctrl-Z) before that counts as a failure
+WARN_SECONDS = 5.0
+PORTS = range(20_000, 32_000)
+"""Below those that the system hands out by itself, so that only somebody who asks for this very port can take it."""
+WORKERS = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE")
+"""What Ray sets for its workers. A rank is none: it gets what the node was started with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """What a node has to start.
+
+    Attributes:
+        arguments: of `accelerate launch`: its options, the script, and the script's arguments.
+        script: as typed, relative to the folder.
+        config: text of accelerate's config file.
+        variables: of the launcher's environment, for the ranks.
+        folder: to work in; None to stay in the one that Ray made for the job.
+        gpus: ids of this node's GPUs, for `CUDA_VISIBLE_DEVICES`.
+        first_rank: of the ranks on this node.
+        alone: whether it is the only one, which accelerate starts without torchelastic.
+    """
+
+    arguments: tuple[str, ...]
+    script: str
+    config: str
+    variables: Mapping[str, str]
+    folder: str | None
+    gpus: tuple[str, ...]
+    first_rank: int
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What happened on a node since it was asked last.
+
+    Attributes:
+        number: counts the answers.
+        clock: of the node, in seconds since the epoch.
+        output: (rank, whether it is standard error, bytes) in order; rank None is accelerate itself.
+        started: processes by rank.
+        ended: (rank, exit code or minus the signal, time) of ranks whose process has ended; rank None is accelerate
+            itself, where a signal ended it.
+        code: of `accelerate launch` once it and all output are over.
+        stopped: (what it is, pid, seconds) of processes that a signal has stopped.
+    """
+
+    number: int
+    clock: float
+    output: tuple[tuple[int | None, bool, bytes], ...] = ()
+    started: Mapping[int, int] = field(default_factory=dict)
+    ended: tuple[tuple[int | None, int, float], ...] = ()
+    code: int | None = None
+    stopped: tuple[tuple[str, int, float], ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not (self.output or self.started or self.ended or self.stopped) and self.code is None
+
+
+class NodeActor:
+    """The actor. It runs several methods at a time: `poll` waits while the others come and go."""
+
+    def __init__(self) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="trlx-hybrid-launch-"))
+        self._reaper = Reaper(folder=str(self._folder))
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+        self._news = News(number=0, clock=0.0)
+        self._offsets: dict[Path, int] = {}
+        self._pids: dict[str, int] = {}  # of what is watched for being stopped
+        self._stopped: dict[int, float] = {}
+        self._raylet = int(os.environ.get("RAY_RAYLET_PID", os.getppid()))
+        self._looked = time.monotonic()
+        self._first_rank = 0
+        self._alone = False
+
+    def pid(self) -> int:
+        """This process, once it is there."""
+        return os.getpid()
+
+    def free_port(self, address: str) -> int:
+        """A port on this node where nobody listens, for torch's rendezvous store."""
+        while True:
+            port = random.choice(PORTS)
+            with suppress(OSError):
+                socket.create_server((address, port)).close()
+                return port
+
+    def start(self, what: Start) -> int:
+        """Start `accelerate launch`; returns its process.
+
+        Raises:
+            ScriptError: the folder or the script is not here.
+        """
+        _check_script(what)
+        config = self._folder / "accelerate.yaml"
+        config.write_text(what.config)
+        self._first_rank, self._alone = what.first_rank, what.alone
+        variables = _node_environment(self._raylet) | dict(what.variables) | environment()
+        variables |= {
+            OWNER_VARIABLE: self._reaper.owner,
+            "CUDA_VISIBLE_DEVICES": ",".join(what.gpus),
+            "PYTHONUNBUFFERED": "1",  # a line leaves a rank when it is printed
+            "PET_REDIRECTS": "3",  # torchelastic: standard output and error of each rank to files
+            _EVENTS_VARIABLE: str(self._folder / "events"),
+        }
+        own = [sys.executable, "-m", __name__, "--config_file", str(config), "--log_dir", str(self._folder / "ranks")]
+        with open(self._folder / "stdout.log", "wb") as out, open(self._folder / "stderr.log", "wb") as err:
+            self._process = subprocess.Popen(
+                [*own, *what.arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                cwd=what.folder,
+                env=variables,
+                start_new_session=True,
+            )
+        self._pids = {"accelerate launch": self._process.pid, "the raylet of the node": self._raylet}
+        return self._process.pid
+
+    def poll(self, seen: int, seconds: float, *, output: bool = True) -> News:
+        """What happened; waits up to `seconds` for the first. An empty answer shows life, too.
+
+        Args:
+            seen: number of the last answer that arrived. Where that is not the last one given, it is given again.
+            output: leave out what was printed: nobody can take more of it now.
+        """
+        with self._lock:
+            if self._news.number > seen:
+                return self._news
+            until = time.monotonic() + seconds
+            while (news := self._look(seen + 1, output)).empty and time.monotonic() < until:
+                time.sleep(TICK)
+            self._news = news
+            return news
+
+    def signal(self, which: int) -> None:
+        """Send a signal to `accelerate launch`, which hands it to its ranks."""
+        if self._process is not None and self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, which)
+
+    def kill(self) -> None:
+        """End all processes that were started here, at once. What they printed can still be asked for."""
+        end(self._reaper.owner, 0, 0.0)
+
+    def finish(self) -> list[str]:
+        """End what is still there, with a moment to end by itself, and clean up; returns what had to be."""
+        return self._reaper.finish()
+
+    # --- what happens -------------------------------------------------------------------------------------------------
+
+    def _look(self, number: int, output: bool) -> News:
+        over = self._process is not None and self._process.poll() is not None
+        started, ended = self._events()
+        pieces = tuple(self._output()) if output else ()
+        return News(
+            number=number,
+            clock=time.time(),
+            output=pieces,
+            started=started,
+            ended=ended,
+            code=self._process.returncode if over and output and not pieces and self._process else None,
+            stopped=tuple(self._stopping()),
+        )
+
+    def _events(self) -> tuple[dict[int, int], tuple[tuple[int | None, int, float], ...]]:
+        path = self._folder / "events"
+        lines = self._new(path).splitlines() if path.exists() else []
+        told = [json.loads(line) for line in lines]
+        started = {event["rank"]: event["pid"] for event in told if "pid" in event}
+        self._pids |= {f"rank {rank}": pid for rank, pid in started.items()}
+        ended = tuple((event["rank"], event["code"], event["time"]) for event in told if "code" in event)
+        for rank, _, _ in ended:
+            self._pids.pop(f"rank {rank}", None)
+        return started, ended
+
+    def _output(self) -> Iterator[tuple[int | None, bool, bytes]]:
+        # torchelastic: LOG_DIR/run id/attempt_0/local rank/stdout.log
+        ranks = sorted(self._folder.glob("ranks/*/attempt_*/*/std*.log"))
+        for path in [self._folder / "stdout.log", self._folder / "stderr.log", *ranks]:
+            if path.exists() and (data := self._new(path)):
+                alone = self._first_rank if self._alone and not ranks else None
+                rank = alone if path.parent == self._folder else self._first_rank + int(path.parent.name)
+                yield rank, path.name == "stderr.log", data
+
+    def _new(self, path: Path) -> bytes:
+        """What a file has more than the last time; up to the last whole line of the file with events."""
+        offset = self._offsets.get(path, 0)
+        with open(path, "r+b", buffering=0) as file:
+            file.seek(offset)
+            data = file.read(CHUNK)
+            if path.name == "events":
+                data = data[: data.rfind(b"\n") + 1]
+            self._offsets[path] = offset + len(data)
+            if data:
+                _give_back(file.fileno(), offset + len(data))
+        return data
+
+    def _stopping(self) -> Iterator[tuple[str, int, float]]:
+        """Count only time in which we ran: where everything was stopped and goes on, nobody was left alone."""
+        passed, self._looked = min(time.monotonic() - self._looked, 1.0), time.monotonic()
+        for what, pid in self._pids.items():
+            before = self._stopped.get(pid, 0.0)
+            now = self._stopped[pid] = before + passed if state(pid) == "T" else 0.0
+            if before < WARN_SECONDS <= now or before < STOPPED_SECONDS <= now:
+                yield what, pid, now
+
+
+def _check_script(what: Start) -> None:
+    here = f"Node {socket.gethostname()}"
+    way_out = (
+        "Put it on a file system that all nodes share, or let Ray send it: ray job submit --working-dir . -- "
+        "trlx-hybrid launch …"
+    )
+    if what.folder is not None and not os.path.isdir(what.folder):
+        raise ScriptError(f"{here} has no folder {what.folder}. {way_out}")
+    if not os.path.isfile(os.path.join(what.folder or os.getcwd(), what.script)):
+        raise ScriptError(f"{here} finds no script {what.script} in {what.folder or os.getcwd()}. {way_out}")
+
+
+def _node_environment(raylet: int) -> dict[str, str]:
+    """This process's environment without what Ray puts there for a worker."""
+    node = reaper.environment(raylet)
+    told = {name: value for name, value in os.environ.items() if name not in WORKERS}
+    return told | {name: node[name] for name in WORKERS if name in node}
+
+
+def _give_back(descriptor: int, size: int) -> None:
+    """Let the file system free the beginning of a file that somebody else goes on writing to, if it can."""
+    with suppress(OSError, AttributeError):
+        keep_size_punch_hole = 1 | 2
+        ctypes.CDLL(None).fallocate(descriptor, keep_size_punch_hole, ctypes.c_long(0), ctypes.c_long(size))
+
+
+# --- the process that is `accelerate launch` --------------------------------------------------------------------------
+
+_EVENTS_VARIABLE = "TRLX_HYBRID_LAUNCH_EVENTS"
+
+
+def accelerate_launch() -> int:
+    """accelerate's own command, in this process; beside it threads that note when a rank starts and how it ends.
+
+    torchelastic knows that, too, but says so only when it has ended the other ranks, which may take it 30 s.
+    """
+    from accelerate.commands.launch import main
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    events = _Events(os.environ.pop(_EVENTS_VARIABLE))
+    threading.Thread(target=events.watch, daemon=True).start()
+    try:
+        main()
+    except ChildFailedError as error:
+        for rank, failure in error.failures.items():
+            events.ended(rank, failure.exitcode, failure.timestamp)
+        return 1
+    except SignalException as error:
+        events.ended(None, -error.sigval, time.time())
+        return 128 + error.sigval
+    except subprocess.CalledProcessError as error:  # of a single process, which accelerate starts by itself
+        events.ended(0, error.returncode, time.time())
+        return 1
+    return 0
+
+
+class _Events:
+    """A file with a line of JSON for each event."""
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._lock = threading.Lock()
+        self._told: set[int | None] = set()
+
+    def watch(self) -> None:
+        """Find the ranks among our children: those that accelerate's environment was given to."""
+        known, expected = set[int](), 1
+        while len(known) < expected:
+            for pid in set(reaper.children(os.getpid())) - known:
+                variables = reaper.environment(pid)
+                if "ACCELERATE_MIXED_PRECISION" in variables:
+                    known.add(pid)
+                    expected, rank = int(variables.get("LOCAL_WORLD_SIZE", 1)), int(variables.get("RANK", 0))
+                    self._write({"rank": rank, "pid": pid})
+                    threading.Thread(target=self._await, args=(rank, pid), daemon=True).start()
+            time.sleep(TICK)
+
+    def ended(self, rank: int | None, code: int, at: float) -> None:
+        """Note the end of a rank, once; None for the signal that ended accelerate itself."""
+        with self._lock:
+            if rank in self._told:
+                return
+            self._told.add(rank)
+        self._write({"rank": rank, "code": code, "time": at})
+
+    def _await(self, rank: int, pid: int) -> None:
+        with suppress(ChildProcessError, AttributeError):  # somebody else was faster, who will say it
+            told: Any = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            self.ended(rank, told.si_status if told.si_code == os.CLD_EXITED else -told.si_status, time.time())
+
+    def _write(self, event: Mapping[str, Any]) -> None:
+        os.write(self._descriptor, json.dumps(event).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where all was started in the background
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a raylet blocks SIGINT, and its children inherit that
+    with suppress(PermissionError):  # Ray gives workers a niceness of 15, which only root may take back
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    sys.exit(accelerate_launch())

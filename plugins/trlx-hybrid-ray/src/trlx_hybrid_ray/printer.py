@@ -1,0 +1,156 @@
+"""What ranks print, on one terminal: each line with its node and rank in front, whole, and in its rank's order."""
+
+from __future__ import annotations
+
+import codecs
+import os
+import queue
+import re
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import BinaryIO
+
+PIECES = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")
+PATIENCE = 0.3  # seconds until an unfinished line is shown as it is: a progress bar ends its line when it moves on
+LONGEST = 1 << 16  # characters of an unfinished line that are kept for its end
+ROOM = 64 << 20  # bytes that wait for a terminal which takes no more
+
+
+def say(text: str) -> None:
+    """A line of the launcher's own. Whether anybody reads it makes no difference to the run."""
+    with suppress(OSError, ValueError):
+        print(text, file=sys.stderr, flush=True)
+
+
+Source = tuple[int, int | None, bool]
+"""Node, rank (None: accelerate itself), and whether it is standard error."""
+
+
+@dataclass(slots=True)
+class _Line:
+    """The unfinished line of a source."""
+
+    decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+    rest: list[str] = field(default_factory=list)
+    length: int = 0
+    since: float = 0.0
+    shown: bool = False  # its beginning is on the screen already
+
+
+class Printer:
+    """Puts output together in a thread of its own: a terminal that takes no more stops neither signals nor the run.
+
+    Args:
+        names: what stands in front of a line, by node and rank.
+    """
+
+    def __init__(self, names: Mapping[tuple[int, int | None], str], out: BinaryIO, err: BinaryIO) -> None:
+        self._names = names
+        self._sinks = {False: out, True: err}
+        self._lines: dict[Source, _Line] = {}
+        self._open: Source | None = None  # whose unfinished line the cursor is in
+        self._queue: queue.SimpleQueue[tuple[Source, bytes] | None] = queue.SimpleQueue()
+        self._waiting = 0
+        self._thread = threading.Thread(target=self._run, name="prints", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether it keeps up."""
+        return self._waiting < ROOM
+
+    def write(self, source: Source, data: bytes) -> None:
+        """Bytes as they come, cut anywhere."""
+        self._waiting += len(data)
+        self._queue.put((source, data))
+
+    def close(self, seconds: float) -> bool:
+        """Show what is left, and leave the cursor at the start of a line; whether that was done in time."""
+        self._queue.put(None)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    # --- in the thread ------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while True:
+            try:
+                entry = self._queue.get(timeout=PATIENCE)
+            except queue.Empty:
+                self._show_unfinished(PATIENCE)
+                continue
+            if entry is None:
+                break
+            self._add(*entry)
+            self._waiting -= len(entry[1])
+        for source, line in self._lines.items():
+            self._keep(source, line, line.decoder.decode(b"", final=True))
+        self._show_unfinished(0.0)
+        self._break()
+        self._flush()
+
+    def _add(self, source: Source, data: bytes) -> None:
+        line = self._lines.setdefault(source, _Line())
+        for piece in PIECES.findall(line.decoder.decode(data)):
+            self._keep(source, line, piece)
+            if piece.endswith(("\n", "\r")) or line.length > LONGEST:
+                self._show(source, line)
+        self._flush()
+
+    @staticmethod
+    def _keep(source: Source, line: _Line, text: str) -> None:
+        if text:
+            line.rest.append(text)
+            line.length += len(text)
+            line.since = time.monotonic()
+
+    def _show_unfinished(self, patience: float) -> None:
+        for source, line in self._lines.items():
+            if line.rest and time.monotonic() - line.since >= patience:
+                self._show(source, line)
+        self._flush()
+
+    def _show(self, source: Source, line: _Line) -> None:
+        text = "".join(line.rest)
+        line.rest, line.length = [], 0
+        if self._open != source:
+            self._break()
+        if text == "\r" and not line.shown:
+            return  # a progress bar goes to the start of a line that it has not begun
+        node, rank, error = source
+        self._write(error, text if line.shown else self._names[node, rank] + text)
+        line.shown = not text.endswith(("\n", "\r"))
+        self._open = source if line.shown or text.endswith("\r") else None
+
+    def _break(self) -> None:
+        """End the unfinished line that somebody else's must not be appended to."""
+        if self._open is not None:
+            self._lines[self._open].shown = False
+            self._write(self._open[2], "\n")
+            self._open = None
+
+    def _write(self, error: bool, text: str) -> None:
+        try:
+            self._sinks[error].write(text.encode("utf-8", "replace"))
+        except OSError as why:
+            self._lose(error, why)
+
+    def _flush(self) -> None:
+        for error, sink in list(self._sinks.items()):
+            try:
+                sink.flush()
+            except OSError as why:
+                self._lose(error, why)
+
+    def _lose(self, error: bool, why: OSError) -> None:
+        """Nobody reads it any more (`| head -1`), or its disk is full: the run goes on without it."""
+        name = "standard error" if error else "standard output"
+        with suppress(OSError):
+            sink = self._sinks[error]
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())  # what Python flushes at its end must go somewhere
+            sink.flush()
+        say(f"{name} takes no more ({why.strerror}): what ranks print there is lost from here on. The run goes on.")

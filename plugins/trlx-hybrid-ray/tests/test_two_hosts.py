@@ -1,0 +1,182 @@
+"""Two hosts that are two: network namespaces with addresses, hostnames, shared memory and files of their own.
+
+What simulated nodes cannot show, which share one address and one file system. Needs root, for the namespaces.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launching import OBEDIENT
+
+ADDRESSES = ("10.77.0.1", "10.77.0.2")
+PORT = 6379
+
+
+def namespaces_allowed():
+    tools = all(map(shutil.which, ("unshare", "nsenter", "ip")))
+    return tools and subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], check=False).returncode == 0
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not namespaces_allowed(), reason="no namespaces for this user"),
+]
+
+
+@dataclass
+class Host:
+    """A host: processes that `run` starts see its network, hostname and mounts."""
+
+    number: int
+    keeper: subprocess.Popen
+    variables: dict
+
+    @property
+    def address(self):
+        return ADDRESSES[self.number]
+
+    def command(self, *words):
+        return ["nsenter", "--target", str(self.keeper.pid), "--net", "--uts", "--mount", *map(str, words)]
+
+    def run(self, *words, **options):
+        told = {"capture_output": True, "text": True, "env": self.variables, "timeout": 180, "cwd": "/"} | options
+        return subprocess.run(self.command(*words), **told, check=False)
+
+    def ray(self, *words):
+        done = self.run(Path(sys.executable).parent / "ray", *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def hosts():
+    """Two hosts on one cable, a raylet on each. `/tmp/host` is a folder of each host's own."""
+    Path("/tmp/host").mkdir(exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    (folder / "token").write_text("0123456789abcdef" * 4)
+    variables = {n: v for n, v in os.environ.items() if not n.startswith(("RAY_", "TRLX_"))}
+    variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
+    variables["GLOO_SOCKET_IFNAME"] = "eth0"  # or gloo looks up the hostname, which nobody here knows
+    found = []
+    try:
+        for number in range(2):
+            own = "mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /tmp/host"
+            script = f"hostname host{number} && {own} && ip link set lo up && echo up && exec sleep 3600"
+            command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", script]
+            keeper = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+            assert keeper.stdout.readline() == "up\n"
+            found.append(Host(number, keeper, variables))
+        names = [f"trlx{os.getpid() % 10000}{end}" for end in "ab"]
+        subprocess.run(["ip", "link", "add", names[0], "type", "veth", "peer", "name", names[1]], check=True)
+        for host, name in zip(found, names, strict=True):
+            moved = ["ip", "link", "set", name, "netns", str(host.keeper.pid), "name", "eth0"]
+            subprocess.run(moved, check=True)
+            for words in (["addr", "add", f"{host.address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
+                assert host.run("ip", *words).returncode == 0
+        common = ["--num-cpus", 8, "--object-store-memory", 80 << 20, "--disable-usage-stats"]
+        for host in found:
+            joining = ["--head", "--port", PORT, "--include-dashboard", "false"]
+            if host.number:
+                joining = ["--address", f"{ADDRESSES[0]}:{PORT}"]
+            own = ["--node-ip-address", host.address, "--temp-dir", folder / str(host.number)]
+            host.ray("start", *joining, *common, *(own if not host.number else own[:2]))
+        yield found
+    finally:
+        for host in found:
+            left = [int(pid) for pid in os.listdir("/proc") if pid.isdecimal() and _same_network(int(pid), host)]
+            for pid in left:
+                if pid != host.keeper.pid:
+                    _kill(pid)
+            host.keeper.kill()
+            host.keeper.communicate()
+        shutil.rmtree(folder, ignore_errors=True)
+        Path("/tmp/host").rmdir()
+
+
+def _same_network(pid, host):
+    try:
+        return os.readlink(f"/proc/{pid}/ns/net") == os.readlink(f"/proc/{host.keeper.pid}/ns/net")
+    except OSError:
+        return False
+
+
+def _kill(pid):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, 9)
+
+
+def launch(host, *words, **options):
+    head = ["--address", f"{ADDRESSES[0]}:{PORT}", "--nodes", 2, "--cpu", "--processes-per-node", 2]
+    return host.run(sys.executable, "-m", "trlx_hybrid.cli", "launch", *head, *words, cwd="/", **options)
+
+
+def test_ranks_of_two_hosts_meet(hosts, tmp_path):
+    done = launch(hosts[0], OBEDIENT, "look", tmp_path)
+    assert done.returncode == 0, done.stderr
+    seen = [json.loads((tmp_path / f"seen.{rank}").read_text())["environment"] for rank in range(4)]
+    assert {each["MASTER_ADDR"] for each in seen} == {ADDRESSES[0]}
+    for address in ADDRESSES:
+        assert f" on node {address} (" in done.stderr
+    done = launch(hosts[0], OBEDIENT, "together", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 10") == 4
+
+
+def test_a_script_that_only_one_host_has_is_refused_by_the_other(hosts):
+    assert hosts[0].run("sh", "-c", "echo 'print(1)' > /tmp/host/train.py").returncode == 0
+    done = hosts[0].run(
+        "sh", "-c",
+        f"cd /tmp/host && exec {sys.executable} -m trlx_hybrid.cli launch --address {ADDRESSES[0]}:{PORT} --nodes 2 "
+        "--cpu --processes-per-node 1 train.py",
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "Node host1 finds no script train.py in /tmp/host." in done.stderr
+    assert "--working-dir" in done.stderr
+
+
+def test_a_failure_on_the_other_host_is_named(hosts, tmp_path):
+    started = time.monotonic()
+    done = launch(hosts[0], OBEDIENT, "fail", tmp_path)
+    assert done.returncode == 1
+    assert f"Rank 3 failed first (node {ADDRESSES[1]} (" in done.stderr
+    assert done.stderr.strip().endswith("ValueError: the reward is nan")
+    assert time.monotonic() - started < 90
+
+
+def test_a_launcher_on_the_second_host_drives_both(hosts, tmp_path):
+    done = launch(hosts[1], OBEDIENT, "together", tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("sum 10") == 4
+
+
+def test_a_cable_that_is_cut_is_a_node_that_says_nothing(hosts, tmp_path):
+    """Last: the cluster does not recover from it."""
+    process = subprocess.Popen(
+        hosts[0].command(
+            sys.executable, "-m", "trlx_hybrid.cli", "launch", "--address", f"{ADDRESSES[0]}:{PORT}", "--nodes", "2",
+            "--cpu", "--processes-per-node", "1", OBEDIENT, "wait", tmp_path,
+        ),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=hosts[0].variables, cwd="/",
+    )  # fmt: skip
+    deadline = time.monotonic() + 90
+    while not all((tmp_path / f"waiting.{rank}").exists() for rank in range(2)):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.1)
+    cut = time.monotonic()
+    assert hosts[1].run("ip", "link", "set", "eth0", "down").returncode == 0
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 1
+    assert f"Node {ADDRESSES[1]} (" in err
+    assert "was lost, with rank 1: no sign of life for 10 s." in err
+    assert time.monotonic() - cut < 40

@@ -83,6 +83,7 @@ def test_nobodys_code_runs_to_read_it():
         (Step([0, {"k": threading.Lock()}]), r"a Step, of which \.observation\[1\]\['k'\] is a lock, which"),
         ({1: (2, object())}, r"a dict, of which \[1\]\[1\] is an object"),
         (np.array([object()]), "a ndarray"),
+        ([10**9000], "a list, which cannot be sent: .*digits"),
     ],
 )
 def test_what_is_no_plain_data_is_named(value, message):

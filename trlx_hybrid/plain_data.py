@@ -34,6 +34,8 @@ def dumps(value: Any) -> bytes:
         return json.dumps(_plain(value, type(value), "")).encode()
     except RecursionError:
         raise NotPlainError(f"{_a(type(value))} that holds itself, or nests too deep") from None
+    except ValueError as error:  # a number of thousands of digits
+        raise NotPlainError(f"{_a(type(value))}, which cannot be sent: {error}") from None
 
 
 def loads(body: bytes) -> Any:

@@ -10,7 +10,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator
-from math import isnan
+from math import isnan, nan
 from pathlib import Path
 from typing import Any
 
@@ -86,9 +86,13 @@ def _chosen(options: argparse.Namespace) -> Iterator[Recorded]:
     )
     if options.worst is None and options.best is None:
         return matching
-    scored = (one for one in matching if one.reward is not None and not isnan(one.reward))  # a NaN has no place
+    scored = (one for one in matching if not isnan(_reward(one)))  # a NaN has no place in an order
     rank = heapq.nlargest if options.worst is None else heapq.nsmallest
-    return iter(rank(options.worst or options.best, scored, key=lambda one: one.reward or 0.0))
+    return iter(rank(options.worst or options.best, scored, key=_reward))
+
+
+def _reward(one: Recorded) -> float:
+    return nan if one.reward is None else one.reward
 
 
 def _nothing(options: argparse.Namespace) -> str:

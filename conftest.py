@@ -193,7 +193,7 @@ def stock_colocate(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     import torch
     import vllm
     from trl.generation import vllm_generation
-    from trlx_hybrid.randomness import preserved_generators
+    from trlx_hybrid.rollout.seeding import preserved_generators
 
     changes: dict[str, Any] = {}
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from trlx_hybrid.errors import did_you_mean
 
 from . import BENCHMARKS
 from .goals import GOALS, load, misses
@@ -48,9 +49,7 @@ def check(names: Sequence[str], goals: Path, results: Path) -> int:
 
 
 def _unknown(name: str) -> str:
-    close = difflib.get_close_matches(name, BENCHMARKS, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    return f"there is no benchmark {name!r}.{hint} Benchmarks: {', '.join(BENCHMARKS)}."
+    return f"there is no benchmark {name!r}.{did_you_mean(name, BENCHMARKS)} Benchmarks: {', '.join(BENCHMARKS)}."
 
 
 if __name__ == "__main__":

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from trlx_hybrid.hookspecs import hookimpl
-from trlx_hybrid.host import Host
+from trlx_hybrid.plugins.hookspecs import hookimpl
+from trlx_hybrid.plugins.host import Host
 from trlx_hybrid.types import Phase, SyncPlan, SyncReport, Trajectory
 
 from .harness import Arm, Timed, alternate

@@ -14,7 +14,7 @@ from .result import Result, cpu
 HEAVY = ("torch", "vllm", "ray")
 BACKENDS = ("vllm", "ray")
 IMPORT = "import trlx_hybrid"
-LOAD = "from trlx_hybrid.host import Host; Host.load()"
+LOAD = "from trlx_hybrid.plugins.host import Host; Host.load()"
 
 
 def python(code: str) -> str:

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trlx_hybrid.conversation import Conversation, Dialogue, Limits, RequestMaker
-from trlx_hybrid.protocols import Rollout
-from trlx_hybrid.session import Session
+from trlx_hybrid.protocols import Rollout, Run
+from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, RequestMaker
 from trlx_hybrid.types import Completion, Request, Sampling
 
 from .building import engine_options, load, prepare_process
@@ -33,12 +32,12 @@ class Traced(Rollout):
         self._inner, self._trace, self.converses = inner, trace, inner.converses
         self.conversations: list[Conversation] = []
 
-    def run(self, session: Session, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def run(self, session: Run, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """TRL's loop: a turn of all."""
         return self._inner.run(session, [self._measured(request) for request in requests], sampling)
 
     def converse(
-        self, session: Session, dialogues: Sequence[Dialogue], limits: Limits, request: RequestMaker
+        self, session: Run, dialogues: Sequence[Dialogue], limits: Limits, request: RequestMaker
     ) -> list[Conversation]:
         """Ours."""
 
@@ -105,7 +104,7 @@ class Rollouts:
             self._engine: Any = self.session.live_engine
 
     def _made(self) -> dict[str, Rollout]:
-        from trlx_hybrid.builtin.single_turn import SingleTurn
+        from trlx_hybrid.rollout.single_turn import SingleTurn
         from trlx_hybrid_multiturn.multi_turn import MultiTurn
         from trlx_hybrid_multiturn.options import MultiTurnOptions
 
@@ -113,9 +112,9 @@ class Rollouts:
         return dict(zip(ROLLOUTS, made, strict=True))
 
     @property
-    def session(self) -> Session:
+    def session(self) -> Any:
         """Of the trainer."""
-        session: Session = self._trainer.session
+        session: Any = self._trainer.session
         return session
 
     @property
@@ -179,7 +178,7 @@ class Rollouts:
         draw = random.Random(seed)
         with self.session.rollout_phase(True), clock.listening(self._engine):
             started = time.perf_counter()
-            with self._engine.stream(self.session.sampler.sampling) as stream:
+            with self._engine.stream(self.session.sampling) as stream:
                 for size in waves:
                     self._wave(stream, trace.tokens[:size], draw)
             return Timed(time.perf_counter() - started)

@@ -117,7 +117,7 @@ class ToolStepper(Stepper):
         return self.split() | {"tools": self._answering.slept, "prefix_share": self._prefix_share}
 
     def _choose(self, session: Any, lock_step: bool) -> None:
-        from trlx_hybrid.builtin.single_turn import SingleTurn
+        from trlx_hybrid.rollout.single_turn import SingleTurn
 
         if not hasattr(self, "_own"):
             self._own, converse = session.rollout, session.rollout.converse

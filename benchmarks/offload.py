@@ -1,11 +1,10 @@
 """Optimizer state to the host and back, against raw copies of as many bytes, and the stall that its return causes.
 
-The state is AdamW's in fp32, for a model of the given shape; it leaves and returns through `trlx_hybrid.offload`. The
-raw arm copies one long device buffer to and from pinned memory. Times are the wall's, until the device is idle: ours
-include finding the tensors and, on the way back, asking the driver for their memory; giving it to the driver is case
-`free`. Every return is compared bit for bit. Case `compute` is a second of matrix products: alone, with the return
-under it, and after it.
-"""
+The state is AdamW's in fp32, for a model of the given shape; it leaves and returns through
+`trlx_hybrid.memory.offload`. The raw arm copies one long device buffer to and from pinned memory. Times are the wall's,
+until the device is idle: ours include finding the tensors and, on the way back, asking the driver for their memory;
+giving it to the driver is case `free`. Every return is compared bit for bit. Case `compute` is a second of matrix
+products: alone, with the return under it, and after it."""
 
 from __future__ import annotations
 
@@ -15,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trlx_hybrid.arena import Arena
-from trlx_hybrid.offload import Offload
-from trlx_hybrid.owners import optimizer_tensors, storages
+from trlx_hybrid.memory.arena import Arena
+from trlx_hybrid.memory.ledger import optimizer_tensors, storages
+from trlx_hybrid.memory.offload import Offload
 
 from .digest import digest
 from .harness import Arm, Measurement, Timed, alternate, seconds_of

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from trlx_hybrid import HybridConfig, HybridEngine
-from trlx_hybrid.builtin.gather import GatherSync
+from trlx_hybrid.weights.gather import GatherSync
 from trlx_hybrid_reshard.options import ReshardOptions
 from trlx_hybrid_reshard.shapes import SHAPES
 from trlx_hybrid_reshard.sync import ReshardSync
@@ -100,7 +100,8 @@ def arms_of(session: Any, peaks: dict[str, int], unrecorded: bool) -> list[Arm]:
         dist.all_reduce(seconds, dist.ReduceOp.MAX, group=_cpu_group())
         return Timed(float(seconds), digest(parameters.items()))
 
-    syncs = {"gather": GatherSync(session).sync, "gather-bucketed": Gathering(session).sync, "reshard": weights.sync}
+    gather = GatherSync(session.policy, session.live_engine).sync
+    syncs = {"gather": gather, "gather-bucketed": Gathering(session).sync, "reshard": weights.sync}
     if unrecorded:
         syncs["reshard-unrecorded"] = another(session).sync
     return [Arm(name, partial(run, name, sync)) for name, sync in syncs.items()]

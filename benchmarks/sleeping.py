@@ -90,7 +90,7 @@ class KVMemory(Hybrid):
             raise RuntimeError("The engine's weights are not the policy's.")
 
     def _storages(self) -> list[Any]:
-        from trlx_hybrid.owners import storages
+        from trlx_hybrid.memory.ledger import storages
         from trlx_hybrid_vllm.internals import kv_caches
 
         return storages(kv_caches(self._engine.llm))

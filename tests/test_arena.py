@@ -4,9 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trlx_hybrid.arena import Arena
 from trlx_hybrid.errors import ConfigError, HybridError, MemoryPlanError
-from trlx_hybrid.ranges import ALIGNMENT, FreeRanges, Piece, aligned
+from trlx_hybrid.memory.arena import ALIGNMENT, Arena, FreeRanges, Piece, aligned
 
 CHUNK = 4096
 steps = st.lists(st.tuples(st.booleans(), st.integers(0, 3 * CHUNK), st.integers(0, 10**6)), max_size=40)

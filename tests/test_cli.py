@@ -5,12 +5,12 @@ import subprocess
 import sys
 
 import pytest
-from trlx_hybrid import environment
+from trlx_hybrid import doctor as environment
 from trlx_hybrid.cli import main
+from trlx_hybrid.doctor import package_version
 from trlx_hybrid.errors import PluginError
-from trlx_hybrid.hookspecs import hookimpl
-from trlx_hybrid.host import Host
-from trlx_hybrid.report import package_version
+from trlx_hybrid.plugins.hookspecs import hookimpl
+from trlx_hybrid.plugins.host import Host
 
 
 def test_plugins_lists_plugins_and_components(capsys):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from trlx_hybrid import hookspecs
+from trlx_hybrid.plugins import hookspecs
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -42,7 +42,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def section(page: str, hook: str) -> str:
     """The text of a hook's part of the built page, from its heading to the next one."""
-    (_, *parts) = re.split(r'<h2 id="trlx_hybrid\.hookspecs\.', page)
+    (_, *parts) = re.split(r'<h2 id="trlx_hybrid\.plugins\.hookspecs\.', page)
     (part,) = [p for p in parts if p.startswith(f'{hook}"')]
     return " ".join(html.unescape(re.sub(r"<[^>]+>", "", part.partition(">")[2])).split())
 
@@ -62,7 +62,7 @@ def test_hook_is_on_the_page_with_its_signature_and_kind(site: Path, hook: str) 
 
 def test_no_hook_on_the_page_that_is_not_in_the_specs(site: Path) -> None:
     page = (site / "hooks" / "index.html").read_text()
-    assert set(re.findall(r'<h2 id="trlx_hybrid\.hookspecs\.(\w+)"', page)) == set(HOOKS)
+    assert set(re.findall(r'<h2 id="trlx_hybrid\.plugins\.hookspecs\.(\w+)"', page)) == set(HOOKS)
 
 
 @pytest.mark.parametrize("hook", HOOKS)
@@ -118,7 +118,7 @@ def test_runnable_code_compiles(page: Path) -> None:
 def test_component_of_the_plugin_page_can_be_offered() -> None:
     from types import ModuleType
 
-    from trlx_hybrid.host import Host
+    from trlx_hybrid.plugins.host import Host
 
     plugin = ModuleType("sorted_rollout")
     sys.modules[plugin.__name__] = plugin  # dataclasses look their module up
@@ -147,7 +147,7 @@ def test_component_of_the_plugin_page_can_be_offered() -> None:
 
 def test_error_on_the_plugin_page_is_the_real_one() -> None:
     from trlx_hybrid.errors import PluginError
-    from trlx_hybrid.host import Host
+    from trlx_hybrid.plugins.host import Host
 
     class Hello:
         @hookspecs.hookimpl

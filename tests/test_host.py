@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from trlx_hybrid import hookimpl
 from trlx_hybrid.errors import ComponentError, ConfigError, PluginError
-from trlx_hybrid.host import Host, PluginInfo, check_ranks_agree
+from trlx_hybrid.plugins.host import Host, PluginInfo, check_ranks_agree
 
 
 class Observer:
@@ -42,7 +42,7 @@ def entry_points(monkeypatch, tmp_path):
             (tmp_path / f"fake_{name}.py").write_text(source)
             found.append(EntryPoint(name, f"fake_{name}", "trlx_hybrid"))
         monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.setattr("trlx_hybrid.host.entry_points", lambda group: found)
+        monkeypatch.setattr("trlx_hybrid.plugins.host.entry_points", lambda group: found)
         for name in sources:
             monkeypatch.delitem(sys.modules, f"fake_{name}", raising=False)
 
@@ -80,7 +80,7 @@ def test_a_plugin_that_raises_on_import_is_named_with_the_way_out(entry_points):
 
 def test_one_name_claimed_twice_names_both(monkeypatch):
     claims = [EntryPoint("same", f"module_{i}", "trlx_hybrid") for i in (1, 2)]
-    monkeypatch.setattr("trlx_hybrid.host.entry_points", lambda group: claims)
+    monkeypatch.setattr("trlx_hybrid.plugins.host.entry_points", lambda group: claims)
     with pytest.raises(PluginError, match=r"'same' is claimed by module_1 and by module_2"):
         Host.load()
 

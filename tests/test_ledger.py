@@ -6,10 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from transformers.training_args import OptimizerNames
-from trlx_hybrid.arena import Arena
 from trlx_hybrid.errors import ConfigError, MemoryPlanError
-from trlx_hybrid.ledger import Ledger, disjoint_bytes, parameter_sizes, resident_memory, table, union
-from trlx_hybrid.prediction import (
+from trlx_hybrid.memory.arena import Arena
+from trlx_hybrid.memory.estimate import (
     GIB,
     LEAVING,
     OWNERS,
@@ -19,6 +18,14 @@ from trlx_hybrid.prediction import (
     optimizer_bytes,
     plan_offload,
     predict,
+)
+from trlx_hybrid.memory.ledger import (
+    Ledger,
+    disjoint_bytes,
+    parameter_sizes,
+    resident_memory,
+    table,
+    union,
 )
 from trlx_hybrid.types import Phase
 

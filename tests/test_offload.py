@@ -9,11 +9,17 @@ from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from trlx_hybrid.arena import Arena
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.ledger import resident_memory
-from trlx_hybrid.offload import Offload, guard
-from trlx_hybrid.owners import gradient_tensors, optimizer_tensors, plain_tensors, policy_tensors, storages
+from trlx_hybrid.memory.arena import Arena
+from trlx_hybrid.memory.ledger import (
+    gradient_tensors,
+    optimizer_tensors,
+    plain_tensors,
+    policy_tensors,
+    resident_memory,
+    storages,
+)
+from trlx_hybrid.memory.offload import Offload, guard
 
 MIB = 1 << 20
 CHUNK = 1 << 16

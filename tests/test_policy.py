@@ -6,8 +6,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from transformers import AriaConfig, Qwen3Config, Qwen3MoeConfig
-from trlx_hybrid.policy import Policy, is_sharded
 from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid.weights.policy import Policy, is_sharded
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": []}
 
@@ -109,5 +109,30 @@ def test_a_unit_that_fsdp_left_in_the_middle_of_a_forward_pass_is_sharded_and_co
             assert policy.fingerprint() == bits
             model.lm_head.weight.mul_(2.0)
             assert torch.equal(model(input_ids=ids).logits, 2.0 * before)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_fsdp_units_are_looked_for_once_and_again_in_a_model_that_takes_the_place(tmp_path, monkeypatch):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        model = tiny_model()
+        policy = Policy(lambda: model, None, torch.device("cpu"), fsdp_version=2)
+        policy.reshard()  # nothing is sharded yet
+        walks = []
+        for current in (model, tiny_model()):
+            model = current
+            fully_shard(model.model.layers[0], reshard_after_forward=False)
+            policy.reshard()
+            fully_shard(model, reshard_after_forward=False)
+            walk = model.modules
+            monkeypatch.setattr(model, "modules", lambda walk=walk: walks.append(1) or walk())
+            for _ in range(3):
+                for unit in (model, model.model.layers[0]):
+                    unit.unshard()
+                assert not any(is_sharded(p) for p in model.parameters())
+                policy.reshard()
+                assert all(is_sharded(p) for p in model.parameters())
+        assert len(walks) == 2
     finally:
         dist.destroy_process_group()

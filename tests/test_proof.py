@@ -9,11 +9,11 @@ from transformers import Adafactor
 from transformers.integrations.neftune import activate_neftune
 from trlx_hybrid.config import HybridConfig
 from trlx_hybrid.errors import ConfigError, SyncError
-from trlx_hybrid.freshness import Freshness
-from trlx_hybrid.policy import Policy
-from trlx_hybrid.proof import Allowed, FirstStep, disagreement, noise
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.types import Completion, Sampling
+from trlx_hybrid.weights.policy import Policy
+from trlx_hybrid.weights.sync import Freshness
+from trlx_hybrid.weights.verify import Allowed, FirstStep, disagreement, noise
 
 ALONE = SimpleNamespace(any=bool)
 
@@ -132,16 +132,18 @@ def test_the_probe_after_a_sync_is_held_to_the_coarsest_arithmetic_too():
     sampled = Completion(token_ids=[3], logprobs=[[-1.0]], logprob_token_ids=[[3]])
     parts = {"dtype": torch.float32, "quantized": False, "has_experts": False}
     part = SimpleNamespace(**parts, wake=lambda what: None, log_probs=lambda prompt, ids: torch.tensor([-1.05]))
-    engine = SimpleNamespace(component=SimpleNamespace(completions=lambda completions, number: completions))
+    component = SimpleNamespace(completions=lambda completions, number: completions)
     part.base = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=9)))
     part.generate = lambda requests, sampling: [sampled]
-    session = SimpleNamespace(policy=part, live_engine=part, selection=SimpleNamespace(engine=engine))
-    session.memory = SimpleNamespace(make_room=lambda owners: 0)
-    session.args = SimpleNamespace(bf16=True, fp16=False)
-    assert Freshness(session)._check_log_probs(part) == pytest.approx(0.05)
-    session.args.bf16 = False
+    memory = SimpleNamespace(make_room=lambda owners: 0)
+
+    def freshness(autocast):
+        given = {"engine": component, "sampling": None, "autocast": autocast, "call": None}
+        return Freshness(part, ALONE, memory, HybridConfig(), **given)
+
+    assert freshness(torch.bfloat16)._check_log_probs(part) == pytest.approx(0.05)
     with pytest.raises(SyncError, match=r"disagree by 0\.05 nats"):
-        Freshness(session)._check_log_probs(part)
+        freshness(torch.float32)._check_log_probs(part)
 
 
 @pytest.mark.parametrize("given", [{"lr": 0.0}, {"gradient": 0.0}, {"gradient": 1e-12}])

@@ -4,8 +4,7 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trlx_hybrid.randomness import preserved_generators, request_seed
-from trlx_hybrid.rows import Place, RowTracker
+from trlx_hybrid.rollout.seeding import Place, RowTracker, preserved_generators, request_seed
 
 small = st.integers(0, 2**31)
 

@@ -5,15 +5,15 @@ import pytest
 import torch
 from trl import GRPOConfig
 from trlx_hybrid import HybridConfig, hookimpl
-from trlx_hybrid.arguments import trainer_arguments
 from trlx_hybrid.config import build
 from trlx_hybrid.errors import ComponentError, ConfigError, EngineError
-from trlx_hybrid.host import Host
+from trlx_hybrid.plugins.host import Host
+from trlx_hybrid.plugins.registry import BRINGS
+from trlx_hybrid.plugins.selection import TrainerArguments, select
 from trlx_hybrid.protocols import Engine, WeightSync
-from trlx_hybrid.registry import BRINGS
-from trlx_hybrid.selection import TrainerArguments, select
+from trlx_hybrid.trl.arguments import trainer_arguments
 from trlx_hybrid.types import Completion
-from trlx_hybrid.weight_paths import choose
+from trlx_hybrid.weights.sync import choose
 
 
 def offering(*components):
@@ -134,7 +134,7 @@ def test_options_of_the_weight_sync_reach_the_path_that_auto_takes():
     host = Host()
     host.register(Plugin(), "a")
     selection = chosen(host, HybridConfig(engine="x", weights_options={"deadline": 5}))
-    sync, why = choose(SimpleNamespace(selection=selection))
+    sync, why = choose(selection, lambda choice: choice.component.build(None, choice.options))
     assert (sync.name, sync.options, why) == ("second", Waiting(deadline=5), "auto; not first: not here")
     with pytest.raises(ConfigError, match=r"weights_options has no setting 'deadlin'. Did you mean 'deadline'"):
         chosen(host, HybridConfig(engine="x", weights_options={"deadlin": 5}))

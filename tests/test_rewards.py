@@ -6,7 +6,7 @@ import functools
 import pytest
 from trl.trainer.utils import is_async_callable
 from trlx_hybrid.errors import RewardError
-from trlx_hybrid.rewards import checked_reward
+from trlx_hybrid.trl.rewards import checked_reward
 
 
 class Later:

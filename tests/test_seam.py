@@ -8,8 +8,8 @@ import pytest
 import trl
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
-from trlx_hybrid.seam import Generation
-from trlx_hybrid.trainer import GENERATING, OWN_ENGINE
+from trlx_hybrid.trl.generation import Generation
+from trlx_hybrid.trl.trainer import GENERATING, OWN_ENGINE
 
 METHODS = (
     "_generate",

@@ -8,9 +8,9 @@ import trl
 import trlx_hybrid
 from peft import LoraConfig
 from trlx_hybrid import hookimpl
-from trlx_hybrid.advantages import replaced
 from trlx_hybrid.errors import ConfigError, PluginError
-from trlx_hybrid.host import Host
+from trlx_hybrid.plugins.host import Host
+from trlx_hybrid.trl.rewards import replaced
 
 
 class Observer:

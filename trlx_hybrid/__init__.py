@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .config import HybridConfig
-from .hookspecs import hookimpl
+from .plugins.hookspecs import hookimpl
 from .types import Layout
 
 if TYPE_CHECKING:
     from .hybrid_engine import HybridEngine
-    from .trainer import DistillationTrainer, GRPOTrainer, RLOOTrainer, TrlParser, hybrid
+    from .trl.trainer import DistillationTrainer, GRPOTrainer, RLOOTrainer, TrlParser, hybrid
 
 __all__ = [
     "DistillationTrainer",
@@ -35,7 +35,7 @@ def __getattr__(name: str) -> Any:
 
         return HybridEngine
     if name in __all__:
-        from . import trainer
+        from .trl import trainer
 
         return getattr(trainer, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

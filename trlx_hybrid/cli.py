@@ -11,12 +11,12 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from . import environment
+from . import doctor as environment
+from .doctor import package_version
 from .errors import HybridError
-from .host import DISABLE_VARIABLE, Host
-from .registry import SLOTS
-from .report import package_version
-from .selection import STOCK
+from .plugins.host import DISABLE_VARIABLE, Host
+from .plugins.registry import SLOTS
+from .plugins.selection import STOCK
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -69,7 +69,12 @@ def listed(names: Sequence[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The nearest of the known names, or "" where none is near."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A sentence with the nearest of the known names, to be added to a message, or nothing where none is near."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    close = nearest(name, known)
+    return f" Did you mean {close!r}?" if close else ""

@@ -8,17 +8,85 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import ComponentError, EngineError
-from .types import Completion, LoadReport, Request, Sampling
+from .types import Completion, LoadReport, Phase, Request, Sampling
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from .conversation import Conversation, Dialogue, Limits, RequestMaker
-    from .policy import Policy
-    from .session import Session
+    from .config import HybridConfig
+    from .ranks import Ranks
+    from .rollout.conversation import Conversation, Dialogue, Limits, RequestMaker
+    from .weights.policy import Policy
 
 NamedTensors = Iterable[tuple[str, "Tensor"]]
+
+
+class Run(Protocol):
+    """What hooks and components are shown of a run: what they may count on of `trlx_hybrid.session.Session`."""
+
+    @property
+    def args(self) -> Any:
+        """The trainer's arguments (TRL's config)."""
+
+    @property
+    def config(self) -> HybridConfig:
+        """What the user chose."""
+
+    @property
+    def policy(self) -> Policy:
+        """The model being trained."""
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes it is trained on."""
+
+    @property
+    def engine(self) -> Engine | None:
+        """None until it is built, and always where TRL generates."""
+
+    @property
+    def live_engine(self) -> Engine:
+        """The engine, which must have been built (ComponentError otherwise)."""
+
+    @property
+    def weights(self) -> WeightSync | None:
+        """None as `engine` is."""
+
+    @property
+    def rollout(self) -> Rollout | None:
+        """None as `engine` is."""
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the run samples."""
+
+    @property
+    def phase(self) -> Phase:
+        """Who owns the memory now."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+
+    @property
+    def weight_version(self) -> int:
+        """Of the policy: grows with every optimizer step, checkpoint load and adapter load."""
+
+    @property
+    def training(self) -> bool:
+        """Whether the current rollout is for training, or for evaluation."""
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """The dataset's rows of this rank's batch, as TRL gave them, in the order of its prompts."""
+
+    @property
+    def metrics(self) -> dict[str, float | list[float]]:
+        """Numbers of the current rollout, named `hybrid/…`, for the trainer's logs; add to it."""
+
+    def weights_changed(self) -> None:
+        """Say, on every rank, that weights were changed by hand: the next rollout syncs all."""
 
 
 class Stream(Protocol):
@@ -200,11 +268,11 @@ class Rollout(Protocol):
     converses: bool = False
     """Whether it runs conversations with tools itself (`converse`); otherwise TRL does, turn by turn, through `run`."""
 
-    def run(self, session: Session, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def run(self, session: Run, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order: TRL's batch contract is rigid."""
 
     def converse(
-        self, session: Session, dialogues: Sequence[Dialogue], limits: Limits, request: RequestMaker
+        self, session: Run, dialogues: Sequence[Dialogue], limits: Limits, request: RequestMaker
     ) -> list[Conversation]:
         """Every dialogue to its end, in order; called instead of `run` where the trainer has tools."""
         raise ComponentError(f"rollout {self.name!r} runs no conversations")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import json
 import sys
 import time
@@ -13,23 +14,25 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from . import weight_paths
+import torch
+
 from .config import HybridConfig
+from .doctor import package_version
 from .errors import ComponentError, StaleWeightsError
-from .freshness import Freshness
-from .memory import TrainerMemory
-from .randomness import preserved_generators
-from .report import announce
-from .sampler import Sampler
+from .memory.trainer_memory import TrainerMemory
+from .plugins.registry import BUILTIN
+from .rollout.sampler import Sampler
+from .rollout.seeding import preserved_generators
 from .types import Completion, Phase, Sampling
+from .weights.sync import Freshness, choose
 
 if TYPE_CHECKING:
-    from .conversation import Conversation, Dialogue, Limits
-    from .host import Host, PluginInfo
-    from .policy import Policy
+    from .plugins.host import Host, PluginInfo
+    from .plugins.selection import Selection
     from .protocols import Engine, Rollout, WeightSync
     from .ranks import Ranks
-    from .selection import Selection
+    from .rollout.conversation import Conversation, Dialogue, Limits
+    from .weights.policy import Policy
 
 STATE_FILE = "hybrid_state.json"
 
@@ -77,9 +80,28 @@ class Session:
         self.rollout: Rollout | None = None
         self.weights_why = ""
         self.phase = Phase.TRAIN
-        self.memory = TrainerMemory(self, optimizer)
-        self.freshness = Freshness(self)
-        self.sampler = Sampler(self, sampling, args.seed)
+        self.memory = TrainerMemory(
+            policy,
+            ranks,
+            optimizer,
+            optimizer_name=_optimizer_name(args),
+            offload=config.offload,
+            phase=lambda: self.phase,
+        )
+        engine, rollout = selection.engine, selection.rollout
+        built_in = rollout is None or rollout.component.plugin == BUILTIN
+        source = engine if built_in else rollout
+        self.sampler = Sampler(ranks, sampling, args.seed, source.component if source else None)
+        self.freshness = Freshness(
+            policy,
+            ranks,
+            self.memory,
+            config,
+            engine=engine.component if engine else None,
+            sampling=self.sampler.sampling,
+            autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32,
+            call=functools.partial(host.call, session=self),
+        )
         self.training = True
         self.rows: list[dict[str, Any]] = []
         self.metrics: dict[str, float | list[float]] = {}
@@ -112,7 +134,7 @@ class Session:
         engine, started = self.live_engine, time.perf_counter()
         with self.memory.reporting():
             self._cross_to(Phase.ROLLOUT, lambda: self._bring_up(engine))
-            self.sampler.begin("train" if training else "eval")
+            self.sampler.begin("train" if training else "eval", self.freshness.version)
             try:
                 yield
             finally:
@@ -169,7 +191,8 @@ class Session:
         """
         self._require_current()
         assert self.rollout is not None
-        return self.sampler.sample(self.live_engine, self.rollout, prompts, images, num_generations, timer)
+        run = functools.partial(self.rollout.run, self)
+        return self.sampler.sample(self.live_engine, run, prompts, images, num_generations, timer)
 
     def converse(self, dialogues: Sequence[Dialogue], limits: Limits, num_generations: int = 1) -> list[Conversation]:
         """Every dialogue of this rank to its end, in order. Only where `session.rollout.converses`.
@@ -190,6 +213,16 @@ class Session:
                 f"the phase is {self.phase.value}. Generate inside `session.rollout_phase(...)`, which syncs first, "
                 "and change no weights in it."
             )
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the run samples."""
+        return self.sampler.sampling
+
+    @property
+    def weight_version(self) -> int:
+        """Of the policy."""
+        return self.freshness.version
 
     # --- components -------------------------------------------------------------------------------------------------
 
@@ -212,18 +245,41 @@ class Session:
             engine, rollout = self.selection.engine, self.selection.rollout
             try:
                 with preserved_generators():
-                    self.engine = engine.component.build(self, engine.options)
+                    self.engine = self.memory.engine = engine.component.build(self, engine.options)
                 Session._holder = weakref.ref(self)
                 self._leave_at_exit()
-                self.weights, self.weights_why = weight_paths.choose(self)
+                self.weights, self.weights_why = choose(self.selection, lambda c: c.component.build(self, c.options))
                 self.weights.open()
             finally:
                 self.memory.unpark_policy()
-            self.memory.predict_live()
+            self.memory.predict_live(self.live_engine, self.weights.keeps_weights)
             self.rollout = rollout.component.build(self, rollout.options)
         if not self._announced:
             self._announced = True
-            announce(self)
+            self._announce()
+
+    def header(self) -> list[str]:
+        """What runs here and why, in one line; one per refused weight path; then what plugins add. Collective."""
+        selection = self.selection
+        plugins = ", ".join(str(p) for p in self.host.plugins) or "none"
+        if selection.engine is None or selection.rollout is None:
+            slots = [f"engine=transformers ({selection.stock_reason}): generation is TRL's own"]
+        else:
+            weights = self.weights.name if self.weights else "?"
+            slots = [str(selection.engine), f"weights={weights} ({self.weights_why})", str(selection.rollout)]
+        if self.adviser is not None:
+            slots.append(f"advantages=plugin {self.adviser.name} ({self.adviser.distribution})")
+        lines = [" · ".join([f"trlx_hybrid {package_version()}", f"plugins: {plugins}", *slots])]
+        lines += self.memory.table()
+        for added in self.host.call("trlx_report_header", session=self):
+            lines += [added] if isinstance(added, str) else list(added)
+        return lines
+
+    def _announce(self) -> None:
+        """Print the header, on rank 0, to stderr: stdout belongs to the script."""
+        lines = self.header()
+        if self.ranks.rank == 0:
+            print("\n".join(lines), file=sys.stderr, flush=True)
 
     def _refuse_early(self) -> None:
         """What a component knows against this model, said before anything is built."""
@@ -269,7 +325,7 @@ class Session:
             self.engine.close()
         if self.weights is not None:
             self.weights.release()
-        self.engine = self.weights = self.rollout = None
+        self.engine = self.memory.engine = self.weights = self.rollout = None
         self.memory.reclaim()
         self.freshness.forget()
 
@@ -298,6 +354,11 @@ class Session:
                 self.rollout.close()
             if self.engine is not None:
                 getattr(self.engine, "leave", self.engine.close)()
+
+
+def _optimizer_name(args: Any) -> str:
+    name = getattr(args, "optim", "adamw_torch_fused")
+    return str(getattr(name, "value", name))
 
 
 def leave_all() -> None:

@@ -97,7 +97,7 @@ class Request:
 
     Attributes:
         prompt_ids: context of this turn, token ids.
-        seed: the whole randomness of this request, see `trlx_hybrid.randomness.request_seed`.
+        seed: the whole randomness of this request, see `trlx_hybrid.rollout.seeding.request_seed`.
         row: global row of the batch, the same on any number of processes.
         turn: 0 for the first completion of a trajectory.
         images: PIL images of the prompt, if any.

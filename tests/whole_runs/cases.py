@@ -66,6 +66,13 @@ class Case:
             return "reshard"
         return "alias" if self.weights == "bf16" else "copy"
 
+    @property
+    def repeats(self) -> bool:
+        """Whether a run with gathered weights logs the same, bit for bit."""
+        if self.weights == "lora":  # merged and unmerged adapters round differently
+            return False
+        return not (self.graphs and self.ragged)  # vLLM schedules ahead of the GPU: batches, and rounding, differ
+
     def settings(self) -> dict[str, object]:
         """Of TRL's and our configs."""
         chosen: dict[str, object] = {

@@ -1,11 +1,8 @@
 """The same scripts without GPUs, so that every change runs some of them to their end."""
 
-import sys
-
 import pytest
 import whole_run
-from cases import STEPS, Case, flags
-from whole_run import SCRIPTS
+from cases import Case
 
 LIMIT = 300
 ON_CPU = {"use_cpu": True, "bf16": False, "dtype": "float32", "lora_target_modules": "all-linear"}
@@ -20,9 +17,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("launcher", "case", "path"), CASES, ids=["python", "torchrun"])
-def test_a_plain_script_trains_to_its_end(launcher, case, path, model, whole, tmp_path):
-    settings = case.settings() | ON_CPU
-    command = [sys.executable, *launcher, SCRIPTS / "grpo.py", *flags(settings, model("plain"), tmp_path / "run")]
-    ended = whole(command, LIMIT)
-    whole_run.check_training(whole_run.history(tmp_path / "run"), STEPS)
-    whole_run.check_proofs(ended, path)
+def test_a_plain_script_trains_to_its_end(launcher, case, path, model, whole, seen, tmp_path):
+    whole_run.check_case(
+        case, launcher, model("plain"), tmp_path, whole, seen, LIMIT, changes=ON_CPU, path=path, gather=False
+    )

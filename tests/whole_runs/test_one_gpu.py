@@ -32,20 +32,7 @@ def python(script, settings, model, out):
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_plain_script_trains_to_its_end(case, model, whole, seen, tmp_path):
-    ended = whole(python("grpo.py", case.settings(), model("plain"), tmp_path / "run"), LIMIT)
-    logs = whole_run.history(tmp_path / "run")
-    whole_run.check_training(logs, STEPS)
-    whole_run.check_proofs(ended, case.path)
-    seen["gap"] = whole_run.check_gap(logs)
-    if case.weights == "lora":  # merged and unmerged adapters round differently
-        return
-    if case.graphs and case.ragged:  # vLLM schedules ahead of what the GPU has finished: batches, and rounding, differ
-        return
-    other = whole(
-        python("grpo.py", case.settings() | {"weights": "gather"}, model("plain"), tmp_path / "gather"), LIMIT
-    )
-    whole_run.check_proofs(other, "gather")
-    assert whole_run.history(tmp_path / "gather") == logs
+    whole_run.check_case(case, [], model("plain"), tmp_path, whole, seen, LIMIT)
 
 
 @pytest.mark.parametrize("sleep", [True, False], ids=["sleep", "awake"])

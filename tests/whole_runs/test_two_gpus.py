@@ -11,6 +11,7 @@ from whole_run import SCRIPTS
 
 GPUS = 2
 LIMIT = 480
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 BIN = Path(sys.executable).parent
 CASES = [
     Case("bf16", sleep=True, graphs=False, tp=2, sharding="fsdp2"),
@@ -36,25 +37,13 @@ pytestmark = pytest.mark.usefixtures("gpus")
 
 
 def torchrun(script, settings, model, out):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    return [*launcher, SCRIPTS / script, *flags(settings, model, out)]
+    return [sys.executable, *TORCHRUN, SCRIPTS / script, *flags(settings, model, out)]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_plain_script_trains_to_its_end(case, model, whole, seen, tmp_path):
     variables = FSDP2 if case.sharding == "fsdp2" else {}
-    ended = whole(torchrun("grpo.py", case.settings(), model("plain"), tmp_path / "run"), LIMIT, environment=variables)
-    logs = whole_run.history(tmp_path / "run")
-    whole_run.check_training(logs, STEPS)
-    whole_run.check_proofs(ended, case.path)
-    seen["gap"] = whole_run.check_gap(logs)
-    if case.weights == "lora":  # merged and unmerged adapters round differently
-        return
-    if case.graphs and case.ragged:  # see test_one_gpu.py
-        return
-    command = torchrun("grpo.py", case.settings() | {"weights": "gather"}, model("plain"), tmp_path / "gather")
-    whole_run.check_proofs(whole(command, LIMIT, environment=variables), "gather")
-    assert whole_run.history(tmp_path / "gather") == logs
+    whole_run.check_case(case, TORCHRUN, model("plain"), tmp_path, whole, seen, LIMIT, environment=variables)
 
 
 @pytest.mark.parametrize("launcher", ["accelerate", "trlx-hybrid"])

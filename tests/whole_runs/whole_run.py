@@ -7,12 +7,16 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+from cases import STEPS, Case, flags
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MARK = "TRLX_WHOLE_RUN"  # in the environment of every process of a run
@@ -202,3 +206,43 @@ def check_proofs(ended: Ended, path: str) -> None:
     assert len({verified for _, verified, _ in proofs}) == 1, proofs
     assert proofs[-1][1] > 0, proofs
     assert all(gap is not None and gap < 0.5 for _, _, gap in proofs), proofs
+
+
+def check_case(
+    case: Case,
+    launcher: Sequence[str],
+    model: Path,
+    folder: Path,
+    whole: Callable[..., Ended],
+    seen: dict[str, Any],
+    limit: float,
+    *,
+    environment: dict[str, str] | None = None,
+    changes: dict[str, object] | None = None,
+    path: str | None = None,
+    gather: bool = True,
+) -> None:
+    """The plain script trains to its end, its weights proven at every sync; so it does with gathered weights, alike.
+
+    Args:
+        launcher: arguments of Python that start the script, before its name.
+        folder: of the runs.
+        whole, seen: the fixtures.
+        changes: of the case's settings.
+        path: the weight sync expected, where it is not the case's.
+        gather: whether to run it with gathered weights, too, where that repeats.
+    """
+    settings = case.settings() | (changes or {})
+
+    def train(name: str, given: dict[str, object], expected: str) -> list[dict[str, float]]:
+        words = flags(given, model, folder / name)
+        ended = whole([sys.executable, *launcher, SCRIPTS / "grpo.py", *words], limit, environment=environment)
+        logs = history(folder / name)
+        check_training(logs, STEPS)
+        check_proofs(ended, expected)
+        return logs
+
+    logs = train("run", settings, path or case.path)
+    seen["gap"] = check_gap(logs)
+    if gather and case.repeats:
+        assert train("gather", settings | {"weights": "gather"}, "gather") == logs

@@ -4,6 +4,7 @@ import asyncio
 import contextvars
 import dataclasses
 import gc
+import inspect
 import os
 import random
 import signal
@@ -12,21 +13,24 @@ import threading
 import time
 import types
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
 import trl
-from trlx_hybrid.conversation import Conversation, Dialogue, Limits
 from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits
 from trlx_hybrid_multiturn import runners as runners_module
 from trlx_hybrid_multiturn.calls import LostCallError, run_calls
 from trlx_hybrid_multiturn.environment import Player, Step
 from trlx_hybrid_multiturn.job import WorkerError
 from trlx_hybrid_multiturn.loop import Loop
+from trlx_hybrid_multiturn.main_thread import bound_to_a_thread
 from trlx_hybrid_multiturn.multi_turn import MultiTurn
 from trlx_hybrid_multiturn.options import MultiTurnOptions
 from trlx_hybrid_multiturn.runners import Runners
 from trlx_hybrid_multiturn.waits import OutOfTimeError
+from trlx_hybrid_multiturn.watch import heavy_tools
 
 PATIENCE = 60  # seconds: nothing here takes long, unless the machine is busy
 VARIABLE = contextvars.ContextVar("VARIABLE", default="unset")
@@ -432,6 +436,49 @@ def test_a_tool_that_cannot_work_in_a_thread_moves_to_the_trainers_and_says_so_o
     runners.close()
 
 
+WRITTEN = {  # by the model
+    "pretends": "raise ValueError('signal only works in main thread of the main interpreter')",
+    "means it": "import signal\nsignal.signal(signal.SIGALRM, signal.SIG_DFL)",
+    "knows": "import sqlite3\nraise sqlite3.ProgrammingError('can only be used in that same thread')",
+}
+
+
+@pytest.mark.parametrize("code", WRITTEN.values(), ids=WRITTEN)
+def test_an_error_of_code_that_the_model_wrote_moves_no_tool(pool, code):
+    made, runners = [], pool()
+
+    def run_code(code):
+        made.append(code)
+        exec(code, {})
+
+    def run_and_say(code):
+        try:
+            run_code(code)
+        except Exception as error:
+            raise RuntimeError(f"There is no current event loop in thread 'x', said {code}") from error
+
+    calls = [call("run_code", code=code), call("run_and_say", code=code)]
+    _, conversation = run(runners, calls, [run_code, run_and_say])
+    assert conversation.failed_calls == 2
+    assert len(made) == 2
+    assert [runners.mode(name) for name in ("run_code", "run_and_say")] == ["thread"] * 2
+
+
+def test_a_tool_that_was_typed_in_moves_as_one_of_a_file_does():
+    typed = {}
+    exec(compile(f"import signal\n{inspect.getsource(by_alarm)}", "<stdin>", "exec"), typed)
+    runners = Runners(MultiTurnOptions())
+    assert run(runners, [call("by_alarm")], [typed["by_alarm"]])[0][0]["content"] == "found"
+    assert runners.mode("by_alarm") == "main"
+    runners.close()
+
+
+@pytest.mark.parametrize("bound", [asyncio.get_event_loop, by_alarm, wrapped, Database().count])
+def test_what_libraries_raise_in_a_thread_that_is_not_theirs_is_known(bound):
+    with ThreadPoolExecutor(1) as pool:
+        assert "thread" in bound_to_a_thread(pool.submit(bound).exception())
+
+
 def test_a_tool_that_can_work_in_no_thread_stops_the_run(gate):
     """Its connection was made in a thread, which still lives, and no other may use it."""
     made, ready, runners = [], threading.Event(), Runners(MultiTurnOptions())
@@ -484,6 +531,7 @@ def test_an_environment_that_needs_the_main_thread_gets_it(tools):
             return Step(observation=by_alarm(), reward=float(threading.current_thread() is threading.main_thread()))
 
     runners, steps = Runners(MultiTurnOptions(tools=tools)), []
+    watch = types.SimpleNamespace(seconds=1e-9, inflation=lambda: None)  # everything is heavy
 
     async def one():
         player = Player(Scoring, runners, None)
@@ -492,6 +540,8 @@ def test_an_environment_that_needs_the_main_thread_gets_it(tools):
 
     Loop(Idle(), Idle(), width=4).run([one() for _ in range(4)])
     assert steps == [Step(observation="found", reward=1.0)] * 4
+    assert runners.usage["Scoring.step"].cpu_seconds > 0
+    assert heavy_tools(runners.usage, watch, runners) == []  # none runs in a thread
     runners.close()
 
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast, ProcessorMixin
 from trl.chat_template_utils import get_training_chat_template
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.own_tokenizer import own_tokenizer
+from trlx_hybrid.rollout.tokenizer import own_tokenizer
 from trlx_hybrid.testing.chat import chat_tokenizer
 from trlx_hybrid_multiturn.tokens import TemplateTokens, preserving_tokens
 

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,12 @@ from pathlib import Path
 import psutil
 from trlx_hybrid_ray.launch import Job, accelerate_arguments
 from trlx_hybrid_ray.launch import launch as run
-from trlx_hybrid_ray.reaper import SHARED_MEMORY
+from trlx_hybrid_ray.reaper import SHARED_MEMORY, mapped
 
 SCRIPTS = Path(__file__).parent / "scripts"
 OBEDIENT = str(SCRIPTS / "obedient.py")
+TESTED_BY = "TESTED_BY"  # a variable for all that this process starts: other tests may run on this machine
+os.environ[TESTED_BY] = str(os.getpid())
 
 
 @dataclass
@@ -55,7 +58,7 @@ def leftovers(tag):
     for process in psutil.process_iter():
         try:
             line = " ".join(process.cmdline())
-            mine = tag in line or f"LEFT_BY={tag}" in _environment(process)
+            mine = tag in line or process.environ().get("LEFT_BY") == tag
             if mine and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(f"{process.pid} {line}")
         except psutil.Error:
@@ -63,18 +66,53 @@ def leftovers(tag):
     return found
 
 
-def segments():
-    """Names in shared memory, but those of Ray's object stores, which come and go with nodes."""
-    return {name for name in os.listdir(SHARED_MEMORY) if not name.startswith("plasma")}
+class Segments(threading.Thread):
+    """Watches shared memory from now on: what is new there is ours unless a process of others was seen to map it.
+
+    Another test's segment can outlive its process: one that was killed leaves it to a tracker, which ends later.
+    """
+
+    def __init__(self):
+        super().__init__(name="watches shared memory", daemon=True)
+        self.before, self.seen, self.over = self.names(), {True: set(), False: set()}, threading.Event()
+        self.start()
+
+    @staticmethod
+    def names():
+        """Those of Ray's object stores are left out: they come and go with nodes."""
+        return {name for name in os.listdir(SHARED_MEMORY) if not name.startswith("plasma")}
+
+    def run(self):
+        pause = 0.05
+        while not self.over.wait(pause):
+            began = time.monotonic()
+            new = self.names().difference(self.before, *self.seen.values())
+            for process in psutil.process_iter() if new else ():
+                if (names := mapped(process.pid) & new) and (whose := ours(process)) is not None:
+                    self.seen[whose] |= names
+            pause = max(0.05, 5 * (time.monotonic() - began))
+
+    def left(self):
+        return self.names() - self.before - (self.seen[False] - self.seen[True])
 
 
-def nothing_left(tag, before, seconds=10):
-    """Wait for processes and segments of a launch to be gone; returns what is still there."""
+def ours(process):
+    """Whether this process started another one, or any that this descends from; None where it has ended."""
+    try:
+        return any(
+            each.pid == os.getpid() or each.environ().get(TESTED_BY) == str(os.getpid())
+            for each in (process, *process.parents())
+        )
+    except psutil.NoSuchProcess:
+        return None
+    except psutil.AccessDenied:
+        return False
+
+
+def nothing_left(tag, segments, seconds=10):
+    """Wait for processes and segments of a test to be gone; returns what is still there."""
     deadline = time.monotonic() + seconds
-    while (left := [*leftovers(tag), *(segments() - before)]) and time.monotonic() < deadline:
+    while (left := [*leftovers(tag), *segments.left()]) and time.monotonic() < deadline:
         time.sleep(0.2)
+    segments.over.set()
     return left
-
-
-def _environment(process):
-    return " ".join(f"{name}={value}" for name, value in process.environ().items())

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import OBEDIENT, launch, nothing_left, segments
+from launching import OBEDIENT, Segments, launch, nothing_left
 from trlx_hybrid_ray.errors import PlacementError, ScriptError
 from trlx_hybrid_ray.follow import LOST_PEER, last_error
 from trlx_hybrid_ray.reaper import SHARED_MEMORY
@@ -23,9 +23,9 @@ from trlx_hybrid_ray.reaper import SHARED_MEMORY
 @pytest.fixture
 def started(two_nodes, capfd, tmp_path):
     """Launch obedient.py with a word on two nodes; whatever happens, nothing may be left afterwards."""
-    before = segments()
+    segments = Segments()
     yield lambda what, **settings: launch(capfd, tmp_path, OBEDIENT, what, tmp_path, **{"nodes": 2} | settings)
-    assert nothing_left(str(tmp_path), before) == []
+    assert nothing_left(str(tmp_path), segments) == []
 
 
 def words(folder, name):

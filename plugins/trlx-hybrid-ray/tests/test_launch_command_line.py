@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import OBEDIENT, nothing_left, segments
+from launching import OBEDIENT, Segments, nothing_left
 
 COMMAND = [sys.executable, "-m", "trlx_hybrid.cli", "launch", "--cpu"]
 
@@ -32,10 +32,11 @@ def start(folder, *arguments, **settings):
     )
 
 
-def wait_for(path, seconds=90):
-    deadline = time.monotonic() + seconds
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} did not appear"
+def ranks_wait(folder, mark="waiting", seconds=90):
+    """Both of obedient.py's ranks have begun to."""
+    deadline, marks = time.monotonic() + seconds, [folder / f"{mark}.{rank}" for rank in range(2)]
+    while not all(mark.exists() for mark in marks):
+        assert time.monotonic() < deadline, f"of {marks}, not all appeared"
         time.sleep(0.1)
 
 
@@ -44,7 +45,7 @@ def test_one_line_on_one_machine(tmp_path):
     """A cluster of its own, gone with it; the home folder stays as it was."""
     home = tmp_path / "home"
     home.mkdir()
-    before = segments()
+    segments = Segments()
     process = start(tmp_path, "--processes-per-node", "1", OBEDIENT, "look", str(tmp_path), env={"HOME": str(home)})
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -52,46 +53,45 @@ def test_one_line_on_one_machine(tmp_path):
     seen = json.loads((tmp_path / "seen.0").read_text())
     assert seen["argv"] == [OBEDIENT, "look", str(tmp_path)]
     assert list(home.iterdir()) == []
-    assert nothing_left(str(tmp_path), before) == []
+    assert nothing_left(str(tmp_path), segments) == []
 
 
 @pytest.mark.slow
 def test_ranks_end_when_the_launcher_is_killed(two_nodes, tmp_path):
-    before = segments()
+    segments = Segments()
     joined = ["--address", two_nodes.address, "--token-file", str(two_nodes.token)]
     process = start(tmp_path, "--processes-per-node", "2", *joined, OBEDIENT, "wait", str(tmp_path))
-    wait_for(tmp_path / "waiting.1")
+    ranks_wait(tmp_path)
     process.kill()
     assert process.wait(10) == -signal.SIGKILL
     process.communicate()
-    assert nothing_left(str(tmp_path), before, seconds=30) == []
+    assert nothing_left(str(tmp_path), segments, seconds=30) == []
 
 
 @pytest.mark.slow
 def test_ctrl_c_in_a_terminal(two_nodes, tmp_path):
     """The whole foreground group gets SIGINT; ranks get it through their wardens, each once."""
-    before = segments()
+    segments = Segments()
     joined = ["--address", two_nodes.address, "--token-file", str(two_nodes.token)]
     process = start(
         tmp_path, "--processes-per-node", "2", *joined, OBEDIENT, "wait", str(tmp_path), start_new_session=True
     )
-    wait_for(tmp_path / "waiting.1")
+    ranks_wait(tmp_path)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=40)
     assert process.returncode == 130, err
     assert out.count("unwound") == 2
-    assert nothing_left(str(tmp_path), before) == []
+    assert nothing_left(str(tmp_path), segments) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("presses", [1, 2])
 def test_ranks_that_ignore_signals_are_killed(two_nodes, tmp_path, presses):
     """At once with the second Ctrl-C, after 8 s without."""
-    before = segments()
+    segments = Segments()
     joined = ["--address", two_nodes.address, "--token-file", str(two_nodes.token)]
     process = start(tmp_path, "--processes-per-node", "2", *joined, OBEDIENT, "stubborn", str(tmp_path))
-    wait_for(tmp_path / "waiting.0")
-    wait_for(tmp_path / "waiting.1")
+    ranks_wait(tmp_path)
     pressed = time.monotonic()
     for _ in range(presses):
         process.send_signal(signal.SIGINT)
@@ -100,18 +100,23 @@ def test_ranks_that_ignore_signals_are_killed(two_nodes, tmp_path, presses):
     assert process.returncode == 130, err
     assert "Once more kills them at once" in err
     assert time.monotonic() - pressed < (30 if presses == 1 else 12)
-    assert nothing_left(str(tmp_path), before) == []
+    assert nothing_left(str(tmp_path), segments) == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whom", ["group", "everything"])
+@pytest.mark.parametrize("whom", ["group", "everything", "ranks first"])
 def test_sigterm_to_more_than_the_launcher(tmp_path, whom):
     """`timeout` sends it to the whole process group, batch systems to all processes of a job: Ray's own, too."""
-    before = segments()
+    segments = Segments()
     process = start(tmp_path, "--processes-per-node", "2", OBEDIENT, "wait", str(tmp_path), start_new_session=True)
-    wait_for(tmp_path / "waiting.1")
+    ranks_wait(tmp_path)
     if whom == "group":
         os.killpg(process.pid, signal.SIGTERM)
+    elif whom == "ranks first":
+        for rank in range(2):
+            os.kill(json.loads((tmp_path / f"waiting.{rank}").read_text())["pid"], signal.SIGTERM)
+        time.sleep(0.7)
+        process.terminate()
     else:
         launcher = psutil.Process(process.pid)
         for each in [*launcher.children(recursive=True), launcher]:
@@ -120,16 +125,16 @@ def test_sigterm_to_more_than_the_launcher(tmp_path, whom):
     _, err = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM, err
     assert "Stopped by SIGTERM" in err
-    assert nothing_left(str(tmp_path), before) == []
+    assert nothing_left(str(tmp_path), segments) == []
 
 
 @pytest.mark.slow
 def test_a_launcher_that_is_suspended_ends_no_training(two_nodes, tmp_path):
     """Ctrl-Z, or a terminal that blocks. Twice as long as Ray gives an actor's owner would take minutes here."""
-    before = segments()
+    segments = Segments()
     joined = ["--address", two_nodes.address, "--token-file", str(two_nodes.token)]
     process = start(tmp_path, "--processes-per-node", "2", *joined, OBEDIENT, "count", str(tmp_path))
-    wait_for(tmp_path / "counting.1")
+    ranks_wait(tmp_path, "counting")
     process.send_signal(signal.SIGSTOP)
     time.sleep(40)  # they have ended by now
     process.send_signal(signal.SIGCONT)
@@ -137,7 +142,7 @@ def test_a_launcher_that_is_suspended_ends_no_training(two_nodes, tmp_path):
     assert process.returncode == 0, err
     for rank in range(2):
         assert [f"[rank {rank}] line {number}" in out for number in range(100)] == [True] * 100
-    assert nothing_left(str(tmp_path), before) == []
+    assert nothing_left(str(tmp_path), segments) == []
 
 
 @pytest.mark.slow
@@ -157,9 +162,9 @@ def test_output_that_nobody_takes_ends_no_run(two_nodes, tmp_path, reader):
 @pytest.mark.parametrize("which", [signal.SIGSTOP, signal.SIGKILL])
 def test_the_end_comes_without_the_clusters_head(tmp_path, which):
     """Ray's client waits a minute for it, or for ever."""
-    before = segments()
+    segments = Segments()
     process = start(tmp_path, "--processes-per-node", "2", OBEDIENT, "wait", str(tmp_path), start_new_session=True)
-    wait_for(tmp_path / "waiting.1")
+    ranks_wait(tmp_path)
     (head,) = [p for p in psutil.Process(process.pid).children(recursive=True) if "gcs_server" in p.name()]
     head.send_signal(which)
     if which == signal.SIGSTOP:  # training does not need it, so nobody ends it
@@ -171,7 +176,7 @@ def test_the_end_comes_without_the_clusters_head(tmp_path, which):
         assert process.returncode == 130, err
     else:
         assert process.returncode != 0
-    assert nothing_left(str(tmp_path), before) == []
+    assert nothing_left(str(tmp_path), segments) == []
     assert not head.is_running() or head.status() == psutil.STATUS_ZOMBIE
 
 

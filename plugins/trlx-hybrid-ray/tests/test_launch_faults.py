@@ -19,7 +19,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import OBEDIENT, SCRIPTS, launch, nothing_left, segments
+from launching import OBEDIENT, SCRIPTS, Segments, launch, nothing_left
 from test_launch_grpo import CONFIG
 
 SEEDS = int(os.environ.get("FAULT_SEEDS", "3"))
@@ -144,7 +144,7 @@ def test_a_run_that_loses_a_process_or_a_node_ends_in_time_and_says_which(
     script = "phases.py" if seed < CHEAP else "launched_grpo.py"
     phase, (kind, which), victim = PHASES[seed % len(PHASES)], FAULTS[seed % len(FAULTS)], draw.randrange(2)
     pause = draw.random() * (3.0 if phase == "start" and seed >= CHEAP else 0.2)  # building an engine takes a while
-    before, added = segments(), nodes()
+    segments, added = Segments(), nodes()
     stopped = []
 
     def strike(pid):
@@ -193,12 +193,12 @@ def test_a_run_that_loses_a_process_or_a_node_ends_in_time_and_says_which(
         if kind == "recover" and phase in ("saved", "end"):
             assert all(resumed)
         assert results == expected(script)
-    assert nothing_left(str(tmp_path), before, seconds=20) == []
+    assert nothing_left(str(tmp_path), segments, seconds=20) == []
 
 
 def test_a_node_that_is_lost_while_its_ranks_start_is_made_up_for_by_a_restart(roomy, capfd, tmp_path):
     cluster, nodes = roomy
-    added, over, before = nodes(), threading.Event(), segments()
+    added, over, segments = nodes(), threading.Event(), Segments()
     spare = cluster.add_node(num_cpus=ROOMY, num_gpus=0)
 
     def lose():
@@ -222,7 +222,7 @@ def test_a_node_that_is_lost_while_its_ranks_start_is_made_up_for_by_a_restart(r
             cluster.cluster.remove_node(spare)
     assert done.code == 0, done.err[-3000:]
     assert "Starting again (1 of 2)" in done.err
-    assert nothing_left(str(tmp_path), before) == []
+    assert nothing_left(str(tmp_path), segments) == []
 
 
 def _line(process):

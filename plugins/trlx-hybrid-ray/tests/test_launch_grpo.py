@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import SCRIPTS, launch, nothing_left, segments
+from launching import SCRIPTS, Segments, launch, nothing_left
 
 GRPO = SCRIPTS / "launched_grpo.py"
 CONFIG = {
@@ -43,7 +43,7 @@ def reports(folder):
 
 
 def test_rewards_are_those_of_accelerate_launch(two_nodes, capfd, tmp_path, config, monkeypatch):
-    before = segments()
+    segments = Segments()
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     folders = {name: tmp_path / name for name in ("accelerate", "ray")}
     for folder in folders.values():
@@ -63,4 +63,4 @@ def test_rewards_are_those_of_accelerate_launch(two_nodes, capfd, tmp_path, conf
         assert report["weights"] == "reshard"
         assert len(report["rewards"]) == 3
         assert len({reward for batch in report["rewards"] for reward in batch}) >= 3
-    assert nothing_left(str(tmp_path), before) == []
+    assert nothing_left(str(tmp_path), segments) == []

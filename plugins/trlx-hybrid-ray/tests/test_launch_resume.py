@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import SCRIPTS, launch, nothing_left, segments
+from launching import SCRIPTS, Segments, launch, nothing_left
 from test_launch_grpo import CONFIG, reports
-from trlx_hybrid.resuming import newest_checkpoint
+from trlx_hybrid.trl.checkpoint import newest_checkpoint
 
 
 class Killer(threading.Thread):
@@ -33,7 +33,7 @@ class Killer(threading.Thread):
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_at_a_step_ends_as_if_nothing_had_happened(two_nodes, capfd, tmp_path):
-    before = segments()
+    segments = Segments()
     config = tmp_path / "accelerate.yaml"
     config.write_text(json.dumps(CONFIG))
     found = {}
@@ -68,4 +68,4 @@ def test_a_run_that_is_killed_at_a_step_ends_as_if_nothing_had_happened(two_node
         assert again[rank]["rewards"] == whole[rank]["rewards"][2:]
         assert again[rank]["logs"] == whole[rank]["logs"]
         assert len(whole[rank]["logs"]) == 4
-    assert nothing_left(str(tmp_path), before) == []
+    assert nothing_left(str(tmp_path), segments) == []

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import trlx_hybrid
 from datasets import Dataset
@@ -17,10 +18,10 @@ from trlx_hybrid import HybridConfig
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid.types import Sampling
-from trlx_hybrid_ray.launch.leftovers import SEAT_VARIABLE, processes
+from trlx_hybrid_ray.launch.leftovers import SEAT_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import SCRIPTS, launch, nothing_left, segments
+from launching import SCRIPTS, Segments, launch, nothing_left, ours
 from remote_training import Trained, core_of, gone, pids, requests_of, tokens
 
 pytestmark = pytest.mark.slow
@@ -59,8 +60,8 @@ def killed_in_mid_rollout(engine, victim="actor"):
     return tokens([found[key] for key in keys])
 
 
-def test_a_dead_engine_is_replaced_and_gets_the_weights_of_the_next_sync(trained):
-    before = segments()
+def test_a_dead_engine_is_replaced_and_gets_the_weights_of_the_next_sync(trained, tmp_path):
+    segments = Segments()
     one = trained(replicas=2)
     session, engine = one.session, one.session.live_engine
     with session.rollout_phase(training=False):
@@ -78,12 +79,12 @@ def test_a_dead_engine_is_replaced_and_gets_the_weights_of_the_next_sync(trained
     left = pids(engine)
     session.close()
     gone(left)
-    assert segments() - before == set()
+    assert nothing_left(str(tmp_path), segments) == []
 
 
 @pytest.mark.parametrize("victim", ["actor", "engine core"])
-def test_the_only_engine_dies_and_its_successor_gets_the_weights_at_once(trained, victim):
-    before = segments()
+def test_the_only_engine_dies_and_its_successor_gets_the_weights_at_once(trained, tmp_path, victim):
+    segments = Segments()
     one = trained()
     engine = one.session.live_engine
     with one.session.rollout_phase(training=False):
@@ -95,7 +96,7 @@ def test_the_only_engine_dies_and_its_successor_gets_the_weights_at_once(trained
     left = pids(engine)
     one.session.close()
     gone(left)
-    assert segments() - before == set()
+    assert nothing_left(str(tmp_path), segments) == []
 
 
 def test_where_nobody_may_be_replaced_the_error_names_the_engine_and_the_cause(trained):
@@ -129,8 +130,8 @@ def test_an_engine_that_dies_during_a_sync_is_replaced_and_the_sync_repeated(tra
         assert weights.check(full=True) == len(session.policy.checkpoint_names())
 
 
-def test_tensor_parallel_engines_sample_what_others_do(trained):
-    before = segments()
+def test_tensor_parallel_engines_sample_what_others_do(trained, tmp_path):
+    segments = Segments()
     other = trained()
     other.session.close()  # an engine that is built ends the others of this process
     one = trained(tensor_parallel_size=2)
@@ -147,12 +148,13 @@ def test_tensor_parallel_engines_sample_what_others_do(trained):
     left = pids(engine)
     one.session.close()
     gone(left)
-    assert segments() - before == set()
+    assert nothing_left(str(tmp_path), segments) == []
 
 
 def engine_processes():
-    """What engines' actors have started: it bears their seat."""
-    return {pid for pid in processes() if f"{SEAT_VARIABLE}=engine-".encode() in environment(pid)}
+    """What our engines' actors have started: it bears their seat."""
+    seat = f"{SEAT_VARIABLE}=engine-".encode()
+    return {each.pid for each in psutil.process_iter() if seat in environment(each.pid) and ours(each)}
 
 
 def environment(pid):
@@ -162,7 +164,7 @@ def environment(pid):
 
 
 def test_engines_end_with_a_trainer_that_is_killed(session_cluster, tmp_path):
-    before, others, log = segments(), engine_processes(), tmp_path / "log"
+    segments, others, log = Segments(), engine_processes(), tmp_path / "log"
     command = [sys.executable, str(SCRIPTS / "remote_grpo.py"), str(tmp_path), "steps=5000"]
     with log.open("w") as out:
         trainer = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ)
@@ -178,7 +180,7 @@ def test_engines_end_with_a_trainer_that_is_killed(session_cluster, tmp_path):
         trainer.kill()
         trainer.wait()
     gone([started], seconds=30)
-    assert segments() - before == set()
+    assert nothing_left(str(tmp_path), segments) == []
 
 
 class Maze:
@@ -232,7 +234,7 @@ def test_multi_turn_episodes_are_those_of_the_engine_inside(session_cluster, run
 def test_ranks_of_a_launch_share_engines(two_nodes, capfd, tmp_path, monkeypatch):
     """FSDP2 over two actors samples from one engine in a third, and trains as with an engine inside."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    before = segments()
+    segments = Segments()
     config = tmp_path / "accelerate.yaml"
     from test_launch_grpo import CONFIG
 
@@ -251,4 +253,4 @@ def test_ranks_of_a_launch_share_engines(two_nodes, capfd, tmp_path, monkeypatch
         assert mine["sharded"]
         assert mine["rewards"] == theirs["rewards"]
         assert mine["losses"] == pytest.approx(theirs["losses"], abs=1e-5)
-    assert nothing_left(str(tmp_path), before) == []
+    assert nothing_left(str(tmp_path), segments) == []

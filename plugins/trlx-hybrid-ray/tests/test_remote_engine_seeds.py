@@ -16,7 +16,7 @@ from trlx_hybrid import HybridConfig
 from trlx_hybrid.types import Sampling
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import segments
+from launching import Segments, nothing_left
 from remote_training import Trained, core_of, gone, pids, requests_of, tokens
 
 pytestmark = pytest.mark.slow
@@ -51,13 +51,13 @@ class Rig:
 
 @pytest.fixture(scope="module")
 def rig(session_cluster, tmp_path_factory):
-    before = segments()
-    rig = Rig(tmp_path_factory.mktemp("engines"))
+    segments, folder = Segments(), tmp_path_factory.mktemp("engines")
+    rig = Rig(folder)
     yield rig
     left = pids(rig.engine)
     rig.session.close()
     gone(left)
-    assert segments() - before == set()
+    assert nothing_left(str(folder), segments) == []
 
 
 def kill(victims):

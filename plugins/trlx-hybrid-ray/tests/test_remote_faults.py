@@ -46,6 +46,7 @@ def announce(plan, row, phase):
         mark.with_suffix(".part").write_text(str(os.getpid()))
         mark.with_suffix(".part").rename(mark)
         time.sleep(WINDOW)
+        mark.with_suffix(".over").touch()
 
 
 class Victim(Counter):
@@ -104,6 +105,8 @@ def test_what_a_killed_worker_takes_with_it(rig, undisturbed, seed, record_prope
     ended = time.monotonic()
     killer.join()
     mark.unlink()
+    late = (over := mark.with_suffix(".over")).exists()
+    over.unlink(missing_ok=True)
     failure = rig.trainer._conversations[victim].failure
     outcome = "masked" if failure else "unscored" if scored[victim] != rewards[victim] else "untouched"
     record_property("phase", phase)
@@ -121,7 +124,8 @@ def test_what_a_killed_worker_takes_with_it(rig, undisturbed, seed, record_prope
     else:
         assert after[victim] == rows[victim]
         assert scored[victim] in (rewards[victim], (rewards[victim][0], None))
-    assert phase in (*TOOLS, "get_reward") or outcome == "untouched"  # what had not begun begins again elsewhere
+    # What had not begun begins again elsewhere. A kill that came after the call may have met the next one.
+    assert phase in (*TOOLS, "get_reward") or late or outcome == "untouched"
     again, scored_again = rig.roll({})
     assert [i for i in range(ROWS) if again[i] != rows[i]] == []
     assert scored_again == rewards

@@ -100,7 +100,7 @@ def test_the_plugin_and_the_planner_import_no_backend():
 
 def test_loading_the_plugin_imports_not_even_numpy():
     code = (
-        "import sys; from trlx_hybrid.host import Host; host = Host.load();"
+        "import sys; from trlx_hybrid.plugins.host import Host; host = Host.load();"
         "print('reshard' in [p.name for p in host.plugins],"
         " [m for m in ('vllm', 'ray', 'torch', 'numpy') if m in sys.modules])"
     )

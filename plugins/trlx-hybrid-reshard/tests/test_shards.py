@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from trlx_hybrid.policy import Policy
 from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid.weights.policy import Policy
 from trlx_hybrid_reshard.shards import Shards
 
 NORM = "model.norm.weight"

@@ -1,14 +1,19 @@
 """What the engine is asked for, and what it hands back."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
 import trlx_hybrid
 from trlx_hybrid import hookimpl
+from trlx_hybrid.testing.processes import Script
 from trlx_hybrid.types import Phase, Request, Sampling
 from trlx_hybrid_vllm import internals
 from trlx_hybrid_vllm.sampling import sampling_params
+
+SCRIPTS = Path(__file__).parent / "scripts"
 
 
 class Events:
@@ -229,3 +234,31 @@ def test_batches_of_one_weight_version_share_no_draws(run):
         with session.rollout_phase(training):
             sampled += [tuple(c.token_ids) for c in session.generate([[5, 6, 7]] * 4, num_generations=4)]
     assert len(set(sampled)) == 12
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """How processes ended that left an engine to their end: standard error and report of each."""
+    folder, hows = tmp_path_factory.mktemp("ends"), ("left", "half")
+    scripts = {how: Script(SCRIPTS / "ends.py", how, folder / how) for how in hows}
+    ends = {how: script.wait(300) for how, script in scripts.items()}
+    assert not any(end.returncode for end in ends.values()), ends
+    return {how: (end.stderr, json.loads((folder / how).read_text())) for how, end in ends.items()}
+
+
+@pytest.mark.parametrize("how", ["left", "half"])
+def test_an_engine_that_is_left_takes_the_process_group_along_that_it_made(ended, how):
+    """NCCL's prints a warning otherwise."""
+    stderr, report = ended[how]
+    assert report["default group at exit"] is False
+    assert "Traceback" not in stderr
+
+
+def test_closing_an_engine_unfreezes_what_vllm_froze_and_nothing_else(ended):
+    _, report = ended["left"]
+    while_open, after = report["frozen"]
+    assert while_open > 10_000
+    assert after == 0
+    while_open, after = report["frozen by the user"]
+    assert after > 10_000
+    assert abs(after - while_open) < 1_000  # none of the engine's is among them

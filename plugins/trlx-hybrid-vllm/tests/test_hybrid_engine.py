@@ -22,6 +22,7 @@ from trlx_hybrid.errors import (
 )
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.types import Phase
+from trlx_hybrid_vllm import internals
 
 PROMPTS = [[5, 6, 7, 40], list(range(10, 23)), [90]]
 OPTIONS = {"enable_sleep_mode": True, "max_model_len": 64, "max_num_seqs": 16}
@@ -243,7 +244,7 @@ def test_a_listener_that_fails_is_named_and_the_engine_goes_on(loop):
 
 
 class FailingAtEdges:
-    """Each of its hooks fails once for each phase."""
+    """Each of its hooks fails once for each phase, and those of the sync between the engine's two wake-ups once."""
 
     def __init__(self):
         self.failed = []
@@ -256,6 +257,14 @@ class FailingAtEdges:
     def trlx_leave_phase(self, phase):
         self.once(("leave", phase))
 
+    @hookimpl
+    def trlx_sync_start(self):
+        self.once("sync starts")
+
+    @hookimpl
+    def trlx_sync_end(self):
+        self.once("sync ends")
+
     def once(self, edge):
         if edge not in self.failed:
             self.failed.append(edge)
@@ -264,14 +273,18 @@ class FailingAtEdges:
 
 def test_a_hook_that_fails_at_a_phase_edge_leaves_the_memory_to_training(loop):
     plugin = FailingAtEdges()
-    run = loop(plugins=[plugin])
-    session = run.engine.session
-    for count in range(1, 5):
+    run = loop(plugins=[plugin], weights="gather")
+    session, asleep = run.engine.session, set()
+    for count in range(1, 7):
         with pytest.raises(PluginError, match="RuntimeError: once"):
             run.sample()
         assert len(plugin.failed) == count
         assert session.phase is Phase.TRAIN
-        assert session.live_engine.asleep_bytes > 0
+        engine = session.live_engine
+        assert engine.memory.asleep == {"weights", "kv_cache"}
+        assert not any(t.untyped_storage().nbytes() for t in internals.model_of(engine.llm).parameters())
+        asleep.add(engine.asleep_bytes)
+    assert len(asleep) == 1
     assert run.gap(run.sample()) < 1e-5
 
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from trlx_hybrid.policy import Policy
 from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid.weights.policy import Policy
 from trlx_hybrid_vllm.adapters import lora_arguments
 from trlx_hybrid_vllm.lora_layers import lora_layers
 

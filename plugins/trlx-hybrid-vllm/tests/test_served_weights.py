@@ -216,7 +216,7 @@ def test_an_error_of_one_end_does_not_wait_for_the_other():
 
 
 def test_a_source_reads_what_is_left_of_a_pass():
-    from trlx_hybrid.policy import Policy
+    from trlx_hybrid.weights.policy import Policy
     from trlx_hybrid_vllm.serving.source import PolicySource
 
     model = tiny_model(dtype=torch.float32)

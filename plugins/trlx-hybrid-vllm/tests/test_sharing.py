@@ -10,10 +10,10 @@ from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
-from trlx_hybrid import proof
 from trlx_hybrid.errors import ComponentError, SyncError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.types import Request, Sampling
+from trlx_hybrid.weights import verify as proof
 from trlx_hybrid_vllm import internals
 from trlx_hybrid_vllm.loading import Slice
 from trlx_hybrid_vllm.parameters import Piece, joined

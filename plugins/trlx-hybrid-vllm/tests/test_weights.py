@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from trlx_hybrid import HybridEngine, hookimpl
 from trlx_hybrid.errors import EngineError, StaleWeightsError, SyncError
 from trlx_hybrid.protocols import WeightSync
-from trlx_hybrid.randomness import request_seed
+from trlx_hybrid.rollout.seeding import request_seed
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.types import Request, Sampling
 from trlx_hybrid_vllm import internals
@@ -200,7 +200,7 @@ def test_corruption_in_the_engine_between_syncs_is_found_by_the_sampled_check(ru
     route.destination.of(engine._loader.parameters[route.parameter].data)[0, 0] += 1
     differing = engine.differing(session.policy.full_weights())
     assert [d.split(" ")[0] for d in differing] == ["model.layers.1.mlp.down_proj.weight"]
-    from trlx_hybrid.proof import sampled_names
+    from trlx_hybrid.weights.verify import sampled_names
 
     covered = set().union(*(sampled_names(names, version) for version in range(len(names))))
     assert covered == set(names)

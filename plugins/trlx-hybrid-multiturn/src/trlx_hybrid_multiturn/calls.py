@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
-from trlx_hybrid.conversation import Conversation, Dialogue, Message
+from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Message
 
 from .outcome import Outcome
 from .runners import Runners

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trlx_hybrid.conversation import Message
 from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.rollout.conversation import Message
 
 from .calls import LostCallError
 from .runners import Runners

@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from trlx_hybrid.conversation import Conversation, Dialogue, Limits, RequestMaker
 from trlx_hybrid.errors import HybridError
-from trlx_hybrid.protocols import Rollout
-from trlx_hybrid.session import Session
+from trlx_hybrid.protocols import Rollout, Run
+from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, RequestMaker
 from trlx_hybrid.types import Completion, Request, Sampling
 
 from .loop import Loop
@@ -38,7 +37,7 @@ class MultiTurn(Rollout):
     name = "multi_turn"
     converses = True
 
-    def __init__(self, session: Session, options: MultiTurnOptions) -> None:
+    def __init__(self, session: Run, options: MultiTurnOptions) -> None:
         self.options = options
         self.runners = Runners(options)
         self._warned: set[str] = set()
@@ -46,12 +45,12 @@ class MultiTurn(Rollout):
             options.progress and session.ranks.rank == 0 and not getattr(session.args, "disable_tqdm", False)
         )
 
-    def run(self, session: Session, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
+    def run(self, session: Run, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order: for rows without tools, and custom rollouts."""
         return session.live_engine.generate(requests, sampling)
 
     def converse(
-        self, session: Session, dialogues: Sequence[Dialogue], limits: Limits, request: RequestMaker
+        self, session: Run, dialogues: Sequence[Dialogue], limits: Limits, request: RequestMaker
     ) -> list[Conversation]:
         """Every dialogue to its end, in order.
 
@@ -77,7 +76,7 @@ class MultiTurn(Rollout):
         return conversations
 
     def run_trajectories(
-        self, session: Session, trajectories: Sequence[Trajectory], conversations: Sequence[Conversation]
+        self, session: Run, trajectories: Sequence[Trajectory], conversations: Sequence[Conversation]
     ) -> None:
         """Coroutines over one stream of the engine, all to their end, and what they were like into the metrics."""
         options, runners = self.options, self.runners
@@ -86,13 +85,13 @@ class MultiTurn(Rollout):
         try:
             with (
                 _switching_every(options.switch_interval),
-                session.live_engine.stream(session.sampler.sampling) as stream,
+                session.live_engine.stream(session.sampling) as stream,
             ):
                 width = options.max_trajectories or len(trajectories)
                 Loop(stream, watch, width=width, seconds=options.max_seconds).run(trajectories)
         finally:
             watch.close()
-        session.metrics |= metrics(conversations, runners.usage, watch, stream)
+        session.metrics.update(metrics(conversations, runners.usage, watch, stream))
         for sentence in heavy_tools(runners.usage, watch, runners):
             tool = sentence.split("'")[1]
             if tool not in self._warned:

@@ -26,8 +26,9 @@ class MultiTurnOptions:
         tools: where synchronous tools run. "thread": beside the engine, many at once, so they must be thread-safe;
             "process": each call in a process that can be killed, for tools that compute or may crash; "main": in the
             trainer's thread one after another, as in TRL, while the engine waits. A tool that cannot work in a thread
-            of its own (`signal`, sqlite3's connections) is moved to "main" with a warning. Plain methods of
-            environments run in threads, or with "main" there. Asynchronous tools run on the trainer's event loop.
+            of its own (`signal`, sqlite3's connections) is moved to "main" with a warning, and called again. Plain
+            methods of environments run in threads, or with "main" there. Asynchronous tools run on the trainer's event
+            loop.
         tool_modes: the same for single tools, by name.
         max_tools: calls at once in threads, and as many on the event loop, environments' included. Those beyond wait,
             and their time begins when they do.

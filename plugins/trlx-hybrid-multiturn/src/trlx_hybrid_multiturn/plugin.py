@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from trlx_hybrid.hookspecs import hookimpl
+from trlx_hybrid.plugins.hookspecs import hookimpl
 
 from .options import MultiTurnOptions
 
 if TYPE_CHECKING:
-    from trlx_hybrid.registry import Registry
+    from trlx_hybrid.plugins.registry import Registry
     from trlx_hybrid.session import Session
     from trlx_hybrid.types import Trajectory
 

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trlx_hybrid.conversation import Conversation, Limits, RequestMaker, Turn
 from trlx_hybrid.errors import ConfigError, EngineError
-from trlx_hybrid.own_tokenizer import own_tokenizer
+from trlx_hybrid.rollout.conversation import Conversation, Limits, RequestMaker, Turn
+from trlx_hybrid.rollout.tokenizer import own_tokenizer
 from trlx_hybrid.types import Completion
 
 from .calls import LostCallError

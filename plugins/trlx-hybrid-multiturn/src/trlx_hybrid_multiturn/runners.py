@@ -37,7 +37,7 @@ class Runners:
 
     Attributes:
         usage: per tool, since it was last cleared.
-        rooted: names in it that cannot be moved to a process: methods of environments.
+        rooted: names in it that cannot be moved to a process, methods of environments; each with its name in options.
     """
 
     def __init__(self, options: MultiTurnOptions) -> None:
@@ -46,7 +46,7 @@ class Runners:
         self._processes = ProcessWorkers(options.max_processes)
         self._own_loop: DaemonLoop | None = None
         self.usage: dict[str, Usage] = defaultdict(Usage)
-        self.rooted: set[str] = set()
+        self.rooted: dict[str, str] = {}
         self._awaited: dict[object, tuple[str, float]] = {}  # on an event loop now: names, and since when
         self._under_way = 0  # coroutines among them
         self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
@@ -57,6 +57,11 @@ class Runners:
     def mode(self, name: str) -> Mode:
         """Where the synchronous tool of this name runs."""
         return "main" if name in self._moved else self._options.tool_modes.get(name, self._options.tools)
+
+    def beside_the_engine(self, name: str) -> bool:
+        """Whether calls that `usage` has under this name run in threads of this process."""
+        mode = self.mode(self.rooted.get(name, name))
+        return mode == "thread" or (mode == "process" and name in self.rooted)
 
     def check(
         self,
@@ -119,6 +124,8 @@ class Runners:
             ahead: given name and value in the tool's own thread, if it has one, while the engine steps.
             owner: the environment whose method it is: no other of its methods is called while a call of one hangs.
         """
+        if owner is not None:
+            self.rooted[name] = name
         shown = functools.partial(shown_call, tool, arguments)
         self._stuck = [(job, stuck) for job, stuck in self._stuck if self._threads.hangs(job)]
         if owner is not None and any(stuck is owner for _, stuck in self._stuck):
@@ -189,8 +196,9 @@ class Runners:
         if name not in self._moved:
             self._moved.add(name)
             logger.warning(
-                "%r cannot run in a thread beside the engine: %s It runs in the trainer's thread from now on, where "
-                "the engine waits for it, as if rollout_options={'tool_modes': {%r: 'main'}} were given.",
+                "%r cannot run in a thread beside the engine: %s This call is made again, and from now on it runs in "
+                "the trainer's thread, where the engine waits for it, as if rollout_options={'tool_modes': {%r: "
+                "'main'}} were given.",
                 name,
                 reason,
                 name,
@@ -242,7 +250,7 @@ class Runners:
         Args:
             kind: what messages and modes call environments like this one.
         """
-        self.rooted.add(name)
+        self.rooted[name] = kind
         if inspect.iscoroutinefunction(method):
             try:
                 coroutine = method(*arguments)

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable
 
-from trlx_hybrid.conversation import Conversation, Dialogue, Limits, Message, RequestMaker, Turn
+from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, Message, RequestMaker, Turn
 from trlx_hybrid.types import Completion
 
 from .calls import LostCallError, run_calls

@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trlx_hybrid.conversation import Conversation
+from trlx_hybrid.rollout.conversation import Conversation
 from trlx_hybrid.types import Completion
 
 from .runners import Runners
@@ -130,5 +130,5 @@ def heavy_tools(usage: Mapping[str, Usage], watch: Watch, runners: Runners) -> l
         f"Tool {name!r} computed for {use.cpu_seconds:.1f} s of a rollout of {watch.seconds:.1f} s, in threads that "
         f"share the interpreter with the engine.{beside} {ways[name]}"
         for name, use in usage.items()
-        if runners.mode(name) == "thread" and use.cpu_seconds > HEAVY * watch.seconds
+        if runners.beside_the_engine(name) and use.cpu_seconds > HEAVY * watch.seconds
     ]

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from trlx_hybrid.environment import Finding
+from trlx_hybrid.doctor import Finding
 from trlx_hybrid.errors import ConfigError, listed
 
 from .cluster import LOCAL, Cluster, connect

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from trlx_hybrid.hookspecs import hookimpl
+from trlx_hybrid.plugins.hookspecs import hookimpl
 
 from .engines.options import RemoteOptions
 
 if TYPE_CHECKING:
-    from trlx_hybrid.environment import Finding
-    from trlx_hybrid.registry import Registry
+    from trlx_hybrid.doctor import Finding
+    from trlx_hybrid.plugins.registry import Registry
     from trlx_hybrid.session import Session
 
     from .engines.engine import RemoteEngine

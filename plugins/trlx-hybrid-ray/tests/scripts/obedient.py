@@ -60,8 +60,8 @@ def leave():
 def wait():
     """Until somebody ends it, with a child of its own."""
     subprocess.Popen(["sleep", "600"], env=os.environ | {"LEFT_BY": str(FOLDER)}, start_new_session=True)
-    word("waiting", pid=os.getpid())
     try:
+        word("waiting", pid=os.getpid())
         time.sleep(600)
     finally:
         print("unwound")

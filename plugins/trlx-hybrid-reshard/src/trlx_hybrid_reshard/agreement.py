@@ -98,7 +98,7 @@ class Agreement:
         event = None
         if self._fast is not None:
             values, event = self._on_device(own)
-        self._wait(what, meeting, event, self._deadline)
+        self._wait(what, meeting, event)
         most, least, (raised,) = torch.split(values, [len(numbers), len(numbers), 1])
         return bool((most == ~least).all()), bool(raised)
 
@@ -123,7 +123,7 @@ class Agreement:
         back.copy_(there, non_blocking=True)
         return back, torch.cuda.current_stream(device).record_event()
 
-    def _wait(self, what: str, meeting: Any, event: torch.cuda.Event | None, deadline: float) -> None:
+    def _wait(self, what: str, meeting: Any, event: torch.cuda.Event | None) -> None:
         """Until the event, or without one until all ranks have met. `meeting` fails where one has died.
 
         Raises:
@@ -134,12 +134,12 @@ class Agreement:
         while event is None or not event.query():  # type: ignore[no-untyped-call]
             now = time.monotonic()
             if met is None and meeting.is_completed():
-                self._met(what, meeting, now - began, deadline)
+                self._met(what, meeting, now - began)
                 met = now
                 if event is None:
                     return
-            if met is None and now - began > deadline:
-                raise self._lost(what, f"up to {deadline:g} s", None)
+            if met is None and now - began > self._deadline:
+                raise self._lost(what, "", None)
             if met is not None and now - met > self._stall:
                 raise PeerLostError(
                     f"All ranks entered {what}, and {self._stall:g} s later NCCL has not completed its all-reduce: "
@@ -154,13 +154,13 @@ class Agreement:
                 )
             time.sleep(POLL)
 
-    def _met(self, what: str, meeting: Any, seconds: float, deadline: float) -> None:
+    def _met(self, what: str, meeting: Any, seconds: float) -> None:
         """The meeting is over: how."""
         try:
             meeting.wait()
         except RuntimeError as error:
-            late = f"up to {deadline:g} s" if seconds >= deadline else f"{seconds:.1f} s"
-            raise self._lost(what, late, None if seconds >= deadline else error) from error
+            late = seconds >= self._deadline
+            raise self._lost(what, "" if late else f"{seconds:.1f} s", None if late else error) from error
 
     def _enter(self) -> None:
         self._round += 1

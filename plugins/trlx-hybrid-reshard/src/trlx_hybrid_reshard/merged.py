@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from trlx_hybrid.merging import AdaptedModule, adapted, parted_head
+from trlx_hybrid.weights.merging import AdaptedModule, adapted, parted_head
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from trlx_hybrid.policy import Policy
+    from trlx_hybrid.weights.policy import Policy
 
 
 def unmergeable(policy: Policy) -> str | None:

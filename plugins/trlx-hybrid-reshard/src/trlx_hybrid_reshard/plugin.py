@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trlx_hybrid.hookspecs import hookimpl
+from trlx_hybrid.plugins.hookspecs import hookimpl
 
 from .options import ReshardOptions
 
 if TYPE_CHECKING:
+    from trlx_hybrid.plugins.registry import Registry
     from trlx_hybrid.protocols import WeightSync
-    from trlx_hybrid.registry import Registry
     from trlx_hybrid.session import Session
 
 

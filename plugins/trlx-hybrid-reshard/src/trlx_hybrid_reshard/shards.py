@@ -6,7 +6,7 @@ from collections.abc import Sequence, Set
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
-from trlx_hybrid.frozen import Frozen
+from trlx_hybrid.weights.frozen import Frozen
 
 from .live import LiveLayout, read
 from .merged import MergedShards
@@ -14,7 +14,7 @@ from .parameter import Parameter
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from trlx_hybrid.policy import Policy
+    from trlx_hybrid.weights.policy import Policy
 
 
 class Shards:
@@ -45,7 +45,8 @@ class Shards:
         """Look again; returns whether a parameter that is frozen now may hold other bits than at the last look.
 
         This is on the way of every sync, hence list by list. A tensor whose storage was emptied and filled again (see
-        `trlx_hybrid.offload`) lies elsewhere without being another one: views of it are right, a recording is not.
+        `trlx_hybrid.memory.offload`) lies elsewhere without being another one: views of it are right, a recording is
+        not.
         """
         self._policy.reshard()
         moved = False

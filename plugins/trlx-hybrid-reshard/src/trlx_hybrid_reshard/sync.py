@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from trlx_hybrid.errors import ConfigError, EngineError, PeerLostError, SyncError
-from trlx_hybrid.groups import abort
 from trlx_hybrid.protocols import Regions, WeightSync
+from trlx_hybrid.ranks import abort
 from trlx_hybrid.types import LoadReport
 
 from . import differences

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from trlx_hybrid.policy import Policy
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid.weights.policy import Policy
 from trlx_hybrid_reshard.architecture import describe
 from trlx_hybrid_reshard.layout import Layout
 from trlx_hybrid_reshard.options import ReshardOptions

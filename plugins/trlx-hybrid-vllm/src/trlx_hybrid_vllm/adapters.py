@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from trlx_hybrid.errors import SyncError, listed
-from trlx_hybrid.policy import Policy
+from trlx_hybrid.weights.policy import Policy
 
 from . import internals
 from .loading import differ

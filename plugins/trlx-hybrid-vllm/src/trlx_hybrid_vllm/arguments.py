@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from trlx_hybrid.owners import policy_tensors, storages
+from trlx_hybrid.memory.ledger import policy_tensors, storages
 
 from . import kv_cache
 

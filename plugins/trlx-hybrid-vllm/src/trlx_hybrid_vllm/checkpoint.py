@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 from pathlib import Path
 
-from trlx_hybrid.merging import parted_head
-from trlx_hybrid.policy import Policy
+from trlx_hybrid.weights.merging import parted_head
+from trlx_hybrid.weights.policy import Policy
 
 
 def write_without_weights(policy: Policy, folder: Path) -> None:

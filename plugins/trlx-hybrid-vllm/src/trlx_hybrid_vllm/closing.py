@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from trlx_hybrid.groups import abort
+import torch.distributed as dist
+from trlx_hybrid.ranks import abort
+
+from .internals import frozen_heap
 
 ABORT_SECONDS = 5.0
 """What vLLM gives an abort of its own communicators."""
@@ -20,15 +23,22 @@ def own_end(llm: Any) -> None:
     llm.llm_engine.engine_core._finalizer.detach()
 
 
-def let_go(llm: Any) -> None:
+def let_go(llm: Any, made_default_group: bool) -> None:
     """Before the interpreter exits: nothing of the engine's may be waited for.
 
     A communicator that a CUDA graph names is destroyed only after the graph (NCCL, `commDestroySync`), and one with a
-    rank that is elsewhere not at all. So the graphs go first, and the communicators are aborted.
+    rank that is elsewhere not at all. So the graphs go first, and the communicators are aborted; last the default one
+    of a single process, where the engine made it: nobody else would, and torch warns of what nobody destroyed.
+
+    Args:
+        llm: None where a `shut_down` failed half-way.
     """
     _make_freeable()
     _forget_graphs(llm)
-    abort(list(_device_groups()), ABORT_SECONDS)
+    groups = list(_device_groups())
+    if made_default_group and dist.is_initialized() and dist.get_world_size() == 1:
+        groups.append(dist.group.WORLD)
+    abort(groups, ABORT_SECONDS)
 
 
 class _Unmapped:
@@ -80,12 +90,14 @@ def _forget_graphs(llm: Any) -> None:
 
     if torch.cuda.is_available():
         CUDAGraphWrapper.clear_all_graphs()  # those of parts of the model
+        if llm is None:
+            return
         manager = getattr(llm.llm_engine.model_executor.driver_worker.model_runner, "cudagraph_manager", None)
         if manager is not None:
             manager.graphs.clear()  # those of whole steps
 
 
-def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False) -> None:
+def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False, heap_kept: bool = False) -> None:
     """Free the engine and the process groups it made.
 
     vLLM's own shutdown destroys the default process group as well, which under DDP and FSDP is accelerate's; so its
@@ -93,6 +105,7 @@ def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False) -> N
 
     Args:
         peers_lost: some rank will not do the same.
+        heap_kept: as in `internals.frozen_heap`.
     """
     from vllm.distributed import parallel_state
 
@@ -101,17 +114,17 @@ def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False) -> N
     _make_freeable()
     _forget_graphs(llm)
     core.structured_output_manager.clear_backend()
-    core.model_executor.shutdown()
+    with frozen_heap(heap_kept):
+        core.model_executor.shutdown()  # unfreezes the heap: engine and trainer could not be collected
     core.scheduler.shutdown()
-    gc.unfreeze()  # vLLM froze the heap when it started: engine and trainer could not be collected
     if peers_lost:
         abort(list(_device_groups()), ABORT_SECONDS)
     parallel_state.destroy_model_parallel()
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()
     parallel_state._WORLD = parallel_state._NODE_COUNT = None
-    if made_default_group and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    if made_default_group and dist.is_initialized():
+        dist.destroy_process_group()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -124,6 +137,6 @@ def _device_groups() -> Iterator[Any]:
     for coordinator in vars(parallel_state).values():
         if not isinstance(coordinator, parallel_state.GroupCoordinator) or not hasattr(coordinator, "device_group"):
             continue
-        if torch.distributed.get_backend(coordinator.device_group) == "nccl":
+        if dist.get_backend(coordinator.device_group) == "nccl":
             yield coordinator.device_group
             del coordinator.device_group

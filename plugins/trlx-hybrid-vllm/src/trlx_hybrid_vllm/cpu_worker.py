@@ -62,9 +62,10 @@ class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
         self.discard(("weights", "kv_cache"))
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Free what bears one of the tags."""
+        """Free what bears one of the tags and is not free yet."""
         owners = {"weights": list(self.model_runner.model.parameters()), "kv_cache": self.model_runner.kv_caches}
-        self._freed = {**getattr(self, "_freed", {}), **{tag: _free(owners[tag]) for tag in tags}}
+        freed = getattr(self, "_freed", {})
+        self._freed = {tag: _free(owners[tag]) for tag in tags if tag not in freed} | freed
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Allocate again. Weights come back as NaN until a sync writes them; the KV cache comes back as zeros."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
@@ -11,10 +12,10 @@ from typing import Any
 
 import torch
 from trlx_hybrid.errors import EngineError, SyncError, listed
-from trlx_hybrid.policy import Policy
 from trlx_hybrid.protocols import NamedTensors, Regions
 from trlx_hybrid.session import Session
 from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
+from trlx_hybrid.weights.policy import Policy
 
 from . import internals
 from .adapters import lora_arguments
@@ -61,11 +62,13 @@ class VLLMEngine:
         self.sleeps = options.enable_sleep_mode
         self.tensor_parallel_size = options.tensor_parallel_size
         self._made_default_group = not torch.distributed.is_initialized()
+        self._frozen = gc.get_freeze_count()
         ranks = session.ranks
         with (
             tempfile.TemporaryDirectory(prefix="trlx-hybrid-") as folder,
             internals.launcher_environment(ranks.rank, ranks.local_rank, ranks.world),
             internals.running(self.dtype),
+            internals.frozen_heap(self._frozen > 0),
             trainer_classes_kept(session.policy.module) as built,
         ):
             write_without_weights(session.policy, Path(folder))
@@ -214,8 +217,9 @@ class VLLMEngine:
         """Free the engine and what it made."""
         llm, self.llm = self.llm, None
         if llm is not None:
-            shut_down(llm, self._made_default_group, self.peers_lost)
+            kept = 0 < gc.get_freeze_count() <= self._frozen  # nobody has frozen the engine since
+            shut_down(llm, self._made_default_group, self.peers_lost, kept)
 
     def leave(self) -> None:
         """The process ends: see `closing.let_go`."""
-        let_go(self.llm)
+        let_go(self.llm, self._made_default_group)

@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from trlx_hybrid.errors import EngineError
@@ -231,6 +232,21 @@ def serve_by_default(llm: Any, adapter: Callable[[], Any]) -> None:
         return plain(*args, lora_request=lora_request or adapter(), **kwargs)
 
     processor.process_inputs = process_inputs
+
+
+@contextmanager
+def frozen_heap(kept: bool) -> Iterator[None]:
+    """Around vLLM's start and end, where a heap that somebody has frozen before (`gc.freeze`) is to be kept so.
+
+    vLLM freezes the whole heap when it starts, and unfreezes all of it after a capture of graphs and at its end, since
+    nothing of the engine could be collected. Python does not tell what vLLM froze from what was frozen before; so where
+    something was, vLLM does neither, unless the engine was frozen by somebody else since.
+    """
+    if not kept:
+        yield
+        return
+    with patch.object(gc, "freeze", lambda: None), patch.object(gc, "unfreeze", lambda: None):
+        yield
 
 
 FLOAT32_PRODUCTS = "TRITON_F32_DEFAULT"

@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 import torch
-from trlx_hybrid.policy import Policy, unwrapped_name
+from trlx_hybrid.weights.policy import Policy, unwrapped_name
 
 UNSERVED = {
     "use_dora": "DoRA scales the merged weight, which no LoRA slot holds",

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trlx_hybrid.gathering import whole
+from trlx_hybrid.weights.policy import whole
 
 
 @dataclass(frozen=True, slots=True)

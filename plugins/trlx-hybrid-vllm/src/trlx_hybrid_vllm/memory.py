@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trlx_hybrid.owners import storages
+from trlx_hybrid.memory.ledger import storages
 
 from . import internals
 
@@ -32,22 +32,23 @@ class EngineMemory:
         return sum(self._sizes.values())
 
     def sleep(self, keep_weights: bool) -> None:
-        """Give the KV cache back, and the weights unless they are the policy's as well. A second call does nothing.
+        """Give the KV cache back, and the weights unless they are the policy's as well: what of it is awake.
 
-        Only the KV cache: its pages are unmapped, nothing is copied or saved. Both: vLLM's level 2, which also saves
-        the few buffers that no sync would bring back.
+        Only the KV cache: its pages are unmapped, nothing is copied or saved. The weights too: vLLM's level 2, which
+        also saves the few buffers that no sync would bring back, and passes over what is asleep.
         """
-        if not self._enabled or self.asleep:
+        awake = ({KV_CACHE} if keep_weights else {WEIGHTS, KV_CACHE}) - self.asleep
+        if not self._enabled or not awake:
             return
         internals.drain(self._llm)
         self.forget_computed()
-        sizes = {what: self._bytes(what) for what in ((KV_CACHE,) if keep_weights else (WEIGHTS, KV_CACHE))}
-        if keep_weights:
-            self._llm.collective_rpc("discard", args=((KV_CACHE,),))
-        else:
+        sizes = {what: self._bytes(what) for what in awake}
+        if WEIGHTS in awake:
             self._llm.collective_rpc("sleep", args=(2,))
-        self._sizes = sizes
-        self._sizes = {what: size - self._bytes(what) for what, size in sizes.items()}  # a CPU's worker keeps buffers
+        else:
+            self._llm.collective_rpc("discard", args=((KV_CACHE,),))
+        self._sizes |= sizes
+        self._sizes |= {what: size - self._bytes(what) for what, size in sizes.items()}  # a CPU's worker keeps buffers
 
     def forget_computed(self) -> None:
         """Drop what was computed with the weights: the prefix cache, if there is anything in it (vLLM walks all blocks

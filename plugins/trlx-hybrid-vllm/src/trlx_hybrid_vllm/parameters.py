@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from trlx_hybrid.policy import Policy
+from trlx_hybrid.weights.policy import Policy
 
 from .loading import Route, Slice, WeightLoader, differ
 

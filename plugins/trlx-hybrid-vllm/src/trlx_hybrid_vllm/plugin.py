@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from trlx_hybrid.hookspecs import hookimpl
+from trlx_hybrid.plugins.hookspecs import hookimpl
 
 from .options import VLLMOptions
 from .serving.options import TransferOptions
@@ -13,8 +13,8 @@ from .serving.options import TransferOptions
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from trlx_hybrid.plugins.registry import Registry
     from trlx_hybrid.protocols import WeightSync
-    from trlx_hybrid.registry import Registry
     from trlx_hybrid.session import Session
 
     from .engine import VLLMEngine

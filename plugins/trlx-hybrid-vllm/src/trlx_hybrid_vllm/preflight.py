@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from trlx_hybrid.errors import did_you_mean
-from trlx_hybrid.policy import Policy
+from trlx_hybrid.weights.policy import Policy
 
 from .options import VLLMOptions
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from trlx_hybrid.errors import EngineError, listed
-from trlx_hybrid.policy import Policy
 from trlx_hybrid.protocols import Region, Regions
+from trlx_hybrid.weights.policy import Policy
 
 from .boxes import Box, Placed, elements, joined, placed
 from .loading import Route, Slice, WeightLoader

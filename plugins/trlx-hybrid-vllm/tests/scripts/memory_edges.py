@@ -19,7 +19,7 @@ os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", TOKENIZERS_PAR
 import torch
 from accelerate import Accelerator
 from trlx_hybrid import HybridConfig, HybridEngine
-from trlx_hybrid.offload import Offload
+from trlx_hybrid.memory.offload import Offload
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid_vllm.engine import VLLMEngine
 

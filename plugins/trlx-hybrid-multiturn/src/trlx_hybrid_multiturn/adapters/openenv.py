@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trlx_hybrid.conversation import Message
 from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.rollout.conversation import Message
 
 from ..environment import Step
 from .connection import Connection, ServerError, require_websockets

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.randomness import preserved_generators
+from trlx_hybrid.rollout.seeding import preserved_generators
 
 from ..environment import Step
 

@@ -17,8 +17,8 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any
 
-from trlx_hybrid.conversation import Message
 from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.rollout.conversation import Message
 
 from ..environment import Step
 from .connection import Connection, ServerError, require_websockets

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from trlx_hybrid.arguments import trainer_arguments
 from trlx_hybrid.config import NoOptions, build
 from trlx_hybrid.errors import EngineError, listed
 from trlx_hybrid.protocols import NamedTensors
 from trlx_hybrid.serving import ServerDiedError, ServerPlan
+from trlx_hybrid.trl.arguments import trainer_arguments
 from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
 
 from ..errors import brief
@@ -26,7 +26,7 @@ from .options import RemoteOptions
 from .stream import WAIT, RemoteStream
 
 if TYPE_CHECKING:
-    from trlx_hybrid.registry import Component
+    from trlx_hybrid.plugins.registry import Component
     from trlx_hybrid.session import Session
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
-from trlx_hybrid.policy import Policy
+from trlx_hybrid.weights.policy import Policy
 from vllm.distributed.weight_transfer import ParamMeta, WeightSource
 
 

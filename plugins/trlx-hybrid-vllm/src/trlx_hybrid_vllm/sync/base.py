@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils import dlpack
 from trlx_hybrid.errors import SyncError, listed
-from trlx_hybrid.frozen import Frozen
-from trlx_hybrid.owners import unwrapped
-from trlx_hybrid.policy import is_sharded
+from trlx_hybrid.memory.ledger import unwrapped
+from trlx_hybrid.weights.frozen import Frozen
+from trlx_hybrid.weights.policy import is_sharded
 
 from ..loading import differ
 from ..parameters import Places
 
 if TYPE_CHECKING:
-    from trlx_hybrid.policy import Policy
+    from trlx_hybrid.weights.policy import Policy
 
     from ..engine import VLLMEngine
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trlx_hybrid.errors import SyncError, listed
-from trlx_hybrid.policy import is_sharded
 from trlx_hybrid.protocols import WeightSync
 from trlx_hybrid.types import LoadReport
+from trlx_hybrid.weights.policy import is_sharded
 
 from ..adapters import AdapterSlots
 from .base import SharedWeights
@@ -16,8 +16,8 @@ from .streamed import StreamedBase
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from trlx_hybrid.policy import Policy
     from trlx_hybrid.session import Session
+    from trlx_hybrid.weights.policy import Policy
 
     from ..engine import VLLMEngine
 

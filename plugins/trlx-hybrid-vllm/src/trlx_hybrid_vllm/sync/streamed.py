@@ -9,7 +9,7 @@ from trlx_hybrid.errors import SyncError, listed
 from ..loading import counted
 
 if TYPE_CHECKING:
-    from trlx_hybrid.policy import Policy
+    from trlx_hybrid.weights.policy import Policy
 
     from ..engine import VLLMEngine
 

@@ -8,11 +8,11 @@ from collections.abc import Callable, Set
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from trlx_hybrid import proof
 from trlx_hybrid.errors import HybridError, SyncError, listed
 from trlx_hybrid.protocols import WeightSync
 from trlx_hybrid.serving import ServedEngine, ServerDiedError
 from trlx_hybrid.types import LoadReport
+from trlx_hybrid.weights import verify as proof
 
 from ..internals import free_port
 from ..serving.backends import backend_of, init_info

@@ -1,0 +1,60 @@
+"""Engines that are closed, closed half-way, or left to the end of the process: what of each remains."""
+
+import atexit
+import gc
+import json
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from trlx_hybrid import HybridEngine
+from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid_vllm import engine as module
+
+REPORT = {}
+
+
+def start():
+    options = {"max_model_len": 64, "max_num_seqs": 4}
+    loop = HybridEngine(tiny_model(), character_tokenizer(), max_tokens=4, engine_options=options)
+    with loop.rollout_context():
+        loop.generate([[5, 6, 7]])
+    return loop
+
+
+def frozen_by(engine_of_a_user_who):
+    if engine_of_a_user_who == "freezes":
+        gc.freeze()
+    loop = start()
+    counts = [gc.get_freeze_count()]
+    loop.close()
+    return [*counts, gc.get_freeze_count()]
+
+
+def last(out):
+    REPORT["default group at exit"] = dist.is_initialized()
+    out.write_text(json.dumps(REPORT))
+
+
+def main(how, out):
+    atexit.register(last, Path(out))  # before all others, hence after them
+    if how == "left":
+        gc.unfreeze()
+        REPORT["frozen"] = frozen_by("does not")
+        REPORT["frozen by the user"] = frozen_by("freezes")
+        start()
+        REPORT["default group"] = dist.is_initialized()
+    else:
+        loop = start()
+        with patch.object(module, "shut_down", side_effect=ZeroDivisionError):
+            try:
+                loop.session.release_engine()  # as another trainer's first rollout does
+            except ZeroDivisionError:
+                REPORT["failed"] = True
+        torch.cuda.is_available = lambda: True  # what let_go does on a GPU
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

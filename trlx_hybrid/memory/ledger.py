@@ -1,0 +1,230 @@
+"""Who holds how many bytes: measured, and set beside what was predicted."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..types import Phase
+from .estimate import GIB, OWNERS, REMEDIES, ParameterSize, Prediction
+
+if TYPE_CHECKING:
+    from .arena import Arena
+
+MIB = 1 << 20
+Interval = tuple[int, int]
+
+
+class Ledger:
+    """Bytes per owner on one device.
+
+    Args:
+        owners: by name, in order of precedence, what yields an owner's tensors now. Names are those of `OWNERS`. An
+            owner whose memory is unmapped, as vLLM's while it sleeps, must yield nothing: its addresses still count.
+        device: the run's device; tensors elsewhere are not counted.
+        allocated: bytes in use on it (`torch.cuda.memory_allocated`); None: no "other" is measured.
+        arena: the host arena, reported apart.
+    """
+
+    def __init__(
+        self,
+        owners: Mapping[str, Callable[[], Iterable[Tensor]]],
+        device: torch.device | str,
+        allocated: Callable[[], int] | None = None,
+        arena: Arena | None = None,
+    ) -> None:
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
+        self._owners, self._allocated, self._arena = dict(owners), allocated, arena
+        self._sampling: dict[str, int] = {}  # what was held in the last ROLLOUT
+
+    @property
+    def arena_bytes(self) -> int:
+        """Host memory of the arena."""
+        return self._arena.bytes if self._arena is not None else 0
+
+    def measure(self) -> dict[str, int]:
+        """Bytes per owner now. Each byte counts once, for the first owner that refers to it, whichever storages and
+        tensors lie over it; "other" is what is allocated besides. Waits for nothing."""
+        held = disjoint_bytes({owner: self._intervals(tensors()) for owner, tensors in self._owners.items()})
+        if self._allocated is not None:
+            held["other"] = max(0, self._allocated() - sum(held.values()))
+        return held
+
+    def metrics(self, phase: Phase) -> dict[str, float]:
+        """For the logs, in MiB: `hybrid/memory/<phase>_mib` is what all owners hold, `hybrid/memory/host_arena_mib` the
+        arena, if there is one. For TRAIN also `hybrid/memory/moved/<owner>_mib`, of each owner that holds more or less
+        than when it was called for ROLLOUT: what came back for TRAIN, negative for what is there in ROLLOUT only."""
+        held = self.measure()
+        found = {f"hybrid/memory/{phase.value}_mib": sum(held.values()) / MIB}
+        if self.arena_bytes:
+            found["hybrid/memory/host_arena_mib"] = self.arena_bytes / MIB
+        if phase is Phase.ROLLOUT:
+            self._sampling = held
+        else:
+            for owner, before in self._sampling.items():
+                if owner != "other" and held[owner] != before:
+                    name = owner.lower().replace(" ", "_")
+                    found[f"hybrid/memory/moved/{name}_mib"] = (held[owner] - before) / MIB
+        return found
+
+    def report(self, phase: Phase, capacity: int | None = None, prediction: Prediction | None = None) -> str:
+        """Who held what, largest first, and what to change: for the message after an out-of-memory error.
+
+        Args:
+            phase: when it happened.
+            capacity: bytes of the device.
+            prediction: what had been expected, to set beside it.
+        """
+        held = self.measure()
+        expected = prediction.phases[phase.value] if prediction is not None else {}
+        ranked = sorted((owner for owner in held if held[owner]), key=lambda owner: -held[owner])
+        of = f" of {_gib(capacity)}" if capacity is not None else ""
+        lines = [f"Memory held on {self.device} in phase {phase.name}: {_gib(sum(held.values()))}{of} GiB."]
+        for owner in ranked:
+            predicted = f" (predicted {_gib(expected[owner])})" if owner in expected else ""
+            lines.append(f"  {owner:<15}{_gib(held[owner]):>8} GiB{predicted}")
+        if self._arena is not None:
+            lines.append(f"  {'host arena':<15}{_gib(self.arena_bytes):>8} GiB, on the host")
+        if ranked and ranked[0] in REMEDIES:
+            lines.append(f"The largest is {ranked[0]}: {REMEDIES[ranked[0]]}.")
+        return "\n".join(lines)
+
+    def _intervals(self, tensors: Iterable[Tensor]) -> list[Interval]:
+        found = [s for s in storages(tensors) if s.device == self.device and s.nbytes()]
+        return [(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in found]
+
+
+def disjoint_bytes(owners: Mapping[str, Iterable[Interval]]) -> dict[str, int]:
+    """Bytes per owner of address intervals (end exclusive) that may overlap: the first owner has what it shares."""
+    held: dict[str, int] = {}
+    covered: list[Interval] = []
+    before = 0
+    for owner, intervals in owners.items():
+        covered = union([*covered, *intervals])
+        total = sum(stop - start for start, stop in covered)
+        held[owner] = total - before
+        before = total
+    return held
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same addresses as sorted intervals that neither overlap nor touch."""
+    joined: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        elif stop > start:
+            joined.append((start, stop))
+    return joined
+
+
+def parameter_sizes(module: nn.Module) -> list[ParameterSize]:
+    """The policy's parameters as this rank holds them, tied ones once."""
+    return [
+        ParameterSize(shape=tuple(local.shape), itemsize=local.element_size(), trainable=p.requires_grad)
+        for p in module.parameters()
+        for local in plain_tensors([p])
+    ]
+
+
+def resident_memory() -> int:
+    """Bytes of this process in the host's memory; 0 where the system does not tell."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_memory() -> int:
+    """Bytes of host memory that a new owner may take; without a limit where the system does not tell."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return sys.maxsize
+
+
+def table(prediction: Prediction) -> list[str]:
+    """Lines for the run's header: GiB per owner and phase, what is away, the peak, and what was assumed. MiB where the
+    peak is below one GiB."""
+    phases = list(prediction.phases)
+    phase, peak = prediction.peak
+    name, unit = ("GiB", GIB) if peak >= GIB else ("MiB", MIB)
+    rows = [[f"memory, {name}", *phases]]
+    for owner in OWNERS:
+        if any(held.get(owner) for held in prediction.phases.values()):
+            rows.append([owner, *(_cell(prediction, p, owner, unit) for p in phases)])
+    rows.append(["total", *(f"{sum(held.values()) / unit:.2f}" for held in prediction.phases.values())])
+    lines = [f"{row[0]:<15}" + "".join(f"{cell:>9}" for cell in row[1:]) for row in rows]
+    return [*lines, f"peak {peak / unit:.2f} {name} in {phase}", *(f"note: {note}" for note in prediction.notes)]
+
+
+def _cell(prediction: Prediction, phase: str, owner: str, unit: int) -> str:
+    if owner in prediction.away[phase]:
+        return "away"
+    held = prediction.phases[phase].get(owner, 0)
+    return f"{held / unit:.2f}" if held else "-"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f}"
+
+
+def plain_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """The strided tensors that hold the bytes: of a DTensor its local one, of a quantised one all its parts."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            yield from plain_tensors(part for part in parts if isinstance(part, Tensor))
+        elif tensor.layout == torch.strided:
+            yield tensor
+
+
+def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+    """Their distinct storages, in order."""
+    found = (tensor.untyped_storage() for tensor in plain_tensors(tensors))
+    return list({storage._cdata: storage for storage in found}.values())
+
+
+def policy_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Parameters and buffers."""
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def gradient_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """The gradients that exist."""
+    return (p.grad for p in module.parameters() if p.grad is not None)
+
+
+def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
+    """All tensors in the state of an optimizer, which accelerate may have wrapped."""
+    return _nested(list(unwrapped(optimizer).state.values()))
+
+
+def unwrapped(optimizer: Any) -> Any:
+    """The torch optimizer inside accelerate's."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def _nested(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from _nested(list(value.values()))
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _nested(item)

@@ -1,0 +1,267 @@
+"""Whose memory it is: what the trainer holds makes room for the rollout and returns, and the ledger keeps the books."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import ConfigError, MemoryPlanError
+from ..types import Phase
+from ..weights.policy import is_sharded
+from .arena import Arena
+from .estimate import LEAVING, Prediction, Workload, optimizer_bytes, plan_offload, predict
+from .ledger import (
+    Ledger,
+    available_memory,
+    gradient_tensors,
+    optimizer_tensors,
+    parameter_sizes,
+    policy_tensors,
+    storages,
+    table,
+)
+from .offload import Offload, guard
+
+if TYPE_CHECKING:
+    from ..protocols import Engine
+    from ..ranks import Ranks
+    from ..weights.policy import Policy
+
+SLACK = 512 << 20  # bytes beyond what is woken: fragments, and what sampling allocates on the way
+ENGINES = ("engine weights", "KV cache")  # owners that a sleeping engine gives back, the latter always
+OFFLOAD = ("auto", "all", "none")
+
+
+class TrainerMemory:
+    """The trainer's side of the phase edges. What leaves goes to one host arena; the engine's side is the engine's.
+
+    Args:
+        optimizer: returns the optimizer, or None while there is none.
+        optimizer_name: TRL's `optim`, to predict its state by before there is one.
+        offload: `HybridConfig.offload`.
+        phase: returns whose memory it is now.
+
+    Attributes:
+        engine: the engine of the run; None until it is built, and again when it was closed.
+        ledger: bytes per owner, of trainer and engine.
+        prediction: what the run will need; None until the engine is built.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        ranks: Ranks,
+        optimizer: Callable[[], Any],
+        *,
+        optimizer_name: str,
+        offload: str,
+        phase: Callable[[], Phase],
+    ) -> None:
+        if offload not in OFFLOAD:
+            raise ConfigError(f"HybridConfig.offload is {offload!r}; it takes {', '.join(OFFLOAD)}.")
+        self._policy, self._ranks, self._optimizer, self._phase = policy, ranks, optimizer, phase
+        self._optimizer_name, self._mode = optimizer_name, offload
+        self.engine: Engine | None = None
+        self.device: torch.device = policy.device
+        self._arena = Arena(self.device)
+        tensors: dict[str, Callable[[], Any]] = {
+            "policy": lambda: policy_tensors(policy.module),
+            "gradients": lambda: gradient_tensors(policy.module),
+            "optimizer": lambda: () if optimizer() is None else optimizer_tensors(optimizer()),
+        }
+        self._offloads = {owner: Offload(self._arena, tensors[owner]) for owner in LEAVING}
+        engine: dict[str, Callable[[], Any]] = {
+            "engine weights": lambda: self._resident("weights"),
+            "KV cache": lambda: self._resident("kv_cache"),
+        }
+        allocated = self._allocated if self.device.type == "cuda" else None
+        self.ledger = Ledger(tensors | engine, self.device, allocated, self._arena)
+        self.prediction: Prediction | None = None
+        self._guarded: Any = None
+        self._guards: Callable[[], None] = lambda: None
+
+    def _resident(self, what: str) -> list[torch.Tensor]:
+        return self.engine.resident(what) if self.engine is not None else []
+
+    def _allocated(self) -> int:
+        """What torch counts as allocated, less what vLLM's sleep has unmapped under it."""
+        asleep = self.engine.asleep_bytes if self.engine is not None else 0
+        return torch.cuda.memory_allocated(self.device) - asleep
+
+    # --- phase edges ------------------------------------------------------------------------------------------------
+
+    def make_room(self, owners: Collection[str] = ("optimizer", "gradients")) -> int:
+        """Let owners leave, as far as what the engine still has to wake requires. Returns the bytes that left.
+
+        Optimizer and gradients leave before the weight sync, which their copies then run under; the policy only after
+        it.
+        """
+        moved = 0
+        for owner in self._leaving(owners):
+            if owner == "optimizer":
+                self._guard()
+            moved += self._offloads[owner].leave()
+        return moved
+
+    def _leaving(self, owners: Collection[str]) -> list[str]:
+        asleep = self.engine.asleep_bytes if self.engine is not None else 0
+        if self._mode == "none" or asleep == 0:
+            return []
+        if self._mode == "all":
+            return [owner for owner in LEAVING if owner in owners]
+        if self.device.type != "cuda":  # the arena is the same memory
+            return []
+        held = self.ledger.measure()
+        trainers = {owner: held[owner] for owner in LEAVING}
+        capacity = self._free_bytes() + sum(trainers.values())
+        try:
+            leaving = plan_offload(trainers, capacity, asleep + SLACK)
+        except MemoryPlanError:
+            leaving = list(LEAVING)  # measured a moment too pessimistically, or the wake-up will say what is missing
+        return [owner for owner in leaving if owner in owners]
+
+    def come_back(self, owners: Collection[str] = LEAVING) -> None:
+        """Start all returns. The policy is needed next; the optimizer's copies run under forward and backward, and
+        its step waits for them."""
+        for owner in reversed(LEAVING):
+            if owner in owners:
+                self._offloads[owner].start_return()
+                if owner != "optimizer":
+                    self._offloads[owner].finish_return()
+
+    def _guard(self) -> None:
+        optimizer = self._optimizer()
+        if optimizer is not None and optimizer is not self._guarded:
+            self._guards()
+            self._guarded, self._guards = optimizer, guard(optimizer, self._offloads["optimizer"])
+
+    def settle(self) -> None:
+        """Everything is back and may be used: before a checkpoint, and at the end."""
+        for offload in self._offloads.values():
+            offload.return_all()
+
+    def reclaim(self) -> None:
+        """Give back to the device what nothing refers to any more; another engine may want it all."""
+        if self.device.type == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def park_policy(self) -> None:
+        """Let the base weights wait in host memory while an engine is built that they are going to live in."""
+        for p in self._policy.base_parameters().values():
+            p.data = p.data.cpu()
+        torch.cuda.empty_cache()
+
+    def unpark_policy(self) -> None:
+        """Bring to the device what did not find its place in the engine."""
+        for p in self._policy.base_parameters().values():
+            if p.device.type != self.device.type:
+                p.data = p.data.to(self.device)
+
+    # --- the books --------------------------------------------------------------------------------------------------
+
+    def metrics(self, phase: Phase) -> dict[str, float]:
+        """Measured at an edge, after the phase was entered."""
+        return self.ledger.metrics(phase)
+
+    def check_fit(
+        self, *, kv_cache_bytes: int, shared: bool, engine_itemsize: int, ranks_per_replica: int, sleeps: bool
+    ) -> None:
+        """Refuse a run that cannot fit, before its engine is built.
+
+        Args:
+            kv_cache_bytes: the KV cache's size, or the least that would do.
+            shared: whether the engine's weights will be the policy's memory.
+            engine_itemsize: bytes per element of the engine's weights, of which each rank holds one part in
+                `ranks_per_replica`.
+            sleeps: whether the engine gives memory back during TRAIN.
+
+        Raises:
+            MemoryPlanError: names the phase, the largest owner and the setting to change.
+        """
+        sizes = parameter_sizes(self._policy.module)
+        sharded = any(is_sharded(p) for p in self._policy.module.parameters())
+        elements = sum(p.elements for p in sizes) * (self._ranks.world if sharded else 1)
+        weights = elements * engine_itemsize // ranks_per_replica
+        asleep = ENGINES if sleeps else ()
+        self._predict(kv_cache_bytes, weights, shared=shared, asleep=asleep).check(self.capacity())
+
+    def predict_live(self, engine: Engine, keeps_weights: bool) -> None:
+        """Predict from the engine that was built; whether its weights stay during TRAIN is the weight sync's word."""
+        held = self.ledger.measure()
+        whole = sum(storage.nbytes() for storage in storages(engine.resident("weights")))
+        shared = held["engine weights"] < whole / 2
+        asleep = () if not engine.sleeps else ENGINES[1:] if keeps_weights else ENGINES
+        self.prediction = self._predict(held["KV cache"], held["engine weights"], shared=shared, asleep=asleep)
+
+    def _predict(
+        self, kv_cache_bytes: int, engine_weight_bytes: int, *, shared: bool, asleep: Collection[str]
+    ) -> Prediction:
+        """With as many owners away during ROLLOUT as it takes to fit."""
+        mode = self._mode
+        movable = LEAVING[:2] if shared else LEAVING
+        least, most = {"all": (len(movable), len(movable)), "none": (0, 0)}.get(mode, (0, len(movable)))
+        if mode == "auto" and self.device.type != "cuda":
+            most = 0
+        workload = Workload(
+            parameters=parameter_sizes(self._policy.module),
+            optimizer=self._optimizer_name,
+            shared=shared,
+            engine_weight_bytes=engine_weight_bytes,
+            asleep=asleep,
+            kv_cache_bytes=kv_cache_bytes,
+            gradients_held=False,
+        )
+        for away in range(least, most + 1):
+            prediction = predict(dataclasses.replace(workload, offloaded=movable[:away]))
+            if sum(prediction.phases["rollout"].values()) <= self.capacity():
+                break
+        return prediction
+
+    def capacity(self) -> int:
+        """Bytes that all owners together may take: what is free, and what they hold."""
+        held = self.ledger.measure()
+        return self._free_bytes() + sum(n for owner, n in held.items() if owner != "other")
+
+    def table(self) -> list[str]:
+        """For the header of the run."""
+        return table(self.prediction) if self.prediction is not None else []
+
+    def free_bytes_in_rollout(self) -> int:
+        """What an engine that is about to be built may take, its weights included: what is free now, less the
+        optimizer state to come where that is not going to leave."""
+        stays = 0
+        if self._mode == "none":
+            trainable = [p for p in parameter_sizes(self._policy.module) if p.trainable]
+            held = self.ledger.measure()["optimizer"]
+            stays = max(0, optimizer_bytes(self._optimizer_name, trainable)[0] - held)
+        return self._free_bytes() - stays
+
+    def _free_bytes(self) -> int:
+        """Bytes of the device that nobody uses, those that torch keeps for later included."""
+        if self.device.type != "cuda":
+            return available_memory()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Inside, an out-of-memory error leaves with a note of who held what."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            capacity = torch.cuda.mem_get_info(self.device)[1] if self.device.type == "cuda" else None
+            error.add_note(self.ledger.report(self._phase(), capacity, self.prediction))
+            raise
+
+    def close(self) -> None:
+        """Bring everything back, take the hooks off the optimizer, free the arena."""
+        self.settle()
+        self._guards()
+        self._guarded, self._guards = None, lambda: None
+        self._arena.close()

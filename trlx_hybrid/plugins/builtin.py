@@ -1,0 +1,36 @@
+"""The components that come with the host. The `transformers` engine is TRL's own path and needs none."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from ..protocols import Run
+    from .registry import Registry
+
+
+def _gather(session: Run, options: Any) -> Any:
+    from ..weights.gather import GatherSync
+
+    return GatherSync(session.policy, session.live_engine)
+
+
+def _single_turn(session: Run, options: Any) -> Any:
+    from ..rollout.single_turn import SingleTurn
+
+    return SingleTurn()
+
+
+@hookimpl
+def trlx_register(registry: Registry) -> None:
+    """Offer the defaults."""
+    registry.offer(
+        "weights",
+        "gather",
+        _gather,
+        order=100,
+        summary="full tensors through the engine's own loader; works with everything, moves the whole model",
+    )
+    registry.offer("rollout", "single_turn", _single_turn, summary="one completion per prompt")

@@ -1,0 +1,135 @@
+"""Every hook a plugin can implement: this module is the plugin author's manual.
+
+Replace a component by offering one in `trlx_register`; observe the run with the others. Mark implementations with
+`trlx_hybrid.hookimpl`; a hook may take fewer arguments than listed here, never others. Plugins run in the order of
+their names, last first, the same on every rank. An exception in a hook stops the run with a message that names the
+plugin. Where TRL already has an argument for something (reward functions, callbacks, tools) there is no hook.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import pluggy
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..doctor import Finding
+    from ..protocols import Run
+    from ..types import Phase, SyncPlan, SyncReport, Trajectory
+    from .registry import Registry
+
+PROJECT = "trlx_hybrid"
+hookspec = pluggy.HookspecMarker(PROJECT)
+hookimpl = pluggy.HookimplMarker(PROJECT)
+
+
+@hookspec(historic=True)
+def trlx_register(registry: Registry) -> None:
+    """Offer components: `registry.offer("engine", "mine", factory, ...)`.
+
+    Called once per host, when the plugin is loaded; a plugin registered later is called at once. Import heavy
+    backends inside the factory, not here: loading every plugin must stay cheap. Returns nothing.
+    """
+
+
+@hookspec
+def trlx_configure(session: Run) -> None:
+    """The trainer is built and the components are chosen; the engine does not exist yet.
+
+    Called once per trainer, on every rank, before any rollout. Returns nothing.
+    """
+
+
+@hookspec
+def trlx_unconfigure(session: Run) -> None:
+    """The session is closing: give back what `trlx_configure` took.
+
+    Called once, also after a failure; the engine still exists if it was built. Returns nothing.
+    """
+
+
+@hookspec
+def trlx_leave_phase(session: Run, phase: Phase, step: int) -> None:
+    """`phase` is over: give its memory back.
+
+    Called at each phase edge, on every rank; every plugin's leave finishes before any plugin's enter starts.
+    `step` is the number of optimizer steps done. Returns nothing.
+    """
+
+
+@hookspec
+def trlx_enter_phase(session: Run, phase: Phase, step: int) -> None:
+    """`phase` begins: claim its memory.
+
+    Called at each phase edge, on every rank, after all leaves. Entering ROLLOUT, the engine is awake and holds the
+    current weights. Returns nothing.
+    """
+
+
+@hookspec
+def trlx_sync_start(session: Run, plan: SyncPlan) -> None:
+    """The policy's weights are about to be brought into the engine.
+
+    Called before each weight sync, on every rank; never with TRL's own generation path. Returns nothing.
+    """
+
+
+@hookspec
+def trlx_sync_end(session: Run, report: SyncReport) -> None:
+    """The engine holds the policy's weights, and the proofs passed.
+
+    Called after each successful weight sync, on every rank. Returns nothing.
+    """
+
+
+@hookspec
+def trlx_rollout_end(session: Run, trajectories: Sequence[Trajectory]) -> None:
+    """A batch of trajectories was sampled and scored: log or record it.
+
+    Called on every rank with this rank's rows, in TRL's order, for training and evaluation batches alike
+    (`session.training` tells), with any engine. Trajectories are frozen: this hook observes. Returns nothing.
+    """
+
+
+@hookspec(firstresult=True)
+def trlx_advantages(session: Run, batch: dict[str, Any]) -> Tensor | None:
+    """Replace the advantages of a batch.
+
+    Called after TRL computed them, on every rank. `batch` is what TRL trains on, this rank's rows: among others
+    `prompt_ids`, `completion_ids`, `completion_mask` (B, T) and `advantages` (B,), plus `rewards_per_func`, the
+    rewards of all ranks (world * B, number of reward functions), NaN where a function returned None or the row's
+    conversation broke off. Return a tensor shaped like `batch["advantages"]`, of finite numbers, or None to keep
+    TRL's. One plugin may have this hook: a trainer refuses two, and the header of the run names the one.
+    """
+
+
+@hookspec
+def trlx_report_header(session: Run) -> str | list[str] | None:
+    """Add lines below the header of a run.
+
+    Called once, on every rank, when the engine is built or, with TRL's own generation, when training starts; rank 0
+    prints. Return a line, a list of lines, or None to add nothing.
+    """
+
+
+@hookspec
+def trlx_command(commands: Any) -> None:
+    """Add a command to `trlx-hybrid`: `commands.add_parser("mine", help=...).set_defaults(run=function)`.
+
+    Called whenever `trlx-hybrid` starts, so import heavy things inside the function. `commands` is what
+    `ArgumentParser.add_subparsers` makes; `run` takes the parsed arguments and gives the exit status.
+    Returns nothing.
+    """
+
+
+@hookspec
+def trlx_doctor(options: Any) -> Iterable[Finding] | None:
+    """Add checks to `trlx-hybrid doctor`, for what this plugin needs of the machine.
+
+    Called once by `trlx-hybrid doctor`, after its own checks. `options` are its parsed arguments; a plugin adds options
+    of its own in `trlx_command`: `commands.choices["doctor"].add_argument("--mine")`. What takes long belongs behind
+    one. Return findings, printed as they come if they come from a generator, or None to add nothing.
+    """

@@ -1,0 +1,219 @@
+"""The host: loads plugins, calls hooks, and says whose fault it was. Knows neither trl nor any backend."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
+from traceback import walk_tb
+from types import TracebackType
+from typing import Any
+
+import pluggy
+
+from ..errors import ConfigError, HybridError, PluginError, did_you_mean
+from . import builtin, hookspecs
+from .registry import BUILTIN, Registry
+
+ENTRY_POINT_GROUP = "trlx_hybrid"
+DISABLE_VARIABLE = "TRLX_HYBRID_DISABLE"
+
+
+@dataclass(frozen=True, slots=True)
+class PluginInfo:
+    """A loaded plugin: its entry-point name, where it comes from, and the hooks it implements."""
+
+    name: str
+    distribution: str
+    version: str
+    hooks: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.version}"
+
+
+class Host:
+    """All plugins of this process that were not switched off.
+
+    Args:
+        disable: plugin names to leave out, besides those in the environment variable TRLX_HYBRID_DISABLE.
+    """
+
+    def __init__(self, disable: Iterable[str] = ()) -> None:
+        self.registry = Registry()
+        self.plugins: list[PluginInfo] = []
+        self.disabled = sorted({*disable, *filter(None, os.environ.get(DISABLE_VARIABLE, "").split(","))})
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        self._manager.hook.trlx_register.call_historic(kwargs={"registry": self.registry})
+        self._manager.register(builtin, BUILTIN)
+
+    @classmethod
+    def load(cls, disable: Iterable[str] = ()) -> Host:
+        """A host with every installed plugin, in the order of their names.
+
+        Raises:
+            PluginError: a plugin does not load, or two distributions claim one name.
+            ConfigError: `disable` names what is not installed.
+        """
+        host, disable = cls(disable), list(disable)
+        claims: defaultdict[str, list[EntryPoint]] = defaultdict(list)
+        for entry_point in entry_points(group=ENTRY_POINT_GROUP):
+            if entry_point not in claims[entry_point.name]:  # one distribution found twice on sys.path
+                claims[entry_point.name].append(entry_point)
+        for name in disable:  # not those of the variable, which may hold for several environments
+            if name not in claims:
+                raise ConfigError(
+                    f"HybridConfig.disable_plugins has {name!r}, and no plugin of that name is installed."
+                    f"{did_you_mean(name, claims)} Installed: {', '.join(sorted(claims)) or 'none'}."
+                )
+        for name in sorted(set(claims) - set(host.disabled)):
+            host._load(name, claims[name])
+        return host
+
+    def _load(self, name: str, claims: Sequence[EntryPoint]) -> None:
+        if len({_origin(claim) for claim in claims}) > 1:
+            raise PluginError(
+                f"Plugin name {name!r} is claimed by {' and by '.join(_origin(c) for c in claims)}. Uninstall one.",
+                plugin=name,
+            )
+        entry_point = claims[0]
+        try:
+            plugin = entry_point.load()
+        except Exception as error:
+            raise PluginError(
+                f"Plugin {name!r} ({_origin(entry_point)}) does not import: {type(error).__name__}: {error}. "
+                f"Repair or uninstall it, or start without it: {DISABLE_VARIABLE}={name}.",
+                plugin=name,
+            ) from error
+        dist = entry_point.dist
+        self.register(
+            plugin, name, distribution=dist.name if dist else "unknown", version=dist.version if dist else "unknown"
+        )
+
+    def register(self, plugin: object, name: str, *, distribution: str = "this script", version: str = "-") -> None:
+        """Add a plugin: a module, or any object with hook implementations.
+
+        Raises:
+            PluginError: a hook it implements does not exist, has other arguments or lacks the marker, or its
+                `trlx_register` failed.
+        """
+        info = PluginInfo(name, distribution, version, self._implemented(plugin))
+        unknown = [hook for hook in info.hooks if not hasattr(hookspecs, hook)]
+        if unknown:
+            hint = did_you_mean(unknown[0], [h for h in dir(hookspecs) if h.startswith("trlx_")])
+            raise PluginError(
+                f"Plugin {name!r} ({distribution} {version}) implements {unknown[0]!r}, which is no hook.{hint} "
+                f"`trlx_hybrid.plugins.hookspecs` lists them all.",
+                plugin=name,
+                hook=unknown[0],
+            )
+        unmarked = [n for n in dir(plugin) if n.startswith("trlx_") and n not in info.hooks and _callable(plugin, n)]
+        if unmarked:
+            raise PluginError(
+                f"Plugin {name!r} ({distribution} {version}) has a function {unmarked[0]!r} without the marker "
+                "`@trlx_hybrid.hookimpl`, so it would never be called. Mark it, or, if it is no hook, rename it.",
+                plugin=name,
+                hook=unmarked[0],
+            )
+        self.registry._offering, self.registry._distribution = name, f"{distribution} {version}"
+        try:
+            self._manager.register(plugin, name)
+        except Exception as error:
+            if isinstance(error, HybridError) and not isinstance(error, PluginError):
+                raise
+            hook = "trlx_register"
+            if isinstance(error, pluggy.PluginValidationError):
+                hook = next((h for h in info.hooks if repr(h) in str(error)), hook)
+            raise self.fault(info, hook, error) from error
+        finally:
+            self.registry._offering = self.registry._distribution = BUILTIN
+        self.plugins.append(info)
+
+    def _implemented(self, plugin: object) -> tuple[str, ...]:
+        return tuple(name for name in dir(plugin) if self._manager.parse_hookimpl_opts(plugin, name) is not None)
+
+    def call(self, hook: str, **arguments: Any) -> Any:
+        """Call a hook on every plugin; an exception comes back as a PluginError that names its origin.
+
+        Our own errors pass through unchanged: they already say what to do.
+        """
+        caller = getattr(self._manager.hook, hook)
+        try:
+            return caller(**arguments)
+        except HybridError:
+            raise
+        except Exception as error:
+            info = self._culprit(hook, error.__traceback__)
+            if info is None:
+                raise
+            raise self.fault(info, hook, error) from error
+
+    def _culprit(self, hook: str, traceback: TracebackType | None) -> PluginInfo | None:
+        """The plugin whose implementation of `hook` lies on the traceback: attribution that costs nothing before."""
+        frames = {frame.f_code for frame, _ in walk_tb(traceback)}
+        for implementation in getattr(self._manager.hook, hook).get_hookimpls():
+            function = getattr(implementation.function, "__func__", implementation.function)
+            if getattr(function, "__code__", None) in frames:
+                return next((p for p in self.plugins if p.name == implementation.plugin_name), None)
+        return None
+
+    def only(self, hook: str) -> PluginInfo | None:
+        """The plugin that implements a hook of which one answer counts; None if there is none.
+
+        Raises:
+            PluginError: there are several.
+        """
+        found = [p for p in self.plugins if hook in p.hooks]
+        if len(found) > 1:
+            names = " and ".join(f"{p.name!r} ({p.distribution} {p.version})" for p in found)
+            raise PluginError(
+                f"Plugins {names} all implement {hook}, and only one answer is used. Switch off all but one, for "
+                f"example {DISABLE_VARIABLE}={found[-1].name}.",
+                plugin=found[-1].name,
+                hook=hook,
+            )
+        return found[0] if found else None
+
+    @staticmethod
+    def fault(info: PluginInfo, hook: str, error: Exception) -> PluginError:
+        """The error that says which plugin failed where, and what to do."""
+        return PluginError(
+            f"Plugin {info.name!r} ({info.distribution} {info.version}) failed in {hook}: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}. Report it to its author, or start without it: "
+            f"{DISABLE_VARIABLE}={info.name}.",
+            plugin=info.name,
+            hook=hook,
+        )
+
+
+def _callable(owner: object, name: str) -> bool:
+    return inspect.isroutine(getattr(owner, name, None))
+
+
+def _origin(entry_point: EntryPoint) -> str:
+    dist = entry_point.dist
+    return f"{dist.name} {dist.version}" if dist else entry_point.value
+
+
+def check_ranks_agree(plugins_per_rank: Sequence[Sequence[PluginInfo]]) -> None:
+    """Every rank must run the same plugins: one that lacks a hook would leave the others waiting in a collective.
+
+    Raises:
+        PluginError: names the first rank that differs from rank 0, and the plugin.
+    """
+    reference = {(p.name, p.version) for p in plugins_per_rank[0]}
+    for rank, plugins in enumerate(plugins_per_rank):
+        differing = sorted(reference ^ {(p.name, p.version) for p in plugins})
+        if differing:
+            name = differing[0][0]
+            here = next((str(p) for p in plugins if p.name == name), f"no {name}")
+            there = next((str(p) for p in plugins_per_rank[0] if p.name == name), f"no {name}")
+            raise PluginError(
+                f"Rank {rank} has {here}, rank 0 has {there}. Install the same plugins in every process's "
+                f"environment, or switch it off on all: {DISABLE_VARIABLE}={name}.",
+                plugin=name,
+            )

@@ -1,0 +1,192 @@
+"""Named components per slot. Plugins offer; one is chosen per slot, or the reasons against are raised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from ..errors import ComponentError, nearest
+from ..protocols import Engine, Rollout, WeightSync, missing_members
+from ..types import Completion
+
+Slot = Literal["engine", "weights", "rollout", "server"]
+SLOTS: tuple[Slot, ...] = get_args(Slot)
+BUILTIN = "builtin"
+
+BRINGS: dict[Slot, dict[str, str]] = {
+    "engine": {"vllm": "trlx-hybrid-vllm", "remote": "trlx-hybrid-ray"},
+    "weights": {
+        **dict.fromkeys(("alias", "lora", "copy", "transfer"), "trlx-hybrid-vllm"),
+        "reshard": "trlx-hybrid-reshard",
+    },
+    "rollout": {"multi_turn": "trlx-hybrid-multiturn"},
+    "server": {"vllm": "trlx-hybrid-vllm"},
+}
+"""Distributions of this project, by what they offer: no message may name one that somebody else could register."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """One way to fill a slot.
+
+    Attributes:
+        factory: called with the session and the validated options, returns the live object. Heavy imports go here.
+        options: dataclass that `HybridConfig.<slot>_options` is validated against; None takes no options.
+        order: where `auto` tries it, lowest first (weights only).
+        unavailable: called without arguments; returns why it cannot work on this machine, or None.
+        refuses: called with the session and the options when the trainer is built, before the component is;
+            returns why it cannot serve this model, or None.
+        streams: of an engine: whether it serves requests one at a time (`Engine.stream`).
+        by_name: whether only its name chooses it: `auto` passes it over.
+        plugin: who offered it; distribution: what that came with.
+    """
+
+    slot: Slot
+    name: str
+    factory: Callable[..., Any]
+    plugin: str
+    summary: str = ""
+    options: type[Any] | None = None
+    order: int = 0
+    unavailable: Callable[[], str | None] = lambda: None
+    refuses: Callable[[Any, Any], str | None] = lambda session, options: None
+    streams: bool = False
+    by_name: bool = False
+    distribution: str = BUILTIN
+
+    def __str__(self) -> str:
+        return f"{self.slot} {self.name!r} (plugin {self.plugin!r}, {self.distribution})"
+
+    def build(self, session: Any, options: Any) -> Any:
+        """The live object.
+
+        Raises:
+            ComponentError: it lacks what the slot's protocol requires.
+        """
+        built = self.factory(session, options)
+        protocol = _protocol(self.slot)
+        missing = missing_members(built, protocol)
+        if missing:
+            raise ComponentError(
+                f"The {self} made a {type(built).__name__} without {', '.join(missing)}, which "
+                f"`{protocol.__module__}.{protocol.__name__}` requires. Report it to its author, or choose another."
+            )
+        return built
+
+    def completions(self, sampled: Any, requests: int) -> list[Completion]:
+        """What an engine or a rollout sampled, one completion per request.
+
+        Raises:
+            ComponentError: it returned something else.
+        """
+        if not isinstance(sampled, list) or not all(isinstance(c, Completion) for c in sampled):
+            found = type(sampled).__name__ if not isinstance(sampled, list) else "list of other things"
+        elif len(sampled) != requests:
+            found = f"list of {len(sampled)}"
+        else:
+            return sampled
+        raise ComponentError(
+            f"The {self} returned a {found} for {requests} requests, where a list with one Completion for each was "
+            "expected. Report it to its author."
+        )
+
+
+def _protocol(slot: Slot) -> type[Any]:
+    if slot == "server":
+        from ..serving import ServerPlan
+
+        return ServerPlan
+    return {"engine": Engine, "weights": WeightSync, "rollout": Rollout}[slot]
+
+
+class Registry:
+    """What every loaded plugin offers."""
+
+    def __init__(self) -> None:
+        self._components: dict[Slot, dict[str, Component]] = {slot: {} for slot in SLOTS}
+        self._offering = self._distribution = BUILTIN
+
+    def offer(
+        self,
+        slot: Slot,
+        name: str,
+        factory: Callable[..., Any],
+        *,
+        summary: str = "",
+        options: type[Any] | None = None,
+        order: int = 0,
+        unavailable: Callable[[], str | None] = lambda: None,
+        refuses: Callable[[Any, Any], str | None] = lambda session, options: None,
+        streams: bool = False,
+        by_name: bool = False,
+    ) -> None:
+        """Offer a component under `name`; arguments as in `Component`.
+
+        Raises:
+            ComponentError: unknown slot, or the name is taken by another plugin.
+        """
+        if slot not in self._components:
+            raise ComponentError(f"There is no slot {slot!r}. Slots: {', '.join(SLOTS)}.")
+        taken = self._components[slot].get(name)
+        if taken is not None:
+            raise ComponentError(
+                f"Plugins {taken.plugin!r} and {self._offering!r} both offer {slot} {name!r}. "
+                f"Switch one off: TRLX_HYBRID_DISABLE={taken.plugin} or TRLX_HYBRID_DISABLE={self._offering}."
+            )
+        self._components[slot][name] = Component(
+            slot=slot,
+            name=name,
+            factory=factory,
+            plugin=self._offering,
+            summary=summary,
+            options=options,
+            order=order,
+            unavailable=unavailable,
+            refuses=refuses,
+            streams=streams,
+            by_name=by_name,
+            distribution=self._distribution,
+        )
+
+    def components(self, slot: Slot) -> list[Component]:
+        """All components of a slot in the order `auto` tries them."""
+        return sorted(self._components[slot].values(), key=lambda c: (c.order, c.name))
+
+    def choose(self, slot: Slot, name: str) -> Component:
+        """The component called `name`; "auto" takes the only one a plugin offers.
+
+        Raises:
+            ComponentError: no such component, several for "auto", or it cannot work here; says why and what to do.
+        """
+        offered = self._components[slot]
+        if name == "auto":
+            external = [c for c in self.components(slot) if c.plugin != BUILTIN and not c.by_name]
+            if len(external) != 1:
+                found = " and ".join(f"{c.name!r} (plugin {c.plugin!r})" for c in external) or "none"
+                raise ComponentError(
+                    f"{slot}='auto' needs exactly one plugin that offers an {slot}; found {found}. "
+                    f"Choose with HybridConfig({slot}=...) or --{slot}."
+                )
+            name = external[0].name
+        if name not in offered:
+            raise ComponentError(self._missing(slot, name, offered))
+        component = offered[name]
+        reason = component.unavailable()
+        if reason is not None:
+            raise ComponentError(f"{slot} {name!r} (plugin {component.plugin!r}) cannot be used here: {reason}")
+        return component
+
+    @staticmethod
+    def _missing(slot: Slot, name: str, offered: Iterable[str]) -> str:
+        known = {*offered, *BRINGS[slot]}
+        meant = name if name in BRINGS[slot] else nearest(name, sorted(known))
+        hint = f" Did you mean {meant!r}?" if meant not in ("", name) else ""
+        if meant in BRINGS[slot] and meant not in offered:
+            hint += (
+                f" It comes with {BRINGS[slot][meant]}: `pip install {BRINGS[slot][meant]}`, if it is not installed."
+            )
+        return (
+            f"No plugin offers {slot} {name!r}.{hint} Offered: {', '.join(sorted(offered)) or 'none'}. "
+            f"`trlx-hybrid plugins` lists what is loaded."
+        )

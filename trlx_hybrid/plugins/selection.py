@@ -1,0 +1,158 @@
+"""Which component fills each slot, by whose word: a pure function of the settings and the registry."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config import HybridConfig, NoOptions, build, check_keys
+from ..errors import ConfigError
+from .registry import Component, Registry, Slot
+
+STOCK = "transformers"
+"""The engine name that leaves generation to TRL."""
+
+SINGLE, MULTI = "single_turn", "multi_turn"
+"""The rollouts that are chosen unasked: without tools, and with them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerArguments:
+    """What TRL's own arguments say about generation.
+
+    Attributes:
+        use_vllm, vllm_mode: as the user set them.
+        tools: whether the trainer was given tools or environments.
+        engine_options: TRL's `vllm_*` arguments under the names the engine's options have; HybridConfig wins.
+    """
+
+    use_vllm: bool = False
+    vllm_mode: str = "colocate"
+    tools: bool = False
+    engine_options: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A component, its validated options, and why it was taken."""
+
+    component: Component
+    options: Any
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.component.slot}={self.component.name} ({self.why})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The components of one run. `engine` is None where TRL generates; `weights` None means: try `paths`, in order.
+    `tools` tells whether the trainer was given any."""
+
+    engine: Choice | None
+    weights: Choice | None
+    rollout: Choice | None
+    paths: Sequence[Choice] = ()
+    tools: bool = False
+    stock_reason: str = ""
+
+    @property
+    def stock(self) -> bool:
+        """Whether generation is TRL's own."""
+        return self.engine is None
+
+
+def select(config: HybridConfig, arguments: TrainerArguments, registry: Registry) -> Selection:
+    """Choose components. An explicit setting wins over TRL's arguments; nothing given leaves stock TRL.
+
+    Raises:
+        ConfigError: settings that contradict each other, or an unknown option.
+        ComponentError: a component is missing, ambiguous, or cannot work here.
+    """
+    server = arguments.use_vllm and arguments.vllm_mode == "server"
+    if config.engine is None:
+        name = "vllm" if arguments.use_vllm and not server else STOCK
+        why = "TRL's vllm_mode='server'" if server else "use_vllm=True" if name != STOCK else "default"
+    else:
+        name, why = config.engine, "HybridConfig.engine"
+    if name == STOCK:
+        if arguments.use_vllm and not server:
+            raise ConfigError(
+                "HybridConfig.engine='transformers' contradicts use_vllm=True. Remove one of the two: drop use_vllm "
+                "for TRL's own generation, or drop the engine setting for the vllm engine."
+            )
+        _refuse_leftovers(config)
+        return Selection(engine=None, weights=None, rollout=None, stock_reason=why)
+    if server:
+        raise ConfigError(
+            f"HybridConfig.engine={name!r} contradicts vllm_mode='server': this package starts its own engines. Set "
+            "vllm_mode='colocate', or leave HybridConfig.engine out to keep TRL's server path."
+        )
+    engine = _choice(registry, "engine", name, config.options("engine"), why, defaults=arguments.engine_options)
+    weights, paths = None, _paths(registry, config.options("weights")) if config.weights == "auto" else ()
+    if config.weights != "auto":
+        weights = _choice(registry, "weights", config.weights, config.options("weights"), "HybridConfig.weights")
+    rollout = _rollout(config, arguments, registry, engine.component.streams)
+    return Selection(engine=engine, weights=weights, rollout=rollout, paths=paths, tools=arguments.tools)
+
+
+def _paths(registry: Registry, options: Mapping[str, Any]) -> list[Choice]:
+    """Every weight sync in the order in which they are tried, each with those of the options that it has."""
+    owners = {c: c.options or NoOptions for c in registry.components("weights")}
+    known = {c: {f.name for f in dataclasses.fields(owner)} for c, owner in owners.items()}
+    check_keys(options, sorted(set().union(*known.values())), "HybridConfig.weights_options")
+    given = {c: {k: v for k, v in options.items() if k in known[c]} for c in owners}
+    return [Choice(c, owner(**given[c]), "auto") for c, owner in owners.items()]
+
+
+def _rollout(config: HybridConfig, arguments: TrainerArguments, registry: Registry, streams: bool) -> Choice:
+    """As set; else `multi_turn` where there are tools, its plugin is installed and the engine streams."""
+    why = "default"
+    if config.rollout is not None:
+        name, why = config.rollout, "HybridConfig.rollout"
+    elif not arguments.tools:
+        name = SINGLE
+    elif MULTI not in {c.name for c in registry.components("rollout") if c.unavailable() is None}:
+        name, why = SINGLE, "tools run turn by turn, as in TRL: `pip install trlx-hybrid-multiturn` frees them"
+    elif not streams:
+        name, why = SINGLE, "tools run turn by turn, as in TRL: the engine takes no single requests"
+    else:
+        name, why = MULTI, "tools"
+    if name == MULTI and not streams:
+        raise ConfigError(
+            f"HybridConfig.rollout={MULTI!r} needs an engine that takes requests one at a time, which this one does "
+            f"not. Choose engine='vllm', or leave the rollout out: tools then run turn by turn, as in TRL."
+        )
+    return _choice(registry, "rollout", name, config.options("rollout"), why)
+
+
+def _choice(
+    registry: Registry,
+    slot: Slot,
+    name: str,
+    options: Mapping[str, Any],
+    why: str,
+    defaults: Mapping[str, Any] | None = None,
+) -> Choice:
+    """A component with the user's options, which must all be its own; defaults it does not know are left out."""
+    component = registry.choose(slot, name)
+    owner = component.options or NoOptions
+    known = {f.name for f in dataclasses.fields(owner)}
+    options = {k: v for k, v in (defaults or {}).items() if k in known} | dict(options)
+    return Choice(component, build(owner, options, f"HybridConfig.{slot}_options for {slot} {component.name!r}"), why)
+
+
+def _refuse_leftovers(config: HybridConfig) -> None:
+    """With TRL generating, settings of our slots would be ignored in silence: refuse them instead."""
+    ignored = [
+        name
+        for name in ("engine_options", "weights_options", "rollout", "rollout_options")
+        if getattr(config, name) is not None
+    ] + (["weights"] if config.weights != "auto" else [])
+    if ignored:
+        raise ConfigError(
+            f"HybridConfig.{ignored[0]} is set, but TRL's own generation path is in use, which ignores it. "
+            "Choose an engine (HybridConfig(engine='vllm') or use_vllm=True), or remove the setting."
+        )

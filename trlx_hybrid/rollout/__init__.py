@@ -1,0 +1,1 @@
+"""From prompts to completions, seeds included; conversations as data."""

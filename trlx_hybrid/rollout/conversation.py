@@ -1,0 +1,133 @@
+"""Conversations with tools: what a trainer says about one, and what a rollout makes of it.
+
+The trainer knows chat templates, tools and limits; the rollout knows clocks. They meet in this data.
+"""
+
+from __future__ import annotations
+
+from asyncio import AbstractEventLoop
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..types import Completion, Request
+
+Message = dict[str, Any]
+"""A chat message, as transformers' templates take it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Where a conversation ends, as in TRL.
+
+    Attributes:
+        completion_tokens: sampled and observed tokens together; one observation that leads beyond is dropped.
+        model_tokens: an observation must leave prompt and completion shorter than this.
+        tool_turns: how often tools are run.
+    """
+
+    completion_tokens: int
+    model_tokens: int
+    tool_turns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dialogue:
+    """One row of a batch, before its conversation.
+
+    Attributes:
+        prompt_ids: token ids of the rendered prompt.
+        parse: from the sampled ids of one turn, and all ids before them, the assistant's message; its "tool_calls"
+            are what to run. Called from the trainer's thread only, as `observe` is.
+        observe: from the tool messages of one turn, the ids between the end of the turn that called and the next.
+        sync_tools, async_tools: what may be called, by name; functions, and coroutine functions.
+        run_tools: the synchronous tools of the whole run: of other rows' environments, too.
+        images: of the prompt, or None.
+        first: the first turn, where something else has sampled it.
+        event_loop: where asynchronous tools run: the trainer's, so that clients they share with its reward functions
+            keep working. None where it has none.
+        environment: whose methods some of its tools are, or None.
+        discard: a call of the environment never came back: it must not be used for another row.
+    """
+
+    prompt_ids: list[int]
+    parse: Callable[[list[int], list[int]], Message]
+    observe: Callable[[list[Message]], list[int]]
+    sync_tools: Mapping[str, Callable[..., Any]]
+    async_tools: Mapping[str, Callable[..., Any]]
+    images: list[Any] | None = None
+    run_tools: Mapping[str, Callable[..., Any]] = field(default_factory=dict)
+    first: Completion | None = None
+    event_loop: AbstractEventLoop | None = None
+    environment: Any = None
+    discard: Callable[[], None] = lambda: None
+
+
+@dataclass(slots=True, kw_only=True)
+class Turn:
+    """One turn: what was sampled, and what came back for it.
+
+    Attributes:
+        sampled, observed: tokens.
+        prompt: tokens before the sampled ones.
+        sampling_seconds, tool_seconds: wall time, waiting included.
+    """
+
+    prompt: int
+    sampled: int
+    sampling_seconds: float
+    observed: int = 0
+    tool_seconds: float = 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Conversation:
+    """What became of a dialogue.
+
+    Attributes:
+        completion_ids: every token after the prompt.
+        loss_mask: 1 where a token was sampled, 0 where it was observed; all 0 where the conversation failed.
+        logprobs: of each token, 0.0 where it was observed; None where none were asked for.
+        messages: what was said after the prompt, by the model and its tools.
+        images: those that tools returned.
+        turns: one entry per turn.
+        calls, failed_calls: tool calls, and those among them that the model was shown an error for.
+        failure: why the conversation broke off, or None.
+    """
+
+    completion_ids: list[int] = field(default_factory=list)
+    loss_mask: list[int] = field(default_factory=list)
+    logprobs: list[float | None] | None = None
+    messages: list[Message] = field(default_factory=list)
+    images: list[Any] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    calls: int = 0
+    failed_calls: int = 0
+    failure: str | None = None
+
+    def sampled(self, completion: Completion) -> None:
+        """Append what the model sampled."""
+        self.completion_ids += completion.token_ids
+        self.loss_mask += [1] * len(completion.token_ids)
+        if completion.logprobs is not None:
+            self.logprobs = (self.logprobs or []) + [candidates[0] for candidates in completion.logprobs]
+
+    def observed(self, token_ids: list[int]) -> None:
+        """Append what the model was shown."""
+        self.completion_ids += token_ids
+        self.loss_mask += [0] * len(token_ids)
+        if self.logprobs is not None:
+            self.logprobs += [0.0] * len(token_ids)
+
+
+class RequestMaker(Protocol):
+    """Makes the requests of a batch: who asks, and in which turn, decides the seed."""
+
+    def __call__(
+        self, index: int, turn: int, prompt_ids: list[int], images: list[Any] | None, max_tokens: int | None
+    ) -> Request:
+        """The request of row `index` of this rank.
+
+        Args:
+            max_tokens: the most to sample, where that is less than the run's limit.
+        """

@@ -1,0 +1,141 @@
+"""From TRL's prompts to requests that carry their own randomness, and back to completions."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from ..errors import EngineError
+from ..types import Completion, Request, Sampling
+from .seeding import RowTracker, preserved_generators, request_seed
+
+if TYPE_CHECKING:
+    from ..plugins.registry import Component
+    from ..protocols import Engine
+    from ..ranks import Ranks
+    from .conversation import RequestMaker
+
+
+class Sampler:
+    """Samples the rollouts of one run.
+
+    Args:
+        ranks: the processes of the run.
+        sampling: how to sample; a `seed` among its extras replaces the run's seed.
+        run_seed: TRL's `seed`.
+        source: whose completions they are: a plugin's rollout, or the engine that the built-in one hands them on from.
+    """
+
+    def __init__(self, ranks: Ranks, sampling: Sampling, run_seed: int, source: Component | None) -> None:
+        extra = dict(sampling.extra)
+        self._run_seed = int(extra.pop("seed", run_seed))
+        self.sampling = dataclasses.replace(sampling, extra=extra)
+        self._ranks, self._source = ranks, source
+        self._tracker: RowTracker | None = None
+        self._conversing = 0  # rows that converse in this batch
+        self._group = 1  # size of a group, as the first turn says: TRL's later turns are asked for one by one
+        self._version = -1
+        self._drawn: Counter[str] = Counter()  # rows that this weight version has sampled, per stream
+
+    def begin(self, stream: str, version: int) -> None:
+        """A batch of a weight version begins; `stream` is "train" or "eval", which share no draws."""
+        self._stream, self._tracker, self._conversing = stream, None, 0
+        if version != self._version:
+            self._version = version
+            self._drawn.clear()
+
+    def forget(self) -> None:
+        """A checkpoint was loaded: rows of its weight version count from the first again."""
+        self._version = -1
+
+    def end(self) -> None:
+        """The batch is over: the next one of this weight version continues the row count. Collective."""
+        rows = len(self._tracker) if self._tracker is not None else self._conversing
+        self._drawn[self._stream] += self._ranks.sum(rows)
+        self._tracker = None
+
+    def sample(
+        self,
+        engine: Engine,
+        run: Callable[[Sequence[Request], Sampling], list[Completion]],
+        prompts: Sequence[list[int]],
+        images: Sequence[list[Any] | None] | None,
+        num_generations: int,
+        timer: AbstractContextManager[Any] | None = None,
+    ) -> list[Completion]:
+        """One completion per prompt of this rank, in order.
+
+        Args:
+            run: the rollout's.
+            prompts: token ids; the copies of one prompt's group follow each other, as TRL lays them out.
+            num_generations: size of a group.
+            timer: entered around the engine's work (TRL's profiler).
+
+        Raises:
+            EngineError: a prompt leaves no room for a completion.
+        """
+        _refuse_long(prompts, engine.max_model_len)
+        if self._tracker is None:
+            self._tracker, self._group = RowTracker(self._first_row(len(prompts))), num_generations
+        places = self._tracker.place(prompts)
+        requests = [
+            Request(
+                prompt_ids=list(prompts[i]),
+                row=place.row,
+                turn=place.turn,
+                images=images[i] if images is not None else None,
+                seed=self._seed(place.row, place.turn),
+            )
+            for i, place in enumerate(places)
+        ]
+        with preserved_generators(), timer or nullcontext():
+            sampled = run(requests, self.sampling)
+        assert self._source is not None
+        completions = self._source.completions(sampled, len(requests))
+        self._tracker.extend(places, prompts, [c.token_ids for c in completions])
+        return completions
+
+    def converse(self, engine: Engine, prompts: Sequence[list[int]], num_generations: int) -> RequestMaker:
+        """What makes the requests of conversations that start with these prompts: the same as `sample` would make.
+
+        Raises:
+            EngineError: a prompt leaves no room for a completion.
+        """
+        _refuse_long(prompts, engine.max_model_len)
+        self._conversing, self._group = len(prompts), num_generations
+        first = self._first_row(len(prompts))
+
+        def request(
+            index: int, turn: int, prompt_ids: list[int], images: list[Any] | None, max_tokens: int | None
+        ) -> Request:
+            return Request(
+                prompt_ids=prompt_ids,
+                row=first + index,
+                turn=turn,
+                images=images,
+                max_tokens=max_tokens,
+                seed=self._seed(first + index, turn),
+            )
+
+        return request
+
+    def _first_row(self, rows: int) -> int:
+        """Global row of this rank's first prompt; every rank has as many."""
+        return self._drawn[self._stream] + self._ranks.rank * rows
+
+    def _seed(self, row: int, turn: int) -> int:
+        prompt, generation = divmod(row, self._group)
+        return request_seed(self._run_seed, self._stream, self._version, prompt, generation, turn=turn)
+
+
+def _refuse_long(prompts: Sequence[list[int]], max_model_len: int) -> None:
+    for index, prompt in enumerate(prompts):
+        if len(prompt) >= max_model_len:
+            raise EngineError(
+                f"Prompt {index} of this batch has {len(prompt)} tokens; the engine's context holds {max_model_len}, "
+                "prompt and completion together. Shorten or filter the prompts, or raise vllm_max_model_length "
+                "(HybridConfig.engine_options max_model_len) up to what the model supports."
+            )

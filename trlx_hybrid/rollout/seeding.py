@@ -1,0 +1,109 @@
+"""Randomness without state: every request carries its seed, and the trainer's generators are never touched."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+
+def request_seed(run_seed: int, stream: str, weight_version: int, row: int, generation: int, turn: int) -> int:
+    """The seed of one request: a hash of what identifies it, so that it depends on nothing else.
+
+    Which rank asks, in which order, how many processes there are, and who else drew random numbers all stay out of
+    it. That makes the ranks of one replica agree, runs repeat on another number of processes, and resumes exact,
+    with no generator state to checkpoint.
+
+    Args:
+        run_seed: the run's seed (TRL's `seed`).
+        stream: "train" or "eval", which must not share draws.
+        weight_version: version of the weights that will sample.
+        row: prompt index within that version and stream, over all ranks.
+        generation: index within the prompt's group.
+        turn: turn of the trajectory.
+
+    Returns:
+        A non-negative integer below 2**63, which both of vLLM's runners accept.
+    """
+    key = struct.pack("<5q", run_seed, weight_version, row, generation, turn) + stream.encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
+
+
+@contextmanager
+def preserved_generators() -> Iterator[None]:
+    """Give the global generators of `random`, NumPy and torch (CPU and current GPU) back as they were.
+
+    Building an engine and each of its calls draw from them, which would change dropout and data order of the
+    training around it.
+    """
+    import numpy as np
+    import torch
+
+    python, numpy = random.getstate(), np.random.get_state()
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a request stands: `row` counts completions over all ranks, `turn` within the trajectory."""
+
+    row: int
+    turn: int
+
+
+class RowTracker:
+    """Places the prompts of one rollout phase on this rank.
+
+    The first call holds every row of this rank. TRL's tool loop then calls again with the rows that go on, each
+    prompt being what was sampled so far plus the tool's answer: such a prompt is recognised by its prefix.
+
+    Args:
+        first_row: global row of this rank's first prompt.
+    """
+
+    def __init__(self, first_row: int) -> None:
+        self._first_row = first_row
+        self._sequences: list[list[int]] = []
+        self._turns: list[int] = []
+        self._calls = 0
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def place(self, prompts: Sequence[list[int]]) -> list[Place]:
+        """A place for each prompt, in order. TRL keeps the order of rows, so each search starts after the last hit."""
+        self._calls += 1
+        if not self._sequences:
+            self._sequences = [list(p) for p in prompts]
+            self._turns = [0] * len(prompts)
+            return [Place(self._first_row + i, 0) for i in range(len(prompts))]
+        places, start = [], 0
+        for index, prompt in enumerate(prompts):
+            hit = next((i for i in range(start, len(self._sequences)) if _continues(prompt, self._sequences[i])), None)
+            if hit is None:  # a custom rollout asks for something of its own: the call's number keeps it distinct
+                places.append(Place(self._first_row + index, self._calls - 1))
+                continue
+            start = hit + 1
+            self._turns[hit] += 1
+            places.append(Place(self._first_row + hit, self._turns[hit]))
+        return places
+
+    def extend(self, places: Sequence[Place], prompts: Sequence[list[int]], completions: Sequence[list[int]]) -> None:
+        """Remember what was sampled, for the next turn."""
+        for place, prompt, completion in zip(places, prompts, completions, strict=True):
+            index = place.row - self._first_row
+            if index < len(self._sequences):
+                self._sequences[index] = [*prompt, *completion]
+
+
+def _continues(prompt: list[int], sequence: list[int]) -> bool:
+    return len(prompt) > len(sequence) and prompt[: len(sequence)] == sequence

@@ -1,0 +1,120 @@
+"""TRL's arguments in our terms, and the checks on them that TRL skips where the engine is ours."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+from ..errors import ConfigError, did_you_mean
+from ..plugins.selection import TrainerArguments
+from ..types import Sampling
+
+VESPO_MODES = ("token_truncate", "token_mask")
+
+
+def trainer_arguments(args: Any, tools: Any = None) -> TrainerArguments:
+    """TRL's `vllm_*` arguments under the names of the engine's options, those that are None left out: the engine's own
+    defaults stand. TRL's defaults where `args` is None."""
+    if args is None:
+        return TrainerArguments(engine_options={}, tools=bool(tools))
+    share = "vllm_gpu_memory_utilization"
+    rows = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
+    options = {
+        "tensor_parallel_size": args.vllm_tensor_parallel_size,
+        "gpu_memory_utilization": None if _is_default(args, share) else getattr(args, share),
+        "max_model_len": args.vllm_max_model_length,
+        "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * rows,
+        "enable_sleep_mode": args.vllm_enable_sleep_mode,
+        "model_impl": args.vllm_model_impl,
+        "trust_remote_code": args.trust_remote_code,
+    }
+    options = {name: value for name, value in options.items() if value is not None}
+    return TrainerArguments(use_vllm=args.use_vllm, vllm_mode=args.vllm_mode, tools=bool(tools), engine_options=options)
+
+
+@functools.cache
+def selecting(base: type[Any]) -> type[Any]:
+    """`base`, a trainer of TRL's, choosing components from the arguments it is given.
+
+    It comes right before `base` in the order of method resolution, behind a user's subclasses: whatever those take and
+    pass on, by position, as `*args, **kwargs` or from values of their own, arrives here as TRL is going to read it.
+    """
+
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
+        start = functools.partial(base.__init__, self)
+        self._select(inspect.signature(start).bind_partial(*args, **kwargs).arguments)
+        start(*args, **kwargs)
+
+    return type(base.__name__, (base,), {"__module__": __name__, "__init__": initialize})
+
+
+def suggesting(parser: type[Any]) -> type[Any]:
+    """TRL's `TrlParser`, which refuses an unknown key of `--config` by its name and the nearest known one."""
+
+    def parse_args_and_config(
+        self: Any,
+        args: Any = None,
+        return_remaining_strings: bool = False,
+        fail_with_unknown_args: bool = True,
+        **others: Any,
+    ) -> Any:
+        self._refuses_unknown = fail_with_unknown_args and not return_remaining_strings
+        return parser.parse_args_and_config(self, args, return_remaining_strings, fail_with_unknown_args, **others)
+
+    def set_defaults_with_config(self: Any, **settings: Any) -> Any:
+        unread = parser.set_defaults_with_config(self, **settings)
+        if unread and self._refuses_unknown:
+            unknown = unread[0].removeprefix("--")
+            raise ConfigError(
+                f"The config file sets {unknown!r}, which nothing reads.{did_you_mean(unknown, _read_by(self))}"
+            )
+        return unread
+
+    methods = {"parse_args_and_config": parse_args_and_config, "set_defaults_with_config": set_defaults_with_config}
+    members = {"__module__": __name__, "__doc__": suggesting.__doc__, "_refuses_unknown": False}
+    return type(parser.__name__, (parser,), members | methods)
+
+
+def _read_by(parser: argparse.ArgumentParser) -> list[str]:
+    """Names of a parser's settings, those of its subcommands among them."""
+    names = {action.dest for action in parser._actions} - {"help"}
+    commands = [action.choices.values() for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
+    return sorted(names.union(*(_read_by(command) for choices in commands for command in choices)))
+
+
+def _is_default(args: Any, name: str) -> bool:
+    """Whether an argument was left at TRL's default: then the engine may know better."""
+    return any(f.name == name and f.default == getattr(args, name) for f in dataclasses.fields(args))
+
+
+def sampling_of(trainer: Any) -> Sampling:
+    """How TRL samples. Only GRPO's importance-sampling correction reads log-probs; the others ask for none."""
+    args = trainer.args
+    return Sampling(
+        max_tokens=args.max_completion_length,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        top_k=args.top_k,
+        min_p=0.0 if args.min_p is None else args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        logprobs=0 if trainer._base_name == "GRPO" else None,
+        extra=dict(args.generation_kwargs or {}),
+        regex=args.vllm_structured_outputs_regex,
+    )
+
+
+def refuse_empty(dataset: Any) -> None:
+    """Refuse an empty dataset; Trainer would find out in its sampler, with a message about num_samples."""
+    if hasattr(dataset, "__len__") and len(dataset) == 0:
+        raise ConfigError("train_dataset is empty. Check the split and any filter applied to it.")
+
+
+def check_skipped(args: Any) -> None:
+    """TRL's own checks that `use_vllm` being False in its `__init__` skipped."""
+    mode = getattr(args, "vllm_importance_sampling_mode", None)
+    corrects = getattr(args, "loss_type", None) == "vespo" and args.vllm_importance_sampling_correction
+    if corrects and mode not in VESPO_MODES:
+        raise ConfigError(f"VESPO loss needs vllm_importance_sampling_mode to be one of {VESPO_MODES}, got {mode!r}.")

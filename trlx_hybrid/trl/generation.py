@@ -1,0 +1,129 @@
+"""What TRL sees as `trainer.vllm_generation`: the two methods and one attribute its trainers use of it.
+
+Source: trl 1.16, `trl/generation/vllm_generation.py` and the trainers' `_generate_single_turn`, `_tool_call_loop`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from ..types import Trajectory
+
+if TYPE_CHECKING:
+    from ..session import Session
+
+GenerateResult = tuple[
+    list[list[int]], list[list[int]], list[list[list[float | None]]] | None, list[list[list[int]]] | None
+]
+
+
+SETTINGS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logprobs")} | {
+    "max_completion_length": "max_tokens",
+    "generation_kwargs": "extra",
+    "structured_outputs_regex": "regex",
+}
+"""Attributes of TRL's VLLMGeneration that say how to sample, and their names in `Sampling`."""
+
+
+class Generation:
+    """Stands where TRL expects its own VLLMGeneration.
+
+    What that samples with can be read and set here as well (`trainer.vllm_generation.temperature = 0.8`), from the next
+    rollout on. Setting anything else is an AttributeError: nothing would read it.
+    """
+
+    mode = "colocate"
+
+    def __init__(self, session: Session) -> None:
+        object.__setattr__(self, "_session", session)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in SETTINGS:
+            raise AttributeError(
+                f"trlx_hybrid's vllm_generation has no {name!r}. It has {', '.join(SETTINGS)} and llm. The engine's "
+                "settings come before the trainer is made: TRL's vllm_* arguments, or HybridConfig.engine_options."
+            )
+        return getattr(self._session.sampler.sampling, SETTINGS[name])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in SETTINGS:
+            getattr(self, name)  # what is not there is not set
+            object.__setattr__(self, name, value)
+            return
+        plain = {"generation_kwargs": {}, "min_p": 0.0}.get(name) if value is None else value
+        sampler = self._session.sampler
+        sampler.sampling = dataclasses.replace(sampler.sampling, **{SETTINGS[name]: plain})
+
+    def sync_weights(self) -> None:
+        """Nothing to do: the rollout phase has synced, by version and not by `global_step`."""
+
+    def generate(
+        self,
+        prompts: list[list[int]],
+        images: list[list[Any] | None] | None,
+        num_generations: int,
+        profiler: AbstractContextManager[Any] | None = None,
+    ) -> GenerateResult:
+        """Sample one completion per prompt.
+
+        Returns:
+            (prompt_ids, completion_ids, logprobs, logprob_token_ids), the latter two (batch, tokens, candidates) or
+            None where no log-probs were asked for.
+        """
+        completions = self._session.generate(prompts, images, num_generations, profiler)
+        completion_ids = [c.token_ids for c in completions]
+        if any(c.logprobs is None for c in completions):
+            return prompts, completion_ids, None, None
+        logprobs = [c.logprobs or [] for c in completions]
+        return prompts, completion_ids, logprobs, [c.logprob_token_ids or [] for c in completions]
+
+    @property
+    def llm(self) -> Any:
+        """vLLM's own LLM where that is the engine, for custom rollouts that use it; else what TRL's loop reads.
+
+        Its requests are served by the policy's adapter where they name none.
+        """
+        engine = self._session.live_engine
+        limits = SimpleNamespace(model_config=SimpleNamespace(max_model_len=engine.max_model_len))
+        return getattr(engine, "llm", None) or SimpleNamespace(llm_engine=limits)
+
+
+def collect(
+    trainer: str, generated: Any, *, rewards: Any, reward_weights: Any, rank: int, weight_version: int
+) -> list[Trajectory]:
+    """This rank's trajectories of one batch, in TRL's order.
+
+    Args:
+        trainer: `_name` of the trainer of TRL's that it is; the tuple that `_generate` returns depends on it.
+        generated: that tuple.
+        rewards: tensor (world * B, functions) of all ranks, NaN where a function returned None; or None.
+        reward_weights: tensor (functions,) or None.
+    """
+    mask, completions, logprobs = None, None, None
+    if trainer == "GRPO":
+        prompts, ids, mask, completions, logprobs, *_ = generated
+    elif trainer == "RLOO":
+        prompts, ids, completions = generated
+    else:
+        prompts, ids, mask, *_ = generated
+    scores = None
+    if rewards is not None:
+        weights = reward_weights.to(rewards.device) if reward_weights is not None else 1.0
+        mine = rewards[rank * len(ids) : (rank + 1) * len(ids)]
+        sums, scored = (mine * weights).nansum(dim=1).tolist(), (~mine.isnan()).any(dim=1).tolist()
+        scores = [value if some else None for value, some in zip(sums, scored, strict=True)]
+    return [
+        Trajectory(
+            prompt_ids=list(prompts[i]),
+            completion_ids=list(ids[i]),
+            loss_mask=list(mask[i]) if mask is not None else [1] * len(ids[i]),
+            logprobs=list(logprobs[i]) if logprobs is not None else None,
+            completion=completions[i] if completions is not None else None,
+            reward=scores[i] if scores is not None else None,
+            weight_version=weight_version,
+        )
+        for i in range(len(ids))
+    ]

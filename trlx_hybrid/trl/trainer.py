@@ -1,0 +1,307 @@
+"""The seam to TRL 1.16: the only file that imports trl, and all that knows its internals.
+
+TRL's generating trainers reach vLLM through two methods of `self.vllm_generation`, guarded by `self.use_vllm`. The
+subclass makes `use_vllm` a property that is False until our engine is chosen and TRL's `__init__` is over, so TRL
+builds no engine of its own; from then on its own code generates through ours. Nothing is patched.
+
+What is relied on, and checked by tests/test_seam.py: `_generate(prompts)` is one rollout, `_calculate_rewards` returns
+gathered rewards (world * B, functions), `_generate_and_score_completions` returns the batch, `_metrics` the log.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import trl
+from transformers import TrainerCallback
+from trl.chat_template_utils import get_training_chat_template, parse_response
+from trl.distributed import DistributedBackend
+from trl.extras.profiling import profiling_context
+
+from ..config import HybridConfig
+from ..errors import ConfigError
+from ..plugins.host import Host, check_ranks_agree
+from ..plugins.selection import Selection, select
+from ..ranks import Ranks
+from ..session import Session
+from ..weights.policy import Policy
+from ..weights.verify import FirstStep
+from . import tool_calling
+from .arguments import check_skipped, refuse_empty, sampling_of, selecting, suggesting, trainer_arguments
+from .checkpoint import Checkpointing
+from .generation import Generation, collect
+from .rewards import HOOK, checked_reward, refuse_missing_package, replaced, without_masked
+
+if TYPE_CHECKING:
+    from ..session import Session
+
+GENERATING = (trl.GRPOTrainer, trl.RLOOTrainer, trl.DistillationTrainer)
+OWN_ENGINE = {"SDPOTrainer", "SDFTTrainer", "GOLDTrainer", "IWOPDTrainer"}
+"""Experimental trainers that build a VLLMGeneration of their own, past the seam."""
+
+
+@functools.cache
+def hybrid(trainer_class: type[Any]) -> type[Any]:
+    """`trainer_class` with its generation going through the plugin host: a true subclass, otherwise unchanged.
+
+    The class takes two more keyword arguments: `hybrid`, a HybridConfig (or mapping of its fields), and `plugins`,
+    objects with hook implementations to register beside the installed ones.
+
+    Args:
+        trainer_class: GRPOTrainer, RLOOTrainer or DistillationTrainer of TRL, or a subclass of one.
+
+    Raises:
+        ConfigError: the class does not generate, or builds an engine of its own.
+    """
+    if issubclass(trainer_class, HybridTrainer):
+        return trainer_class
+    if any(base.__name__ in OWN_ENGINE for base in trainer_class.__mro__):
+        raise ConfigError(
+            f"{trainer_class.__name__} builds a vLLM of its own, which cannot be replaced without patching TRL. "
+            "Use it from TRL directly; GRPOTrainer, RLOOTrainer and DistillationTrainer are supported."
+        )
+    if not issubclass(trainer_class, GENERATING):
+        raise ConfigError(
+            f"{trainer_class.__name__} does not generate through TRL's seam, so there is nothing to extend. "
+            "Supported: GRPOTrainer, RLOOTrainer, DistillationTrainer, and their subclasses."
+        )
+    base: Any = next(c for c in trainer_class.__mro__ if c in GENERATING)
+    below = selecting(base)
+    bases = (HybridTrainer, below) if trainer_class is base else (HybridTrainer, trainer_class, below)
+    namespace = {"__module__": __name__, "__doc__": trainer_class.__doc__, "__qualname__": trainer_class.__name__}
+    namespace["_base_name"] = base._name
+    return type(trainer_class.__name__, bases, namespace)
+
+
+class HybridTrainer(Checkpointing):
+    """What `hybrid` puts in front of a TRL trainer.
+
+    An instance made without `__init__`, as TRL's tests of single methods do, is TRL's own.
+
+    Attributes:
+        session: the live objects of this run.
+    """
+
+    session: Session
+    _base_name: str  # of the trainer of TRL's below; `_name` may be the user's own, for model cards
+    _selection = Selection(engine=None, weights=None, rollout=None, stock_reason="made without __init__")
+
+    def __init__(
+        self,
+        *args: Any,
+        hybrid: HybridConfig | Mapping[str, Any] | None = None,
+        plugins: Sequence[object] = (),
+        **kwargs: Any,
+    ) -> None:
+        self._config = HybridConfig.coerce(hybrid)
+        self._host = Host.load(self._config.disable_plugins or ())
+        for index, plugin in enumerate(plugins):
+            self._host.register(plugin, f"{type(plugin).__name__}-{index}")
+        super().__init__(*args, **kwargs)
+        self._attach()
+
+    def _select(self, given: Mapping[str, Any]) -> None:
+        """Choose components. Before TRL's own __init__, which loads the model: a wrong setting should not cost that.
+
+        Args:
+            given: the arguments of that `__init__`, by name.
+        """
+        arguments = trainer_arguments(given.get("args"), given.get("tools") or given.get("environment_factory"))
+        self._selection = select(self._config, arguments, self._host.registry)
+        if not self._selection.stock:
+            refuse_empty(given.get("train_dataset"))
+            refuse_missing_package(given.get("reward_funcs"))
+
+    def _attach(self) -> None:
+        """Open the session on the trainer that TRL built."""
+        trainer: Any = self
+        args, selection, host = trainer.args, self._selection, self._host
+        ranks = Ranks(trainer.accelerator)
+        check_ranks_agree(ranks.gather(host.plugins))
+        this: Callable[[], Any] = weakref.ref(trainer)  # the session must not keep its trainer alive
+        backend = DistributedBackend(trainer.accelerator)
+        policy = Policy(
+            lambda: this().model,
+            trainer.processing_class,
+            trainer.accelerator.device,
+            fsdp_version=backend.fsdp_version,
+            gather=backend.gather_params,
+        )
+        self.session = Session(
+            host,
+            self._config,
+            selection,
+            args=args,
+            sampling=sampling_of(trainer),
+            policy=policy,
+            ranks=ranks,
+            step=lambda: this().state.global_step,
+            optimizer=lambda: this().optimizer,
+        )
+        if hasattr(trainer, "reward_funcs"):
+            self.session.adviser = host.only(HOOK)
+        weakref.finalize(trainer, self.session.close).atexit = False  # then the session leaves by itself
+        trainer.add_callback(Follower(self.session))
+        if not selection.stock:
+            check_skipped(args)
+            args.use_vllm, args.vllm_mode = True, "colocate"  # what the checkpoint records is what ran
+            trainer.vllm_mode = "colocate"
+            trainer.vllm_generation = Generation(self.session)
+            trainer._last_loaded_step = -1
+            if hasattr(trainer, "reward_funcs"):
+                trainer.reward_funcs = [checked_reward(f) for f in trainer.reward_funcs]
+
+    @property
+    def use_vllm(self) -> bool:
+        """Whether generation leaves transformers. False while TRL's `__init__` runs if the engine is to be ours."""
+        return self._trl_use_vllm if self._selection.stock else self._attached
+
+    @use_vllm.setter
+    def use_vllm(self, value: bool) -> None:
+        if "_config" in self.__dict__ and "_selection" not in self.__dict__:
+            self._select({})
+            if value or not self._selection.stock:
+                name = type(self).__name__
+                raise ConfigError(
+                    f"{name}, or a class below it, calls the `__init__` of TRL's trainer by that class's name, past "
+                    "the seam, so TRL would generate by itself whatever was chosen. Call `super().__init__(...)` there."
+                )
+        self._trl_use_vllm = value
+
+    @property
+    def _attached(self) -> bool:
+        """Whether `__init__` is over."""
+        return "session" in self.__dict__
+
+    # --- one rollout ------------------------------------------------------------------------------------------------
+
+    def _generate(self, prompts: list[Any]) -> Any:
+        trainer: Any = self
+        if not self._selection.stock and getattr(trainer, "tools", None):
+            tool_calling.refuse_text(prompts)
+        self._conversations: Any = None
+        if not self._attached:
+            return super()._generate(prompts)  # type: ignore[misc]
+        with self.session.rollout_phase(trainer.model.training):
+            self._generated = super()._generate(prompts)  # type: ignore[misc]
+        return self._generated
+
+    @property
+    def _converses(self) -> bool:
+        """Whether conversations are the rollout's to run, not TRL's."""
+        rollout = self.session.rollout if self._attached else None
+        return rollout is not None and rollout.converses and bool(getattr(self, "tools", None))
+
+    def _generate_single_turn(self, prompt_ids: Any, images: Any, fields: Any, *rest: Any, **kwargs: Any) -> Any:
+        """The first turn; where the rollout converses, it comes with all that follow, kept for `_tool_call_loop`."""
+        if not self._converses:
+            return super()._generate_single_turn(prompt_ids, images, fields, *rest, **kwargs)  # type: ignore[misc]
+        num_generations = rest[0] if rest else kwargs.get("num_generations", 1)
+        self._conversations = self._converse(prompt_ids, images, None, num_generations)
+        return tool_calling.first_turns(self, self._conversations)
+
+    def _tool_call_loop(self, prompts: Any, prompt_ids: Any, completion_ids: Any, completions: Any, *rest: Any) -> Any:
+        if not self._converses:
+            stock = super()._tool_call_loop  # type: ignore[misc]
+            return stock(prompts, prompt_ids, completion_ids, completions, *rest)
+        if self._conversations is None:  # a custom rollout sampled the first turns
+            *logprobs, images, _ = rest
+            first = tool_calling.sampled_turns(completion_ids, logprobs[0] if logprobs else None)
+            mode = "num_generations" if self.session.training else "num_generations_eval"
+            self._conversations = self._converse(prompt_ids, images, first, getattr(self, mode, 1))
+        return tool_calling.loop_result(self, self._conversations)
+
+    def _converse(self, prompt_ids: Any, images: Any, first: Any, num_generations: int) -> Any:
+        rows = tool_calling.dialogues(self, parse_response, prompt_ids, images, first)
+        limits = tool_calling.limits(self, self.session.live_engine.max_model_len)
+        with profiling_context(self, "multi_turn"):
+            return self.session.converse(rows, limits, num_generations)
+
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        self._rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+        rollout = self.session.rollout if self._attached else None
+        if rollout is not None and rollout.converses and self._base_name == "GRPO":
+            self._rewards = without_masked(self._rewards, self._generated[2], self.session)
+        return self._rewards
+
+    def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
+        if not self._attached:
+            return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        trainer: Any = self
+        session, self._rewards = self.session, None
+        session.rows = inputs
+        batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        custom = getattr(trainer, "rollout_func", None)
+        if not session.selection.stock and {"old_per_token_logps", "sampling_per_token_logps"} <= batch.keys():
+            session.freshness.check_batch(
+                session.live_engine,
+                batch["sampling_per_token_logps"],
+                batch["old_per_token_logps"],
+                batch["completion_mask"] * batch.get("tool_mask", 1),
+                batch["completion_ids"],
+                temperature=trainer.temperature,
+                step=session.step,
+                own_sampler=custom is not None and not getattr(custom, "samples_from_session", False),
+            )
+        if "advantages" in batch:
+            batch["advantages"] = replaced(session, batch, self._rewards)
+        session.host.call("trlx_rollout_end", session=session, trajectories=self._trajectories())
+        metrics = trainer._metrics["train" if session.training else "eval"]
+        for name, value in session.metrics.items():
+            if value != []:  # TRL cannot take the mean of nothing
+                metrics[name] += value if isinstance(value, list) else [value]
+        return batch
+
+    def _trajectories(self) -> Any:
+        trainer: Any = self
+        return collect(
+            trainer._base_name,
+            self._generated,
+            rewards=self._rewards,
+            reward_weights=getattr(trainer, "reward_weights", None),
+            rank=self.session.ranks.rank,
+            weight_version=self.session.freshness.version,
+        )
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As in TRL; an out-of-memory error says who held what."""
+        with self.session.memory.reporting():
+            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+
+    def training_chat_template(self) -> str | None:
+        """TRL's template that preserves prefixes, None where the tokenizer's own does; ValueError where it has none."""
+        return get_training_chat_template(self.processing_class)  # type: ignore[attr-defined, no-any-return]
+
+
+GRPOTrainer = hybrid(trl.GRPOTrainer)
+RLOOTrainer = hybrid(trl.RLOOTrainer)
+DistillationTrainer = hybrid(trl.DistillationTrainer)
+TrlParser = suggesting(trl.TrlParser)
+
+
+class Follower(TrainerCallback):  # type: ignore[misc]
+    """Tells the session what the training loop does."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._first: FirstStep | None = None
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Open it: the model is prepared, sharded, its checkpoint loaded."""
+        session = self._session
+        session.open()
+        self._first = None if session.selection.stock else FirstStep(session.policy, session.ranks)
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Note what the first steps start from."""
+        if self._first is not None:
+            self._first.begins(kwargs["optimizer"])
+
+    def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Move the weight version on; see that the first steps changed something."""
+        self._session.freshness.changed()
+        if self._first is not None:
+            self._first.ended(self._session.step, kwargs["optimizer"])

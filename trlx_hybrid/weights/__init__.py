@@ -1,0 +1,1 @@
+"""The policy's weights: how the engine comes by them, and the proof that it has them."""

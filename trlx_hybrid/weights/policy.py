@@ -1,0 +1,369 @@
+"""The model being trained, as the engine needs to see it: whatever wraps, shards or adapts it."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .merging import adapted, parted_head
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
+FINGERPRINT_TENSORS, FINGERPRINT_ELEMENTS = 16, 256
+DIGEST_ELEMENTS = 1 << 24
+BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Policy:
+    """A view of the trainer's model. Everything that touches sharded tensors is collective: call it on all ranks.
+
+    Args:
+        model: returns the trainer's model; a function because `Trainer.train` may replace it by a wrapped one.
+        processing_class: the trainer's tokenizer or processor.
+        device: where full tensors are to be materialised.
+        fsdp_version: 1, 2, or None without FSDP.
+        gather: context manager that materialises ZeRO-3 parameters; does nothing otherwise.
+    """
+
+    def __init__(
+        self,
+        model: Callable[[], nn.Module],
+        processing_class: Any,
+        device: torch.device,
+        fsdp_version: int | None = None,
+        gather: Callable[[list[nn.Parameter]], Any] | None = None,
+    ) -> None:
+        self._model = model
+        self._gather = gather
+        self.processing_class = processing_class
+        self.device = device
+        self.fsdp_version = fsdp_version
+        self._names_of: dict[str, frozenset[str]] = {}  # checkpoint names per layer, learned by passing over it
+        self._units: list[Any] = []  # FSDP2's modules
+        self._units_of: tuple[nn.Module, type] | None = None  # the model they were found in
+
+    @property
+    def module(self) -> nn.Module:
+        """The trainer's model out of DDP and compile wrappers, with its adapters."""
+        module = self._model()
+        while isinstance(module, nn.parallel.DistributedDataParallel) or hasattr(module, "_orig_mod"):
+            module = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module._orig_mod  # type: ignore[assignment]
+        return module
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """The transformers model underneath any adapter."""
+        module: Any = self.module
+        return (
+            module.get_base_model() if hasattr(module, "peft_config") and hasattr(module, "get_base_model") else module
+        )  # type: ignore[no-any-return]
+
+    @property
+    def adapters(self) -> bool:
+        """Whether PEFT adapters sit on the base model."""
+        return hasattr(self.module, "peft_config")
+
+    @property
+    def architecture(self) -> str:
+        """Class name of the transformers model; FSDP2 puts a class of its own in front of it."""
+        return next(c.__name__ for c in type(self.base).__mro__ if not c.__name__.startswith("FSDP"))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype most parameters have."""
+        sizes: dict[torch.dtype, int] = {}
+        for p in self.module.parameters():
+            sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()
+        return max(sizes, key=lambda dtype: sizes[dtype])
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether tokens are routed to experts."""
+        config = self.base.config.get_text_config()
+        keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+        return any(getattr(config, key, None) for key in keys)
+
+    def refuses_gather(self) -> str | None:
+        """Why full weights cannot be read from this model, or None."""
+        if self.fsdp_version == 1:
+            return "FSDP1 flattens parameters. Set `fsdp_version: 2` in the accelerate config."
+        for name, p in self.module.named_parameters():
+            if type(p).__name__ in ("Params4bit", "Int8Params"):
+                return f"{name} is quantised by bitsandbytes: its bits are not the weights. Load the base in bf16."
+        return None
+
+    def full_weights(self, only: Set[str] | None = None, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and persistent buffer in full under its checkpoint name; one layer's tensors live at a time.
+
+        In-memory names are not checkpoint names in transformers 5 (fused experts, multimodal prefixes), so each
+        layer goes through the model's own conversion (`transformers.core_model_loading.revert_weight_conversion`).
+
+        Args:
+            only: checkpoint names to yield; layers known to hold none of them are not materialised.
+            merge: with the adapters merged, out of place; else the base weights as they are.
+        """
+        base = self.base
+        convert = _conversion(base)
+        weights = _saved(base, merge)
+        for layer, group in itertools.groupby(weights, key=lambda weight: _layer_of(weight[0])):
+            if only is not None and self._names_of.get(layer, only).isdisjoint(only):
+                continue
+            tensors = {name: self._materialise(read()) for name, read in group}
+            tensors = convert(tensors) if convert else tensors
+            self._names_of[layer] = self._names_of.get(layer, frozenset()) | frozenset(tensors)
+            yield from ((name, tensor) for name, tensor in tensors.items() if only is None or name in only)
+
+    def base_parameters(self) -> dict[str, nn.Parameter]:
+        """The base model's own parameters by their in-memory name, tied ones once, adapters left out."""
+        found = ((name, read()) for name, read in _weights(self.base, "", set(), merge=False))
+        return {name: p for name, p in found if isinstance(p, nn.Parameter)}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The base model's persistent buffers under their checkpoint names. Every rank has them in full."""
+        found = {name: t for name, read in _saved(self.base, merge=False) if not isinstance(t := read(), nn.Parameter)}
+        convert = _conversion(self.base) if found else None
+        return convert(found) if convert else found
+
+    def base_slots(self) -> dict[str, tuple[dict[str, nn.Parameter | None], str]]:
+        """Where each of `base_parameters` hangs: its module's own dict and its key there. The slot stays where another
+        parameter takes its place (`load_state_dict(assign=True)`)."""
+        slots: dict[int, tuple[dict[str, nn.Parameter | None], str]] = {}
+        for module in self.base.modules():
+            for key, parameter in module._parameters.items():
+                slots.setdefault(id(parameter), (module._parameters, key))
+        return {name: slots[id(p)] for name, p in self.base_parameters().items()}
+
+    def reshard(self) -> None:
+        """Make every parameter what the optimizer steps: FSDP2 leaves some modules unsharded after a forward pass."""
+        root = self.module
+        found_in = root, type(root)  # FSDP2 shards in place, and changes the class
+        if not self._units or self._units_of != found_in:  # a walk over 36 layers takes 1.4 ms
+            self._units = [module for module in root.modules() if hasattr(module, "_get_fsdp_state")]
+            self._units_of = found_in
+        for unit in self._units:
+            _finish_forward(unit)
+            unit.reshard()
+
+    @property
+    def converts(self) -> bool:
+        """Whether in-memory tensors differ from checkpoint tensors in name or shape."""
+        return _conversion(self.base) is not None
+
+    def checkpoint_parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """What the model's conversion makes of one in-memory tensor: checkpoint tensors, most often itself."""
+        convert = _conversion(self.base)
+        return convert({name: tensor}) if convert else {name: tensor}
+
+    def checkpoint_names(self) -> list[str]:
+        """The names `full_weights` yields. Costs a full pass, and is collective, unless there was one before."""
+        layers = dict.fromkeys(_layer_of(name) for name, _ in _saved(self.base, merge=False))
+        if not layers.keys() <= self._names_of.keys():
+            return [name for name, _ in self.full_weights()]
+        return [name for layer in layers for name in sorted(self._names_of[layer])]
+
+    def _materialise(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        if self._gather is not None and hasattr(tensor, "ds_id"):
+            with self._gather([tensor]):  # type: ignore[list-item]
+                return tensor.data.clone()
+        if hasattr(tensor, "full_tensor"):
+            return full(tensor)
+        return tensor
+
+    def fingerprint(self) -> int:
+        """A number that changes when this rank's trainable weights do: a hash of a few hundred bits of each of up to
+        16 tensors spread over the model. Cheap enough for every rollout; it catches loads nobody announced."""
+        trainable = [p for p in self.module.parameters() if p.requires_grad] or list(self.module.parameters())
+        stride = -(-len(trainable) // FINGERPRINT_TENSORS)
+        samples = []
+        for p in trainable[::stride]:
+            local: Tensor = getattr(p.detach(), "to_local", p.detach)()
+            flat = local.reshape(-1)
+            samples.append(flat[:: max(1, flat.numel() // FINGERPRINT_ELEMENTS)].float())
+        bits = torch.cat(samples).view(torch.int32).to(torch.int64)
+        positions = torch.arange(1, bits.numel() + 1, device=bits.device)
+        return int((bits * positions).sum())
+
+    def digest(self) -> int:
+        """A number over every bit that this rank holds of its trainable weights: one pass over them, on the device."""
+        total = torch.zeros((), dtype=torch.int64, device=self.device)
+        for p in self.module.parameters():
+            if p.requires_grad:
+                local: Tensor = getattr(p, "ds_tensor", getattr(p, "_local_tensor", p)).detach()
+                for part in torch.split(local.reshape(-1), DIGEST_ELEMENTS):  # cast to int64 in passing
+                    total = 31 * total + part.view(BITS[part.element_size()]).sum().to(self.device)
+        return int(total)
+
+    @torch.no_grad()
+    def log_probs(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], temperature: float = 1.0) -> Tensor:
+        """Teacher-forced log-probs of a completion, (T,) float32 on the CPU, dropout off."""
+        module = self.module
+        ids = torch.tensor([[*prompt_ids, *completion_ids]], device=self.device)
+        with _evaluating(module):
+            logits = module(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
+        logits = logits[0, len(prompt_ids) - 1 : -1].float() / temperature
+        targets = ids[0, len(prompt_ids) :, None]
+        scores: Tensor = logits.log_softmax(-1).gather(-1, targets)[:, 0]
+        return scores.cpu()
+
+
+def _saved(model: nn.Module, merge: bool) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Those of `_weights` that transformers writes into a checkpoint, a head that adapters parted included."""
+    ignored: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    return ((name, read) for name, read in _weights(model, "", set(), merge, parted_head(model)) if name not in ignored)
+
+
+def _weights(
+    module: nn.Module, prefix: str, seen: set[int], merge: bool, parted: nn.Module | None = None
+) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """(name, reader) of each parameter and persistent buffer in registration order, tied ones once, those of `parted`
+    always. Reading may merge, so it waits."""
+    seen = set() if module is parted else seen
+    wrapped = adapted(module)
+    if wrapped is not None:
+        merged = functools.cache(wrapped.merged)  # once for weight and bias; freed with the layer's readers
+        for name, p in wrapped.base.named_parameters():
+            if id(p) not in seen:
+                seen.add(id(p))
+                read = functools.partial(_item, merged, name) if merge else functools.partial(_identity, p)
+                yield unwrapped_name(f"{prefix}{name}"), read
+        yield from _weights(wrapped.base, prefix, seen, merge)  # what is left are its buffers
+        return
+    persistent = ((k, b) for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set)
+    for key, tensor in itertools.chain(module._parameters.items(), persistent):
+        if tensor is not None and id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield unwrapped_name(f"{prefix}{key}"), functools.partial(_identity, tensor)
+    for name, child in module.named_children():
+        yield from _weights(child, f"{prefix}{name}.", seen, merge, parted)
+
+
+def _identity(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _item(merged: Callable[[], dict[str, Tensor]], name: str) -> Tensor:
+    return merged()[name]
+
+
+def _finish_forward(module: Any) -> None:
+    """End the forward pass that FSDP2 takes a module for being in, as torch 2.13 does by itself.
+
+    accelerate shards the last norm and the head as one unit, and TRL multiplies by the head's weight without calling
+    the head. Until torch 2.13 the unit then waits for that call: an evaluation, which has no backward pass, leaves it
+    unsharded, and its parameters are not gathered for the next forward pass once a checkpoint has sharded them.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+    state = module._get_fsdp_state()
+    if not state._modules_to_run_forward:
+        return
+    state._modules_to_run_forward.clear()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
+    for owner in (state, *filter(None, groups)):
+        owner._training_state = TrainingState.IDLE
+
+
+def is_sharded(p: Tensor) -> bool:
+    """Whether this rank holds only a part of it: a DTensor (FSDP2), or a parameter of ZeRO-3."""
+    return hasattr(p, "full_tensor") or hasattr(p, "ds_id")
+
+
+def unwrapped_name(name: str) -> str:
+    """A parameter's or module's name without what checkpointing, compile and FSDP wrappers add to it."""
+    for prefix in WRAPPER_PREFIXES:
+        name = name.replace(prefix, "")
+    return name
+
+
+def _layer_of(name: str) -> str:
+    """Everything up to the first layer number: the unit that is converted and materialised together."""
+    match = re.match(r".*?\.\d+\.", name)
+    return match.group() if match else name.rpartition(".")[0]
+
+
+def _conversion(model: PreTrainedModel) -> Callable[[dict[str, Tensor]], dict[str, Tensor]] | None:
+    """The model's mapping from in-memory to checkpoint tensors, or None where they are the same."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import revert_weight_conversion
+
+    own = getattr(model, "_weight_conversions", None)
+    if not (own if own is not None else get_model_conversion_mapping(model, add_legacy=False)):
+        return None
+    return lambda tensors: revert_weight_conversion(model, tensors)
+
+
+@contextmanager
+def _evaluating(module: nn.Module) -> Iterator[None]:
+    modes = [(m, m.training) for m in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for m, training in modes:
+            m.training = training
+
+
+def full(tensor: Any) -> Tensor:
+    """A DTensor in full. Shards that are offloaded go to the mesh's device first, which is where it gathers."""
+    kind = tensor.device_mesh.device_type
+    return (tensor if tensor.device.type == kind else tensor.to(kind)).full_tensor()  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def whole(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Each in full: what is no DTensor as it is, the others new. Collective where any is sharded.
+
+    FSDP2 cuts the first dimension into equal pieces, the last ones shorter or empty. So every rank packs its pieces at
+    the size of the first, and one all-gather moves all tensors of a dtype. Other placements are gathered one by one.
+    """
+    found: list[Tensor] = list(tensors)
+    together: dict[tuple[Any, ...], list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        if not hasattr(tensor, "full_tensor"):
+            continue
+        dim = _sharded_dim(tensor)
+        if dim is None:
+            found[number] = full(tensor)
+        else:
+            together.setdefault((tensor.device_mesh, dim, tensor.dtype), []).append(number)  # type: ignore[attr-defined]
+    for (mesh, dim, _), numbers in together.items():
+        gathered = _gather([tensors[number] for number in numbers], mesh, dim)
+        for number, tensor in zip(numbers, gathered, strict=True):
+            found[number] = tensor
+    return found
+
+
+def _sharded_dim(tensor: Any) -> int | None:
+    """The mesh's dimension along which the tensor's first one is cut; None where it is cut in another way."""
+    cut = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    plain = len(cut) == 1 and type(tensor.placements[cut[0]]).__name__ == "Shard" and tensor.placements[cut[0]].dim == 0
+    return cut[0] if plain else None
+
+
+def _gather(tensors: Sequence[Any], mesh: Any, dim: int) -> list[Tensor]:
+    """All of one dtype."""
+    ranks = mesh.size(dim)
+    here = [tensor._local_tensor for tensor in tensors]
+    rows = [-(-tensor.shape[0] // ranks) for tensor in tensors]  # of a whole piece
+    sizes = [count * tensor.shape[1:].numel() for count, tensor in zip(rows, tensors, strict=True)]
+    mine = torch.empty(sum(sizes), dtype=here[0].dtype, device=mesh.device_type)
+    parts = torch.split(mine, sizes)
+    held = [part[: t.numel()] for part, t in zip(parts, here, strict=True)]
+    torch._foreach_copy_(held, [t.reshape(-1) for t in here])
+    everyone = torch.empty(ranks * len(mine), dtype=mine.dtype, device=mine.device)
+    dist.all_gather_into_tensor(everyone, mine, group=mesh.get_group(dim))
+    pieces = torch.split(everyone.view(ranks, -1), sizes, dim=1)
+    return [
+        piece.reshape(-1, *tensor.shape[1:])[: tensor.shape[0]] for piece, tensor in zip(pieces, tensors, strict=True)
+    ]

@@ -1,0 +1,226 @@
+"""Which weights the engine holds: versions, the sync that brings them up to date, and the proof of it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import ComponentError, SyncError
+from ..rollout.seeding import preserved_generators
+from ..types import SyncPlan, SyncReport
+from . import verify
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..config import HybridConfig
+    from ..memory.trainer_memory import TrainerMemory
+    from ..plugins.registry import Component
+    from ..plugins.selection import Choice, Selection
+    from ..protocols import Engine, WeightSync
+    from ..ranks import Ranks
+    from ..types import Sampling
+    from .policy import Policy
+
+logger = logging.getLogger(__name__)
+
+ENGINE = (
+    "Training on it would be off policy, so the run stops. The engine holds other weights than the trainer, or "
+    "computes something else with them. Report it with `trlx-hybrid env`; weights='gather' may serve meanwhile."
+)
+OWN_SAMPLER = (
+    "The log-probs are those that rollout_func returned. If it samples from this run's engine, the engine holds other "
+    "weights than the trainer; else they are not those of its completion_ids at the trainer's temperature, without "
+    "truncation, under the trainer's current weights. TRL corrects for the difference, as far as it is asked to."
+)
+
+
+class Freshness:
+    """Keeps engine and policy at one weight version.
+
+    A counter alone is not enough: adapters and checkpoints can be loaded by hand without an optimizer step, and
+    `Tensor._version` does not see fused optimizers. So a fingerprint of the policy's bits is compared as well.
+
+    Args:
+        memory: makes room where it does not hold policy and KV cache at once.
+        engine: what built the engine; None where TRL generates.
+        sampling: how the run samples.
+        autocast: what the trainer's matrix products are computed in.
+        call: calls a hook.
+
+    Attributes:
+        version: of the policy; grows with every optimizer step, checkpoint load and adapter load.
+        engine_version: of what the engine holds, None when it holds nothing to be sampled from.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        ranks: Ranks,
+        memory: TrainerMemory,
+        config: HybridConfig,
+        *,
+        engine: Component | None,
+        sampling: Sampling,
+        autocast: torch.dtype,
+        call: Callable[..., Any],
+    ) -> None:
+        self.version = 0
+        self.engine_version: int | None = None
+        self._policy, self._ranks, self._memory, self._config = policy, ranks, memory, config
+        self._component, self._sampling, self._autocast, self._call = engine, sampling, autocast, call
+        self._fingerprint: int | None = None
+        self._syncs = 0
+        self._names: list[str] = []
+        self._told = False  # that batches are not compared
+
+    def changed(self) -> None:
+        """The policy's weights are no longer what they were."""
+        self.version += 1
+
+    def forget(self) -> None:
+        """The engine's weights are gone: it was put to sleep, closed, or a sync failed half-way."""
+        self.engine_version = None
+
+    def sync(self, engine: Engine, weights: WeightSync) -> SyncReport | None:
+        """Bring the policy's weights into the engine and prove it; None when it holds them already. Collective.
+
+        Raises:
+            SyncError: the engine does not hold, or does not compute with, the policy's weights.
+        """
+        policy = self._policy
+        policy.reshard()
+        self._notice_silent_changes()
+        if self.engine_version == self.version:
+            return None
+        every = self._config.verify_every
+        full = self._syncs == 0 or (every > 0 and self._syncs % every == 0)
+        plan = SyncPlan(weights=weights.name, version=self.version, verify="full" if full else "sampled")
+        self._call("trlx_sync_start", plan=plan)
+        self.forget()
+        with preserved_generators():
+            started = time.perf_counter()
+            loaded = weights.sync()
+            seconds = time.perf_counter() - started
+            verified = self._check_bits(engine, weights, full)
+            self._fingerprint = policy.fingerprint()
+            gap = self._check_log_probs(engine) if full else None
+        self._syncs += 1
+        self.engine_version = self.version
+        report = SyncReport(
+            weights=weights.name,
+            version=self.version,
+            tensors=loaded.tensors,
+            bytes=loaded.bytes,
+            seconds=seconds,
+            verified=verified,
+            logprob_gap=gap,
+        )
+        self._call("trlx_sync_end", report=report)
+        return report
+
+    def check_batch(
+        self,
+        engine: Engine,
+        sampled: Tensor,
+        scored: Tensor,
+        mask: Tensor,
+        ids: Tensor,
+        *,
+        temperature: float,
+        step: int,
+        own_sampler: bool,
+    ) -> None:
+        """Hold what the trainer scored against what the engine sampled with. Collective; computes nothing anew.
+
+        Args:
+            sampled, scored, mask, ids: as in `verify.disagreement`.
+            temperature: that the trainer scored at.
+            step: optimizer steps done.
+            own_sampler: whether a user's `rollout_func` named the log-probs: such a run is warned, once, and goes on.
+
+        Raises:
+            SyncError: they differ by more than rounding explains, on some rank.
+        """
+        ranks, config = self._ranks, self._config
+        if config.max_logprob_gap == math.inf:
+            return
+        reason = self._sampling.reshaped_by(temperature) or verify.noise(self._policy.module)
+        if reason is not None:
+            if not self._told and ranks.rank == 0:
+                logger.warning("Engine and trainer are not compared token by token: %s makes them differ.", reason)
+            self._told = True
+            return
+        allowed = self._allowed(engine, config.max_logprob_gap)
+        if own_sampler:
+            mask = mask * ~sampled.isnan()  # it need not know all
+        found = verify.disagreement(sampled, scored, mask, ids, allowed)
+        if ranks.any(found is not None):
+            rank, what = next((r, w) for r, w in enumerate(ranks.gather(found)) if w is not None)
+            text = f"At step {step}, engine and trainer disagree on what was sampled: on rank {rank}, {what}. "
+            if not own_sampler:
+                raise SyncError(f"{text}{ENGINE} If it is rounding, raise HybridConfig.max_logprob_gap.")
+            if not self._told and ranks.rank == 0:
+                logger.warning("%s%s", text, OWN_SAMPLER)
+            self._told = True
+
+    def _notice_silent_changes(self) -> None:
+        if self.engine_version == self.version and self._ranks.any(self._fingerprint != self._policy.fingerprint()):
+            self.changed()
+
+    def _check_bits(self, engine: Engine, weights: WeightSync, full: bool) -> int:
+        checked = weights.check(full)
+        if checked is not None:
+            return checked
+        policy = self._policy
+        if not self._names:
+            self._names = policy.checkpoint_names()
+        return verify.check_bits(engine, policy, None if full else verify.sampled_names(self._names, self.version))
+
+    def _check_log_probs(self, engine: Engine) -> float:
+        """Engine and policy in turn where memory does not hold both: the probe samples first and is scored after."""
+        away = self._memory.make_room(["policy"])
+        engine.wake("kv_cache")
+        assert self._component is not None
+        prompt, completion = verify.sample_probe(engine, self._policy, self._component)
+        if away:
+            engine.sleep(keep_weights=True)
+            self._memory.come_back(["policy"])
+        allowed = self._allowed(engine).nats
+        return verify.check_log_probs(engine, self._policy, prompt, completion, allowed)
+
+    def _allowed(self, engine: Engine, nats: float | None = None) -> verify.Allowed:
+        return verify.Allowed.of(engine, self._policy, self._autocast, nats)
+
+
+def choose(selection: Selection, build: Callable[[Choice], WeightSync]) -> tuple[WeightSync, str]:
+    """The chosen weight sync, or the first in order that does not refuse; and why.
+
+    Args:
+        build: makes one for the run.
+
+    Raises:
+        ComponentError: the chosen one refuses, or all do. Says why.
+    """
+    chosen = selection.weights
+    if chosen is not None:
+        sync = build(chosen)
+        reason = sync.refuses()
+        if reason is not None:
+            raise ComponentError(f"weights={sync.name!r} cannot serve this run: {reason} Or let weights='auto' choose.")
+        return sync, chosen.why
+    refusals: list[str] = []
+    for path in selection.paths:
+        reason = path.component.unavailable()
+        if reason is None:
+            sync = build(path)
+            reason = sync.refuses()
+            if reason is None:
+                return sync, "; ".join(["auto", *refusals])
+        refusals.append(f"not {path.component.name}: {reason}")
+    raise ComponentError("No weight sync can serve this run. " + " ".join(refusals))

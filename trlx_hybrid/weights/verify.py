@@ -1,0 +1,215 @@
+"""Proof that the engine samples from the policy: its memory holds the policy's bits, and it computes the same numbers.
+
+Both are needed. Equal log-probs do not show a corrupted row of a large embedding, and equal bits do not show an
+engine that repacked or derived matrices from them (a tied head left stale was 0.24 nats off with equal parameters).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Set
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SyncError, listed
+from ..types import Completion, Request, Sampling
+
+if TYPE_CHECKING:
+    from ..plugins.registry import Component
+    from ..protocols import Engine
+    from ..ranks import Ranks
+    from .policy import Policy
+
+PROBE_TOKENS = 8
+SAMPLED_TENSORS = 8
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
+"""Largest allowed log-prob difference of one token, in nats. Healthy runs stay far below: 1e-6 in fp32 on CPU, about
+0.05 in bf16, where kernels differ in rounding. Stale or misplaced weights of a trained model exceed it at once."""
+
+QUANTIZED_TOLERANCE = 2.0
+"""The same for an engine that quantises: its numbers are others by design (fp8: 0.53 on random weights of 1.5B)."""
+
+SHARE, EXPERTS_SHARE, FEW = 0.01, 0.1, 3
+"""Of a whole batch's tokens, how many may exceed the tolerance where arithmetic rounds to 16 bits: this share, another
+one where tokens are routed to experts (in any dtype: a tie that rounds the other way takes another expert), and always
+a few. A batch has tens of thousands of tokens and the tolerance is the probe's, for eight: healthy bf16 runs differ by
+0.01 to 0.02 nats on average, and single improbable tokens by more than 0.5. Wrong weights show at most tokens."""
+
+NO_GRADIENT = 1e-6
+"""Adam divides by the gradient's size plus 1e-8: what is far above that makes a whole step, what is below it none."""
+
+
+def check_bits(engine: Engine, policy: Policy, only: Set[str] | None = None) -> int:
+    """Compare the engine's memory with the policy's weights, bit for bit in the engine's dtype.
+
+    Args:
+        only: checkpoint names to compare; None compares all.
+
+    Returns:
+        How many checkpoint tensors were compared.
+
+    Raises:
+        SyncError: names each tensor that differs.
+    """
+    compared = 0
+
+    def counted() -> Iterator[tuple[str, Tensor]]:
+        nonlocal compared
+        for name, tensor in policy.full_weights(only):
+            compared += 1
+            yield name, tensor
+
+    differing = engine.differing(counted())
+    if differing:
+        raise SyncError(
+            f"After the weight sync the engine holds other bits than the policy in {listed(differing)}. Sampling would "
+            "be off policy without a trace, so the run stops. Report it with `trlx-hybrid env`; another path may serve "
+            "meanwhile (HybridConfig.weights)."
+        )
+    return compared
+
+
+def sample_probe(engine: Engine, policy: Policy, component: Component) -> tuple[list[int], Completion]:
+    """A short prompt and what the engine samples from it. Collective."""
+    vocabulary = policy.base.config.get_text_config().vocab_size
+    prompt = [(7919 * i + 11) % vocabulary for i in range(1, PROBE_TOKENS + 1)]
+    sampling = Sampling(max_tokens=PROBE_TOKENS, logprobs=0, extra={"ignore_eos": True})
+    sampled = engine.generate([Request(prompt_ids=prompt, seed=0)], sampling)
+    return prompt, component.completions(sampled, 1)[0]
+
+
+def check_log_probs(engine: Engine, policy: Policy, prompt: list[int], completion: Completion, allowed: float) -> float:
+    """Score what the engine sampled with the policy. Collective.
+
+    Args:
+        allowed: nats that rounding explains, see `Allowed.of`.
+
+    Returns:
+        The largest absolute difference, in nats.
+
+    Raises:
+        SyncError: the difference exceeds what rounding explains.
+    """
+    ours = torch.tensor([float("nan") if p[0] is None else p[0] for p in completion.logprobs or []])
+    theirs = policy.log_probs(prompt, completion.token_ids)
+    gap = float((ours - theirs).abs().max())
+    if not gap <= allowed:  # a NaN must not pass
+        raise SyncError(
+            f"Engine and policy disagree by {gap:.3g} nats on a probe sequence after the weight sync "
+            f"(allowed: {allowed:g}). The weights are in place, so the engine computes something "
+            "else with them: a layer it repacks or derives from its weights, or another model definition. "
+            "Report it with `trlx-hybrid env`."
+        )
+    return gap
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """How far apart engine and trainer may be over the sampled tokens of one batch.
+
+    Attributes:
+        nats: largest difference of one token's log-probs.
+        share: of the tokens, how many may be further apart; a few always may, unless it is 0.
+    """
+
+    nats: float
+    share: float
+
+    @classmethod
+    def of(cls, engine: Engine, policy: Policy, autocast: torch.dtype, nats: float | None = None) -> Allowed:
+        """By the coarsest arithmetic that takes part.
+
+        Args:
+            autocast: what the trainer's matrix products are computed in.
+            nats: what the user allows for one token, if anything.
+        """
+        dtype = max((engine.dtype, policy.dtype, autocast), key=lambda dtype: torch.finfo(dtype).eps)
+        if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+            dtype = torch.float16  # which has as many bits
+        default = QUANTIZED_TOLERANCE if engine.quantized else TOLERANCE.get(dtype, max(TOLERANCE.values()))
+        exact = dtype is torch.float32 and not engine.quantized
+        return cls(nats or default, EXPERTS_SHARE if policy.has_experts else 0.0 if exact else SHARE)
+
+
+def noise(module: nn.Module) -> str | None:
+    """What makes its next forward pass random (dropout, a router's jitter, NEFTune's noise), or None."""
+    for name, child in module.named_modules():
+        plain = isinstance(child, nn.modules.dropout._DropoutNd)
+        for key, value in vars(child).items() if child.training else ():
+            random = key == "p" if plain else any(word in key for word in ("drop", "jitter", "noise"))
+            if random and isinstance(value, int | float) and value is not True and value > 0:
+                return f"{name}.{key}={value}"
+    return None
+
+
+def disagreement(sampled: Tensor, scored: Tensor, mask: Tensor, ids: Tensor, allowed: Allowed) -> str | None:
+    """What one batch shows against the engine, or None: the first token that is too far apart, and how many are.
+
+    Args:
+        sampled: log-probs that the engine sampled with, (B, T) float.
+        scored: the trainer's of the same tokens, (B, T) float.
+        mask: (B, T), not 0 where the engine sampled the token.
+        ids: token ids, (B, T).
+    """
+    mask = mask.bool()
+    beyond = mask & ~((sampled - scored).abs() <= allowed.nats)  # a NaN must not pass
+    number, tokens = int(beyond.sum()), int(mask.sum())
+    if number <= (max(FEW, allowed.share * tokens) if allowed.share else 0):
+        return None
+    row, token = beyond.nonzero()[0].tolist()
+    return (
+        f"token {token} of completion {row} (id {int(ids[row, token])}) was sampled at a log-prob of "
+        f"{float(sampled[row, token]):.6g}, and the trainer says {float(scored[row, token]):.6g}; {number} of {tokens} "
+        f"tokens are more than {allowed.nats:g} nats apart, and at most {allowed.share:.0%} may be"
+    )
+
+
+class FirstStep:
+    """Proof that the optimizer changes the weights that are synced, by the first step in which it has to.
+
+    An optimizer may own other memory than the model's parameters, or its updates may be rounded away. A step has to
+    change something where the learning rate and some gradient are above zero and no gradient overflowed; the steps
+    before it (a warm-up from 0, groups with equal rewards, a masked batch) show nothing.
+    """
+
+    def __init__(self, policy: Policy, ranks: Ranks) -> None:
+        self._policy, self._ranks = policy, ranks
+        self._before: int | None = None
+        self._done = False
+
+    def begins(self, optimizer: Any) -> None:
+        """A step begins; its learning rate is known."""
+        self._before = None
+        rates = [group.get("lr") or 0 for group in optimizer.param_groups]  # None: Adafactor makes its own
+        if not self._done and any(rate > 0 for rate in rates):
+            self._policy.reshard()  # as it will be after the step
+            self._before = self._policy.digest()
+
+    def ended(self, step: int, optimizer: Any) -> None:
+        """The optimizer has stepped, and the gradients are still there. Collective.
+
+        Raises:
+            SyncError: no bit of any trainable weight has changed, on any rank.
+        """
+        before, self._before = self._before, None
+        if before is None or getattr(optimizer, "step_was_skipped", False):
+            return
+        self._done = self._ranks.any(self._policy.digest() != before)
+        gradients = (p.grad for p in self._policy.module.parameters() if p.requires_grad and p.grad is not None)
+        local: Iterator[Tensor] = (getattr(g, "_local_tensor", g) for g in gradients)
+        if self._done or not self._ranks.any(any(bool((g.abs() > NO_GRADIENT).any()) for g in local)):
+            return
+        raise SyncError(
+            f"Step {step + 1} of the optimizer changed no bit of any trainable weight, although its gradients and its "
+            f"learning rate are not 0: what follows would train nothing. Weights in {self._policy.dtype} round updates "
+            "away that are small beside them: load the model in float32, or raise learning_rate. Or the optimizer was "
+            "made for other tensors than the model's parameters."
+        )
+
+
+def sampled_names(names: list[str], version: int) -> set[str]:
+    """A few checkpoint names that change from sync to sync, so that every tensor's turn comes."""
+    start = (version * SAMPLED_TENSORS) % max(1, len(names))
+    return {names[(start + i) % len(names)] for i in range(min(SAMPLED_TENSORS, len(names)))}

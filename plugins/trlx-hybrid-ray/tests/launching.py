@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 from trlx_hybrid_ray.launch import Job, accelerate_arguments
 from trlx_hybrid_ray.launch import launch as run
-from trlx_hybrid_ray.reaper import SHARED_MEMORY
+from trlx_hybrid_ray.reaper import SHARED_MEMORY, mapped
 
 SCRIPTS = Path(__file__).parent / "scripts"
 OBEDIENT = str(SCRIPTS / "obedient.py")
@@ -53,27 +53,17 @@ def launch(capfd, folder, script, *arguments, **settings):
 
 
 def leftovers(tag):
-    """Processes that mention `tag` in their command line or environment, and reapers; not this one."""
+    """Processes that mention `tag` in their command line or environment; not this one."""
     found = []
     for process in psutil.process_iter():
         try:
             line = " ".join(process.cmdline())
-            mine = tag in line or f"LEFT_BY={tag}" in _environment(process)
-            mine = mine or ("trlx-hybrid-launch-" in line and ours(process))
+            mine = tag in line or process.environ().get("LEFT_BY") == tag
             if mine and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
                 found.append(f"{process.pid} {line}")
         except psutil.Error:
             continue
     return found
-
-
-def mapped(pid):
-    """Names of shared memory that a process maps."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except OSError:  # it has just ended
-        return set()
-    return {line.partition(SHARED_MEMORY)[2] for line in lines if SHARED_MEMORY in line}
 
 
 class Segments(threading.Thread):
@@ -126,7 +116,3 @@ def nothing_left(tag, segments, seconds=10):
         time.sleep(0.2)
     segments.over.set()
     return left
-
-
-def _environment(process):
-    return " ".join(f"{name}={value}" for name, value in process.environ().items())

@@ -32,9 +32,9 @@ def start(folder, *arguments, **settings):
     )
 
 
-def ranks_wait(folder, what="waiting", seconds=90):
+def ranks_wait(folder, mark="waiting", seconds=90):
     """Both of obedient.py's ranks have begun to."""
-    deadline, marks = time.monotonic() + seconds, [folder / f"{what}.0", folder / f"{what}.1"]
+    deadline, marks = time.monotonic() + seconds, [folder / f"{mark}.{rank}" for rank in range(2)]
     while not all(mark.exists() for mark in marks):
         assert time.monotonic() < deadline, f"of {marks}, not all appeared"
         time.sleep(0.1)
@@ -104,7 +104,7 @@ def test_ranks_that_ignore_signals_are_killed(two_nodes, tmp_path, presses):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whom", ["group", "everything"])
+@pytest.mark.parametrize("whom", ["group", "everything", "ranks first"])
 def test_sigterm_to_more_than_the_launcher(tmp_path, whom):
     """`timeout` sends it to the whole process group, batch systems to all processes of a job: Ray's own, too."""
     segments = Segments()
@@ -112,6 +112,11 @@ def test_sigterm_to_more_than_the_launcher(tmp_path, whom):
     ranks_wait(tmp_path)
     if whom == "group":
         os.killpg(process.pid, signal.SIGTERM)
+    elif whom == "ranks first":
+        for rank in range(2):
+            os.kill(json.loads((tmp_path / f"waiting.{rank}").read_text())["pid"], signal.SIGTERM)
+        time.sleep(0.7)
+        process.terminate()
     else:
         launcher = psutil.Process(process.pid)
         for each in [*launcher.children(recursive=True), launcher]:

@@ -166,6 +166,8 @@ class Follower:
                 say(f"{which.name}: ending all ranks. Once more kills them at once.")
                 self._interrupted = which
                 if self._stopped_at is None:
+                    # A signal to all processes of a job may have reached ranks first: what it ended has not failed.
+                    self._failures = [f for f in self._failures if not self._signalled(f)]
                     self._stop(SIGINT if which == SIGINT else SIGTERM, now)
             else:
                 self._kill_at = min(self._kill_at, now)
@@ -322,6 +324,11 @@ class Follower:
         return failure.rank is not None and any(
             f.rank is None and f.node == failure.node and f.code == failure.code for f in self._failures
         )
+
+    def _signalled(self, failure: Failure) -> bool:
+        """Whether a signal to all processes of a job can be what ended it, or what it followed from."""
+        signalled = failure.rank is None or (failure.code or 0) < 0 or self._lost_peer(failure)
+        return signalled or self._error(failure)[0] == "KeyboardInterrupt"
 
     def _lost_peer(self, failure: Failure) -> bool:
         return failure.rank is not None and bool(LOST_PEER.search(self._error(failure)[0]))

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from trlx_hybrid.errors import ConfigError, listed
-from trlx_hybrid.trl.checkpoint import RESUME_VARIABLE
 
 from . import debugging
 from .errors import LaunchError, PlacementError, ScriptError
@@ -44,7 +43,7 @@ MACHINE = {
 """Variables that describe a machine, a login or a process, and not a run: each node keeps its own."""
 MACHINE_PREFIXES = (
     *("RAY_", "SSH_", "XDG_", "DBUS_", "SYSTEMD_", "INVOCATION_", "JOURNAL_"),
-    *("SLURM", "PMI_", "PMIX_", "OMPI_", "MPI_", "PALS_", "KUBERNETES_", "PET_", "TORCHELASTIC_", "TRLX_HYBRID_RAY_"),
+    *("SLURM", "PMI_", "PMIX_", "OMPI_", "MPI_", "PALS_", "KUBERNETES_", "PET_", "TORCHELASTIC_", "TRLX_HYBRID_R"),
 )
 
 
@@ -294,8 +293,11 @@ def variables(job: Job, run_id: str, start: int) -> dict[str, str]:
     told |= {name: os.environ[name] for name in (debugging.CHOICE, debugging.POST_MORTEM) if name in os.environ}
     if not job.gpus and job.config_file is None:
         told["ACCELERATE_USE_CPU"] = "true"
-    told.pop(RESUME_VARIABLE, None)
-    return told | ({RESUME_VARIABLE: "1"} if start else {})
+    if start:
+        from trlx_hybrid.trl.checkpoint import RESUME_VARIABLE  # imports torch, which a first start does not need
+
+        told[RESUME_VARIABLE] = "1"
+    return told
 
 
 # --- from the first start to the last ---------------------------------------------------------------------------------

@@ -183,7 +183,7 @@ class Segments:
             changed = os.stat(SHARED_MEMORY).st_mtime_ns
             if changed != self._changed:
                 for one in [self.pid, *descendants(self.owner, self.pid)]:
-                    self.seen |= _mapped(one)
+                    self.seen |= {name for name in mapped(one) if SEGMENT.fullmatch(name)}
                 if time.time_ns() - changed > 2e9:  # by then what uses a new one has mapped it
                     self._changed = changed
 
@@ -192,19 +192,20 @@ class Segments:
         left = {name for name in self.seen if os.path.exists(SHARED_MEMORY + name)}
         for entry in os.listdir("/proc") if left else ():
             if entry.isdecimal():
-                left -= _mapped(int(entry))
+                left -= mapped(int(entry))
         for name in left:
             with suppress(OSError):
                 os.unlink(SHARED_MEMORY + name)
         return sorted(left)
 
 
-def _mapped(pid: int) -> set[str]:
+def mapped(pid: int) -> set[str]:
+    """Names below /dev/shm that a process maps; nothing where it is gone or not ours."""
     names = set()
     for line in _read(f"/proc/{pid}/maps").splitlines():
         _, found, name = line.partition(SHARED_MEMORY.encode())
-        if found and SEGMENT.fullmatch(text := os.fsdecode(name)) and not text.endswith(" (deleted)"):
-            names.add(text)
+        if found and not name.endswith(b" (deleted)"):
+            names.add(os.fsdecode(name))
     return names
 
 

@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import OBEDIENT, Segments, launch, nothing_left
 from trlx_hybrid_ray.errors import PlacementError, ScriptError
-from trlx_hybrid_ray.follow import LOST_PEER, last_error
+from trlx_hybrid_ray.monitor import LOST_PEER, last_error
 from trlx_hybrid_ray.reaper import SHARED_MEMORY
 
 

@@ -369,7 +369,7 @@ def _attempt(
     """
     import ray
 
-    from .follow import Follower
+    from .monitor import Monitor
     from .node import NodeActor, Start
 
     # Detached: Ray ends other actors when their owner does not answer, as a launcher that is suspended. These end with
@@ -377,13 +377,13 @@ def _attempt(
     settled: Any = {"max_restarts": 0, "max_concurrency": 4, "lifetime": "detached"}
     kind: Any = ray.remote(NodeActor)
     actors = [kind.options(**settled, **placement.replica_options(number)).remote() for number in range(job.nodes)]
-    follower = Follower(job, placement, actors, head)
+    monitor = Monitor(job, placement, actors, head)
     try:
-        _answers(follower, [actor.pid.remote() for actor in actors], job.start_timeout, "Raise --start-timeout.")
+        _answers(monitor, [actor.pid.remote() for actor in actors], job.start_timeout, "Raise --start-timeout.")
         address = placement.bundles[0].node.address
         port = 0  # accelerate takes a free one by itself
         if job.nodes > 1:
-            (port,) = _answers(follower, [actors[0].free_port.remote(address)], CALL_SECONDS)
+            (port,) = _answers(monitor, [actors[0].free_port.remote(address)], CALL_SECONDS)
         told = variables(job, run_id, start)
         script = ["--module", "trlx_hybrid_ray.debugging", job.script] if job.debug else [job.script]
         starts = []
@@ -400,10 +400,10 @@ def _attempt(
                 alone=job.world == 1,
             )
             starts.append(actor.start.remote(what))
-        _answers(follower, starts, CALL_SECONDS)
-        return follower.until_over()
+        _answers(monitor, starts, CALL_SECONDS)
+        return monitor.until_over()
     finally:
-        follower.close()
+        monitor.close()
 
 
 def _folder(job: Job) -> str | None:
@@ -413,9 +413,7 @@ def _folder(job: Job) -> str | None:
     return None if ray.get_runtime_context().runtime_env.get("working_dir") else job.folder
 
 
-def _answers(
-    follower: Any, calls: list[Any], seconds: float, way_out: str = "See the logs of its raylet."
-) -> list[Any]:
+def _answers(monitor: Any, calls: list[Any], seconds: float, way_out: str = "See the logs of its raylet.") -> list[Any]:
     """What actors answer, in order.
 
     Raises:
@@ -430,7 +428,7 @@ def _answers(
         # One at a time: a node that is lost must not be learnt of only when the others have answered.
         done, waiting = ray.wait(waiting, timeout=None if timeout is None else max(0.0, until - time.monotonic()))
         if not done:
-            late = listed([follower.where(calls.index(call)) for call in waiting])
+            late = listed([monitor.where(calls.index(call)) for call in waiting])
             raise LaunchError(f"No answer within {seconds:g} s from node {late}. {way_out}")
         try:
             ray.get(done[0])
@@ -438,7 +436,7 @@ def _answers(
             cause = error.cause
             raise cause if isinstance(cause, LaunchError) else LaunchError(str(error)) from error
         except ray.exceptions.RayError as error:
-            where = follower.where(calls.index(done[0]))
+            where = monitor.where(calls.index(done[0]))
             raise LaunchError(f"Node {where} was lost while its ranks were started: {_first_line(error)}") from error
     found: list[Any] = ray.get(calls)
     return found

@@ -1,4 +1,4 @@
-"""Follows all nodes of one start to their end, names the failure that the others followed from, and ends the rest."""
+"""Watches all nodes of one start to their end, names the failure that the others followed from, and ends the rest."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class _Node:
         return self.lost or self.code is not None
 
 
-class Follower:
+class Monitor:
     """One start of all ranks, seen from the launcher.
 
     Args:

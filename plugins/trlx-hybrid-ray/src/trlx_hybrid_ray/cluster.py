@@ -328,7 +328,7 @@ def _started(settings: dict[str, Any], folder: Path) -> Iterator[str]:
 
     Ray leaves the processes of a cluster in the driver's process group. What ends a whole group with SIGTERM, as
     `timeout` and batch systems do, would take the cluster away while the driver needs it to end what it started. So a
-    child in a session of its own starts it, and ends it when this process does.
+    child in a session of its own starts it, and ends it when this process is killed.
 
     Raises:
         ClusterError: it does not start.
@@ -354,12 +354,11 @@ def _started(settings: dict[str, Any], folder: Path) -> Iterator[str]:
                 raise ClusterError(f"Ray did not start within {START_SECONDS:g} s. {''.join(last)}")
             yield told.decode().strip()
         finally:
-            process.stdin.close()
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(1.0 if hung() else STOP_SECONDS)
-            reaper.end("", process.pid, grace=0.0)  # whatever is left in its session
+            # Nobody uses it any more. Ray's own end asks one process after the other, and gives each a second.
             process.kill()
             process.wait()
+            reaper.end("", process.pid, grace=0.0)  # its session: the cluster's processes and workers
+            process.stdin.close()
             process.stdout.close()
 
 
@@ -368,19 +367,24 @@ def _serve(settings: dict[str, Any]) -> None:
     import ray
 
     parent = os.getppid()
-    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(stop, signal.SIG_IGN)
+    _outlive_signals()
     told = os.dup(1)
     os.dup2(2, 1)
     context: Any = ray.init(address=LOCAL, log_to_driver=False, logging_level=logging.ERROR, **settings)
-    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(stop, signal.SIG_IGN)  # Ray has set handlers of its own
+    _outlive_signals()  # Ray has set handlers of its own
     os.write(told, f"{context.address_info['gcs_address']}\n".encode())
     while os.getppid() == parent and not select.select([0], [], [], 0.5)[0]:
         pass
     ray.shutdown(wait_for_processes=True)
     if os.getppid() != parent:  # who would have removed it, with the token in it
         shutil.rmtree(settings["_temp_dir"], ignore_errors=True)
+
+
+def _outlive_signals() -> None:
+    """By handlers: what is ignored stays ignored in all that Ray starts, ranks included, and its log monitor would have
+    to be killed."""
+    for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(stop, lambda *_: None)
 
 
 @contextmanager

@@ -54,18 +54,18 @@ class Printer:
         self._lines: dict[Source, _Line] = {}
         self._open: Source | None = None  # whose unfinished line the cursor is in
         self._queue: queue.SimpleQueue[tuple[Source, bytes] | None] = queue.SimpleQueue()
-        self._waiting = 0
+        self._taken = self._shown = 0  # bytes; each is counted by one thread
         self._thread = threading.Thread(target=self._run, name="prints", daemon=True)
         self._thread.start()
 
     @property
     def has_room(self) -> bool:
         """Whether it keeps up."""
-        return self._waiting < ROOM
+        return self._taken - self._shown < ROOM
 
     def write(self, source: Source, data: bytes) -> None:
         """Bytes as they come, cut anywhere."""
-        self._waiting += len(data)
+        self._taken += len(data)
         self._queue.put((source, data))
 
     def close(self, seconds: float) -> bool:
@@ -86,7 +86,7 @@ class Printer:
             if entry is None:
                 break
             self._add(*entry)
-            self._waiting -= len(entry[1])
+            self._shown += len(entry[1])
         for source, line in self._lines.items():
             self._keep(source, line, line.decoder.decode(b"", final=True))
         self._show_unfinished(0.0)

@@ -163,7 +163,7 @@ class Monitor:
         while self._stops:
             which = self._stops.popleft()
             if self._interrupted is None:
-                say(f"{which.name}: ending all ranks. Once more kills them at once.")
+                self._say(f"{which.name}: ending all ranks. Once more kills them at once.")
                 self._interrupted = which
                 if self._stopped_at is None:
                     # A signal to all processes of a job may have reached ranks first: what it ended has not failed.
@@ -241,7 +241,7 @@ class Monitor:
 
         told = f"{what}, pid {pid} on node {self.where(number)}, has been stopped by a signal for {seconds:.0f} s"
         if seconds < STOPPED_SECONDS or self._job.debug:
-            say(f"{told}. `kill -CONT {pid}` there lets it go on.")
+            self._say(f"{told}. `kill -CONT {pid}` there lets it go on.")
         else:
             rank = int(what.removeprefix("rank ")) if what.startswith("rank ") else None
             self._fail(Failure(number, rank, time.time() - seconds, why=f"{told} (SIGSTOP, Ctrl-Z, a debugger)."))
@@ -290,17 +290,22 @@ class Monitor:
                 node.unclean = True
                 continue
             if left and not self._killed:
-                say(f"node {node.where} had leftovers, which were removed: {listed(left, 4)}")
+                self._say(f"node {node.where} had leftovers, which were removed: {listed(left, 4)}")
 
     def _stop_asked(self, number: int, _: FrameType | None) -> None:
         self._stops.append(Signals(number))
 
     # --- what is said -------------------------------------------------------------------------------------------------
 
+    def _say(self, text: str) -> None:
+        """In the printer's thread: a terminal that takes no more must not keep us from ending ranks."""
+        assert self._printer is not None
+        self._printer.write((HEAD, None, True), f"{text}\n".encode())
+
     def _names(self) -> dict[tuple[int, int | None], str]:
         """What stands in front of lines."""
         size, width = self._job.processes_per_node, len(str(self._job.world - 1))
-        names: dict[tuple[int, int | None], str] = {}
+        names: dict[tuple[int, int | None], str] = {(HEAD, None): ""}  # the launcher's own
         for number in range(len(self._nodes)):
             node = f"node {number} " if len(self._nodes) > 1 else ""
             names[number, None] = f"[{node}accelerate] "

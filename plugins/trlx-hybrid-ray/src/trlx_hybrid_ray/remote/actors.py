@@ -221,15 +221,18 @@ class RunningClock:
         return self._seconds
 
 
-def wait(references: Sequence[Any], seconds: float, count: int | None = None) -> tuple[list[Any], list[Any]]:
+def wait(
+    references: Sequence[Any], seconds: float, count: int | None = None, clock: RunningClock | None = None
+) -> tuple[list[Any], list[Any]]:
     """As `ray.wait`, for so many seconds in which this process ran: those that are there, and those that are not.
 
     Args:
         count: how many are enough; by default all.
+        clock: that the seconds are read from; by default they begin now.
     """
     import ray
 
-    clock, count = RunningClock(), len(references) if count is None else count
+    clock, count = clock or RunningClock(), len(references) if count is None else count
     while references:
         look = min(LOOK, max(0.0, seconds - clock.now()))
         ready, late = ray.wait(list(references), num_returns=count, timeout=look)
@@ -246,7 +249,7 @@ def arriving(references: Sequence[Any], seconds: float) -> Iterator[Any]:
     """
     clock, late = RunningClock(), list(references)
     while late:
-        ready, late = wait(late, seconds - clock.now(), count=1)
+        ready, late = wait(late, seconds, 1, clock)
         if not ready:
             raise TimeoutError
         yield from ready

@@ -29,7 +29,7 @@ from typing import Any
 
 from . import reaper
 from .cluster import environment
-from .errors import ScriptError
+from .errors import LaunchError, ScriptError
 from .reaper import OWNER_VARIABLE, Reaper, end, state
 
 TICK = 0.1  # seconds between two looks at files and processes
@@ -118,12 +118,22 @@ class NodeActor:
         return os.getpid()
 
     def free_port(self, address: str) -> int:
-        """A port on this node where nobody listens, for torch's rendezvous store."""
-        while True:
-            port = random.choice(PORTS)
-            with suppress(OSError):
-                socket.create_server((address, port)).close()
+        """A port on this node where nobody listens, for torch's rendezvous store.
+
+        Raises:
+            LaunchError: none can be had at this address.
+        """
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        for port in random.sample(PORTS, 100):
+            try:
+                socket.create_server((address, port), family=family).close()
                 return port
+            except OSError as error:
+                why = error
+        raise LaunchError(
+            f"Node {socket.gethostname()} cannot listen at {address}, the address that Ray has for it: {why}. Start "
+            "Ray there with --node-ip-address."
+        )
 
     def start(self, what: Start) -> int:
         """Start `accelerate launch`; returns its process.

@@ -18,7 +18,7 @@ from typing import Any
 from trlx_hybrid.errors import ConfigError, listed
 
 from . import debugging
-from .errors import LaunchError, PlacementError, ScriptError
+from .errors import LaunchError, PlacementError, ScriptError, brief
 from .placement import Placement, Request, reserve
 from .printer import say
 
@@ -437,10 +437,6 @@ def _answers(monitor: Any, calls: list[Any], seconds: float, way_out: str = "See
             raise cause if isinstance(cause, LaunchError) else LaunchError(str(error)) from error
         except ray.exceptions.RayError as error:
             where = monitor.where(calls.index(done[0]))
-            raise LaunchError(f"Node {where} was lost while its ranks were started: {_first_line(error)}") from error
+            raise LaunchError(f"Node {where} was lost while its ranks were started: {brief(error)}") from error
     found: list[Any] = ray.get(calls)
     return found
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -7,7 +7,6 @@ import getpass
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -254,11 +253,6 @@ def reserve(
     if show is not None:
         show(str(placement))
     return placement
-
-
-def to_stderr(text: str) -> None:
-    """For `show`."""
-    print(text, file=sys.stderr, flush=True)
 
 
 def _allowed(nodes: Sequence[Node], request: Request) -> list[Node]:

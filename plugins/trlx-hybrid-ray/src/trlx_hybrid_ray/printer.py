@@ -21,7 +21,7 @@ ROOM = 64 << 20  # bytes that wait for a terminal which takes no more
 
 
 def say(text: str) -> None:
-    """A line of the launcher's own. Whether anybody reads it makes no difference to the run."""
+    """A line of our own on standard error. Whether anybody reads it makes no difference to the run."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,8 @@ from trlx_hybrid.errors import EngineError, HybridError, listed
 
 from .. import debugging
 from ..errors import PlacementError, brief
-from ..placement import Placement, Request, reserve, to_stderr
+from ..placement import Placement, Request, reserve
+from ..printer import say
 from ..remote.actors import Pickled, wait
 from .actor import EngineActor
 
@@ -83,7 +83,7 @@ class EnginePool:
         if replica is None:
             return
         self.causes.append(f"{replica} died: {cause}")
-        _say(self.causes[-1])
+        say(self.causes[-1])
         if self._ranks.rank != 0:
             self._seen_dying[number] = cause
             return
@@ -142,7 +142,7 @@ class EnginePool:
         except HybridError as error:
             if first or not self.replicas:
                 raise
-            _say(f"{error} The run goes on with {len(self.replicas)} of {self._options.replicas} engines.")
+            say(f"{error} The run goes on with {len(self.replicas)} of {self._options.replicas} engines.")
         if not self.replicas:
             raise EngineError(f"No remote engine is left: {listed(self.causes, 3)}")
         return dict(sorted(self.replicas.items()))
@@ -224,7 +224,7 @@ def reserved(plan: ServerPlan, options: RemoteOptions, trainers: Mapping[str, Se
     found: list[Placement] = []
     try:
         for request in requests:
-            found.append(reserve(request, show=to_stderr))
+            found.append(reserve(request, show=say))
         for bundle in found[-1].bundles:
             if both := sorted({*bundle.gpus} & {*trainers.get(bundle.node.id, ())}):
                 raise PlacementError(
@@ -250,7 +250,3 @@ def _kill(replica: Replica) -> None:
     import ray
 
     ray.kill(replica.handle)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

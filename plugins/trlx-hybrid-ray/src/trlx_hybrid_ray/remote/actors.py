@@ -23,6 +23,7 @@ from .. import debugging
 from ..cluster import ADDRESS, LOCAL, NAMESPACE, connect
 from ..errors import brief
 from ..placement import Request, reserve
+from ..printer import say
 from ..worker_group.errors import DeadlineError, WorkerDiedError, WorkerError
 
 DEADLINE = 600.0
@@ -78,9 +79,9 @@ def ensure_connected() -> None:
         else:
             os.environ[BREAKPOINT] = before
         atexit.register(_connection.close)  # registered after Ray's own handler, so it runs before that
-    print(cluster, file=sys.stderr, flush=True)
+    say(str(cluster))
     if debugging.legacy():
-        print(f"debugger: {debugging.attach_command(cluster.address, cluster.token)}", file=sys.stderr, flush=True)
+        say(f"debugger: {debugging.attach_command(cluster.address, cluster.token)}")
 
 
 # --- to an actor and back -------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from trlx_hybrid.errors import ConfigError, RewardError, listed
 
 from .. import debugging
 from ..errors import brief
+from ..printer import say
 from ..worker_group.errors import DeadlineError, WorkerDiedError, WorkerError
 from .actors import (
     DEADLINE,
@@ -176,7 +177,7 @@ class RemoteReward:
                     f"{batch.missing[0]} of the batch: scoring ends the process. {died}",
                 ) from died
             if died is not None:
-                print(f"{died} Starting another in its place.", file=sys.stderr, flush=True)
+                say(f"{died} Starting another in its place.")
         batch.log()
         return batch.rewards
 

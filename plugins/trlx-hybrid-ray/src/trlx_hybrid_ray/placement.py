@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import getpass
+import math
 import os
 import secrets
 import socket
@@ -234,17 +235,26 @@ def reserve(
         ClusterError: the cluster's head does not answer.
     """
     until = None if deadline is None else time.monotonic() + deadline
-    group = None
+    group: PlacementGroup | None = None
+    asked: dict[str, str] = {}
     try:
-        while group is None:
+        while True:
             nodes = answer(alive_nodes)
             allowed = _allowed(nodes, request)
             if not request.fits(allowed, empty=True):
                 raise PlacementError(_refusal(request, nodes, allowed, None))
-            left = None if until is None else max(0.0, until - time.monotonic())
-            group = _created(request, allowed, left)
-            if group is None and left is not None and left <= 0:
-                raise PlacementError(_refusal(request, alive_nodes(), allowed, deadline))
+            selector = _selector(request, allowed)
+            if group is not None and selector != asked:  # a node has joined or left
+                _remove(group)
+                group = None
+            if group is None:
+                group, asked = _created(request, selector), selector
+            left = math.inf if until is None else until - time.monotonic()
+            # At least a moment: a deadline that has passed must not keep what is free from being had.
+            if group.wait(max(0.1, min(left, 1.0))):
+                break
+            if left <= 0:
+                raise PlacementError(_refusal(request, answer(alive_nodes), allowed, deadline))
         placement = Placement(request=request, group=group, bundles=_bundles(request, group, nodes))
     except BaseException:
         if group is not None:
@@ -272,29 +282,22 @@ def _means(asked: str, node: Node) -> bool:
     return asked == node.address or (len(asked) >= 6 and node.id.startswith(asked))
 
 
-def _created(request: Request, allowed: Sequence[Node], seconds: float | None) -> PlacementGroup | None:
-    """The group, or None where it could not be had. Ray keeps one that does not fit waiting for ever, and says nothing.
+def _selector(request: Request, allowed: Sequence[Node]) -> dict[str, str]:
+    """Ray's label selector of each bundle."""
+    nodes = {NODE_LABEL: f"in({','.join(node.id for node in allowed)})"} if request.nodes else {}
+    return dict(request.labels or {}) | nodes
 
-    A node that joins or leaves changes what is allowed, so this is tried in turns of a second."""
+
+def _created(request: Request, selector: dict[str, str]) -> PlacementGroup:
+    """The group, which Ray reserves in the background. It keeps one that does not fit waiting for ever."""
     from ray.util.placement_group import placement_group
 
-    selector = dict(request.labels or {})
-    if request.nodes:
-        selector[NODE_LABEL] = f"in({','.join(node.id for node in allowed)})"
-    group = placement_group(
+    return placement_group(
         [request.bundle] * request.replicas,
         strategy=request.strategy.upper(),
         name=f"{request.name}, pid {os.getpid()} of {_user()}@{socket.gethostname()} ({secrets.token_hex(4)})",
         bundle_label_selector=[selector] * request.replicas if selector else None,
     )
-    kept = False
-    try:
-        # At least a moment: a deadline that has passed must not keep what is free from being had.
-        kept = group.wait(max(0.1, min(seconds if seconds is not None else 1.0, 1.0)))
-    finally:
-        if not kept:
-            _remove(group)
-    return group if kept else None
 
 
 def _bundles(request: Request, group: PlacementGroup, nodes: Sequence[Node]) -> tuple[Bundle, ...]:

@@ -199,7 +199,7 @@ def answer(work: Callable[[], T], seconds: float = ANSWER_SECONDS) -> T:
 def ask(work: Callable[[], object], seconds: float = ANSWER_SECONDS) -> None:
     """The same at a run's end, where the cluster may be ending as well, and nothing depends on the answer."""
     with suppress(ClusterError):
-        answer(lambda: (work(),), seconds)
+        answer(work, seconds)
 
 
 def hung() -> bool:

@@ -49,6 +49,21 @@ def test_waits_end_and_say_who_is_late(session_cluster):
 
 
 @pytest.mark.slow
+def test_a_deadline_is_for_all_answers_together(session_cluster):
+    import ray
+
+    nap = ray.remote(num_cpus=0.1)(lambda seconds: time.sleep(seconds))
+    soon, late = nap.remote(4), nap.remote(60)
+    came = arriving([late, soon], 8)
+    assert next(came) == soon
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        next(came)
+    assert time.monotonic() - began < 5
+    ray.cancel(late, force=True)
+
+
+@pytest.mark.slow
 def test_a_trainer_that_was_stopped_for_longer_than_a_deadline_goes_on(session_cluster):
     script = Path(__file__).parent / "scripts" / "waiting.py"
     command = [sys.executable, str(script)]

@@ -292,12 +292,13 @@ def _created(request: Request, selector: dict[str, str]) -> PlacementGroup:
     """The group, which Ray reserves in the background. It keeps one that does not fit waiting for ever."""
     from ray.util.placement_group import placement_group
 
-    return placement_group(
+    group: PlacementGroup = placement_group(
         [request.bundle] * request.replicas,
         strategy=request.strategy.upper(),
         name=f"{request.name}, pid {os.getpid()} of {_user()}@{socket.gethostname()} ({secrets.token_hex(4)})",
         bundle_label_selector=[selector] * request.replicas if selector else None,
     )
+    return group
 
 
 def _bundles(request: Request, group: PlacementGroup, nodes: Sequence[Node]) -> tuple[Bundle, ...]:
@@ -310,7 +311,7 @@ def _bundles(request: Request, group: PlacementGroup, nodes: Sequence[Node]) -> 
     from ray.util import placement_group_table
 
     by_id = {node.id: node for node in nodes}
-    where = placement_group_table(group)["bundles_to_node_id"]
+    where = answer(functools.partial(placement_group_table, group))["bundles_to_node_id"]
     if gone := [node for node in where.values() if node not in by_id]:
         raise PlacementError(f"{request.name}: node {gone[0][:6]} joined the cluster or left it just now. Try again.")
     found = [Bundle(index=index, node=by_id[node]) for index, node in where.items()]
@@ -381,7 +382,7 @@ def _user() -> str:
 def _refusal(request: Request, nodes: Sequence[Node], allowed: Sequence[Node], waited: float | None) -> str:
     """The reason, the way out, and who holds what."""
     lines = [_reason(request, allowed, empty=waited is None)]
-    holders = _holders()
+    holders = answer(_holders)
     table = [["node", "free GPUs", "free CPUs", "held by"]]
     for node in nodes:
         free = [f"{node.free_gpus:g} of {node.gpus:g}", f"{node.free_cpus:g} of {node.cpus:g}"]

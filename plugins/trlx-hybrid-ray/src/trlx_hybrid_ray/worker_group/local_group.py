@@ -48,7 +48,7 @@ class Threads(Workers):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.locations = [Location("this process")] * self.world
-        self._given = Pickled.of((list(self._args), dict(self._kwargs)))
+        self._given = Serialized.of((list(self._args), dict(self._kwargs)))
         self._methods = {
             name: answering(method, getattr(self._worker, name)) for name, method in registered(self._worker).items()
         }
@@ -75,19 +75,21 @@ class Threads(Workers):
         self, method: Registered, chunks: Sequence[Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> list[Answer[Any]]:
         """See `Workers`."""
-        everyone = Pickled.of((list(args), dict(kwargs)))
-        given = [chunk if isinstance(chunk, Answer) else Pickled.of(chunk) for chunk in chunks or ()]
+        everyone = Serialized.of((list(args), dict(kwargs)))
+        given = [chunk if isinstance(chunk, Answer) else Serialized.of(chunk) for chunk in chunks or ()]
         answers = []
         for rank in range(1 if method.dispatch == "rank_zero" else self.world):
             chunk = given[rank // self.tensor_parallel] if given else None
             answers.append(self._enqueued(rank, functools.partial(self._answered, method.name, rank, chunk, everyone)))
         return answers
 
-    def _answered(self, name: str, rank: int, chunk: Pickled | Answer[Any] | None, everyone: Pickled) -> Pickled:
+    def _answered(
+        self, name: str, rank: int, chunk: Serialized | Answer[Any] | None, everyone: Serialized
+    ) -> Serialized:
         args, kwargs = everyone.copy()
         if chunk is not None:
             args = [(chunk.result() if isinstance(chunk, Answer) else chunk).copy(), *args]
-        return Pickled.of(self._methods[name](self._objects[rank], *args, **kwargs))
+        return Serialized.of(self._methods[name](self._objects[rank], *args, **kwargs))
 
     def _enqueued(self, rank: int, work: Callable[[], Any]) -> Answer[Any]:
         answer: Answer[Any] = Answer()
@@ -104,7 +106,7 @@ class Threads(Workers):
         values = [answer.result() for answer in answers if answer in there]
         if late:
             raise TimeoutError
-        return [value.copy() if isinstance(value, Pickled) else value for value in values]
+        return [value.copy() if isinstance(value, Serialized) else value for value in values]
 
     def failure(self, position: int, answer: Answer[Any]) -> Failure | None:
         """See `Workers`."""
@@ -149,14 +151,14 @@ def _serve(todo: queue.SimpleQueue[Any]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Pickled:
+class Serialized:
     """A value on its way, copied as Ray would copy it: pickled, its large buffers beside it."""
 
     body: bytes
     buffers: tuple[bytes, ...]
 
     @classmethod
-    def of(cls, value: Any) -> Pickled:
+    def of(cls, value: Any) -> Serialized:
         """With Ray's pickle, so that what can be sent there can be sent here."""
         from ray import cloudpickle
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .config import HybridConfig
 from .errors import ConfigError, EngineError, HybridError, StaleWeightsError
-from .memory.ledger import unwrapped
+from .memory.ledger import torch_optimizer
 from .plugins.hookspecs import hookimpl
 from .plugins.host import Host, check_ranks_agree
 from .plugins.selection import TrainerArguments, select
@@ -121,7 +121,7 @@ class HybridEngine:
             ),
             ranks=ranks,
             step=lambda: self._steps,
-            optimizer=lambda: unwrapped(optimizer),
+            optimizer=lambda: torch_optimizer(optimizer),
         )
 
     @contextmanager
@@ -227,7 +227,7 @@ def _arguments(optimizer: torch.optim.Optimizer | None, precision: str, seed: in
     """What components read of a trainer's arguments."""
     arguments = SimpleNamespace(seed=seed, bf16=precision == "bf16", fp16=precision == "fp16", optim="sgd")
     if optimizer is not None:
-        inner = unwrapped(optimizer)
+        inner = torch_optimizer(optimizer)
         name = type(inner).__name__.lower()
         arguments.optim = {"adam": "adamw_torch", "adamw": "adamw_torch", "adamw8bit": "adamw_8bit"}.get(name, name)
         arguments.learning_rate = max(group["lr"] for group in inner.param_groups)

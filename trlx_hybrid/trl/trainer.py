@@ -32,7 +32,7 @@ from ..weights.verify import FirstStep
 from . import tool_calling
 from .arguments import check_skipped, refuse_empty, sampling_of, selecting, suggesting, trainer_arguments
 from .checkpoint import Checkpointing
-from .generation import Generation, collect
+from .generation import Generation, trajectories_of
 from .rewards import HOOK, checked_reward, refuse_missing_package, replaced, without_masked
 
 if TYPE_CHECKING:
@@ -257,7 +257,7 @@ class HybridTrainer(Checkpointing):
 
     def _trajectories(self) -> Any:
         trainer: Any = self
-        return collect(
+        return trajectories_of(
             trainer._base_name,
             self._generated,
             rewards=self._rewards,

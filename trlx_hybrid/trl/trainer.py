@@ -1,4 +1,4 @@
-"""The seam to TRL 1.16: the only file that imports trl, and all that knows its internals.
+"""The trainers, as subclasses of TRL 1.16's: the only file that imports trl.
 
 TRL's generating trainers reach vLLM through two methods of `self.vllm_generation`, guarded by `self.use_vllm`. The
 subclass makes `use_vllm` a property that is False until our engine is chosen and TRL's `__init__` is over, so TRL
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 GENERATING = (trl.GRPOTrainer, trl.RLOOTrainer, trl.DistillationTrainer)
 OWN_ENGINE = {"SDPOTrainer", "SDFTTrainer", "GOLDTrainer", "IWOPDTrainer"}
-"""Experimental trainers that build a VLLMGeneration of their own, past the seam."""
+"""Experimental trainers that build a VLLMGeneration of their own, which ours cannot replace."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Which weights the engine holds: versions, the sync that brings them up to date, and the proof of it."""
+"""Which weights the engine holds: versions, the sync that brings them up to date, and the check of it."""
 
 from __future__ import annotations
 

@@ -164,7 +164,7 @@ class HybridEngine:
             yield
         finally:
             self._steps += 1
-            self.session.freshness.changed()
+            self.session.versions.changed()
 
     def on_reshard_start(self, function: Start) -> Start:
         """Decorator: call `function(plan)` before weights are brought into the engine."""
@@ -201,7 +201,7 @@ class HybridEngine:
     def load_state(self, folder: str | Path) -> None:
         """Take up what `save_state` wrote, after the model was loaded. On every rank."""
         self.session.load_state(Path(folder), self._steps)
-        self._steps = self.session.freshness.version
+        self._steps = self.session.versions.version
 
     def close(self) -> None:
         """Free the engine; the model keeps its weights. Safe to call twice.

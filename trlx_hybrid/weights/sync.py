@@ -40,7 +40,7 @@ OWN_SAMPLER = (
 )
 
 
-class Freshness:
+class WeightVersions:
     """Keeps engine and policy at one weight version.
 
     A counter alone is not enough: adapters and checkpoints can be loaded by hand without an optimizer step, and

@@ -53,7 +53,7 @@ class _Observer:
 
 
 def step(host: Host, session: Any, number: int, trajectories: Sequence[Trajectory]) -> None:
-    """The hook calls of one training step, as Session, Freshness and the trainer make them."""
+    """The hook calls of one training step, as Session, WeightVersions and the trainer make them."""
     plan = SyncPlan(weights="alias", version=number, verify="sampled")
     report = SyncReport(weights="alias", version=number, tensors=0, bytes=0, seconds=0.0)
     host.call("trlx_leave_phase", session=session, phase=Phase.TRAIN, step=number)

@@ -137,7 +137,7 @@ class SyncingHybrid(Syncing, Hybrid):
     def phase_sync(self, turn: int) -> Timed:
         """All of it: version, fingerprint, hooks, and for `gather` the comparison of a sample of tensors."""
         session = self._trainer.session
-        return self.perturbed(turn, lambda: session.freshness.sync(session.live_engine, session.weights))
+        return self.perturbed(turn, lambda: session.versions.sync(session.live_engine, session.weights))
 
     def engine_digest(self) -> int | None:
         """None for `lora`, whose engine holds base and adapter apart; the path's full proof compares all their bits."""

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from trlx_hybrid.errors import ConfigError, HybridError, MemoryPlanError
-from trlx_hybrid.memory.arena import ALIGNMENT, Arena, FreeRanges, Piece, aligned
+from trlx_hybrid.memory.arena import ALIGNMENT, Arena, ByteRange, FreeRanges, aligned
 
 CHUNK = 4096
 steps = st.lists(st.tuples(st.booleans(), st.integers(0, 3 * CHUNK), st.integers(0, 10**6)), max_size=40)
@@ -54,19 +54,19 @@ def test_it_grows_by_chunks_only_when_it_must_and_never_shrinks():
     assert [p.bytes for p in large] == [CHUNK, CHUNK]
     arena.give_back(large)
     [again] = arena.take([10])
-    assert (again, arena.bytes) == ([Piece(0, 0, 10)], 2 * CHUNK)
+    assert (again, arena.bytes) == ([ByteRange(0, 0, 10)], 2 * CHUNK)
 
 
 def test_a_hole_that_holds_it_all_is_preferred_to_splitting():
     free = FreeRanges(CHUNK)
     free.grow(), free.grow()
     first, _second = free.take(CHUNK - ALIGNMENT), free.take(CHUNK // 2)
-    assert free.take(CHUNK // 2) == [Piece(1, CHUNK // 2, CHUNK)]
+    assert free.take(CHUNK // 2) == [ByteRange(1, CHUNK // 2, CHUNK)]
     free.give_back(first)
-    assert free.take(CHUNK) == [Piece(0, 0, CHUNK)]
+    assert free.take(CHUNK) == [ByteRange(0, 0, CHUNK)]
 
 
-@pytest.mark.parametrize("again", [Piece(0, 0, 100), Piece(0, 512, 1024), Piece(0, 0, 2048)])
+@pytest.mark.parametrize("again", [ByteRange(0, 0, 100), ByteRange(0, 512, 1024), ByteRange(0, 0, 2048)])
 def test_giving_back_twice_is_refused(again):
     free = FreeRanges(CHUNK)
     free.grow()
@@ -86,7 +86,7 @@ def test_closing_with_state_inside_is_refused_unless_asked_for():
     arena.close(discard=True)
     arena.close()
     assert (arena.bytes, arena.bytes_taken) == (0, 0)
-    assert arena.take([5]) == [[Piece(0, 0, 5)]]
+    assert arena.take([5]) == [[ByteRange(0, 0, 5)]]
 
 
 def test_a_host_without_memory_is_named(monkeypatch):

@@ -12,7 +12,7 @@ from trlx_hybrid.errors import ConfigError, SyncError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.types import Completion, Sampling
 from trlx_hybrid.weights.policy import Policy
-from trlx_hybrid.weights.sync import Freshness
+from trlx_hybrid.weights.sync import WeightVersions
 from trlx_hybrid.weights.verify import Allowed, FirstStep, disagreement, noise
 
 ALONE = SimpleNamespace(any=bool)
@@ -137,13 +137,13 @@ def test_the_probe_after_a_sync_is_held_to_the_coarsest_arithmetic_too():
     part.generate = lambda requests, sampling: [sampled]
     memory = SimpleNamespace(make_room=lambda owners: 0)
 
-    def freshness(autocast):
+    def versions(autocast):
         given = {"engine": component, "sampling": None, "autocast": autocast, "call": None}
-        return Freshness(part, ALONE, memory, HybridConfig(), **given)
+        return WeightVersions(part, ALONE, memory, HybridConfig(), **given)
 
-    assert freshness(torch.bfloat16)._check_log_probs(part) == pytest.approx(0.05)
+    assert versions(torch.bfloat16)._check_log_probs(part) == pytest.approx(0.05)
     with pytest.raises(SyncError, match=r"disagree by 0\.05 nats"):
-        freshness(torch.float32)._check_log_probs(part)
+        versions(torch.float32)._check_log_probs(part)
 
 
 @pytest.mark.parametrize("given", [{"lr": 0.0}, {"gradient": 0.0}, {"gradient": 1e-12}])

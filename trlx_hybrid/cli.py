@@ -1,4 +1,4 @@
-"""`trlx-hybrid`: what is loaded, what can run here, and what a bug report needs."""
+"""`trlx-hybrid`: what is loaded, what can run here, what a bug report needs, and the commands of plugins."""
 
 from __future__ import annotations
 

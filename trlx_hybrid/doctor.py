@@ -23,7 +23,7 @@ PACKAGES = (
 )
 
 SUPPORTED = {"trl": "1.16", "transformers": "5.17", "accelerate": "1.15", "peft": "0.21"}
-"""Release series the seam was written and tested against."""
+"""Release series that this package was written for and is tested with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from .config import HybridConfig
 from .errors import ConfigError, EngineError, HybridError, StaleWeightsError
-from .memory.ledger import unwrapped
+from .memory.ledger import torch_optimizer
 from .plugins.hookspecs import hookimpl
 from .plugins.host import Host, check_ranks_agree
 from .plugins.selection import TrainerArguments, select
@@ -121,7 +121,7 @@ class HybridEngine:
             ),
             ranks=ranks,
             step=lambda: self._steps,
-            optimizer=lambda: unwrapped(optimizer),
+            optimizer=lambda: torch_optimizer(optimizer),
         )
 
     @contextmanager
@@ -164,7 +164,7 @@ class HybridEngine:
             yield
         finally:
             self._steps += 1
-            self.session.freshness.changed()
+            self.session.versions.changed()
 
     def on_reshard_start(self, function: Start) -> Start:
         """Decorator: call `function(plan)` before weights are brought into the engine."""
@@ -201,7 +201,7 @@ class HybridEngine:
     def load_state(self, folder: str | Path) -> None:
         """Take up what `save_state` wrote, after the model was loaded. On every rank."""
         self.session.load_state(Path(folder), self._steps)
-        self._steps = self.session.freshness.version
+        self._steps = self.session.versions.version
 
     def close(self) -> None:
         """Free the engine; the model keeps its weights. Safe to call twice.
@@ -227,7 +227,7 @@ def _arguments(optimizer: torch.optim.Optimizer | None, precision: str, seed: in
     """What components read of a trainer's arguments."""
     arguments = SimpleNamespace(seed=seed, bf16=precision == "bf16", fp16=precision == "fp16", optim="sgd")
     if optimizer is not None:
-        inner = unwrapped(optimizer)
+        inner = torch_optimizer(optimizer)
         name = type(inner).__name__.lower()
         arguments.optim = {"adam": "adamw_torch", "adamw": "adamw_torch", "adamw8bit": "adamw_8bit"}.get(name, name)
         arguments.learning_rate = max(group["lr"] for group in inner.param_groups)

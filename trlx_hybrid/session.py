@@ -24,7 +24,7 @@ from .plugins.registry import BUILTIN
 from .rollout.sampler import Sampler
 from .rollout.seeding import preserved_generators
 from .types import Completion, Phase, Sampling
-from .weights.sync import Freshness, choose
+from .weights.sync import WeightVersions, choose
 
 if TYPE_CHECKING:
     from .plugins.host import Host, PluginInfo
@@ -48,7 +48,7 @@ class Session:
         weights_why: why this weight sync, and why not the cheaper ones.
         phase: who owns the memory now.
         memory: what the trainer holds, and the ledger of all owners.
-        freshness: weight versions of policy and engine.
+        versions: weight versions of policy and engine.
         training: whether the current rollout is for training (or for evaluation).
         rows: the dataset's rows of this rank's batch, as TRL gave them, in the order of its prompts.
         metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs, which hold the mean since their
@@ -92,7 +92,7 @@ class Session:
         built_in = rollout is None or rollout.component.plugin == BUILTIN
         source = engine if built_in else rollout
         self.sampler = Sampler(ranks, sampling, args.seed, source.component if source else None)
-        self.freshness = Freshness(
+        self.versions = WeightVersions(
             policy,
             ranks,
             self.memory,
@@ -135,7 +135,7 @@ class Session:
         engine, started = self.live_engine, time.perf_counter()
         with self.memory.reporting():
             self._cross_to(Phase.ROLLOUT, lambda: self._bring_up(engine))
-            self.sampler.begin("train" if training else "eval", self.freshness.version)
+            self.sampler.begin("train" if training else "eval", self.versions.version)
             try:
                 yield
             finally:
@@ -162,18 +162,18 @@ class Session:
         self.memory.make_room()
         engine.wake("weights")
         if engine.weights_lost:
-            self.freshness.forget()
-        report = self.freshness.sync(engine, self.weights)
+            self.versions.forget()
+        report = self.versions.sync(engine, self.weights)
         self.memory.make_room(["policy"])
         engine.wake("kv_cache")
-        self.metrics = {"hybrid/weight_version": float(self.freshness.version), **self.memory.metrics(Phase.ROLLOUT)}
+        self.metrics = {"hybrid/weight_version": float(self.versions.version), **self.memory.metrics(Phase.ROLLOUT)}
         if report is not None:
             self.metrics |= {"hybrid/sync_seconds": report.seconds, "hybrid/sync_bytes": float(report.bytes)}
 
     def _put_down(self, engine: Engine) -> None:
         assert self.weights is not None
         if self.weights.put_back():
-            self.freshness.forget()
+            self.versions.forget()
         engine.sleep(keep_weights=self.weights.keeps_weights)
         self.memory.come_back()
         self.metrics |= self.memory.metrics(Phase.TRAIN)
@@ -207,7 +207,7 @@ class Session:
         return self.rollout.converse(self, dialogues, limits, request)
 
     def _require_current(self) -> None:
-        versions = self.freshness
+        versions = self.versions
         if self.phase is not Phase.ROLLOUT or versions.engine_version != versions.version:
             raise StaleWeightsError(
                 f"The engine holds weight version {versions.engine_version}, the policy is at {versions.version}, and "
@@ -223,7 +223,7 @@ class Session:
     @property
     def weight_version(self) -> int:
         """Of the policy."""
-        return self.freshness.version
+        return self.versions.version
 
     # --- components -------------------------------------------------------------------------------------------------
 
@@ -300,7 +300,7 @@ class Session:
 
     def weights_changed(self) -> None:
         """The policy's weights changed, frozen ones perhaps: the next rollout syncs all. Call it on every rank."""
-        self.freshness.changed()
+        self.versions.changed()
         if self.weights is not None:
             self.weights.forget()
 
@@ -309,14 +309,14 @@ class Session:
     def save_state(self, folder: Path) -> None:
         """Write what a resume needs to sample on as if it had not been interrupted. Rank 0 only."""
         file = folder / f"{STATE_FILE}.part"  # renamed when it is whole, so that a kill leaves none that is not
-        file.write_text(json.dumps({"weight_version": self.freshness.version}))
+        file.write_text(json.dumps({"weight_version": self.versions.version}))
         file.replace(folder / STATE_FILE)
 
     def load_state(self, folder: Path, step: int) -> None:
         """Take up a checkpoint; one that stock TRL wrote counts a version per optimizer step."""
         file = folder / STATE_FILE
-        self.freshness.version = json.loads(file.read_text())["weight_version"] if file.exists() else step
-        self.freshness.forget()
+        self.versions.version = json.loads(file.read_text())["weight_version"] if file.exists() else step
+        self.versions.forget()
         self.sampler.forget()
 
     def release_engine(self) -> None:
@@ -330,7 +330,7 @@ class Session:
             self.weights.release()
         self.engine = self.memory.engine = self.weights = self.rollout = None
         self.memory.reclaim()
-        self.freshness.forget()
+        self.versions.forget()
 
     def _leave_at_exit(self) -> None:
         """Before all that was registered until now, as vLLM's allocator."""

@@ -176,7 +176,7 @@ class SyncReport:
     Attributes:
         tensors: checkpoint tensors written.
         bytes: bytes handed to the engine on this rank.
-        seconds: wall time of the transfer, proofs excluded.
+        seconds: wall time of the transfer, checks excluded.
         verified: checkpoint tensors compared with the engine's memory afterwards.
         logprob_gap: largest absolute difference between engine and policy on the probe sequence, in nats;
             None when the probe was not run.

@@ -55,7 +55,7 @@ def main(out: Path, options: dict[str, str]) -> None:
                 "loss": [log["loss"] for log in logs],
                 "grad_norm": [float(log["grad_norm"]) for log in logs],
                 "gap": [log["sampling/sampling_logp_difference/max"] for log in logs],
-                "version": trainer.session.freshness.engine_version,
+                "version": trainer.session.versions.engine_version,
             }
         )
     report["distributed_type"] = str(trainer.accelerator.distributed_type)

@@ -68,7 +68,7 @@ class Arena:
             self._chunks.append(self._chunk())
             self._free.grow()
 
-    def take(self, sizes: Sequence[int]) -> list[list[Piece]]:
+    def take(self, sizes: Sequence[int]) -> list[list[ByteRange]]:
         """Ranges for several buffers of `sizes` bytes, growing where needed. All or none.
 
         Raises:
@@ -77,11 +77,11 @@ class Arena:
         self.reserve(sum(aligned(size) for size in sizes))
         return [self._free.take(size) for size in sizes]
 
-    def give_back(self, pieces: Iterable[Piece]) -> None:
+    def give_back(self, pieces: Iterable[ByteRange]) -> None:
         """Let others have these ranges. Copies from them may still be under way on `stream`."""
         self._free.give_back(pieces)
 
-    def view(self, piece: Piece) -> Tensor:
+    def view(self, piece: ByteRange) -> Tensor:
         """Its memory: uint8, on the host. Valid until it is given back."""
         return self._chunks[piece.chunk][piece.start : piece.stop]
 
@@ -173,7 +173,7 @@ ALIGNMENT = 512  # bytes; where ranges start, so that one odd size does not slow
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Piece:
+class ByteRange:
     """Bytes `start` to `stop` (exclusive) of a chunk."""
 
     chunk: int
@@ -196,15 +196,15 @@ class FreeRanges:
     def __init__(self, chunk_bytes: int) -> None:
         self.chunk_bytes = chunk_bytes
         self.chunks = self.bytes = 0
-        self._holes: list[Piece] = []  # sorted and disjoint, neighbours joined
+        self._holes: list[ByteRange] = []  # sorted and disjoint, neighbours joined
 
     def grow(self) -> None:
         """One more chunk, all free."""
-        self._holes.append(Piece(self.chunks, 0, self.chunk_bytes))
+        self._holes.append(ByteRange(self.chunks, 0, self.chunk_bytes))
         self.chunks += 1
         self.bytes += self.chunk_bytes
 
-    def take(self, nbytes: int) -> list[Piece]:
+    def take(self, nbytes: int) -> list[ByteRange]:
         """Pieces of `nbytes` together: the first hole that holds them all, else as many holes as it takes, in order.
 
         Raises:
@@ -218,17 +218,17 @@ class FreeRanges:
         while need:
             hole = self._holes[index]
             size = min(need, hole.bytes)
-            taken.append(Piece(hole.chunk, hole.start, hole.start + size))
-            rest = Piece(hole.chunk, hole.start + size, hole.stop)
+            taken.append(ByteRange(hole.chunk, hole.start, hole.start + size))
+            rest = ByteRange(hole.chunk, hole.start + size, hole.stop)
             self._holes[index : index + 1] = [rest] if rest.bytes else []
             self.bytes -= size
             need -= size
         if taken:  # the padding of the last one is taken too, but not shown
             last = taken[-1]
-            taken[-1] = Piece(last.chunk, last.start, last.stop - (aligned(nbytes) - nbytes))
+            taken[-1] = ByteRange(last.chunk, last.start, last.stop - (aligned(nbytes) - nbytes))
         return taken
 
-    def give_back(self, pieces: Iterable[Piece]) -> None:
+    def give_back(self, pieces: Iterable[ByteRange]) -> None:
         """Free what `take` returned.
 
         Raises:
@@ -246,7 +246,7 @@ class FreeRanges:
                 first, start = at - 1, before.start
             if after and after.start == stop:
                 last, stop = at + 1, after.stop
-            self._holes[first:last] = [Piece(piece.chunk, start, stop)]
+            self._holes[first:last] = [ByteRange(piece.chunk, start, stop)]
             self.bytes += aligned(piece.stop) - piece.start
 
 

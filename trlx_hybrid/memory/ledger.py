@@ -210,10 +210,10 @@ def gradient_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
     """All tensors in the state of an optimizer, which accelerate may have wrapped."""
-    return _nested(list(unwrapped(optimizer).state.values()))
+    return _nested(list(torch_optimizer(optimizer).state.values()))
 
 
-def unwrapped(optimizer: Any) -> Any:
+def torch_optimizer(optimizer: Any) -> Any:
     """The torch optimizer inside accelerate's."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer

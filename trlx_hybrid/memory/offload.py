@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .arena import Arena, Piece, Span, aligned
-from .ledger import storages, unwrapped
+from .arena import Arena, ByteRange, Span, aligned
+from .ledger import storages, torch_optimizer
 
 SMALL = 1 << 20  # bytes; torch's CUDA allocator serves smaller blocks from a pool of their own
 
@@ -23,7 +23,7 @@ class _Away:
 
     storage: torch.UntypedStorage
     nbytes: int
-    pieces: list[Piece]
+    pieces: list[ByteRange]
 
 
 class Offload:
@@ -230,7 +230,7 @@ def guard(optimizer: Any, offload: Offload) -> Callable[[], None]:
     Raises:
         ConfigError: the optimizer has no such hooks (DeepSpeed's own).
     """
-    inner = unwrapped(optimizer)
+    inner = torch_optimizer(optimizer)
     if not isinstance(inner, torch.optim.Optimizer):
         raise ConfigError(
             f"{type(inner).__name__} is no torch optimizer, so nothing could return its state before it is used. "

@@ -79,7 +79,7 @@ def trlx_sync_start(session: Run, plan: SyncPlan) -> None:
 
 @hookspec
 def trlx_sync_end(session: Run, report: SyncReport) -> None:
-    """The engine holds the policy's weights, and the proofs passed.
+    """The engine holds the policy's weights, and the checks passed.
 
     Called after each successful weight sync, on every rank. Returns nothing.
     """

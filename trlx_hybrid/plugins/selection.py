@@ -1,4 +1,4 @@
-"""Which component fills each slot, by whose word: a pure function of the settings and the registry."""
+"""Which component fills each slot, and what chose it: a pure function of the settings and the registry."""
 
 from __future__ import annotations
 

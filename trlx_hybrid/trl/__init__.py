@@ -1,1 +1,1 @@
-"""The seam to TRL: all that knows its trainers, and in trainer.py the only import of it."""
+"""Everything that knows TRL's trainers; trainer.py is the only file that imports TRL."""

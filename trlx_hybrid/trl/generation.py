@@ -91,7 +91,7 @@ class Generation:
         return getattr(engine, "llm", None) or SimpleNamespace(llm_engine=limits)
 
 
-def collect(
+def trajectories_of(
     trainer: str, generated: Any, *, rewards: Any, reward_weights: Any, rank: int, weight_version: int
 ) -> list[Trajectory]:
     """This rank's trajectories of one batch, in TRL's order.

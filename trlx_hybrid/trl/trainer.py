@@ -1,4 +1,4 @@
-"""The seam to TRL 1.16: the only file that imports trl, and all that knows its internals.
+"""The trainers, as subclasses of TRL 1.16's: the only file that imports trl.
 
 TRL's generating trainers reach vLLM through two methods of `self.vllm_generation`, guarded by `self.use_vllm`. The
 subclass makes `use_vllm` a property that is False until our engine is chosen and TRL's `__init__` is over, so TRL
@@ -32,7 +32,7 @@ from ..weights.verify import FirstStep
 from . import tool_calling
 from .arguments import check_skipped, refuse_empty, sampling_of, selecting, suggesting, trainer_arguments
 from .checkpoint import Checkpointing
-from .generation import Generation, collect
+from .generation import Generation, trajectories_of
 from .rewards import HOOK, checked_reward, refuse_missing_package, replaced, without_masked
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 GENERATING = (trl.GRPOTrainer, trl.RLOOTrainer, trl.DistillationTrainer)
 OWN_ENGINE = {"SDPOTrainer", "SDFTTrainer", "GOLDTrainer", "IWOPDTrainer"}
-"""Experimental trainers that build a VLLMGeneration of their own, past the seam."""
+"""Experimental trainers that build a VLLMGeneration of their own, which ours cannot replace."""
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def hybrid(trainer_class: type[Any]) -> type[Any]:
         )
     if not issubclass(trainer_class, GENERATING):
         raise ConfigError(
-            f"{trainer_class.__name__} does not generate through TRL's seam, so there is nothing to extend. "
+            f"{trainer_class.__name__} does not generate as TRL's GRPO trainer does, so there is nothing to extend. "
             "Supported: GRPOTrainer, RLOOTrainer, DistillationTrainer, and their subclasses."
         )
     base: Any = next(c for c in trainer_class.__mro__ if c in GENERATING)
@@ -167,7 +167,7 @@ class HybridTrainer(Checkpointing):
                 name = type(self).__name__
                 raise ConfigError(
                     f"{name}, or a class below it, calls the `__init__` of TRL's trainer by that class's name, past "
-                    "the seam, so TRL would generate by itself whatever was chosen. Call `super().__init__(...)` there."
+                    "ours, so TRL would generate by itself whatever was chosen. Call `super().__init__(...)` there."
                 )
         self._trl_use_vllm = value
 
@@ -236,7 +236,7 @@ class HybridTrainer(Checkpointing):
         batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         custom = getattr(trainer, "rollout_func", None)
         if not session.selection.stock and {"old_per_token_logps", "sampling_per_token_logps"} <= batch.keys():
-            session.freshness.check_batch(
+            session.versions.check_batch(
                 session.live_engine,
                 batch["sampling_per_token_logps"],
                 batch["old_per_token_logps"],
@@ -257,13 +257,13 @@ class HybridTrainer(Checkpointing):
 
     def _trajectories(self) -> Any:
         trainer: Any = self
-        return collect(
+        return trajectories_of(
             trainer._base_name,
             self._generated,
             rewards=self._rewards,
             reward_weights=getattr(trainer, "reward_weights", None),
             rank=self.session.ranks.rank,
-            weight_version=self.session.freshness.version,
+            weight_version=self.session.versions.version,
         )
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -302,6 +302,6 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Move the weight version on; see that the first steps changed something."""
-        self._session.freshness.changed()
+        self._session.versions.changed()
         if self._first is not None:
             self._first.ended(self._session.step, kwargs["optimizer"])

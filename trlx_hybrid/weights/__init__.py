@@ -1,1 +1,1 @@
-"""The policy's weights: how the engine comes by them, and the proof that it has them."""
+"""The policy's weights: how the engine gets them, and the check that it has them."""

@@ -1,4 +1,4 @@
-"""Which weights the engine holds: versions, the sync that brings them up to date, and the proof of it."""
+"""Which weights the engine holds: versions, the sync that brings them up to date, and the check of it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OWN_SAMPLER = (
 )
 
 
-class Freshness:
+class WeightVersions:
     """Keeps engine and policy at one weight version.
 
     A counter alone is not enough: adapters and checkpoints can be loaded by hand without an optimizer step, and

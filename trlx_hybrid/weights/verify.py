@@ -1,4 +1,4 @@
-"""Proof that the engine samples from the policy: its memory holds the policy's bits, and it computes the same numbers.
+"""Checks that the engine samples from the policy: its memory holds the policy's bits, and it computes the same numbers.
 
 Both are needed. Equal log-probs do not show a corrupted row of a large embedding, and equal bits do not show an
 engine that repacked or derived matrices from them (a tied head left stale was 0.24 nats off with equal parameters).
@@ -167,7 +167,7 @@ def disagreement(sampled: Tensor, scored: Tensor, mask: Tensor, ids: Tensor, all
 
 
 class FirstStep:
-    """Proof that the optimizer changes the weights that are synced, by the first step in which it has to.
+    """Checks that the optimizer changes the weights that are synced, by the first step in which it has to.
 
     An optimizer may own other memory than the model's parameters, or its updates may be rounded away. A step has to
     change something where the learning rate and some gradient are above zero and no gradient overflowed; the steps

@@ -9,7 +9,7 @@ import pytest
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.types import Completion, Request
 from trlx_hybrid_multiturn import loop as loop_module
-from trlx_hybrid_multiturn.loop import Call, Generate, Loop, Outcome, OutOfTimeError
+from trlx_hybrid_multiturn.loop import CallTool, Generate, Loop, Outcome, OutOfTimeError
 
 PATIENCE = 20  # seconds: nothing here takes one, unless the machine is busy
 
@@ -72,7 +72,7 @@ class Tool:
         self.done, self.reasons = None, []
 
     def call(self):
-        call = Call(self.name, self._start)
+        call = CallTool(self.name, self._start)
         if self.expires is not None:
             call.expires = self.expires
         return call

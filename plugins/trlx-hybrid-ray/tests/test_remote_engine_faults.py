@@ -92,7 +92,7 @@ def test_the_only_engine_dies_and_its_successor_gets_the_weights_at_once(trained
         processes = pids(engine)
         assert killed_in_mid_rollout(engine, victim) == expected
         gone(processes)
-        assert one.session.freshness.engine_version == one.session.freshness.version
+        assert one.session.versions.engine_version == one.session.versions.version
     left = pids(engine)
     one.session.close()
     gone(left)

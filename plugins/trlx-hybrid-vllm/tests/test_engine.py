@@ -191,7 +191,7 @@ def test_trls_tool_loop_runs_through_the_engine(run):
         finished.trainer.vllm_generation.generate(prompts, None, 1)
         assert finished.trainer.vllm_generation.llm.llm_engine.model_config.max_model_len == 64
         assert session.sampler._tracker._turns == [1, 0]
-    assert session.freshness._syncs == 1
+    assert session.versions._syncs == 1
 
 
 def test_vllm_internals_are_where_they_were(run):

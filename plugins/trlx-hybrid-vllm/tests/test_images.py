@@ -102,7 +102,7 @@ def test_a_sync_drops_the_embeddings_of_images(run, monkeypatch):
         engine = session.live_engine.llm.llm_engine
     dropped = []
     monkeypatch.setattr(type(engine.model_config), "is_multimodal_model", property(lambda _: True))
-    monkeypatch.setattr(engine, "reset_encoder_cache", lambda: dropped.append(session.freshness.engine_version))
+    monkeypatch.setattr(engine, "reset_encoder_cache", lambda: dropped.append(session.versions.engine_version))
     session.weights_changed()
     with session.rollout_phase(True):
         assert dropped

@@ -132,10 +132,10 @@ def test_best_model_at_end_is_what_is_sampled_afterwards(run, saved_model):
     )
     assert_same(mine, theirs)
     # Stock TRL would sample from the last step's weights here; ours follows the load, which bumped no step.
-    before = mine.trainer.session.freshness.engine_version
+    before = mine.trainer.session.versions.engine_version
     sampled = len(mine.recorder.completions)
     mine.trainer.evaluate()
-    assert mine.trainer.session.freshness.engine_version > before
+    assert mine.trainer.session.versions.engine_version > before
     best = AutoModelForCausalLM.from_pretrained(mine.trainer.state.best_model_checkpoint)
     evaluated = list(zip(mine.recorder.prompts, mine.recorder.completions, strict=True))[sampled:]
     assert len(evaluated) == 32
@@ -202,5 +202,5 @@ def test_distillation_trains_through_the_engine(run):
         teacher_model=tiny_model(seed=1),
         use_vllm=True,
     )
-    assert finished.trainer.session.freshness.engine_version == 2
+    assert finished.trainer.session.versions.engine_version == 2
     assert len([log for log in finished.logs if "loss" in log]) == 3

@@ -70,7 +70,7 @@ def test_engine_and_policy_agree_before_and_after_every_step(run, architecture, 
     assert max(callback.seen) < 1e-5
     moved = [name for name, w in finished.weights().items() if not torch.equal(w, start[name])]
     assert moved  # agreeing about weights that never changed would show nothing
-    assert finished.trainer.session.freshness.version == 5
+    assert finished.trainer.session.versions.version == 5
 
 
 def test_a_merge_leaves_base_and_adapter_bitwise_alone_and_matches_peft(run):
@@ -211,12 +211,12 @@ def test_weights_changed_by_hand_are_noticed(run):
     finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, max_steps=1)
     session = finished.trainer.session
     assert gaps(session) < 1e-5
-    version = session.freshness.version
+    version = session.versions.version
     with torch.no_grad():
         for p in finished.trainer.model.parameters():
             p.mul_(1.1)
     assert gaps(session) < 1e-5
-    assert session.freshness.version == version + 1
+    assert session.versions.version == version + 1
 
 
 def test_an_adapter_loaded_by_hand_is_noticed(run, tmp_path):
@@ -229,10 +229,10 @@ def test_an_adapter_loaded_by_hand_is_noticed(run, tmp_path):
             if p.requires_grad:
                 p.add_(0.1)
     assert gaps(session) < 1e-5
-    version = session.freshness.version
+    version = session.versions.version
     model.load_adapter(tmp_path / "trained", "default")
     assert gaps(session) < 1e-5
-    assert session.freshness.version == version + 1
+    assert session.versions.version == version + 1
 
 
 def test_sampling_with_stale_weights_or_outside_a_rollout_is_an_error(run):

@@ -62,7 +62,7 @@ class Generate:
         return (yield self)
 
 
-class Call:
+class CallTool:
     """One call that runs elsewhere; awaiting it gives its Outcome.
 
     Args:
@@ -80,11 +80,11 @@ class Call:
         self.start = start
         self.expires = math.inf
 
-    def __await__(self) -> Generator[Call, Outcome, Outcome]:
+    def __await__(self) -> Generator[CallTool, Outcome, Outcome]:
         return (yield self)
 
 
-TrajectoryCoroutine = Coroutine[Generate | Call, Any, None]
+TrajectoryCoroutine = Coroutine[Generate | CallTool, Any, None]
 """Runs one episode to its end; what it makes is kept by whoever started it.
 
 There is no asyncio here: its loop would have to run in the trainer's thread, where a notebook already runs one.
@@ -109,7 +109,7 @@ class _Run:
     def __init__(self, coroutine: TrajectoryCoroutine, expires: float) -> None:
         self.coroutine = coroutine
         self.expires = expires
-        self.waiting_for: Generate | Call | None = None
+        self.waiting_for: Generate | CallTool | None = None
         self.key = -1  # of the request it waits for
         self.ticket = 0  # of the call it waits for; answers to earlier ones are dropped
         self.abandon: Callable[[str], None] = lambda reason: None
@@ -168,7 +168,7 @@ class Loop:
     def _go_on(self, run: _Run, value: Any) -> None:
         self._advance(run, lambda: run.coroutine.send(value))
 
-    def _advance(self, run: _Run, resume: Callable[[], Generate | Call]) -> None:
+    def _advance(self, run: _Run, resume: Callable[[], Generate | CallTool]) -> None:
         run.waiting_for = None
         try:
             run.waiting_for = awaited = resume()
@@ -195,7 +195,7 @@ class Loop:
             self._answer(run, ticket, outcome)
 
     def _answer(self, run: _Run, ticket: int, outcome: Outcome) -> None:
-        if ticket == run.ticket and isinstance(run.waiting_for, Call):
+        if ticket == run.ticket and isinstance(run.waiting_for, CallTool):
             self._go_on(run, outcome)
 
     def _expire(self) -> None:
@@ -209,7 +209,9 @@ class Loop:
                 run.abandon("was not waited for: its trajectory's time is over.")
             run.expires = math.inf
             self._advance(run, lambda run=run: run.coroutine.throw(OutOfTimeError()))  # type: ignore[misc]
-        for run in [run for run in self._live if isinstance(run.waiting_for, Call) and run.waiting_for.expires <= now]:
+        for run in [
+            run for run in self._live if isinstance(run.waiting_for, CallTool) and run.waiting_for.expires <= now
+        ]:
             reason = "never reported, not even that its time is over: it blocks the event loop it runs on."
             run.abandon(reason)
             self._go_on(run, Outcome(lost=f"tool {run.waiting_for.name!r} {reason}"))  # type: ignore[union-attr]
@@ -219,7 +221,7 @@ class Loop:
         timeout = SHARED_WAIT if self._stream.shared else WAIT
         now = time.monotonic()
         for run in self._live:
-            expires = min(run.expires, run.waiting_for.expires if isinstance(run.waiting_for, Call) else math.inf)
+            expires = min(run.expires, run.waiting_for.expires if isinstance(run.waiting_for, CallTool) else math.inf)
             timeout = min(timeout, max(0.0, expires - now))
         try:
             answer = self._inbox.get(timeout=timeout) if timeout else self._inbox.get_nowait()

@@ -147,7 +147,7 @@ def add_command(commands: Any) -> None:
     add("--token-file", metavar="FILE", help="the token of the cluster to join (default: where Ray looks for it)")
     add("--dashboard", action="store_true", help="start Ray's dashboard with a new cluster")
     add("--restart", type=int, default=0, metavar="N", help="after a failure, start again up to N times (default: 0)")
-    add("--start-timeout", type=float, default=120.0, metavar="S", help="seconds to wait for processes (default: 120)")
+    add("--start-timeout", type=float, default=120.0, metavar="S", help="seconds to wait for all nodes (default: 120)")
     add("--debug", action="store_true", help="lift the deadlines, and stop in Ray's debugger where a rank fails")
     add("script", help="the file to run")
     add("arguments", nargs=argparse.REMAINDER, help="its arguments")

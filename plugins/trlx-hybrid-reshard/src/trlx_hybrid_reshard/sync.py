@@ -51,7 +51,7 @@ class ReshardSync(WeightSync):
 
     Where weights lie is read from both sides, once; then each sync replays the plan. Frozen parameters move when the
     engine's weights were lost, and when they were written to or replaced since the last sync, and otherwise not.
-    The proof of a sync is left to the session, which gathers whole tensors on another path.
+    The check of a sync is left to the session, which gathers whole tensors on another path.
 
     Attributes:
         prepared: the plan of the last sync, or of all parameters before there was one.

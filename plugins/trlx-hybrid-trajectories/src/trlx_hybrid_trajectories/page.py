@@ -8,7 +8,7 @@ from html import escape
 from importlib import resources
 
 from .record import Recorded
-from .view import Section, TokenSpan, counted, facts, messages, number, sections, turns, visible
+from .view import Section, TokenSpan, facts, messages, number, number_of, sections, turns, visible
 
 # Probabilities at which a sampled token gets one shade deeper; `page.css` has a shade for each level.
 SHADES = (0.9, 0.5, 0.2, 0.05, 0.01)
@@ -45,7 +45,7 @@ def _summary(recorded: Sequence[Recorded]) -> str:
     rewards = [one.reward for one in recorded if one.reward is not None]
     failed = sum(one.failed for one in recorded)
     span = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    parts = [counted(len(recorded), "trajectory").replace("trajectorys", "trajectories"), span]
+    parts = [number_of(len(recorded), "trajectory").replace("trajectorys", "trajectories"), span]
     if len(rewards) > 1:
         mean = sum(rewards) / len(rewards)
         parts.append(f"reward {number(min(rewards))} to {number(max(rewards))}, mean {number(mean)}")
@@ -98,7 +98,7 @@ def _article(one: Recorded) -> Iterator[str]:
     said = messages(one)
     if said and isinstance(one.completion, list):
         opened = " open" if one.failed else ""  # its mask cannot tell who said what; these can
-        yield f'<details class="messages"{opened}><summary>{counted(len(said), "message")}</summary>'
+        yield f'<details class="messages"{opened}><summary>{number_of(len(said), "message")}</summary>'
         for role, text in said:
             kind = "own" if role == "assistant" else "other"
             yield f'<div class="{kind}"><h4>{escape(role)}</h4><div>{escape(text)}</div></div>'

@@ -76,7 +76,7 @@ class Section:
     @property
     def label(self) -> str:
         """Its kind and its number of tokens, in words."""
-        return f"{self.kind} · {counted(self.tokens, 'token')}"
+        return f"{self.kind} · {number_of(self.tokens, 'token')}"
 
 
 def sections(recorded: Recorded) -> list[Section]:
@@ -149,7 +149,7 @@ def number(value: float | None) -> str:
     return (f"{value:.4g}" if math.isfinite(value) else str(value)).replace("-", "−")
 
 
-def counted(count: int, noun: str) -> str:
+def number_of(count: int, noun: str) -> str:
     """`1 token`, `2 tokens`."""
     return f"{count} {noun}" + ("" if count == 1 else "s")
 

@@ -49,7 +49,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         self._rows: dict[str, Row] = {}
         self._running_rows: list[Row] = []
         self._seen_running: list[Any] = []  # what `_running_rows` was made from
-        self._in_flight: deque[Step] = deque()
+        self._in_flight: deque[DecodeStep] = deque()
         self._preemptions = 0
         self._holds = False
 
@@ -171,7 +171,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
             ec_manager_metadata=self.encoder_cache_manager.get_manager_metadata(),
         )
         self.finished_req_ids, self.reset_preempted_req_ids = set(), set()
-        self._in_flight.append(Step(output, ids, rows, self._preemptions))
+        self._in_flight.append(DecodeStep(output, ids, rows, self._preemptions))
         return output
 
     def _preempt_request(self, *args: Any, **kwargs: Any) -> None:
@@ -307,7 +307,7 @@ class Row:
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class DecodeStep:
     """A decode step on its way through the model.
 
     Attributes:

@@ -30,7 +30,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class HeldBox:
     """A box of a parameter of the policy, and where an engine parameter holds it.
 
     Attributes:
@@ -55,7 +55,7 @@ class WeightMap:
 
     def __init__(self, policy: Policy, loader: WeightLoader) -> None:
         self.loader = loader
-        self.pieces: dict[str, list[Piece]] = {}
+        self.pieces: dict[str, list[HeldBox]] = {}
         self.irregular: dict[str, str] = {}
         self.computed: set[str] = set()
         self.unknown = loader.routes.keys() - policy.buffers().keys()
@@ -76,7 +76,7 @@ class WeightMap:
             if name not in self.irregular:
                 self.pieces[name] = joined(found)
 
-    def memory_of(self, piece: Piece) -> Tensor:
+    def memory_of(self, piece: HeldBox) -> Tensor:
         """The engine's memory of a piece."""
         return piece.memory.of(self.loader.tensors[piece.parameter].data)
 
@@ -84,7 +84,7 @@ class WeightMap:
 # --- routes as boxes --------------------------------------------------------------------------------------------------
 
 
-def piece_of(route: Route, shape: Sequence[int]) -> Piece | None:
+def piece_of(route: Route, shape: Sequence[int]) -> HeldBox | None:
     """The box of a contiguous tensor of that shape which a route reads, or None where it reads none. A pure function.
 
     The copy may have the tensor's dimensions in another order (transposed), several in the place of one (heads), and
@@ -115,7 +115,7 @@ def piece_of(route: Route, shape: Sequence[int]) -> Piece | None:
         strides.insert(0, step)
         unit *= length
     sizes = tuple(stop - start for start, stop in box)
-    return None if rest else Piece(tuple(box), route.parameter, Slice(sizes, tuple(strides), memory.offset))
+    return None if rest else HeldBox(tuple(box), route.parameter, Slice(sizes, tuple(strides), memory.offset))
 
 
 def _parts(policy: Policy, name: str, shape: tuple[int, ...], device: torch.device) -> Mapping[str, Tensor | None]:
@@ -172,11 +172,11 @@ def _indices(part: Slice, like: Tensor) -> Tensor:
     return found
 
 
-def joined(pieces: Iterable[Piece]) -> list[Piece]:
+def joined(pieces: Iterable[HeldBox]) -> list[HeldBox]:
     """The same memory in as few boxes as one pass over each dimension finds. A pure function."""
     found = list(pieces)
     for d in range(len(found[0].box) if found else 0):
-        alike: defaultdict[object, list[Piece]] = defaultdict(list)
+        alike: defaultdict[object, list[HeldBox]] = defaultdict(list)
         for piece in found:
             sizes = enumerate(zip(piece.memory.shape, piece.memory.stride, strict=True))
             strides = tuple(s for i, (n, s) in sizes if i != d and n > 1)  # a single index has none
@@ -185,9 +185,9 @@ def joined(pieces: Iterable[Piece]) -> list[Piece]:
     return sorted(found, key=lambda piece: (piece.parameter, piece.memory.offset))
 
 
-def _runs(pieces: Sequence[Piece], d: int) -> list[Piece]:
+def _runs(pieces: Sequence[HeldBox], d: int) -> list[HeldBox]:
     """Pieces that differ along one dimension only, those that continue each other made one."""
-    runs: list[Piece] = []
+    runs: list[HeldBox] = []
     for piece in sorted(pieces, key=lambda p: (p.box[d], p.memory.offset)):
         longer = _continued(runs[-1], piece, d) if runs else None
         if longer is None:
@@ -197,7 +197,7 @@ def _runs(pieces: Sequence[Piece], d: int) -> list[Piece]:
     return runs
 
 
-def _continued(run: Piece, piece: Piece, d: int) -> Piece | None:
+def _continued(run: HeldBox, piece: HeldBox, d: int) -> HeldBox | None:
     """Both as one, or None where the second does not go on where the first ends."""
     (start, end), (after, stop) = run.box[d], piece.box[d]
     stride, rest = divmod(piece.memory.offset - run.memory.offset, end - start)
@@ -205,7 +205,7 @@ def _continued(run: Piece, piece: Piece, d: int) -> Piece | None:
     if end != after or rest or stride <= 0 or any(other != stride for other in known):
         return None
     shape, strides = _with(run.memory.shape, d, stop - start), _with(run.memory.stride, d, stride)
-    return Piece(_with(run.box, d, (start, stop)), run.parameter, Slice(shape, strides, run.memory.offset))
+    return HeldBox(_with(run.box, d, (start, stop)), run.parameter, Slice(shape, strides, run.memory.offset))
 
 
 def _with(values: tuple[Any, ...], d: int, *instead: Any) -> tuple[Any, ...]:
@@ -228,7 +228,7 @@ class Places:
 
     def __init__(self, policy: Policy, weights: WeightMap) -> None:
         self._map = weights
-        self.found: dict[str, Piece] = {}
+        self.found: dict[str, HeldBox] = {}
         self.refused: dict[str, str] = {}
         parameters = policy.base_parameters()
         for name, p in parameters.items():

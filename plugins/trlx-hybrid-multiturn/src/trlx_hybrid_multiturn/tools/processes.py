@@ -24,7 +24,7 @@ from trlx_hybrid import plain_data, remote_errors
 
 from ..loop import Outcome
 from . import worker_process
-from .threads import ToolCall, ToolsUnavailableError, Workers
+from .threads import ToolCall, ToolsUnavailableError, ToolWorkers
 from .worker_process import FUNCTIONS, PLAIN, UnshowableError, receive, send
 
 START_SECONDS = 60.0  # for the interpreter, and for the imports of a tool's module; no tool's deadline counts them
@@ -34,7 +34,7 @@ CLOSE_SECONDS = 2.0  # for idle processes to end by themselves
 TERMINATE_SECONDS = 0.5
 
 
-class ProcessWorkers(Workers):
+class ProcessWorkers(ToolWorkers):
     """Runs tools in processes that start when first needed and are reused, each served by a thread of the pool.
 
     The outcome's value is what the model is shown. A call whose deadline passes is lost and its process killed, with
@@ -89,7 +89,7 @@ class ProcessWorkers(Workers):
         *,
         name: str | None = None,
     ) -> ToolCall:
-        """As in `Workers`. The deadline leaves out the start of a process and the imports of the tool's module.
+        """As in `ToolWorkers`. The deadline leaves out the start of a process and the imports of the tool's module.
 
         Raises:
             ToolsUnavailableError: the function cannot be called in a process, or the pool is closed.

@@ -18,7 +18,7 @@ from typing import Any
 
 from trlx_hybrid.errors import ConfigError, did_you_mean
 
-from ..loop import Call, Outcome
+from ..loop import CallTool, Outcome
 from ..options import Mode, MultiTurnOptions
 from .event_loop import DaemonLoop, gathered
 from .processes import ProcessWorkers
@@ -164,7 +164,7 @@ class ToolRunner:
             return functools.partial(self._processes.abandon, call)
 
         if self.mode(name) == "process":
-            outcome = await Call(name, start)
+            outcome = await CallTool(name, start)
         else:
             outcome = await self._in_a_thread(name, shown, name, owner)
         self._count(name, outcome)
@@ -189,10 +189,10 @@ class ToolRunner:
             calls.append(self._threads.submit(function, {}, done, self._options.tool_timeout, name=name))
             return functools.partial(self._threads.abandon, calls[0])
 
-        here = Call(name, functools.partial(call_here, function))
+        here = CallTool(name, functools.partial(call_here, function))
         if self.mode(kind) == "main":  # where TRL runs it: what it raises there is its own
             return await here
-        outcome = await Call(name, start)
+        outcome = await CallTool(name, start)
         if outcome.by_tool and owner is not None:
             self._stuck.append((calls[0], owner))
         if (reason := bound_to_a_thread(outcome.error)) is None:
@@ -233,7 +233,7 @@ class ToolRunner:
         limit, timeout = self._options.max_tools, self._options.tool_timeout
         slots = self._slots.setdefault(loop, asyncio.Semaphore(limit))
         names, ticket = ", ".join(name for name, _ in coroutines), object()
-        call = Call(names, lambda done: gathered(coroutines, timeout, shown, done, loop, slots))
+        call = CallTool(names, lambda done: gathered(coroutines, timeout, shown, done, loop, slots))
         self._under_way += len(coroutines)
         # Turns come in order, so those that are under way take at most so many of a call's time, with these the last.
         turns = math.ceil(self._under_way / limit)

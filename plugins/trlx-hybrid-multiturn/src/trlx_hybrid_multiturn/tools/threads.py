@@ -29,7 +29,7 @@ class ToolsUnavailableError(HybridError):
 
 @dataclass(slots=True, eq=False)
 class ToolCall:
-    """A function to call, and whom to tell. Made by `Workers.submit`.
+    """A function to call, and whom to tell. Made by `ToolWorkers.submit`.
 
     Attributes:
         function: a synchronous callable.
@@ -78,7 +78,7 @@ class ToolCall:
         self.settle(Outcome(lost=f"tool {self.name!r} {reason}", by_tool=by_tool, seconds=self.seconds()))
 
 
-class Workers:
+class ToolWorkers:
     """Runs calls, at most `limit` at a time, first in, first out, each by a daemon thread.
 
     `concurrent.futures` joins its threads when the interpreter exits, so that one hung tool would keep the process
@@ -269,7 +269,7 @@ def taking_this_device() -> Callable[[], None]:
     return functools.partial(torch.cuda.set_device, torch.cuda.current_device())
 
 
-class ThreadWorkers(Workers):
+class ThreadWorkers(ToolWorkers):
     """Runs tools in daemon threads.
 
     A call whose deadline passes is lost at once. Its thread hangs until the tool returns: it is counted, a fresh one

@@ -106,10 +106,10 @@ class RemoteEngine:
                 f"No remote engine is left: {last}. With several training processes they are replaced between "
                 "rollouts only: resume from the last checkpoint, or ask for more replicas."
             )
-        session.freshness.forget()
+        session.versions.forget()
         assert session.weights is not None
         try:
-            session.freshness.sync(session.live_engine, session.weights)
+            session.versions.sync(session.live_engine, session.weights)
         except EngineError as error:
             raise EngineError(f"No remote engine is left: {last}. Others could not take its place: {error}") from error
         return self._holding()

@@ -47,7 +47,7 @@ def register() -> None:
     WeightTransferTrainerFactory.register_engine(NAME, GlooTrainerWeightTransferEngine)
 
 
-class Group:
+class GlooGroup:
     """The trainer's rank 0 and all workers, apart from any process group that they have.
 
     Args:
@@ -119,7 +119,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._group: Group | None = None
+        self._group: GlooGroup | None = None
         self._bucket_bytes = BUCKET
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
@@ -128,7 +128,7 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
         self._bucket_bytes = init_info.bucket_bytes
         self._group = None
-        self._group = Group(
+        self._group = GlooGroup(
             init_info.master_address, init_info.master_port, rank, init_info.world_size, init_info.deadline
         )
 
@@ -190,7 +190,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
     def __init__(self, *, client: VLLMWeightSyncClient, source: WeightSource, info: GlooTrainerInitInfo) -> None:
         super().__init__(client=client, source=source, is_sender=info.is_sender)
         self._info = info
-        self._group: Group | None = None
+        self._group: GlooGroup | None = None
 
     @classmethod
     def trainer_init(
@@ -214,7 +214,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
         )
         _, engine._group = in_threads(
             lambda: client.init_weight_transfer_engine(asdict(worker)),
-            lambda: Group(host, port, 0, world, deadline, listener),
+            lambda: GlooGroup(host, port, 0, world, deadline, listener),
         )
         return engine
 

@@ -63,7 +63,7 @@ class ServedWorker:
         return [[int(d) for d in tensor] for tensor in found]
 
 
-# --- the trainer's end of the proof -----------------------------------------------------------------------------------
+# --- the trainer's end of the check -----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

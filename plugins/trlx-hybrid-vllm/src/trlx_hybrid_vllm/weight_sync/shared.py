@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import dlpack
 from trlx_hybrid.errors import SyncError, listed
-from trlx_hybrid.memory.ledger import unwrapped
+from trlx_hybrid.memory.ledger import torch_optimizer
 from trlx_hybrid.protocols import WeightSync
 from trlx_hybrid.types import LoadReport
 from trlx_hybrid.weights.frozen import Frozen
@@ -100,7 +100,7 @@ class SharedSync(WeightSync):
         optimizer = self._session.optimizer()
         if optimizer is None:
             return None
-        stepped = {id(p) for group in unwrapped(optimizer).param_groups for p in group["params"]}
+        stepped = {id(p) for group in torch_optimizer(optimizer).param_groups for p in group["params"]}
         trained = {name: p for name, p in self._policy.base_parameters().items() if p.requires_grad}
         buffers = {name: p.untyped_storage().data_ptr() for name, p in trained.items()}
         parts = Counter(buffers.values())

@@ -176,7 +176,7 @@ class TransferSync(WeightSync):
             late = f"Waited {self._options.deadline:g} s for {what}. Raise deadline= in weights_options."
             raise SyncError(late) from error
 
-    # --- proof ------------------------------------------------------------------------------------------------------
+    # --- check ------------------------------------------------------------------------------------------------------
 
     def check(self, full: bool) -> int:
         """Compare digests of all tensors, or of a few, on every worker of every engine. One that dies is replaced.

@@ -1,11 +1,14 @@
 """Two hosts that are two: network namespaces with addresses, hostnames, shared memory and files of their own.
 
-What simulated nodes cannot show, which share one address and one file system. Needs root, for the namespaces.
+What simulated nodes cannot show, which share one address and one file system. They booted at different times, and the
+second host's clock is an hour ahead for all Python there, Ray's own included. Needs root, for the namespaces.
 """
 
+import ast
 import contextlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,10 +20,17 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import OBEDIENT
+from launching import OBEDIENT, SCRIPTS
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 6379
+CPUS = (4, 8)
+AHEAD = 3600
+"""Seconds, the second host's clock. Linux has no namespace for the time of day, so it is the clock of Python alone."""
+CLOCK = f"import time\ntime.time = lambda true=time.time: true() + {AHEAD}\n"
+RAYS_PORTS = ("node-manager", "object-manager", "runtime-env-agent", "dashboard-agent-grpc", "metrics-export")
+"""That Ray would choose among those of everybody: a firewall lets these in, and its workers' (10002 to 19999)."""
+RENDEZVOUS, EPHEMERAL = "20000-31999", "32768-60999"
 
 
 def namespaces_allowed():
@@ -47,11 +57,29 @@ class Host:
         return ADDRESSES[self.number]
 
     def command(self, *words):
-        return ["nsenter", "--target", str(self.keeper.pid), "--net", "--uts", "--mount", *map(str, words)]
+        time_of = f"--time=/proc/{self.keeper.pid}/ns/time_for_children"
+        return ["nsenter", "--target", str(self.keeper.pid), "--net", "--uts", "--mount", time_of, *map(str, words)]
 
     def run(self, *words, **options):
         told = {"capture_output": True, "text": True, "env": self.variables, "timeout": 180, "cwd": "/"} | options
         return subprocess.run(self.command(*words), **told, check=False)
+
+    @contextlib.contextmanager
+    def blocked(self, ports):
+        """Drop without a word what comes to these ports from the other host, as a firewall does.
+
+        Other than what answers from Ray's own ports there: a firewall knows an answer, a rule does not.
+        """
+        coming = ["iif", "eth0", "ipproto", "tcp"]
+        rules = [["pref", 9, *coming, "sport", "1-19999", "lookup", "local"]]
+        rules += [["pref", 10, *coming, "dport", ports, "blackhole"]]
+        for rule in rules:
+            assert self.run("ip", "rule", "add", *rule).returncode == 0
+        try:
+            yield
+        finally:
+            for rule in rules:
+                assert self.run("ip", "rule", "del", *rule).returncode == 0
 
     def ray(self, *words):
         done = self.run(Path(sys.executable).parent / "ray", *words)
@@ -64,6 +92,7 @@ def hosts():
     Path("/tmp/host").mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
     (folder / "token").write_text("0123456789abcdef" * 4)
+    (folder / "sitecustomize.py").write_text(CLOCK)
     variables = {n: v for n, v in os.environ.items() if not n.startswith(("RAY_", "TRLX_"))}
     variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token")}
     variables["GLOO_SOCKET_IFNAME"] = "eth0"  # or gloo looks up the hostname, which nobody here knows
@@ -72,10 +101,12 @@ def hosts():
         for number in range(2):
             own = "mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /tmp/host"
             script = f"hostname host{number} && {own} && ip link set lo up && echo up && exec sleep 3600"
-            command = ["unshare", "--net", "--uts", "--mount", "sh", "-c", script]
+            later = ["--time", "--monotonic", str(86400 * number), "--boottime", str(86400 * number)]
+            command = ["unshare", "--net", "--uts", "--mount", *later, "sh", "-c", script]
             keeper = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             assert keeper.stdout.readline() == "up\n"
-            found.append(Host(number, keeper, variables))
+            ahead = {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"} if number else {}
+            found.append(Host(number, keeper, variables | ahead))
         names = [f"trlx{os.getpid() % 10000}{end}" for end in "ab"]
         subprocess.run(["ip", "link", "add", names[0], "type", "veth", "peer", "name", names[1]], check=True)
         for host, name in zip(found, names, strict=True):
@@ -83,13 +114,18 @@ def hosts():
             subprocess.run(moved, check=True)
             for words in (["addr", "add", f"{host.address}/24", "dev", "eth0"], ["link", "set", "eth0", "up"]):
                 assert host.run("ip", *words).returncode == 0
-        common = ["--num-cpus", 8, "--object-store-memory", 80 << 20, "--disable-usage-stats"]
+            # After others, or the kernel takes what comes to its own addresses before it asks any other rule.
+            assert host.run("sh", "-c", "ip rule add pref 100 lookup local && ip rule del pref 0").returncode == 0
+        common = ["--object-store-memory", 80 << 20, "--disable-usage-stats"]
+        for number, name in enumerate(RAYS_PORTS):
+            common += [f"--{name}-port", 9000 + number]
         for host in found:
             joining = ["--head", "--port", PORT, "--include-dashboard", "false"]
             if host.number:
                 joining = ["--address", f"{ADDRESSES[0]}:{PORT}"]
-            own = ["--node-ip-address", host.address, "--temp-dir", folder / str(host.number)]
-            host.ray("start", *joining, *common, *(own if not host.number else own[:2]))
+            own = ["--node-ip-address", host.address, "--num-cpus", CPUS[host.number]]
+            own += [] if host.number else ["--temp-dir", folder / "0"]
+            host.ray("start", *joining, *common, *own)
         yield found
     finally:
         for host in found:
@@ -157,6 +193,78 @@ def test_a_launcher_on_the_second_host_drives_both(hosts, tmp_path):
     done = launch(hosts[1], OBEDIENT, "together", tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sum 10") == 4
+
+
+def across(host, *words, **options):
+    return host.run(sys.executable, SCRIPTS / "across_hosts.py", f"{ADDRESSES[0]}:{PORT}", *words, **options)
+
+
+def test_the_hosts_booted_at_different_times(hosts):
+    first, second = (float(host.run("cat", "/proc/uptime").stdout.split()[0]) for host in hosts)
+    assert second - first == pytest.approx(86400, abs=60)
+
+
+def test_the_second_hosts_clock_is_ahead(hosts):
+    words = (sys.executable, "-c", "import time; print(time.time())")
+    first, second = (float(host.run(*words).stdout) for host in hosts)
+    assert second - first == pytest.approx(AHEAD, abs=60)
+
+
+def test_workers_of_two_hosts_form_a_process_group(hosts):
+    done = across(hosts[0], "group", 60)
+    assert done.returncode == 0, done.stderr
+    assert {host for _, host in ast.literal_eval(done.stdout)} == {"host0", "host1"}
+    assert {total for total, _ in ast.literal_eval(done.stdout)} == {28.0}
+
+
+def test_a_trainer_samples_from_an_engine_on_the_other_host(hosts):
+    done = across(hosts[0], "engine", 60)
+    assert done.returncode == 0, done.stderr
+    assert f"trained on host0 with an engine at {ADDRESSES[1]}" in done.stdout
+
+
+def test_a_head_behind_a_firewall_is_told_at_once(hosts):
+    started = time.monotonic()
+    with hosts[0].blocked(PORT + 1):
+        done = hosts[1].run(
+            sys.executable, "-m", "trlx_hybrid.cli", "launch", "--address", f"{ADDRESSES[0]}:{PORT + 1}", "--nodes", 2,
+            "--cpu", "--processes-per-node", 1, OBEDIENT, "wait", "/tmp/host",
+        )  # fmt: skip
+    assert done.returncode == 1
+    assert f"No Ray cluster answered at {ADDRESSES[0]}:{PORT + 1} within 5" in done.stderr
+    assert "(timed out). Start one with" in done.stderr
+    assert time.monotonic() - started < 30
+
+
+def test_a_launch_names_the_rendezvous_port_that_a_firewall_drops(hosts, tmp_path):
+    started = time.monotonic()
+    with hosts[0].blocked(RENDEZVOUS):
+        done = launch(hosts[0], OBEDIENT, "together", tmp_path)
+    assert done.returncode == 1
+    expected = rf"Node {ADDRESSES[1]} \(.*\) does not reach port \d+ of {ADDRESSES[0]}, .*: timed out"
+    assert re.search(expected, done.stderr)
+    assert time.monotonic() - started < 60
+
+
+def test_a_worker_group_names_the_port_that_a_firewall_drops(hosts):
+    started = time.monotonic()
+    with hosts[0].blocked(EPHEMERAL):
+        done = across(hosts[0], "group", 120)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert re.search(rf"at {ADDRESSES[1]}, .* does not reach port \d+ of {ADDRESSES[0]}, .*: timed out", last)
+    assert time.monotonic() - started < 90
+
+
+def test_a_weight_sync_names_the_port_that_a_firewall_drops(hosts):
+    started = time.monotonic()
+    with hosts[0].blocked(EPHEMERAL):
+        done = across(hosts[0], "engine", 170)
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    print(done.stderr[-3000:], time.monotonic() - started)
+    assert re.search(rf"SyncError: .* port \d+ of {ADDRESSES[0]}, .*: timed out", last)
+    assert time.monotonic() - started < 150
 
 
 def test_a_cable_that_is_cut_is_a_node_that_says_nothing(hosts, tmp_path):

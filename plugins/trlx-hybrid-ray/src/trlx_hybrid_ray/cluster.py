@@ -207,6 +207,18 @@ def hung() -> bool:
     return any(thread.is_alive() for thread in _hung)
 
 
+REACH_SECONDS = 5.0
+
+
+def unreachable(address: str, port: int, seconds: float = REACH_SECONDS) -> str | None:
+    """Why nobody takes a connection to this port, or None. Torch would try a port that a firewall drops for minutes."""
+    try:
+        socket.create_connection((address, port), timeout=seconds).close()
+    except OSError as error:
+        return str(error)
+    return None
+
+
 # --- joining ----------------------------------------------------------------------------------------------------------
 
 

@@ -20,13 +20,12 @@ from typing import Any
 from trlx_hybrid.doctor import Finding
 from trlx_hybrid.errors import ConfigError, listed
 
-from .cluster import LOCAL, Cluster, connect
+from .cluster import LOCAL, Cluster, connect, unreachable
 from .errors import PlacementError, brief
 from .internals import authenticated
 from .placement import Node, Placement, Request, alive_nodes, reserve
 
 ANSWER_SECONDS = 60.0
-REACH_SECONDS = 5.0
 START_SECONDS = 120.0  # for processes that import torch
 GROUP_SECONDS = 60.0
 SMI_SECONDS = 20.0
@@ -126,13 +125,9 @@ class Examiner:
         self._listener = socket.create_server((address, 0))
         return int(self._listener.getsockname()[1])
 
-    def reach(self, address: str, port: int, seconds: float) -> str | None:
+    def reach(self, address: str, port: int) -> str | None:
         """Why a port of another node cannot be reached from here, or None."""
-        try:
-            socket.create_connection((address, port), timeout=seconds).close()
-        except OSError as error:
-            return str(error)
-        return None
+        return unreachable(address, port)
 
 
 def _driver_gpus() -> int | None:
@@ -250,10 +245,7 @@ def _unreachable(nodes: Sequence[Node], examiners: Mapping[Node, Any]) -> Iterat
         yield Finding("ports", f"{node.name} cannot open a port on its own address: {why}", problem=True)
     ring = [(node, nodes[i - 1]) for i, node in enumerate(nodes) if nodes[i - 1] in ports]
     answers, silent = _asked(
-        {
-            (node, other): examiners[node].reach.remote(other.address, ports[other], REACH_SECONDS)
-            for node, other in ring
-        }
+        {(node, other): examiners[node].reach.remote(other.address, ports[other]) for node, other in ring}
     )
     failed = {pair: why for pair, why in (answers | silent).items() if why is not None}
     for (node, other), why in failed.items():

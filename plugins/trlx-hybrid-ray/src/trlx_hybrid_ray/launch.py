@@ -384,6 +384,14 @@ def _attempt(
         port = 0  # accelerate takes a free one by itself
         if job.nodes > 1:
             (port,) = _answers(monitor, [actors[0].free_port.remote(address)], CALL_SECONDS)
+            answers = _answers(monitor, [actor.reach.remote(address, port) for actor in actors], CALL_SECONDS)
+            for number, why in enumerate(answers):
+                if why is not None:
+                    raise LaunchError(
+                        f"Node {monitor.where(number)} does not reach port {port} of {address}, where the ranks are to "
+                        f"meet: {why}. Open the ports between the nodes: process groups choose theirs freely. "
+                        "`trlx-hybrid doctor --ray` tries them."
+                    )
         told = variables(job, run_id, start)
         script = ["--module", "trlx_hybrid_ray.debugging", job.script] if job.debug else [job.script]
         starts = []

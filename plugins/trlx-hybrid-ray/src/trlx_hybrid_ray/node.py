@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from . import reaper
-from .cluster import environment
+from .cluster import environment, unreachable
 from .errors import LaunchError, ScriptError
 from .reaper import OWNER_VARIABLE, Reaper, end, state
 
@@ -110,6 +110,7 @@ class NodeActor:
         self._stopped: dict[int, float] = {}
         self._raylet = int(os.environ.get("RAY_RAYLET_PID", os.getppid()))
         self._looked = time.monotonic()
+        self._listener: socket.socket | None = None
         self._first_rank = 0
         self._alone = False
 
@@ -118,7 +119,7 @@ class NodeActor:
         return os.getpid()
 
     def free_port(self, address: str) -> int:
-        """A port on this node where nobody listens, for torch's rendezvous store.
+        """A port on this node for torch's rendezvous store. It is held, for others to try, until the ranks start.
 
         Raises:
             LaunchError: none can be had at this address.
@@ -126,7 +127,7 @@ class NodeActor:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         for port in random.sample(PORTS, 100):
             try:
-                socket.create_server((address, port), family=family).close()
+                self._listener = socket.create_server((address, port), family=family, backlog=1024)
                 return port
             except OSError as error:
                 why = error
@@ -135,6 +136,10 @@ class NodeActor:
             "Ray there with --node-ip-address."
         )
 
+    def reach(self, address: str, port: int) -> str | None:
+        """Why a port of another node cannot be reached from here, or None."""
+        return unreachable(address, port)
+
     def start(self, what: Start) -> int:
         """Start `accelerate launch`; returns its process.
 
@@ -142,6 +147,8 @@ class NodeActor:
             ScriptError: the folder or the script is not here.
         """
         _check_script(what)
+        if self._listener is not None:
+            self._listener.close()
         config = self._folder / "accelerate.yaml"
         config.write_text(what.config)
         self._first_rank, self._alone = what.first_rank, what.alone

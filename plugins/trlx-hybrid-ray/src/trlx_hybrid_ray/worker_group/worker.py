@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 from trlx_hybrid.errors import ConfigError
 
+from ..cluster import unreachable
+from ..errors import ClusterError
+
 
 @dataclass(frozen=True, slots=True)
 class Location:
@@ -80,6 +83,7 @@ class WorkerInfo:
 
         Raises:
             ConfigError: this is one of several workers in one process, CUDA has started, or a worker has two GPUs.
+            ClusterError: rank 0's node cannot be reached.
         """
         first, here = self.locations[0], self.locations[self.rank]
         node = [rank for rank, location in enumerate(self.locations) if location.node == here.node]
@@ -101,6 +105,11 @@ class WorkerInfo:
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 raise ConfigError("CUDA has started in this worker: call init_process_group() first.")
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        if self.rank and (why := unreachable(first.address, first.port)):
+            raise ClusterError(
+                f"{here} does not reach port {first.port} of {first.address}, where rank 0 waits for the group: {why}. "
+                "Open the ports between the nodes: process groups choose theirs freely."
+            )
         store = TCPStore(
             first.address,
             first.port,

@@ -28,7 +28,7 @@ from toy_task import draw_tasks, is_right, prompt
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser
 from trlx_hybrid import HybridEngine
 from trlx_hybrid_ray.cluster import connect
-from trlx_hybrid_ray.placement import Request, reserve
+from trlx_hybrid_ray.placement import PlacementRequest, reserve
 from trlx_hybrid_ray.worker_group import WorkerGroup, register, this_worker
 
 
@@ -201,13 +201,13 @@ def placed(args):
     gpu = int(ray.cluster_resources().get("GPU", 0) > 0)
     with ExitStack() as stack:
         if args.placement == "colocated":
-            request = Request(name="colocated", replicas=args.workers, cpus=len(SHARES), gpus=gpu)
+            request = PlacementRequest(name="colocated", replicas=args.workers, cpus=len(SHARES), gpus=gpu)
             places = stack.enter_context(reserve(request, show=print))
             ranks = [places.options(rank) for rank in range(len(places))]
             shares = {name: {"num_cpus": 1, "num_gpus": share * gpu} for name, share in SHARES.items()}
             yield {name: [options | share for options in ranks] for name, share in shares.items()}
         else:
-            requests = [Request(name=n, replicas=args.workers, gpus=gpu * (s > 0)) for n, s in SHARES.items()]
+            requests = [PlacementRequest(name=n, replicas=args.workers, gpus=gpu * (s > 0)) for n, s in SHARES.items()]
             yield {request.name: stack.enter_context(reserve(request, show=print)) for request in requests}
 
 

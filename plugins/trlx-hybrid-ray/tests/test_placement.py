@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid_ray.errors import PlacementError
-from trlx_hybrid_ray.placement import STRATEGIES, Node, Request, alive_nodes, reserve
+from trlx_hybrid_ray.placement import STRATEGIES, Node, PlacementRequest, alive_nodes, reserve
 
 GPUS, CPUS = 16, 32  # of each node
 
@@ -29,7 +29,7 @@ def node(number, cpus=8.0, gpus=4.0, free_gpus=None):
     st.sampled_from(STRATEGIES),
 )
 def test_what_is_said_to_fit_is_what_a_search_finds(free, replicas, size, strategy):
-    request = Request(name="r", replicas=replicas, size=size, gpus=1, cpus=0, strategy=strategy)
+    request = PlacementRequest(name="r", replicas=replicas, size=size, gpus=1, cpus=0, strategy=strategy)
     found = False
     for places in itertools.product(range(len(free)), repeat=replicas):
         used = [places.count(number) for number in range(len(free))]
@@ -50,7 +50,7 @@ def test_what_is_said_to_fit_is_what_a_search_finds(free, replicas, size, strate
 
 def test_tenths_add_up():
     """0.1 three times is more than 0.3 to a computer, and not to Ray."""
-    assert Request(name="r", replicas=3, gpus=0.1, cpus=0).fits([node(1, gpus=0.3)], empty=True)
+    assert PlacementRequest(name="r", replicas=3, gpus=0.1, cpus=0).fits([node(1, gpus=0.3)], empty=True)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_tenths_add_up():
 )
 def test_a_request_that_makes_no_sense_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        Request(name="trainer", **settings)
+        PlacementRequest(name="trainer", **settings)
 
 
 # --- on a cluster ---------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def test_replicas_of_four_stay_on_a_node_where_ray_hands_bundles_out_unsorted(tw
     nodes = placement_group_table(naive)["bundles_to_node_id"]
     assert any(len({nodes[4 * i + j] for j in range(4)}) > 1 for i in range(6)), "the trap is not set any more"
     remove_placement_group(naive)
-    with reserve(Request(name="engine", replicas=6, size=4, gpus=1), deadline=60) as placed:
+    with reserve(PlacementRequest(name="engine", replicas=6, size=4, gpus=1), deadline=60) as placed:
         owners = [(placed.bundle(rank).node, placed.gpus(rank)) for rank in range(24)]
         for replica in range(6):
             assert len({owner.id for owner, _ in owners[4 * replica : 4 * replica + 4]}) == 1
@@ -126,13 +126,16 @@ def test_replicas_of_four_stay_on_a_node_where_ray_hands_bundles_out_unsorted(tw
 
 
 def test_each_rank_is_where_the_placement_says(two_nodes, holding):
-    with reserve(Request(name="trainer", replicas=6, gpus=1, strategy="spread")) as placed:
+    with reserve(PlacementRequest(name="trainer", replicas=6, gpus=1, strategy="spread")) as placed:
         assert seen(placed) == [(placed.bundle(rank).node.id, placed.gpus(rank)) for rank in range(6)]
         assert {bundle.node.id for bundle in placed.bundles} == set(two_nodes.nodes)
 
 
 def test_halves_are_given_the_same_gpu(two_nodes, holding):
-    with reserve(Request(name="reward", gpus=0.5)) as one, reserve(Request(name="judge", gpus=0.5)) as other:
+    with (
+        reserve(PlacementRequest(name="reward", gpus=0.5)) as one,
+        reserve(PlacementRequest(name="judge", gpus=0.5)) as other,
+    ):
         assert len(one.gpus(0)) == 1
         assert seen(one) == [(one.bundle(0).node.id, one.gpus(0))]
         assert seen(other) == [(other.bundle(0).node.id, other.gpus(0))]
@@ -146,14 +149,14 @@ def test_nodes_are_chosen(two_nodes, holding, how):
         "beginning": {"nodes": (other[:8],)},
         "labels": {"labels": {"ray.io/node-id": other}},
     }
-    with reserve(Request(name="trainer", replicas=3, gpus=1, **chosen[how])) as placed:
+    with reserve(PlacementRequest(name="trainer", replicas=3, gpus=1, **chosen[how])) as placed:
         assert {bundle.node.id for bundle in placed.bundles} == {other}
 
 
 def test_the_map_is_shown_before_anything_starts(two_nodes, holding):
     shown = []
     with reserve(
-        Request(name="rank", replicas=2, size=2, gpus=1, strategy="strict_spread"), show=shown.append
+        PlacementRequest(name="rank", replicas=2, size=2, gpus=1, strategy="strict_spread"), show=shown.append
     ) as placed:
         for number, (line, bundle) in enumerate(zip(shown[0].splitlines(), placed.bundles, strict=True)):
             ranks = f"{2 * number}-{2 * number + 1}"
@@ -163,12 +166,12 @@ def test_the_map_is_shown_before_anything_starts(two_nodes, holding):
 def test_what_no_cluster_of_this_size_can_hold_is_refused_at_once(two_nodes, holding):
     started = time.monotonic()
     with pytest.raises(PlacementError, match="trainer: 33 GPUs are asked for, the cluster has 32") as caught:
-        reserve(Request(name="trainer", replicas=33, gpus=1))
+        reserve(PlacementRequest(name="trainer", replicas=33, gpus=1))
     assert "16 of 16" in str(caught.value)
     with pytest.raises(PlacementError, match="1 times 20 CPUs and 20 GPUs, each on one node"):
-        reserve(Request(name="engine", size=20, gpus=1))
+        reserve(PlacementRequest(name="engine", size=20, gpus=1))
     with pytest.raises(PlacementError, match=r"the cluster has no node '10\.9\.9\.9'. It has 127"):
-        reserve(Request(name="engine", nodes=("10.9.9.9",)))
+        reserve(PlacementRequest(name="engine", nodes=("10.9.9.9",)))
     assert time.monotonic() - started < 10, "what the product promises"
 
 
@@ -187,12 +190,12 @@ def test_who_holds_what_is_in_the_refusal_and_nothing_stays_reserved(two_nodes, 
 
     squatter = Squatter.options(scheduling_strategy=NodeAffinitySchedulingStrategy(other, soft=False)).remote()
     assert ray.get(squatter.there.remote(), timeout=60)
-    mine = reserve(Request(name="earlier", replicas=4, gpus=1, nodes=(head,)))
+    mine = reserve(PlacementRequest(name="earlier", replicas=4, gpus=1, nodes=(head,)))
     expected = {head: (GPUS - 6, CPUS - 4), other: (GPUS - 3, CPUS)}
     settled(expected)
     started = time.monotonic()
     with pytest.raises(PlacementError) as caught:
-        reserve(Request(name="trainer", replicas=24, gpus=1), deadline=2)
+        reserve(PlacementRequest(name="trainer", replicas=24, gpus=1), deadline=2)
     assert time.monotonic() - started < 10
     text = str(caught.value)
     assert "trainer: 24 GPUs are asked for, 23 of 32 are free" in text
@@ -209,11 +212,11 @@ def test_who_holds_what_is_in_the_refusal_and_nothing_stays_reserved(two_nodes, 
 
 
 def test_what_others_give_back_in_time_is_waited_for(two_nodes, holding):
-    first = reserve(Request(name="first", replicas=32, cpus=1, strategy="spread"))
+    first = reserve(PlacementRequest(name="first", replicas=32, cpus=1, strategy="spread"))
     settled(dict.fromkeys(two_nodes.nodes, (GPUS, CPUS - 16)))
     timer = threading.Timer(1.5, first.remove)
     timer.start()
-    with reserve(Request(name="second", replicas=64, cpus=1), deadline=60) as second:
+    with reserve(PlacementRequest(name="second", replicas=64, cpus=1), deadline=60) as second:
         assert len(second) == 64
     timer.join()
 
@@ -224,7 +227,9 @@ def test_two_at_once_are_both_served_or_refused_whole(two_nodes, holding):
 
     def ask():
         try:
-            outcomes.append(reserve(Request(name="all", replicas=2, cpus=24, strategy="strict_spread"), deadline=3))
+            outcomes.append(
+                reserve(PlacementRequest(name="all", replicas=2, cpus=24, strategy="strict_spread"), deadline=3)
+            )
         except PlacementError as error:
             outcomes.append(error)
 

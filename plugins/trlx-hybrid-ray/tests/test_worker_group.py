@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid_ray.placement import Request, reserve
+from trlx_hybrid_ray.placement import PlacementRequest, reserve
 from trlx_hybrid_ray.worker_group import (
     DeadlineError,
     DispatchError,
@@ -342,8 +342,8 @@ class Where:
 
 def test_a_group_runs_where_it_was_placed(two_nodes):
     with (
-        reserve(Request(name="other", gpus=1)),
-        reserve(Request(name="pairs", replicas=2, size=2, gpus=1, strategy="spread")) as placed,
+        reserve(PlacementRequest(name="other", gpus=1)),
+        reserve(PlacementRequest(name="pairs", replicas=2, size=2, gpus=1, strategy="spread")) as placed,
         WorkerGroup(Where, placed, tensor_parallel=2) as group,
     ):
         assert [at.node for at in group.locations] == [placed.bundle(rank).node.id for rank in range(4)]

@@ -23,7 +23,7 @@ from trlx_hybrid.errors import ConfigError, listed
 from .cluster import LOCAL, Cluster, connect, unreachable
 from .errors import PlacementError, brief
 from .internals import authenticated
-from .placement import Node, Placement, Request, alive_nodes, reserve
+from .placement import Node, Placement, PlacementRequest, alive_nodes, reserve
 
 ANSWER_SECONDS = 60.0
 START_SECONDS = 120.0  # for processes that import torch
@@ -354,7 +354,7 @@ def tensor_parallel(largest: int, *, backend: str | None = None) -> Iterator[Fin
     for size in steps(largest):
         gpus = 1 if any(node.gpus for node in alive_nodes()) else 0
         try:
-            with reserve(Request(name="tp", replicas=size, gpus=gpus)) as placement:
+            with reserve(PlacementRequest(name="tp", replicas=size, gpus=gpus)) as placement:
                 yield Finding("tp", f"{size:<3} {_formed(placement, size, backend)}")
         except (PlacementError, _BrokenError) as error:
             why = error if isinstance(error, _BrokenError) else _BrokenError("placement", str(error))

@@ -19,7 +19,7 @@ from trlx_hybrid.errors import ConfigError, listed
 
 from . import debugging
 from .errors import LaunchError, PlacementError, ScriptError, brief
-from .placement import Placement, Request, reserve
+from .placement import Placement, PlacementRequest, reserve
 from .printer import say
 
 EPILOG = """\
@@ -99,9 +99,9 @@ class Job:
         return self.nodes * self.processes_per_node
 
     @property
-    def request(self) -> Request:
+    def request(self) -> PlacementRequest:
         """The places that it asks for: a bundle on each of its nodes, with the GPUs of that node's ranks."""
-        return Request(
+        return PlacementRequest(
             name="rank",
             replicas=self.nodes,
             size=self.processes_per_node,

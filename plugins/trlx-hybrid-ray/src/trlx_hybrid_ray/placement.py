@@ -87,7 +87,7 @@ def alive_nodes() -> list[Node]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class PlacementRequest:
     """What is asked for: `replicas` of `size` workers each. The workers of a replica share a node.
 
     Attributes:
@@ -160,7 +160,7 @@ class Placement:
     order Ray deals its bundles out in.
     """
 
-    request: Request
+    request: PlacementRequest
     group: PlacementGroup
     bundles: tuple[Bundle, ...]
 
@@ -220,7 +220,7 @@ class Placement:
 
 
 def reserve(
-    request: Request, *, deadline: float | None = REFUSE_SECONDS, show: Callable[[str], None] | None = None
+    request: PlacementRequest, *, deadline: float | None = REFUSE_SECONDS, show: Callable[[str], None] | None = None
 ) -> Placement:
     """Reserve a place for every worker, on the cluster that this process is connected to.
 
@@ -265,7 +265,7 @@ def reserve(
     return placement
 
 
-def _allowed(nodes: Sequence[Node], request: Request) -> list[Node]:
+def _allowed(nodes: Sequence[Node], request: PlacementRequest) -> list[Node]:
     """The nodes that a request may use. Those that its labels leave out are known to Ray only.
 
     Raises:
@@ -282,13 +282,13 @@ def _means(asked: str, node: Node) -> bool:
     return asked == node.address or (len(asked) >= 6 and node.id.startswith(asked))
 
 
-def _selector(request: Request, allowed: Sequence[Node]) -> dict[str, str]:
+def _selector(request: PlacementRequest, allowed: Sequence[Node]) -> dict[str, str]:
     """Ray's label selector of each bundle."""
     nodes = {NODE_LABEL: f"in({','.join(node.id for node in allowed)})"} if request.nodes else {}
     return dict(request.labels or {}) | nodes
 
 
-def _created(request: Request, selector: dict[str, str]) -> PlacementGroup:
+def _created(request: PlacementRequest, selector: dict[str, str]) -> PlacementGroup:
     """The group, which Ray reserves in the background. It keeps one that does not fit waiting for ever."""
     from ray.util.placement_group import placement_group
 
@@ -301,7 +301,7 @@ def _created(request: Request, selector: dict[str, str]) -> PlacementGroup:
     return group
 
 
-def _bundles(request: Request, group: PlacementGroup, nodes: Sequence[Node]) -> tuple[Bundle, ...]:
+def _bundles(request: PlacementRequest, group: PlacementGroup, nodes: Sequence[Node]) -> tuple[Bundle, ...]:
     """The bundles by node and GPU. Ray chooses GPUs when it commits a bundle, in no promised order, and only a task
     that runs in the bundle can tell which.
 
@@ -320,7 +320,7 @@ def _bundles(request: Request, group: PlacementGroup, nodes: Sequence[Node]) -> 
     return tuple(sorted(found, key=lambda b: (b.node.order, [_gpu_order(gpu) for gpu in b.gpus], b.index)))
 
 
-def _with_gpus(request: Request, group: PlacementGroup, bundles: Sequence[Bundle]) -> list[Bundle]:
+def _with_gpus(request: PlacementRequest, group: PlacementGroup, bundles: Sequence[Bundle]) -> list[Bundle]:
     """One bundle of each node after another: asked for all at once, Ray would start a process for every bundle."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -379,7 +379,7 @@ def _user() -> str:
 # --- refusals -------------------------------------------------------------------------------------------------------
 
 
-def _refusal(request: Request, nodes: Sequence[Node], allowed: Sequence[Node], waited: float | None) -> str:
+def _refusal(request: PlacementRequest, nodes: Sequence[Node], allowed: Sequence[Node], waited: float | None) -> str:
     """The reason, the way out, and who holds what."""
     lines = [_reason(request, allowed, empty=waited is None)]
     holders = answer(_holders)
@@ -394,7 +394,7 @@ def _refusal(request: Request, nodes: Sequence[Node], allowed: Sequence[Node], w
     return "\n".join(lines)
 
 
-def _reason(request: Request, nodes: Sequence[Node], *, empty: bool) -> str:
+def _reason(request: PlacementRequest, nodes: Sequence[Node], *, empty: bool) -> str:
     if not nodes:
         return "The cluster has no nodes that are alive. Start one with `ray start`."
     asked = {name: amount * request.replicas for name, amount in request.bundle.items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 import ray
 import torch
 from trlx_hybrid_ray.cluster import connect
-from trlx_hybrid_ray.placement import Request, reserve
+from trlx_hybrid_ray.placement import PlacementRequest, reserve
 from trlx_hybrid_ray.worker_group import WorkerGroup, register, this_worker
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -29,7 +29,7 @@ class Summing:
 
 
 def group(deadline):
-    placement = reserve(Request(name="sum", replicas=4, cpus=1, strategy="spread"))
+    placement = reserve(PlacementRequest(name="sum", replicas=4, cpus=1, strategy="spread"))
     with WorkerGroup(Summing, placement, deadline=float(deadline)) as workers:
         workers.meet()
         print(workers.sums(list(range(8))))

@@ -15,7 +15,7 @@ from trlx_hybrid.errors import EngineError, HybridError, listed
 
 from .. import debugging
 from ..errors import PlacementError, brief
-from ..placement import Placement, Request, reserve
+from ..placement import Placement, PlacementRequest, reserve
 from ..printer import say
 from ..remote.actors import Pickled, wait
 from .actor import EngineActor
@@ -209,11 +209,11 @@ def reserved(plan: ServerPlan, options: RemoteOptions, trainers: Mapping[str, Se
     """
     gpus = plan.gpus if options.gpus is None else options.gpus
     requests = [
-        Request(name="trainer", replicas=len(used), gpus=1, cpus=0, nodes=[node])
+        PlacementRequest(name="trainer", replicas=len(used), gpus=1, cpus=0, nodes=[node])
         for node, used in sorted(trainers.items())
     ]
     requests.append(
-        Request(
+        PlacementRequest(
             name="engine",
             replicas=options.replicas,
             gpus=plan.ranks * gpus,

@@ -22,7 +22,7 @@ from trlx_hybrid.errors import ConfigError, listed
 from .. import debugging
 from ..cluster import ADDRESS, LOCAL, NAMESPACE, connect
 from ..errors import brief
-from ..placement import Request, reserve
+from ..placement import PlacementRequest, reserve
 from ..printer import say
 from ..worker_group.errors import DeadlineError, WorkerDiedError, WorkerError
 
@@ -337,7 +337,7 @@ class ActorPool:
         self._arguments, self._name, self._role, self._threads = (pickled, settings), name, role, threads
         self._seconds = debugging.patience(start_deadline)
         self._reserved = reserve(
-            Request(name=f"{role} {name}", replicas=workers, cpus=cpus, gpus=gpus, strategy="spread")
+            PlacementRequest(name=f"{role} {name}", replicas=workers, cpus=cpus, gpus=gpus, strategy="spread")
         )
         self.workers: list[Worker] = []
         try:

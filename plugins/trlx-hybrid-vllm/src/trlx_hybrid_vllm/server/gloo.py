@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from trlx_hybrid.errors import SyncError
 from vllm.distributed.weight_transfer import (
     ParamMeta,
     TrainerWeightTransferEngine,
@@ -33,6 +34,7 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransfe
 
 NAME = "gloo"
 BUCKET = 64 << 20  # bytes of a message
+REACH_SECONDS = 5.0  # that the trainer's port may take to answer
 WATCH_EVERY = 2.0  # seconds
 
 
@@ -62,6 +64,14 @@ class GlooGroup:
         from torch.distributed.distributed_c10d import ProcessGroupGloo
 
         self._timeout = timedelta(seconds=deadline)
+        if listener is None:  # torch would try for the whole deadline, and not say what
+            try:
+                socket.create_connection((host, port), timeout=min(REACH_SECONDS, deadline)).close()
+            except OSError as error:
+                raise SyncError(
+                    f"the engine does not reach port {port} of {host}, where the trainer waits: {error}. Open the "
+                    "ports between the nodes: process groups choose theirs freely."
+                ) from error
         self._store = TCPStore(
             host,
             port,

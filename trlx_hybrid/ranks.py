@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
+from concurrent.futures import wait
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from .deadline import in_thread
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -63,6 +65,4 @@ def abort(groups: Iterable[Any], seconds: float = 0.0) -> None:
             with suppress(Exception):  # of a group that is gone already; there is nobody to tell
                 dist.distributed_c10d._abort_process_group(group)  # type: ignore[attr-defined]
 
-    thread = threading.Thread(target=run, name="abort-groups", daemon=True)
-    thread.start()
-    thread.join(seconds)
+    wait([in_thread(run, "abort-groups")], seconds)

@@ -18,14 +18,15 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trlx_hybrid.deadline import in_thread
 from trlx_hybrid.errors import ConfigError
 
 from . import reaper, token
@@ -166,7 +167,7 @@ def announce() -> None:
 
 # --- calls that must not last -----------------------------------------------------------------------------------------
 
-_hung: list[threading.Thread] = []
+_hung: list[Future[Any]] = []
 
 
 def answer(work: Callable[[], T], seconds: float = ANSWER_SECONDS) -> T:
@@ -176,24 +177,11 @@ def answer(work: Callable[[], T], seconds: float = ANSWER_SECONDS) -> T:
         ClusterError: there is none in time.
         Exception: what `work` raised.
     """
-    result: list[T] = []
-    raised: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            result.append(work())
-        except BaseException as error:  # handed to the thread that waits
-            raised.append(error)
-
-    thread = threading.Thread(target=run, name="asks Ray", daemon=True)
-    thread.start()
-    thread.join(1.0 if hung() else seconds)
-    if raised:
-        raise raised[0]
-    if not result:
-        _hung.append(thread)
+    call = in_thread(work, "asks Ray")
+    if wait([call], 1.0 if hung() else seconds).not_done:
+        _hung.append(call)
         raise ClusterError(f"The head of the Ray cluster has not answered within {seconds:g} s.")
-    return result[0]
+    return call.result()
 
 
 def ask(work: Callable[[], object], seconds: float = ANSWER_SECONDS) -> None:
@@ -204,19 +192,7 @@ def ask(work: Callable[[], object], seconds: float = ANSWER_SECONDS) -> None:
 
 def hung() -> bool:
     """Whether a call has not returned yet: the interpreter would wait for what Ray does at its end."""
-    return any(thread.is_alive() for thread in _hung)
-
-
-REACH_SECONDS = 5.0
-
-
-def unreachable(address: str, port: int, seconds: float = REACH_SECONDS) -> str | None:
-    """Why nobody takes a connection to this port, or None. Torch would try a port that a firewall drops for minutes."""
-    try:
-        socket.create_connection((address, port), timeout=seconds).close()
-    except OSError as error:
-        return str(error)
-    return None
+    return any(not call.done() for call in _hung)
 
 
 # --- joining ----------------------------------------------------------------------------------------------------------

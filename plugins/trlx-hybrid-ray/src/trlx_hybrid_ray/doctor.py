@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from trlx_hybrid import deadline
 from trlx_hybrid.doctor import Finding
 from trlx_hybrid.errors import ConfigError, listed
 
-from .cluster import LOCAL, Cluster, connect, unreachable
+from .cluster import LOCAL, Cluster, connect
 from .errors import PlacementError, brief
 from .internals import authenticated
 from .placement import Node, Placement, PlacementRequest, alive_nodes, reserve
@@ -122,12 +123,12 @@ class Examiner:
 
     def listen(self, address: str) -> int:
         """Open a port on this node's address, as a process group's rank 0 will; returns it."""
-        self._listener = socket.create_server((address, 0))
+        self._listener = deadline.listen(address)
         return int(self._listener.getsockname()[1])
 
     def reach(self, address: str, port: int) -> str | None:
         """Why a port of another node cannot be reached from here, or None."""
-        return unreachable(address, port)
+        return deadline.unreachable(address, port)
 
 
 def _driver_gpus() -> int | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from signal import SIGINT, SIGTERM, Signals
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from trlx_hybrid.deadline import unreachable
 from trlx_hybrid.errors import listed
 
 from .cluster import ask
@@ -55,7 +55,7 @@ RAISED = re.compile(r"[\w.]*[A-Z]\w*(:|$)")
 
 
 @dataclass(slots=True)
-class Failure:
+class LaunchFailure:
     """What ended the run, or followed from it.
 
     Attributes:
@@ -106,7 +106,7 @@ class Monitor:
             for actor, bundle in zip(actors, placement.bundles, strict=True)
         ]
         self._gpus = [bundle.gpus for bundle in placement.bundles]
-        self._failures: list[Failure] = []
+        self._failures: list[LaunchFailure] = []
         self._tails: dict[tuple[int, int | None], bytearray] = {}
         self._first_at: float | None = None
         self._stopped_at: float | None = None
@@ -173,7 +173,7 @@ class Monitor:
                 self._kill_at = min(self._kill_at, now)
         if self._head.lost and self._stopped_at is None and not self._failures:
             why = f"The cluster's head, {self._head.address}, has accepted no connection for {HEAD_SECONDS:g} s."
-            self._fail(Failure(HEAD, None, time.time(), why=why))
+            self._fail(LaunchFailure(HEAD, None, time.time(), why=why))
         if self._stopped_at is None and self._first_at is not None and now >= self._first_at + self._patience():
             self._stop(SIGTERM, now)
         if now >= self._kill_at and not self._killed:
@@ -228,13 +228,13 @@ class Monitor:
             if rank is not None and code == 0:
                 node.finished[rank] = at + offset
             else:
-                self._fail(Failure(number, rank, at + offset, code))
+                self._fail(LaunchFailure(number, rank, at + offset, code))
         for what, pid, seconds in news.stopped:
             self._stands_still(number, what, pid, seconds)
         if news.code is not None:
             node.code = news.code
             if news.code != 0 and not any(failure.node == number for failure in self._failures):
-                self._fail(Failure(number, None, time.time(), news.code))
+                self._fail(LaunchFailure(number, None, time.time(), news.code))
 
     def _stands_still(self, number: int, what: str, pid: int, seconds: float) -> None:
         from .node import STOPPED_SECONDS
@@ -244,7 +244,7 @@ class Monitor:
             self._say(f"{told}. `kill -CONT {pid}` there lets it go on.")
         else:
             rank = int(what.removeprefix("rank ")) if what.startswith("rank ") else None
-            self._fail(Failure(number, rank, time.time() - seconds, why=f"{told} (SIGSTOP, Ctrl-Z, a debugger)."))
+            self._fail(LaunchFailure(number, rank, time.time() - seconds, why=f"{told} (SIGSTOP, Ctrl-Z, a debugger)."))
 
     def _lose(self, number: int, why: str) -> None:
         """A node's actor is gone, or does not answer. Ranks there are ended by what lives on that node."""
@@ -253,9 +253,9 @@ class Monitor:
         node = self._nodes[number]
         node.lost, node.poll = True, None
         threading.Thread(target=lambda: ray.kill(node.actor), daemon=True).start()
-        self._fail(Failure(number, None, time.time() - node.quiet, why=why))
+        self._fail(LaunchFailure(number, None, time.time() - node.quiet, why=why))
 
-    def _fail(self, failure: Failure) -> None:
+    def _fail(self, failure: LaunchFailure) -> None:
         """What comes after the order to stop is its effect, and does not count."""
         if self._stopped_at is None:
             self._failures.append(failure)
@@ -314,7 +314,7 @@ class Monitor:
         return names
 
     @property
-    def _first(self) -> Failure | None:
+    def _first(self) -> LaunchFailure | None:
         """The failure that the others followed from: the earliest whose error does not point at another rank.
 
         A process that is killed is seen a little later than a peer's error about it may come. So errors that speak of a
@@ -324,21 +324,21 @@ class Monitor:
         own = [f for f in self._failures if not self._ended_with_accelerate(f)]
         return min(own, key=lambda f: (self._lost_peer(f), f.time, f.rank or 0), default=None)
 
-    def _ended_with_accelerate(self, failure: Failure) -> bool:
+    def _ended_with_accelerate(self, failure: LaunchFailure) -> bool:
         """Whether a rank got its signal from accelerate, which a signal had ended."""
         return failure.rank is not None and any(
             f.rank is None and f.node == failure.node and f.code == failure.code for f in self._failures
         )
 
-    def _signalled(self, failure: Failure) -> bool:
+    def _signalled(self, failure: LaunchFailure) -> bool:
         """Whether a signal to all processes of a job can be what ended it, or what it followed from."""
         signalled = failure.rank is None or (failure.code or 0) < 0 or self._lost_peer(failure)
         return signalled or self._error(failure)[0] == "KeyboardInterrupt"
 
-    def _lost_peer(self, failure: Failure) -> bool:
+    def _lost_peer(self, failure: LaunchFailure) -> bool:
         return failure.rank is not None and bool(LOST_PEER.search(self._error(failure)[0]))
 
-    def _error(self, failure: Failure) -> tuple[str, list[str]]:
+    def _error(self, failure: LaunchFailure) -> tuple[str, list[str]]:
         """The exception that a rank printed last, and its traceback."""
         text = self._tails.get((failure.node, failure.rank), b"").decode(errors="replace")
         return last_error(text) if failure.code is None or failure.code >= 0 else ("", [])
@@ -357,7 +357,7 @@ class Monitor:
             lines.append(f"Stopped by {self._interrupted.name}; every rank was ended.")
         return "\n".join(lines)
 
-    def _named(self, first: Failure) -> str:
+    def _named(self, first: LaunchFailure) -> str:
         if first.node == HEAD:
             return first.why
         node, size = self._nodes[first.node], self._job.processes_per_node
@@ -371,7 +371,7 @@ class Monitor:
         ranks = [str(rank) for rank in range(first.node * size, (first.node + 1) * size)]
         return f"Node {node.where} was lost, with rank{'s' * (size > 1)} {listed(ranks, 8)}: {self._why(first)}"
 
-    def _why(self, failure: Failure) -> str:
+    def _why(self, failure: LaunchFailure) -> str:
         if failure.why:
             return failure.why
         what = "accelerate launch" if failure.rank is None else "its process"
@@ -381,7 +381,7 @@ class Monitor:
         what = "accelerate launch" if failure.rank is None else "the script"
         return self._error(failure)[0] or f"{what} ended with exit code {failure.code}."
 
-    def _others(self, first: Failure) -> list[str]:
+    def _others(self, first: LaunchFailure) -> list[str]:
         """Who failed later, and where every error speaks of a lost peer, who had left before."""
         lines = []
         finished = [str(r) for node in self._nodes for r, at in sorted(node.finished.items()) if at <= first.time]
@@ -451,11 +451,8 @@ class _Head:
         refused = 0.0
         while not self._over.wait(1.0):
             began = time.monotonic()
-            try:
-                socket.create_connection(self._at, timeout=2.0).close()
-                refused = 0.0
-            except OSError:
-                refused += 1.0 + time.monotonic() - began
+            gone = unreachable(*self._at, seconds=2.0)
+            refused = refused + 1.0 + time.monotonic() - began if gone else 0.0
             self.lost = refused > HEAD_SECONDS
 
     def close(self) -> None:

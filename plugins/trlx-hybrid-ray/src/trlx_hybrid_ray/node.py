@@ -27,8 +27,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trlx_hybrid.deadline import listen, unreachable
+
 from . import reaper
-from .cluster import environment, unreachable
+from .cluster import environment
 from .errors import LaunchError, ScriptError
 from .reaper import OWNER_VARIABLE, Reaper, end, state
 
@@ -124,10 +126,9 @@ class NodeActor:
         Raises:
             LaunchError: none can be had at this address.
         """
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         for port in random.sample(PORTS, 100):
             try:
-                self._listener = socket.create_server((address, port), family=family, backlog=1024)
+                self._listener = listen(address, port)
                 return port
             except OSError as error:
                 why = error

@@ -7,9 +7,9 @@ import socket
 import threading
 from dataclasses import dataclass
 
+from trlx_hybrid import deadline
 from trlx_hybrid.errors import ConfigError
 
-from ..cluster import unreachable
 from ..errors import ClusterError
 
 
@@ -105,7 +105,7 @@ class WorkerInfo:
             if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
                 raise ConfigError("CUDA has started in this worker: call init_process_group() first.")
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        if self.rank and (why := unreachable(first.address, first.port)):
+        if self.rank and (why := deadline.unreachable(first.address, first.port)):
             raise ClusterError(
                 f"{here} does not reach port {first.port} of {first.address}, where rank 0 waits for the group: {why}. "
                 "Open the ports between the nodes: process groups choose theirs freely."
@@ -141,8 +141,7 @@ is somebody else's sooner or later."""
 
 def listen(address: str) -> int:
     """Hold a port on this address and no other, and return its number."""
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    _listener[:] = [socket.create_server((address, 0), family=family, backlog=1024)]
+    _listener[:] = [deadline.listen(address)]
     return int(_listener[0].getsockname()[1])
 
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import functools
 import math
-import queue
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -20,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from trlx_hybrid.deadline import REACH_SECONDS, in_thread, listen, unreachable
 from trlx_hybrid.errors import SyncError
 from vllm.distributed.weight_transfer import (
     ParamMeta,
@@ -34,7 +34,6 @@ from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransfe
 
 NAME = "gloo"
 BUCKET = 64 << 20  # bytes of a message
-REACH_SECONDS = 5.0  # that the trainer's port may take to answer
 WATCH_EVERY = 2.0  # seconds
 
 
@@ -65,13 +64,12 @@ class GlooGroup:
 
         self._timeout = timedelta(seconds=deadline)
         if listener is None:  # torch would try for the whole deadline, and not say what
-            try:
-                socket.create_connection((host, port), timeout=min(REACH_SECONDS, deadline)).close()
-            except OSError as error:
+            why = unreachable(host, port, min(REACH_SECONDS, deadline))
+            if why is not None:
                 raise SyncError(
-                    f"the engine does not reach port {port} of {host}, where the trainer waits: {error}. Open the "
-                    "ports between the nodes: process groups choose theirs freely."
-                ) from error
+                    f"the engine does not reach port {port} of {host}, where the trainer waits: {why}. Open the ports "
+                    "between the nodes: process groups choose theirs freely."
+                )
         self._store = TCPStore(
             host,
             port,
@@ -212,7 +210,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
         if not engine.is_sender:
             return engine
         host, world, deadline = init_info.master_address, init_info.world_size, init_info.deadline
-        listener = socket.create_server((host, 0), backlog=1024)
+        listener = listen(host)
         port = listener.getsockname()[1]
         worker = GlooInitInfo(
             master_address=host,
@@ -332,29 +330,20 @@ def in_threads(
     Raises:
         TimeoutError: they took longer.
     """
-    done: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
-    def run(index: int, work: Callable[[], Any]) -> None:
-        try:
-            with torch.no_grad(), nullcontext() if device is None else torch.cuda.device(device):
-                done.put((index, work(), None))
-        except BaseException as error:  # handed to the thread that waits
-            done.put((index, None, error))
+    def here(work: Callable[[], Any]) -> Any:
+        with torch.no_grad(), nullcontext() if device is None else torch.cuda.device(device):
+            return work()
 
-    for index, work in enumerate(works):
-        threading.Thread(target=run, args=(index, work), name=f"in_threads {index}", daemon=True).start()
-    results: dict[int, Any] = {}
+    calls = [in_thread(functools.partial(here, work), f"in_threads {index}") for index, work in enumerate(works)]
     end = time.monotonic() + seconds
-    while len(results) < len(works):
-        try:
-            index, result, error = done.get(timeout=WATCH_EVERY)
-        except queue.Empty:
-            watch()
-            if time.monotonic() > end:
-                raise TimeoutError(f"not done within {seconds:g} s") from None
-            continue
-        if error is not None:
-            raise error
-        results[index] = result
-    return [results[index] for index in range(len(works))]
+    while True:
+        done, pending = wait(calls, WATCH_EVERY, FIRST_EXCEPTION)
+        for call in done:
+            call.result()
+        if not pending:
+            return [call.result() for call in calls]
+        watch()
+        if time.monotonic() > end:
+            raise TimeoutError(f"not done within {seconds:g} s")

@@ -35,14 +35,6 @@ def start():
 
 
 @pytest.fixture
-def gate():
-    """An event that tools wait for: closed while the test runs, open at its end at the latest."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-@pytest.fixture
 def inbox():
     return queue.Queue()
 

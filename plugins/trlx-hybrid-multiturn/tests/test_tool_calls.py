@@ -69,14 +69,6 @@ def pool():
 
 
 @pytest.fixture
-def gate():
-    """What hanging tools wait for: closed while the test runs, open at its end at the latest."""
-    event = threading.Event()
-    yield event
-    event.set()
-
-
-@pytest.fixture
 def event_loop():
     """A trainer's, in a thread of its own."""
     loop = asyncio.new_event_loop()

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,10 +38,10 @@ class ProcessWorkers(ToolWorkers):
     """Runs tools in processes that start when first needed and are reused, each served by a thread of the pool.
 
     The outcome's value is what the model is shown. A call whose deadline passes is lost and its process killed, with
-    all that it started. A crash loses one call. A process knows nothing of the trainer's: it imports what the tool
-    needs, by the trainer's `sys.path`, and never the script itself, whose functions come by value as they were, with
-    the globals they use, when first called. Context variables stay behind. What comes back is plain data, see
-    `trlx_hybrid.plain_data`.
+    all that it started; the deadline leaves out the start of a process and the imports of the tool's module. A crash
+    loses one call. A process knows nothing of the trainer's: it imports what the tool needs, by the trainer's
+    `sys.path`, and never the script itself, whose functions come by value as they were, with the globals they use, when
+    first called. Context variables stay behind. What comes back is plain data, see `trlx_hybrid.plain_data`.
 
     Args:
         limit: processes.
@@ -80,25 +80,6 @@ class ProcessWorkers(ToolWorkers):
             )
         return None
 
-    def submit(
-        self,
-        function: Callable[..., Any],
-        arguments: Mapping[str, Any],
-        done: Callable[[Outcome], None],
-        deadline: float,
-        *,
-        name: str | None = None,
-    ) -> ToolCall:
-        """As in `ToolWorkers`. The deadline leaves out the start of a process and the imports of the tool's module.
-
-        Raises:
-            ToolsUnavailableError: the function cannot be called in a process, or the pool is closed.
-        """
-        reason = self.refuses(function)
-        if reason is not None:
-            raise ToolsUnavailableError(f"Tool {reason}")
-        return super().submit(function, arguments, done, deadline, name=name)
-
     def close(self) -> None:
         """End all processes: those amid a call at once, idle ones within seconds. Safe to call twice."""
         super().close()
@@ -109,6 +90,11 @@ class ProcessWorkers(ToolWorkers):
         until = time.monotonic() + CLOSE_SECONDS
         for process in idle:
             process.close(until)
+
+    def _refuse(self, function: Callable[..., Any]) -> None:
+        reason = self.refuses(function)
+        if reason is not None:
+            raise ToolsUnavailableError(f"Tool {reason}")
 
     def _perform(self, call: ToolCall) -> Outcome:
         process = self._take(call)

@@ -139,6 +139,7 @@ class ToolWorkers:
         Raises:
             ToolsUnavailableError: the pool takes no more calls; says why and what to do.
         """
+        self._refuse(function)
         name = name or str(getattr(function, "__name__", type(function).__name__))
         call = ToolCall(function, arguments, done, deadline, name)
         with self._lock:
@@ -189,6 +190,9 @@ class ToolWorkers:
     def _close(self) -> list[threading.Thread]:
         """Under the lock: the threads that will end soon once the pool is closed."""
         raise NotImplementedError
+
+    def _refuse(self, function: Callable[..., Any]) -> None:
+        """Raise `ToolsUnavailableError` for a function that these workers cannot call; may take its time."""
 
     def _admit(self, call: ToolCall) -> None:
         """Under the lock: raise `ToolsUnavailableError` to refuse the call."""

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from trlx_hybrid import GRPOTrainer
+from trlx_hybrid.config import RESUME_VARIABLE
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.trl.checkpoint import RESUME_VARIABLE, checkpoint_to_resume, newest_checkpoint, resumed
+from trlx_hybrid.trl.checkpoint import checkpoint_to_resume, newest_checkpoint, resumed
 
 
 @pytest.fixture(autouse=True)

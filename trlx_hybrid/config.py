@@ -12,6 +12,9 @@ from .errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 
+RESUME_VARIABLE = "TRLX_HYBRID_RESUME"
+"""Set to 1 by `trlx-hybrid launch --restart N` from the second start on; not set at the first."""
+
 
 @dataclass(kw_only=True)
 class HybridConfig:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ..config import RESUME_VARIABLE
 from ..errors import ConfigError, listed
 
 if TYPE_CHECKING:
@@ -61,8 +62,6 @@ class Checkpointing:
             self.session.save_state(folder)
 
 
-RESUME_VARIABLE = "TRLX_HYBRID_RESUME"
-"""Set to 1 by `trlx-hybrid launch --restart N` from the second start on; not set at the first."""
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trlx_hybrid.config import RESUME_VARIABLE
 from trlx_hybrid.errors import ConfigError, listed
 
 from . import debugging
@@ -39,11 +40,12 @@ MACHINE = {
     *("DISPLAY", "XAUTHORITY", "SHELL", "SHLVL", "PWD", "OLDPWD", "_", "TERM", "COLUMNS", "LINES"),
     *("VLLM_HOST_IP", "HOST_IP", "NODE_IP", "NODE_NAME", "POD_IP", "POD_NAME", "MY_POD_IP"),
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    RESUME_VARIABLE,
 }
 """Variables that describe a machine, a login or a process, and not a run: each node keeps its own."""
 MACHINE_PREFIXES = (
     *("RAY_", "SSH_", "XDG_", "DBUS_", "SYSTEMD_", "INVOCATION_", "JOURNAL_"),
-    *("SLURM", "PMI_", "PMIX_", "OMPI_", "MPI_", "PALS_", "KUBERNETES_", "PET_", "TORCHELASTIC_", "TRLX_HYBRID_R"),
+    *("SLURM", "PMI_", "PMIX_", "OMPI_", "MPI_", "PALS_", "KUBERNETES_", "PET_", "TORCHELASTIC_", "TRLX_HYBRID_RAY_"),
 )
 
 
@@ -294,8 +296,6 @@ def variables(job: Job, run_id: str, start: int) -> dict[str, str]:
     if not job.gpus and job.config_file is None:
         told["ACCELERATE_USE_CPU"] = "true"
     if start:
-        from trlx_hybrid.trl.checkpoint import RESUME_VARIABLE  # imports torch, which a first start does not need
-
         told[RESUME_VARIABLE] = "1"
     return told
 

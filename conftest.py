@@ -45,7 +45,7 @@ LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 
 
 @dataclass
-class Run:
+class FinishedRun:
     """A finished run: the trainer, and what its reward function saw."""
 
     trainer: Any
@@ -117,15 +117,15 @@ def started_once() -> Iterator[None]:
 
 
 @pytest.fixture
-def run(tmp_path: Path, prompts: Any, started_once: None) -> Iterator[Callable[..., Run]]:
+def run(tmp_path: Path, prompts: Any, started_once: None) -> Iterator[Callable[..., FinishedRun]]:
     """Build a trainer on a tiny model, train it, return the Run. Runs are closed at the end of the test."""
     from trl import GRPOConfig
     from trlx_hybrid.testing.models import character_tokenizer, tiny_model
     from trlx_hybrid.testing.processes import free_port
 
-    runs: list[Run] = []
+    runs: list[FinishedRun] = []
 
-    def start(trainer_class: type[Any], *, train: bool = True, model: Any = None, **given: Any) -> Run:
+    def start(trainer_class: type[Any], *, train: bool = True, model: Any = None, **given: Any) -> FinishedRun:
         config_class = given.pop("config_class", GRPOConfig)
         resume = given.pop("resume", None)
         keys = (
@@ -172,7 +172,7 @@ def run(tmp_path: Path, prompts: Any, started_once: None) -> Iterator[Callable[.
             args=config_class(**settings),
             **trainer_arguments,
         )
-        runs.append(Run(trainer, recorder, environment))
+        runs.append(FinishedRun(trainer, recorder, environment))
         if train:
             trainer.train(resume_from_checkpoint=resume)
         return runs[-1]

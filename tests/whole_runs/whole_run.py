@@ -208,6 +208,18 @@ def check_proofs(ended: Ended, path: str) -> None:
     assert all(gap is not None and gap < 0.5 for _, _, gap in proofs), proofs
 
 
+def differences(logs: list[dict[str, float]], others: list[dict[str, float]]) -> list[str]:
+    """What two runs logged differently, in words, in the order of the logs."""
+    if len(logs) != len(others):
+        return [f"{len(logs)} logs and {len(others)}"]
+    return [
+        f"step {log.get('step')}: {key} {log.get(key)} and {other.get(key)}"
+        for log, other in zip(logs, others, strict=True)
+        for key in sorted(log.keys() | other.keys())
+        if log.get(key) != other.get(key)
+    ]
+
+
 def check_case(
     case: Case,
     launcher: Sequence[str],
@@ -245,4 +257,8 @@ def check_case(
     logs = train("run", settings, path or case.path)
     seen["gap"] = check_gap(logs)
     if gather and case.repeats:
-        assert train("gather", settings | {"weights": "gather"}, "gather") == logs
+        apart = differences(logs, train("gather", settings | {"weights": "gather"}, "gather"))
+        if apart:  # so that a report tells a wrong sync from arithmetic that does not repeat
+            again = differences(logs, train("again", settings, path or case.path))
+            said = "repeats itself" if not again else f"does not repeat itself either: {again[:6]}"
+            raise AssertionError(f"with gathered weights it logs otherwise, {apart[:6]}; the run {said}")

@@ -46,10 +46,11 @@ pytestmark = [
 
 @dataclass
 class Host:
-    """A host: processes that `run` starts see its network, hostname and mounts."""
+    """A host: processes that `run` starts see its network, hostname and mounts; `disk` is a folder of its own."""
 
     number: int
     keeper: subprocess.Popen
+    disk: Path
     variables: dict
 
     @property
@@ -88,9 +89,10 @@ class Host:
 
 @pytest.fixture(scope="module")
 def hosts():
-    """Two hosts on one cable, a raylet on each. `/tmp/host` is a folder of each host's own."""
-    Path("/tmp/host").mkdir(exist_ok=True)
+    """Two hosts on one cable, a raylet on each."""
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))
+    disk = folder / "disk"
+    disk.mkdir()
     (folder / "token").write_text("0123456789abcdef" * 4)
     (folder / "sitecustomize.py").write_text(CLOCK)
     variables = {n: v for n, v in os.environ.items() if not n.startswith(("RAY_", "TRLX_"))}
@@ -99,14 +101,14 @@ def hosts():
     found = []
     try:
         for number in range(2):
-            own = "mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs /tmp/host"
+            own = f"mount -t tmpfs tmpfs /dev/shm && mount -t tmpfs tmpfs {disk}"
             script = f"hostname host{number} && {own} && ip link set lo up && echo up && exec sleep 3600"
             later = ["--time", "--monotonic", str(86400 * number), "--boottime", str(86400 * number)]
             command = ["unshare", "--net", "--uts", "--mount", *later, "sh", "-c", script]
             keeper = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             assert keeper.stdout.readline() == "up\n"
             ahead = {"PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"} if number else {}
-            found.append(Host(number, keeper, variables | ahead))
+            found.append(Host(number, keeper, disk, variables | ahead))
         names = [f"trlx{os.getpid() % 10000}{end}" for end in "ab"]
         subprocess.run(["ip", "link", "add", names[0], "type", "veth", "peer", "name", names[1]], check=True)
         for host, name in zip(found, names, strict=True):
@@ -136,7 +138,6 @@ def hosts():
             host.keeper.kill()
             host.keeper.communicate()
         shutil.rmtree(folder, ignore_errors=True)
-        Path("/tmp/host").rmdir()
 
 
 def _same_network(pid, host):
@@ -169,14 +170,15 @@ def test_ranks_of_two_hosts_meet(hosts, tmp_path):
 
 
 def test_a_script_that_only_one_host_has_is_refused_by_the_other(hosts):
-    assert hosts[0].run("sh", "-c", "echo 'print(1)' > /tmp/host/train.py").returncode == 0
+    disk = hosts[0].disk
+    assert hosts[0].run("sh", "-c", f"echo 'print(1)' > {disk}/train.py").returncode == 0
     done = hosts[0].run(
         "sh", "-c",
-        f"cd /tmp/host && exec {sys.executable} -m trlx_hybrid.cli launch --address {ADDRESSES[0]}:{PORT} --nodes 2 "
+        f"cd {disk} && exec {sys.executable} -m trlx_hybrid.cli launch --address {ADDRESSES[0]}:{PORT} --nodes 2 "
         "--cpu --processes-per-node 1 train.py",
     )  # fmt: skip
     assert done.returncode == 1
-    assert "Node host1 finds no script train.py in /tmp/host." in done.stderr
+    assert f"Node host1 finds no script train.py in {disk}." in done.stderr
     assert "--working-dir" in done.stderr
 
 
@@ -218,7 +220,7 @@ def test_workers_of_two_hosts_form_a_process_group(hosts):
 
 
 def test_a_trainer_samples_from_an_engine_on_the_other_host(hosts):
-    done = across(hosts[0], "engine", 60)
+    done = across(hosts[0], "engine", 60, hosts[0].disk)
     assert done.returncode == 0, done.stderr
     assert f"trained on host0 with an engine at {ADDRESSES[1]}" in done.stdout
 
@@ -228,7 +230,7 @@ def test_a_head_behind_a_firewall_is_told_at_once(hosts):
     with hosts[0].blocked(PORT + 1):
         done = hosts[1].run(
             sys.executable, "-m", "trlx_hybrid.cli", "launch", "--address", f"{ADDRESSES[0]}:{PORT + 1}", "--nodes", 2,
-            "--cpu", "--processes-per-node", 1, OBEDIENT, "wait", "/tmp/host",
+            "--cpu", "--processes-per-node", 1, OBEDIENT, "wait", hosts[0].disk,
         )  # fmt: skip
     assert done.returncode == 1
     assert f"No Ray cluster answered at {ADDRESSES[0]}:{PORT + 1} within 5" in done.stderr
@@ -259,7 +261,7 @@ def test_a_worker_group_names_the_port_that_a_firewall_drops(hosts):
 def test_a_weight_sync_names_the_port_that_a_firewall_drops(hosts):
     """Most of the time goes by before: the engine starts."""
     with hosts[0].blocked(EPHEMERAL):
-        done = across(hosts[0], "engine", 600, timeout=240)
+        done = across(hosts[0], "engine", 600, hosts[0].disk, timeout=240)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert re.search(rf"SyncError: .* does not reach port \d+ of {ADDRESSES[0]}, .*: timed out", last)

@@ -35,7 +35,7 @@ def group(deadline):
         print(workers.sums(list(range(8))))
 
 
-def engine(deadline):
+def engine(deadline, folder):
     """GRPO here with an engine that this host has too few CPUs for."""
     from remote_training import STEPS, Trained, requests_of
     from trlx_hybrid import HybridConfig
@@ -46,7 +46,7 @@ def engine(deadline):
         engine_options={"cpus": 6, "restarts": 0},
         weights_options={"deadline": float(deadline)},
     )
-    trained = Trained("/tmp/host/output", hybrid)
+    trained = Trained(folder, hybrid)
     assert len(trained.losses) == STEPS
     session = trained.session
     sampling = Sampling(max_tokens=12, temperature=0.7, logprobs=0)

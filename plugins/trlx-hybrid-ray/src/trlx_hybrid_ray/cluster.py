@@ -390,7 +390,7 @@ def _environment_restored() -> Iterator[None]:
     """Ray's variables and ours, afterwards, as they were: Ray sets some by itself."""
 
     def own() -> dict[str, str]:
-        return {k: v for k, v in os.environ.items() if k.startswith("RAY_") or k == NAMESPACE}
+        return {k: v for k, v in os.environ.items() if k.startswith("RAY_") or k in (NAMESPACE, "PYTHONBREAKPOINT")}
 
     before = own()
     try:

@@ -178,6 +178,7 @@ def check_whole(ended: Ended) -> None:
     assert ended.returncode == 0, said
     assert ended.leaving is None or ended.leaving < LEAVING, f"{ended.leaving:.0f} s from the last step to the end"
     assert not ended.left, ended.left
+    assert "leaked shared_memory" not in ended.output, said
 
 
 def check_training(logs: list[dict[str, float]], steps: int) -> None:

@@ -252,6 +252,7 @@ def release_at_exit(llm: Any, made_default_group: bool) -> None:
     """
     _make_freeable()
     _forget_graphs(llm)
+    _forget_queues()
     groups = list(_device_groups())
     if made_default_group and dist.is_initialized() and dist.get_world_size() == 1:
         groups.append(dist.group.WORLD)
@@ -347,12 +348,23 @@ def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False, heap
         torch.cuda.empty_cache()
 
 
-def _device_groups() -> Iterator[Any]:
-    """vLLM's NCCL groups, which it knows no more, since it destroys those that it knows."""
+def _coordinators() -> list[Any]:
     from vllm.distributed import parallel_state
 
-    for coordinator in vars(parallel_state).values():
-        if not isinstance(coordinator, parallel_state.GroupCoordinator) or not hasattr(coordinator, "device_group"):
+    return [each for each in vars(parallel_state).values() if isinstance(each, parallel_state.GroupCoordinator)]
+
+
+def _forget_queues() -> None:
+    """Shared memory between an engine's ranks, which is unlinked with its object: when the interpreter exits, Python's
+    resource tracker would do it, and warn of a leak."""
+    for coordinator in _coordinators():
+        coordinator.mq_broadcaster = None
+
+
+def _device_groups() -> Iterator[Any]:
+    """vLLM's NCCL groups, which it knows no more, since it destroys those that it knows."""
+    for coordinator in _coordinators():
+        if not hasattr(coordinator, "device_group"):
             continue
         if dist.get_backend(coordinator.device_group) == "nccl":
             yield coordinator.device_group

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -135,15 +134,6 @@ def parameter_sizes(module: nn.Module) -> list[ParameterSize]:
         for p in module.parameters()
         for local in plain_tensors([p])
     ]
-
-
-def resident_memory() -> int:
-    """Bytes of this process in the host's memory; 0 where the system does not tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def available_memory() -> int:

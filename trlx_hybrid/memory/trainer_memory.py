@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
@@ -10,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ConfigError, MemoryPlanError
+from ..errors import ConfigError
 from ..types import Phase
 from ..weights.policy import is_sharded
 from .arena import Arena
-from .estimate import LEAVING, Prediction, Workload, optimizer_bytes, plan_offload, predict
+from .estimate import LEAVING, Prediction, optimizer_bytes, plan_offload, predict
 from .ledger import (
     Ledger,
     available_memory,
@@ -116,14 +115,8 @@ class TrainerMemory:
             return [owner for owner in LEAVING if owner in owners]
         if self.device.type != "cuda":  # the arena is the same memory
             return []
-        held = self.ledger.measure()
-        trainers = {owner: held[owner] for owner in LEAVING}
-        capacity = self._free_bytes() + sum(trainers.values())
-        try:
-            leaving = plan_offload(trainers, capacity, asleep + SLACK)
-        except MemoryPlanError:
-            leaving = list(LEAVING)  # measured a moment too pessimistically, or the wake-up will say what is missing
-        return [owner for owner in leaving if owner in owners]
+        leaving = plan_offload(self.ledger.measure(), asleep + SLACK - self._free_bytes())
+        return [owner for owner in leaving if owner in owners]  # the wake-up says what is missing then
 
     def come_back(self, owners: Collection[str] = LEAVING) -> None:
         """Start all returns. The policy is needed next; the optimizer's copies run under forward and backward, and
@@ -208,17 +201,16 @@ class TrainerMemory:
         least, most = {"all": (len(movable), len(movable)), "none": (0, 0)}.get(mode, (0, len(movable)))
         if mode == "auto" and self.device.type != "cuda":
             most = 0
-        workload = Workload(
-            parameters=parameter_sizes(self._policy.module),
-            optimizer=self._optimizer_name,
-            shared=shared,
-            engine_weight_bytes=engine_weight_bytes,
-            asleep=asleep,
-            kv_cache_bytes=kv_cache_bytes,
-            gradients_held=False,
-        )
         for away in range(least, most + 1):
-            prediction = predict(dataclasses.replace(workload, offloaded=movable[:away]))
+            prediction = predict(
+                parameter_sizes(self._policy.module),
+                optimizer=self._optimizer_name,
+                engine_weight_bytes=engine_weight_bytes,
+                kv_cache_bytes=kv_cache_bytes,
+                shared=shared,
+                asleep=asleep,
+                offloaded=movable[:away],
+            )
             if sum(prediction.phases["rollout"].values()) <= self.capacity():
                 break
         return prediction

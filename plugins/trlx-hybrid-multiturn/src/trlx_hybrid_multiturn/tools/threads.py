@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import logging
 import math
 import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from trlx_hybrid.errors import ConfigError, HybridError
 
 from ..loop import Outcome
-
-logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0  # what `close` grants to threads that have nothing left to do
 
@@ -38,7 +36,9 @@ class ToolCall:
         deadline: seconds the call may take from its start; `math.inf` for no limit.
         name: what messages call the tool.
         context: copy of the submitter's context variables, as `asyncio.to_thread` makes it.
-        taken: `time.monotonic()` when a worker took the call; None while it waits.
+        taken: `time.monotonic()` when its time began; None while it waits.
+        expires: `time.monotonic()` when it is late.
+        late: what is then said of it, continuing "tool 'name' ..."; by_tool: whether that is the tool's own doing.
         settled: whether its outcome is known and told.
     """
 
@@ -49,18 +49,15 @@ class ToolCall:
     name: str
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     taken: float | None = None
+    expires: float = math.inf
+    late: str = ""
+    by_tool: bool = False
     settled: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    @property
-    def expires(self) -> float:
-        """`time.monotonic()` at which its deadline passes. Only for a call that was taken."""
-        assert self.taken is not None
-        return self.taken + self.deadline
-
-    def seconds(self, now: float | None = None) -> float:
-        """Wall time since a worker took it; 0 while it waits."""
-        return 0.0 if self.taken is None else (time.monotonic() if now is None else now) - self.taken
+    def seconds(self) -> float:
+        """Wall time since it began; 0 while it waits."""
+        return 0.0 if self.taken is None else time.monotonic() - self.taken
 
     def settle(self, outcome: Outcome) -> None:
         """Tell the outcome. The first one counts, later ones are dropped."""
@@ -68,10 +65,7 @@ class ToolCall:
             if self.settled:
                 return
             self.settled = True
-        try:
-            self.done(outcome)
-        except Exception:  # this is a worker's thread: there is no caller to raise to, and the worker must live on
-            logger.exception("The receiver of the outcome of tool %r failed.", self.name)
+        self.done(outcome)
 
     def lose(self, reason: str, *, by_tool: bool = False) -> None:
         """Settle as lost. `reason` continues a sentence that begins with the tool."""
@@ -79,10 +73,10 @@ class ToolCall:
 
 
 class ToolWorkers:
-    """Runs calls, at most `limit` at a time, first in, first out, each by a daemon thread.
+    """Runs calls, at most `limit` at a time, first in, first out, each by a daemon thread; loses those that are late.
 
     `concurrent.futures` joins its threads when the interpreter exits, so that one hung tool would keep the process
-    alive. How a call is performed is left to subclasses.
+    alive. How a call is performed, and what is done with one that is late, is left to subclasses.
 
     Args:
         limit: threads of the pool. They start when there is work, and are reused.
@@ -90,6 +84,9 @@ class ToolWorkers:
     Raises:
         ConfigError: `limit` is below 1.
     """
+
+    interrupts = False
+    """Whether calls that run can be ended."""
 
     def __init__(self, limit: int) -> None:
         if limit < 1:
@@ -102,22 +99,19 @@ class ToolWorkers:
         self._threads: set[threading.Thread] = set()  # those that count towards `limit`
         self._idle = 0
         self._closed = False
+        self._watcher: threading.Thread | None = None
+        self._watch_again = threading.Condition(self._lock)
+        self._watched_until = -math.inf  # when the watcher wakes by itself
 
     @property
     def busy(self) -> int:
         """Calls that run now."""
         return len(self._running)
 
-    @property
-    def queued(self) -> int:
-        """Calls that wait for a worker."""
-        return len(self._queue)
-
     def running(self) -> list[tuple[str, float]]:
         """Name and seconds of each call that runs now, the longest first."""
-        now = time.monotonic()
         with self._lock:
-            return sorted(((call.name, call.seconds(now)) for call in self._running), key=lambda call: -call[1])
+            return sorted(((call.name, call.seconds()) for call in self._running), key=lambda call: -call[1])
 
     def submit(
         self,
@@ -156,9 +150,8 @@ class ToolWorkers:
         A call that waits is never started; one that runs keeps its worker until it ends or its deadline passes,
         unless the worker can be interrupted. Does nothing to a call that is over.
         """
-        with self._lock:
-            if call in self._queue:
-                self._queue.remove(call)
+        with self._lock, suppress(ValueError):
+            self._queue.remove(call)
         call.lose(reason)  # before the interruption becomes its cause
         with self._lock:
             self._interrupt(call)
@@ -169,15 +162,14 @@ class ToolWorkers:
             self._closed = True
             waiting, running = list(self._queue), list(self._running)
             self._queue.clear()
-            threads = self._close()
+            busy = set() if self.interrupts else set(self._running.values())
+            threads = [*(self._threads - busy), *filter(None, [self._watcher])]
             self._work.notify_all()
+            self._watch_again.notify()
         for call in waiting:
             call.lose("was not started: the workers were closed.")
         for call in running:
-            call.lose("still ran when the workers were closed.")
-        with self._lock:
-            for call in running:
-                self._interrupt(call)
+            self.abandon(call, "still ran when the workers were closed.")
         until = time.monotonic() + CLOSE_SECONDS
         for thread in threads:
             if thread is not threading.current_thread():
@@ -185,10 +177,6 @@ class ToolWorkers:
 
     def _perform(self, call: ToolCall) -> Outcome:
         """Do it, in the calling thread, without the lock."""
-        raise NotImplementedError
-
-    def _close(self) -> list[threading.Thread]:
-        """Under the lock: the threads that will end soon once the pool is closed."""
         raise NotImplementedError
 
     def _refuse(self, function: Callable[..., Any]) -> None:
@@ -200,8 +188,22 @@ class ToolWorkers:
     def _interrupt(self, call: ToolCall) -> None:
         """Under the lock: make a running call end soon, where that is possible."""
 
-    def _started(self, call: ToolCall) -> None:
-        """Under the lock: a worker took the call."""
+    def _give_up(self, late: list[ToolCall]) -> list[tuple[ToolCall, str]]:
+        """Under the lock: these calls are late. Returns which are lost, and why."""
+        raise NotImplementedError
+
+    def _expect(self, call: ToolCall, seconds: float, late: str, *, by_tool: bool = False) -> None:
+        """Under the lock: its time begins; it is late after so many seconds."""
+        call.taken = time.monotonic()
+        call.expires, call.late, call.by_tool = call.taken + seconds, late, by_tool
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="tool-deadlines", daemon=True)
+            self._watcher.start()
+        elif call.expires < self._watched_until:
+            self._watch_again.notify()
+
+    def _begin(self, call: ToolCall) -> None:
+        """Under the lock: a thread took the call."""
 
     def _finished(self, call: ToolCall) -> bool:
         """Under the lock: the call is over. Returns whether its thread still belongs to the pool."""
@@ -247,10 +249,29 @@ class ToolWorkers:
             if self._closed:
                 return None
             call = self._queue.popleft()
-            call.taken = time.monotonic()
             self._running[call] = threading.current_thread()
-            self._started(call)
+            self._begin(call)
             return call
+
+    def _watch(self) -> None:
+        while self._watch_once():
+            pass
+
+    def _watch_once(self) -> bool:
+        """Sleep to the next deadline and lose whom it caught. Returns False when the pool is closed."""
+        with self._lock:
+            if self._closed:
+                return False
+            now = time.monotonic()
+            late = [call for call in self._running if call.expires <= now]
+            if not late:
+                self._watched_until = min((call.expires for call in self._running), default=math.inf)
+                self._watch_again.wait(min(self._watched_until - now, threading.TIMEOUT_MAX))
+                return True
+            lost = self._give_up(late)
+        for call, reason in lost:
+            call.lose(reason, by_tool=call.by_tool)
+        return True
 
 
 def performed(function: Callable[[], Any], catching: type[BaseException]) -> Outcome:
@@ -277,8 +298,8 @@ class ThreadWorkers(ToolWorkers):
     """Runs tools in daemon threads.
 
     A call whose deadline passes is lost at once. Its thread hangs until the tool returns: it is counted, a fresh one
-    takes its place in the pool, and what it returns in the end is dropped. All compute on
-    the GPU that was the current one where the pool was made.
+    takes its place in the pool, and what it returns in the end is dropped. All compute on the GPU that was the current
+    one where the pool was made.
 
     Args:
         limit: calls that run at once.
@@ -294,9 +315,6 @@ class ThreadWorkers(ToolWorkers):
         super().__init__(limit)
         self._lost_limit = lost_limit
         self._hung: set[ToolCall] = set()
-        self._watcher: threading.Thread | None = None
-        self._watch_again = threading.Condition(self._lock)
-        self._watched_until = -math.inf  # the deadline that the watcher sleeps to
         self._take_device = taking_this_device()
 
     @property
@@ -328,12 +346,9 @@ class ThreadWorkers(ToolWorkers):
             "killed. Give these tools a timeout of their own, run them in processes, which can be, or allow more."
         )
 
-    def _started(self, call: ToolCall) -> None:
-        if self._watcher is None:
-            self._watcher = threading.Thread(target=self._watch, name="tool-deadlines", daemon=True)
-            self._watcher.start()
-        elif call.expires < self._watched_until:
-            self._watch_again.notify()
+    def _begin(self, call: ToolCall) -> None:
+        late = f"did not return within {call.deadline:g} s; its thread hangs."
+        self._expect(call, call.deadline, late, by_tool=True)
 
     def _finished(self, call: ToolCall) -> bool:
         if call in self._hung:
@@ -341,38 +356,13 @@ class ThreadWorkers(ToolWorkers):
             return False
         return super()._finished(call)
 
-    def _watch(self) -> None:
-        while self._watch_once():
-            pass
-
-    def _watch_once(self) -> bool:
-        """Sleep to the next deadline and report whom it caught. Returns False when the pool is closed."""
-        with self._lock:
-            if self._closed:
-                return False
-            now = time.monotonic()
-            late = [call for call in self._running if call.expires <= now]
-            if not late:
-                self._watched_until = min((call.expires for call in self._running), default=math.inf)
-                self._watch_again.wait(min(self._watched_until - now, threading.TIMEOUT_MAX))
-                return True
-            for call in late:
-                self._threads.discard(self._running.pop(call))
-                self._hung.add(call)
-            dropped: list[ToolCall] = []
-            if len(self._hung) > self._lost_limit:  # fresh threads for them would most likely hang as well
-                dropped = list(self._queue)
-                self._queue.clear()
-                reason = f"was not started: {self._too_many()}"
-            self._staff()
+    def _give_up(self, late: list[ToolCall]) -> list[tuple[ToolCall, str]]:
         for call in late:
-            call.lose(f"did not return within {call.deadline:g} s; its thread hangs.", by_tool=True)
-        for call in dropped:
-            call.lose(reason)
-        return True
-
-    def _close(self) -> list[threading.Thread]:
-        self._watch_again.notify()
-        busy = set(self._running.values())
-        watcher = [self._watcher] if self._watcher is not None else []
-        return [thread for thread in self._threads if thread not in busy] + watcher
+            self._threads.discard(self._running.pop(call))
+            self._hung.add(call)
+        lost = [(call, call.late) for call in late]
+        if len(self._hung) > self._lost_limit:  # fresh threads for those that wait would most likely hang as well
+            lost += [(call, f"was not started: {self._too_many()}") for call in self._queue]
+            self._queue.clear()
+        self._staff()
+        return lost

@@ -70,14 +70,11 @@ class Turn:
     Attributes:
         sampled, observed: tokens.
         prompt: tokens before the sampled ones.
-        sampling_seconds, tool_seconds: wall time, waiting included.
     """
 
     prompt: int
     sampled: int
-    sampling_seconds: float
     observed: int = 0
-    tool_seconds: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)

@@ -317,11 +317,6 @@ class ThreadWorkers(ToolWorkers):
         self._hung: set[ToolCall] = set()
         self._take_device = taking_this_device()
 
-    @property
-    def hung(self) -> int:
-        """Threads whose tool has not returned by its deadline, up to now."""
-        return len(self._hung)
-
     def _serve(self) -> None:
         self._take_device()
         super()._serve()

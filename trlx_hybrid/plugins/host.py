@@ -52,8 +52,8 @@ class Host:
         self._manager.register(builtin, BUILTIN)
 
     @classmethod
-    def load(cls, disable: Iterable[str] = ()) -> Host:
-        """A host with every installed plugin, in the order of their names.
+    def load(cls, disable: Iterable[str] = (), plugins: Iterable[object] = ()) -> Host:
+        """A host with every installed plugin, in the order of their names; then those of the script.
 
         Raises:
             PluginError: a plugin does not load, or two distributions claim one name.
@@ -72,6 +72,8 @@ class Host:
                 )
         for name in sorted(set(claims) - set(host.disabled)):
             host._load(name, claims[name])
+        for index, plugin in enumerate(plugins):
+            host.register(plugin, f"{type(plugin).__name__}-{index}")
         return host
 
     def _load(self, name: str, claims: Sequence[EntryPoint]) -> None:

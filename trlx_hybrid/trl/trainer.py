@@ -97,9 +97,7 @@ class HybridTrainer(Checkpointing):
         **kwargs: Any,
     ) -> None:
         self._config = HybridConfig.coerce(hybrid)
-        self._host = Host.load(self._config.disable_plugins or ())
-        for index, plugin in enumerate(plugins):
-            self._host.register(plugin, f"{type(plugin).__name__}-{index}")
+        self._host = Host.load(self._config.disable_plugins or (), plugins)
         super().__init__(*args, **kwargs)
         self._attach()
 

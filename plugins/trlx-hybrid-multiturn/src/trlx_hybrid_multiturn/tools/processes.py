@@ -24,7 +24,7 @@ from trlx_hybrid import plain_data, remote_errors
 
 from ..loop import Outcome
 from . import worker_process
-from .threads import ToolCall, ToolsUnavailableError, ToolWorkers
+from .threads import ToolCall, ToolWorkers
 from .worker_process import FUNCTIONS, PLAIN, UnshowableError, receive, send
 
 START_SECONDS = 60.0  # for the interpreter, and for the imports of a tool's module; no tool's deadline counts them
@@ -56,8 +56,8 @@ class ProcessWorkers(ToolWorkers):
         self._pickled: dict[int, tuple[Callable[..., Any], bytes]] = {}  # by id; the function keeps it from another
         self._pickling = threading.Lock()
 
-    def refuses(self, function: Callable[..., Any]) -> str | None:
-        """Why this function cannot be called in a process, and what to do; None where it can."""
+    def refuses(self, function: Callable[..., Any], name: str | None = None) -> str | None:
+        """As in `ToolWorkers`: where it cannot be sent to a process, or belongs elsewhere."""
         inner = innermost(function)
         name = getattr(inner, "__name__", type(inner).__name__)
         owner = getattr(inner, "__self__", None)
@@ -84,11 +84,6 @@ class ProcessWorkers(ToolWorkers):
             idle, self._free = self._free, []
         for process in idle:
             process.close()
-
-    def _refuse(self, function: Callable[..., Any]) -> None:
-        reason = self.refuses(function)
-        if reason is not None:
-            raise ToolsUnavailableError(f"Tool {reason}")
 
     def _perform(self, call: ToolCall) -> Outcome:
         pickled = self._pickle(call.function)

@@ -197,7 +197,16 @@ class ToolRunner:
             self._stuck.append((calls[0], owner))
         if (reason := bound_to_a_thread(outcome.error)) is None:
             return outcome
-        self._move(kind, reason)
+        if kind not in self._moved:
+            self._moved.add(kind)
+            logger.warning(
+                "%r cannot run in a thread beside the engine: %s This call is made again, and from now on it runs in "
+                "the trainer's thread, where the engine waits for it, as if rollout_options={'tool_modes': {%r: "
+                "'main'}} were given.",
+                kind,
+                reason,
+                kind,
+            )
         outcome = await here
         if (reason := bound_to_a_thread(outcome.error)) is not None:
             raise ConfigError(
@@ -206,19 +215,6 @@ class ToolRunner:
                 "the trainer's thread from the first call on, rollout_options={'tools': 'main'}."
             ) from outcome.error
         return outcome
-
-    def _move(self, name: str, reason: str) -> None:
-        """To the trainer's thread, for good."""
-        if name not in self._moved:
-            self._moved.add(name)
-            logger.warning(
-                "%r cannot run in a thread beside the engine: %s This call is made again, and from now on it runs in "
-                "the trainer's thread, where the engine waits for it, as if rollout_options={'tool_modes': {%r: "
-                "'main'}} were given.",
-                name,
-                reason,
-                name,
-            )
 
     async def together(
         self,

@@ -96,6 +96,7 @@ class ToolWorkers:
         self._work = threading.Condition(self._lock)
         self._queue: deque[ToolCall] = deque()
         self._running: dict[ToolCall, threading.Thread] = {}
+        self._hung: set[ToolCall] = set()  # given up, and their threads with them
         self._threads: set[threading.Thread] = set()  # those that count towards `limit`
         self._idle = 0
         self._closed = False
@@ -133,13 +134,12 @@ class ToolWorkers:
         Raises:
             ToolsUnavailableError: the pool takes no more calls; says why and what to do.
         """
-        self._refuse(function)
         name = name or str(getattr(function, "__name__", type(function).__name__))
+        reason = f"{name!r} was called after its workers were closed." if self._closed else self.refuses(function, name)
+        if reason is not None:
+            raise ToolsUnavailableError(f"Tool {reason}")
         call = ToolCall(function, arguments, done, deadline, name)
         with self._lock:
-            if self._closed:
-                raise ToolsUnavailableError(f"Tool {call.name!r} was called after its workers were closed.")
-            self._admit(call)
             self._queue.append(call)
             self._staff()
         return call
@@ -179,11 +179,9 @@ class ToolWorkers:
         """Do it, in the calling thread, without the lock."""
         raise NotImplementedError
 
-    def _refuse(self, function: Callable[..., Any]) -> None:
-        """Raise `ToolsUnavailableError` for a function that these workers cannot call; may take its time."""
-
-    def _admit(self, call: ToolCall) -> None:
-        """Under the lock: raise `ToolsUnavailableError` to refuse the call."""
+    def refuses(self, function: Callable[..., Any], name: str) -> str | None:
+        """Why this function is not called, and what to do; None where it is. May take its time."""
+        raise NotImplementedError
 
     def _interrupt(self, call: ToolCall) -> None:
         """Under the lock: make a running call end soon, where that is possible."""
@@ -201,14 +199,6 @@ class ToolWorkers:
             self._watcher.start()
         elif call.expires < self._watched_until:
             self._watch_again.notify()
-
-    def _begin(self, call: ToolCall) -> None:
-        """Under the lock: a thread took the call."""
-
-    def _finished(self, call: ToolCall) -> bool:
-        """Under the lock: the call is over. Returns whether its thread still belongs to the pool."""
-        del self._running[call]
-        return True
 
     def _staff(self) -> None:
         """Under the lock: as many threads as the queue needs and `limit` allows."""
@@ -235,7 +225,8 @@ class ToolWorkers:
             reason = f"tool {call.name!r} could not be run: {type(error).__name__}: {error}"
             outcome = Outcome(lost=reason, seconds=call.seconds())
         with self._lock:
-            stays = self._finished(call)
+            stays = self._running.pop(call, None) is not None
+            self._hung.discard(call)
         call.settle(outcome)
         return stays
 
@@ -250,7 +241,6 @@ class ToolWorkers:
                 return None
             call = self._queue.popleft()
             self._running[call] = threading.current_thread()
-            self._begin(call)
             return call
 
     def _watch(self) -> None:
@@ -314,7 +304,6 @@ class ThreadWorkers(ToolWorkers):
             raise ConfigError(f"The number of tool threads that may hang cannot be negative, got {lost_limit}.")
         super().__init__(limit)
         self._lost_limit = lost_limit
-        self._hung: set[ToolCall] = set()
         self._take_device = taking_this_device()
 
     def _serve(self) -> None:
@@ -325,31 +314,24 @@ class ThreadWorkers(ToolWorkers):
         """Whether a call has not returned by its deadline, nor since."""
         return call in self._hung
 
+    def refuses(self, function: Callable[..., Any], name: str) -> str | None:
+        """As in `ToolWorkers`: while too many threads hang."""
+        return f"{name!r} is not called: {self._too_many()}" if len(self._hung) > self._lost_limit else None
+
     def _perform(self, call: ToolCall) -> Outcome:
+        with self._lock:
+            late = f"did not return within {call.deadline:g} s; its thread hangs."
+            self._expect(call, call.deadline, late, by_tool=True)
         # SystemExit and KeyboardInterrupt are the tool's own here: no signal is delivered to a thread.
         return performed(lambda: call.context.run(call.function, **call.arguments), BaseException)
 
-    def _admit(self, call: ToolCall) -> None:
-        if len(self._hung) > self._lost_limit:
-            raise ToolsUnavailableError(f"Tool {call.name!r} is not called: {self._too_many()}")
-
     def _too_many(self) -> str:
-        names = Counter(call.name for call in self._hung)
+        names = Counter(call.name for call in list(self._hung))  # threads return meanwhile
         hanging = ", ".join(f"{name!r}" + (f" ×{count}" if count > 1 else "") for name, count in names.most_common())
         return (
-            f"{len(self._hung)} tool threads hang at once, {self._lost_limit} may: {hanging}. A thread cannot be "
+            f"{names.total()} tool threads hang at once, {self._lost_limit} may: {hanging}. A thread cannot be "
             "killed. Give these tools a timeout of their own, run them in processes, which can be, or allow more."
         )
-
-    def _begin(self, call: ToolCall) -> None:
-        late = f"did not return within {call.deadline:g} s; its thread hangs."
-        self._expect(call, call.deadline, late, by_tool=True)
-
-    def _finished(self, call: ToolCall) -> bool:
-        if call in self._hung:
-            self._hung.discard(call)
-            return False
-        return super()._finished(call)
 
     def _give_up(self, late: list[ToolCall]) -> list[tuple[ToolCall, str]]:
         for call in late:

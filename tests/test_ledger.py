@@ -29,6 +29,7 @@ from trlx_hybrid.types import Phase
 
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda t: (t[0], t[0] + t[1])), max_size=8)
 amounts = st.integers(0, 100)
+ARENA = Arena("cpu")
 
 
 # --- measured ---------------------------------------------------------------------------------------------------------
@@ -63,16 +64,16 @@ def test_aliases_count_for_the_policy_views_and_ties_once_emptied_storages_not_a
         "engine weights": lambda: [query],
         "KV cache": lambda: [cache, torch.zeros(4, device="meta")],
     }
-    ledger = Ledger(owners, "cpu")
+    ledger = Ledger(owners, ARENA)
     assert ledger.measure() == {"policy": 16384, "optimizer": 0, "engine weights": 0, "KV cache": 4096}
-    swapped = Ledger({"engine weights": lambda: [query[:1]], "policy": lambda: [fused]}, "cpu").measure()
+    swapped = Ledger({"engine weights": lambda: [query[:1]], "policy": lambda: [fused]}, ARENA).measure()
     assert sum(swapped.values()) == 16384
 
 
 def test_other_is_what_nobody_claims_and_never_negative():
     tensor = torch.zeros(256)
-    assert Ledger({"policy": lambda: [tensor]}, "cpu", lambda: 5000).measure() == {"policy": 1024, "other": 3976}
-    assert Ledger({"policy": lambda: [tensor]}, "cpu", lambda: 10).measure()["other"] == 0
+    assert Ledger({"policy": lambda: [tensor]}, ARENA, lambda: 5000).measure() == {"policy": 1024, "other": 3976}
+    assert Ledger({"policy": lambda: [tensor]}, ARENA, lambda: 10).measure()["other"] == 0
 
 
 def test_metrics_and_report():
@@ -80,7 +81,7 @@ def test_metrics_and_report():
     arena.reserve(1)
     tensor = torch.zeros(1 << 18)
     awake = [tensor]
-    ledger = Ledger({"policy": list, "KV cache": lambda: awake}, "cpu", lambda: 1 << 20, arena)
+    ledger = Ledger({"policy": list, "KV cache": lambda: awake}, arena, lambda: 1 << 20)
     arena_mib = {"hybrid/memory/host_arena_mib": 2**-8}
     assert ledger.metrics(Phase.ROLLOUT) == {"hybrid/memory/rollout_mib": 1.0} | arena_mib
     awake = []
@@ -95,7 +96,7 @@ def test_metrics_and_report():
         "  host arena         0.00 GiB, on the host",
         f"The largest is KV cache: {REMEDIES['KV cache']}.",
     ]
-    assert "0.00 GiB." in Ledger({}, "cpu").report(Phase.TRAIN)
+    assert "0.00 GiB." in Ledger({}, ARENA).report(Phase.TRAIN)
 
 
 # --- predicted --------------------------------------------------------------------------------------------------------

@@ -167,7 +167,8 @@ class Session:
         report = self.versions.sync(engine, self.weights)
         self.memory.make_room(["policy"])
         engine.wake("kv_cache")
-        self.metrics = {"hybrid/weight_version": float(self.versions.version), **self.memory.metrics(Phase.ROLLOUT)}
+        self.metrics = {"hybrid/weight_version": float(self.versions.version)}
+        self.metrics |= self.memory.ledger.metrics(Phase.ROLLOUT)
         if report is not None:
             self.metrics |= {"hybrid/sync_seconds": report.seconds, "hybrid/sync_bytes": float(report.bytes)}
 
@@ -177,7 +178,7 @@ class Session:
             self.versions.forget()
         engine.sleep(keep_weights=self.weights.keeps_weights)
         self.memory.come_back()
-        self.metrics |= self.memory.metrics(Phase.TRAIN)
+        self.metrics |= self.memory.ledger.metrics(Phase.TRAIN)
 
     def generate(
         self,

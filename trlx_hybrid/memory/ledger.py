@@ -22,34 +22,24 @@ Interval = tuple[int, int]
 
 
 class Ledger:
-    """Bytes per owner on one device.
+    """Bytes per owner on the arena's device; tensors elsewhere are not counted.
 
     Args:
         owners: by name, in order of precedence, what yields an owner's tensors now. Names are those of `OWNERS`. An
             owner whose memory is unmapped, as vLLM's while it sleeps, must yield nothing: its addresses still count.
-        device: the run's device; tensors elsewhere are not counted.
-        allocated: bytes in use on it (`torch.cuda.memory_allocated`); None: no "other" is measured.
         arena: the host arena, reported apart.
+        allocated: bytes in use on the device (`torch.cuda.memory_allocated`); None: no "other" is measured.
     """
 
     def __init__(
         self,
         owners: Mapping[str, Callable[[], Iterable[Tensor]]],
-        device: torch.device | str,
+        arena: Arena,
         allocated: Callable[[], int] | None = None,
-        arena: Arena | None = None,
     ) -> None:
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        self.device = device
-        self._owners, self._allocated, self._arena = dict(owners), allocated, arena
+        self.device, self.arena = arena.device, arena
+        self._owners, self._allocated = dict(owners), allocated
         self._sampling: dict[str, int] = {}  # what was held in the last ROLLOUT
-
-    @property
-    def arena_bytes(self) -> int:
-        """Host memory of the arena."""
-        return self._arena.bytes if self._arena is not None else 0
 
     def measure(self) -> dict[str, int]:
         """Bytes per owner now. Each byte counts once, for the first owner that refers to it, whichever storages and
@@ -65,8 +55,8 @@ class Ledger:
         than when it was called for ROLLOUT: what came back for TRAIN, negative for what is there in ROLLOUT only."""
         held = self.measure()
         found = {f"hybrid/memory/{phase.value}_mib": sum(held.values()) / MIB}
-        if self.arena_bytes:
-            found["hybrid/memory/host_arena_mib"] = self.arena_bytes / MIB
+        if self.arena.bytes:
+            found["hybrid/memory/host_arena_mib"] = self.arena.bytes / MIB
         if phase is Phase.ROLLOUT:
             self._sampling = held
         else:
@@ -92,8 +82,7 @@ class Ledger:
         for owner in ranked:
             predicted = f" (predicted {_gib(expected[owner])})" if owner in expected else ""
             lines.append(f"  {owner:<15}{_gib(held[owner]):>8} GiB{predicted}")
-        if self._arena is not None:
-            lines.append(f"  {'host arena':<15}{_gib(self.arena_bytes):>8} GiB, on the host")
+        lines.append(f"  {'host arena':<15}{_gib(self.arena.bytes):>8} GiB, on the host")
         if ranked and ranked[0] in REMEDIES:
             lines.append(f"The largest is {ranked[0]}: {REMEDIES[ranked[0]]}.")
         return "\n".join(lines)

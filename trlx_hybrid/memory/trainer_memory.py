@@ -79,7 +79,7 @@ class TrainerMemory:
             "KV cache": lambda: self._resident("kv_cache"),
         }
         allocated = self._allocated if self.device.type == "cuda" else None
-        self.ledger = Ledger(tensors | engine, self.device, allocated, self._arena)
+        self.ledger = Ledger(tensors | engine, self._arena, allocated)
         self.prediction: Prediction | None = None
         self._guarded: Any = None
         self._guards: Callable[[], None] = lambda: None
@@ -157,10 +157,6 @@ class TrainerMemory:
                 p.data = p.data.to(self.device)
 
     # --- the books --------------------------------------------------------------------------------------------------
-
-    def metrics(self, phase: Phase) -> dict[str, float]:
-        """Measured at an edge, after the phase was entered."""
-        return self.ledger.metrics(phase)
 
     def check_fit(
         self, *, kv_cache_bytes: int, shared: bool, engine_itemsize: int, ranks_per_replica: int, sleeps: bool

@@ -95,7 +95,8 @@ class WeightVersions:
         """
         policy = self._policy
         policy.reshard()
-        self._notice_silent_changes()
+        if self.engine_version == self.version and self._ranks.any(self._fingerprint != policy.fingerprint()):
+            self.changed()  # and nobody said so
         if self.engine_version == self.version:
             return None
         every = self._config.verify_every
@@ -168,10 +169,6 @@ class WeightVersions:
             if not self._told and ranks.rank == 0:
                 logger.warning("%s%s", text, OWN_SAMPLER)
             self._told = True
-
-    def _notice_silent_changes(self) -> None:
-        if self.engine_version == self.version and self._ranks.any(self._fingerprint != self._policy.fingerprint()):
-            self.changed()
 
     def _check_bits(self, engine: Engine, weights: WeightSync, full: bool) -> int:
         checked = weights.check(full)

@@ -104,7 +104,7 @@ def test_a_call_returns_its_value_and_its_times(shared):
     outcome = call(shared, spin)
     assert (outcome.error, outcome.lost) == (None, None)
     assert ast.literal_eval(outcome.value)["pid"] != os.getpid()
-    assert outcome.seconds >= outcome.cpu_seconds >= 0.05
+    assert outcome.seconds >= 0.05
     assert value(shared, add, deadline=math.inf, a=1, b=2) == 3
     assert value(shared, functools.partial(add, b=2), a=1) == 3
 

@@ -531,7 +531,7 @@ def test_an_environment_that_needs_the_main_thread_gets_it(tools):
     Loop(Idle(), Idle(), width=4).run([one() for _ in range(4)])
     assert steps == [Step(observation="found", reward=1.0)] * 4
     assert runner.usage["Scoring.step"].cpu_seconds > 0
-    assert heavy_tools(runner.usage, watch, runner) == []  # none runs in a thread
+    assert heavy_tools(runner.usage, watch, runner) == {}  # none runs in a thread
     runner.close()
 
 

@@ -40,7 +40,7 @@ class Outcome:
         by_tool: whether the tool's own doing lost it: it took too long, or ended its process. The model, which may have
             written what was run, is shown that; else it ends the trajectory.
         seconds: wall time from the start of the call; 0 for a call that never started.
-        cpu_seconds: processor time of the call: of its thread, or of its whole process. 0 where it was lost.
+        cpu_seconds: processor time of its thread; 0 where it has none of its own, or was lost.
     """
 
     value: Any = None
@@ -143,7 +143,7 @@ class Loop:
                 self._observer.moved(self._done, len(self._sampling), len(self._live) - len(self._sampling))
                 pending = self._live or (anyone and self._stream.shared)  # else all is over, and nothing will come
                 if pending and not (self._stream.busy or (waiting and len(self._live) < self._width)):
-                    self._deliver(self._patience())
+                    self._deliver(self._seconds_to_wait())
         finally:
             for run in self._live:
                 run.abandon("was not waited for: the rollout ended.")
@@ -206,9 +206,9 @@ class Loop:
             run.abandon(reason)
             self._go_on(run, Outcome(lost=f"tool {run.waiting_for.name!r} {reason}"))  # type: ignore[union-attr]
 
-    def _patience(self) -> float:
+    def _seconds_to_wait(self) -> float:
         """Seconds until something has to be looked at."""
         ends = [run.expires for run in self._live]
         ends += [run.waiting_for.expires for run in self._live if isinstance(run.waiting_for, CallTool)]
-        patience = SHARED_WAIT if self._stream.shared else WAIT
-        return max(0.0, min([time.monotonic() + patience, *ends]) - time.monotonic())
+        longest = SHARED_WAIT if self._stream.shared else WAIT
+        return max(0.0, min([time.monotonic() + longest, *ends]) - time.monotonic())

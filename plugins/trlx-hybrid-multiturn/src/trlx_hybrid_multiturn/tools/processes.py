@@ -116,10 +116,10 @@ class ProcessWorkers(ToolWorkers):
             if not keep:
                 process.close()
         if reply["kind"] == "value":
-            return Outcome(value=content, seconds=seconds, cpu_seconds=reply["cpu_seconds"])
+            return Outcome(value=content, seconds=seconds)
         shown = reply["kind"] == "error"
         raised = remote_errors.restore(content, "the tool's process") if shown else UnshowableError(content)
-        return Outcome(error=raised, seconds=seconds, cpu_seconds=reply["cpu_seconds"])
+        return Outcome(error=raised, seconds=seconds)
 
     def _taken(self, call: ToolCall) -> WorkerProcess:
         """An idle process that still lives, the one used last first, or a new one."""

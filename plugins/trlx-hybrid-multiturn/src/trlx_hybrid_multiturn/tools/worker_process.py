@@ -4,8 +4,8 @@ Run by its path, outside the package. Messages stand behind their length. Those 
 plain data (`trlx_hybrid.plain_data`), so that the trainer opens no pickle of a process that runs what a model wrote:
 
     to it:   for each call the pickled function, and once that is loaded the pickled arguments
-    from it: {"kind": …, "cpu_seconds": …, "content": …}; kinds are "loaded", "refused" (a text), "value" (what the
-             model is shown), "unshowable" (a text) and "error" (see `trlx_hybrid.remote_errors`)
+    from it: {"kind": …, "content": …}; kinds are "loaded", "refused" (a text), "value" (what the model is shown),
+             "unshowable" (a text) and "error" (see `trlx_hybrid.remote_errors`)
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import pickle
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
@@ -107,30 +106,28 @@ def _answer(function: Callable[..., Any], message: bytes) -> bytes:
     except Exception as error:
         reason = f"cannot be given its arguments in a process: {_described(error)}. Run it in threads."
         return _packed("refused", reason)
-    started = time.process_time()
     try:
         value = as_shown(function(**arguments))
     except UnshowableError as error:
-        return _packed("unshowable", str(error), time.process_time() - started)
+        return _packed("unshowable", str(error))
     except BaseException as error:  # a tool's own SystemExit is its error, not the end of this process
         from trlx_hybrid.remote_errors import describe
 
-        return _packed("error", describe(error), time.process_time() - started)
+        return _packed("error", describe(error))
     finally:
         with contextlib.suppress(Exception):  # the tool's to close
             sys.stdout.flush()
-    seconds = time.process_time() - started
     try:
-        return _packed("value", value, seconds)
+        return _packed("value", value)
     except TypeError as error:  # plain_data's NotPlainError
         return _packed("refused", f"returned {error} from its process. {PLAIN}")
 
 
-def _packed(kind: str, content: Any = None, cpu_seconds: float = 0.0) -> bytes:
+def _packed(kind: str, content: Any = None) -> bytes:
     from trlx_hybrid import plain_data  # here: where it lies is known from the trainer's path
 
-    head = json.dumps({"kind": kind, "cpu_seconds": cpu_seconds})
-    return head[:-1].encode() + b', "content": ' + plain_data.dumps(content) + b"}"  # apart, so that errors name parts
+    # The content by itself, so that an error names a part of it.
+    return b'{"kind": "%b", "content": %b}' % (kind.encode(), plain_data.dumps(content))
 
 
 def _described(error: BaseException) -> str:

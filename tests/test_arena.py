@@ -88,7 +88,6 @@ def test_a_host_without_memory_is_named(monkeypatch):
     assert arena.bytes_taken == 0
 
 
-@pytest.mark.parametrize(("device", "chunk"), [("cpu", 1000), ("cpu", 256), ("cpu", 0), ("meta", CHUNK)])
-def test_wrong_settings_are_refused(device, chunk):
-    with pytest.raises(ConfigError):
-        Arena(device, chunk)
+def test_other_devices_are_refused():
+    with pytest.raises(ConfigError, match="not meta"):
+        Arena("meta", CHUNK)

@@ -23,22 +23,20 @@ class Arena:
 
     Args:
         device: the run's device, CUDA or CPU. With a CPU the memory is plain.
-        chunk_bytes: size of a chunk, a power of two; what crosses the end of one goes on in the next.
+        chunk_bytes: size of a chunk, a power of two from 512 on; what crosses the end of one goes on in the next.
 
     Attributes:
         stream: the CUDA stream of all copies; None with a CPU.
         bytes_taken: how much of it is handed out, padding included.
 
     Raises:
-        ConfigError: another kind of device, or a chunk size that is no power of two from 512 on.
+        ConfigError: another kind of device.
     """
 
     def __init__(self, device: torch.device | str, chunk_bytes: int = CHUNK_BYTES) -> None:
         device = torch.device(device)
         if device.type not in ("cuda", "cpu"):
             raise ConfigError(f"Offloading knows CUDA and CPU devices, not {device}: leave it off there.")
-        if chunk_bytes < ALIGNMENT or chunk_bytes & (chunk_bytes - 1):
-            raise ConfigError(f"chunk_bytes must be a power of two from {ALIGNMENT} on, got {chunk_bytes}.")
         if device.type == "cuda" and device.index is None:  # storages know their index: make the two comparable
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device

@@ -59,7 +59,7 @@ class ProcessWorkers(ToolWorkers):
     def refuses(self, function: Callable[..., Any], name: str | None = None) -> str | None:
         """As in `ToolWorkers`: where it cannot be sent to a process, or belongs elsewhere."""
         inner = innermost(function)
-        name = getattr(inner, "__name__", type(inner).__name__)
+        name = name or getattr(inner, "__name__", type(inner).__name__)
         owner = getattr(inner, "__self__", None)
         if owner is not None and not isinstance(owner, type | ModuleType):
             return (
@@ -107,6 +107,9 @@ class ProcessWorkers(ToolWorkers):
             return Outcome(lost=f"tool {call.name!r} {crash}", by_tool=call.by_tool, seconds=call.seconds())
         except RefusedError as refusal:
             return Outcome(lost=f"tool {call.name!r} {refusal}", seconds=call.seconds())
+        except BaseException:  # amid a message, perhaps: it cannot be used again
+            process.kill()
+            raise
         finally:
             with self._lock:
                 del self._serving[call]

@@ -42,9 +42,6 @@ class ProcessWorkers(ToolWorkers):
 
     Args:
         limit: processes.
-
-    Raises:
-        ConfigError: `limit` is below 1.
     """
 
     interrupts = True

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from trlx_hybrid.errors import ConfigError, HybridError
+from trlx_hybrid.errors import HybridError
 
 from ..loop import Outcome
 
@@ -80,17 +80,12 @@ class ToolWorkers:
 
     Args:
         limit: threads of the pool. They start when there is work, and are reused.
-
-    Raises:
-        ConfigError: `limit` is below 1.
     """
 
     interrupts = False
     """Whether calls that run can be ended."""
 
     def __init__(self, limit: int) -> None:
-        if limit < 1:
-            raise ConfigError(f"Tools need at least one worker, got a limit of {limit}.")
         self._limit = limit
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
@@ -294,14 +289,9 @@ class ThreadWorkers(ToolWorkers):
     Args:
         limit: calls that run at once.
         lost_limit: threads that may hang at once. With more, waiting calls are lost and `submit` raises.
-
-    Raises:
-        ConfigError: `limit` is below 1, or `lost_limit` below 0.
     """
 
     def __init__(self, limit: int, lost_limit: int) -> None:
-        if lost_limit < 0:
-            raise ConfigError(f"The number of tool threads that may hang cannot be negative, got {lost_limit}.")
         super().__init__(limit)
         self._lost_limit = lost_limit
         self._take_device = taking_this_device()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import sys
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from ..types import Phase
 from .estimate import GIB, OWNERS, REMEDIES, ParameterSize, Prediction
@@ -125,15 +125,6 @@ def parameter_sizes(module: nn.Module) -> list[ParameterSize]:
     ]
 
 
-def available_memory() -> int:
-    """Bytes of host memory that a new owner may take; without a limit where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return sys.maxsize
-
-
 def table(prediction: Prediction) -> list[str]:
     """Lines for the run's header: GiB per owner and phase, what is away, the peak, and what was assumed. MiB where the
     peak is below one GiB."""
@@ -178,8 +169,7 @@ def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 
 def policy_tensors(module: nn.Module) -> Iterator[Tensor]:
     """Parameters and buffers."""
-    yield from module.parameters()
-    yield from module.buffers()
+    return itertools.chain(module.parameters(), module.buffers())
 
 
 def gradient_tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -189,7 +179,8 @@ def gradient_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
     """All tensors in the state of an optimizer, which accelerate may have wrapped."""
-    return _nested(list(torch_optimizer(optimizer).state.values()))
+    leaves = tree_leaves(list(torch_optimizer(optimizer).state.values()))
+    return (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def torch_optimizer(optimizer: Any) -> Any:
@@ -197,13 +188,3 @@ def torch_optimizer(optimizer: Any) -> Any:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def _nested(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _nested(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _nested(item)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 
 from ..errors import ConfigError
@@ -16,7 +17,6 @@ from .arena import Arena
 from .estimate import LEAVING, Prediction, optimizer_bytes, plan_offload, predict
 from .ledger import (
     Ledger,
-    available_memory,
     gradient_tensors,
     optimizer_tensors,
     parameter_sizes,
@@ -233,7 +233,7 @@ class TrainerMemory:
     def _free_bytes(self) -> int:
         """Bytes of the device that nobody uses, those that torch keeps for later included."""
         if self.device.type != "cuda":
-            return available_memory()
+            return int(psutil.virtual_memory().available)
         free, _ = torch.cuda.mem_get_info(self.device)
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 

@@ -839,8 +839,8 @@ def test_what_cannot_run_where_it_is_to_run_is_refused(options, message):
     tools = {"add": add, "give": give, "count": Counter().count}
     runner = ToolRunner(MultiTurnOptions(**options))
     with pytest.raises(ConfigError, match=message):
-        runner.check(tools.items())
-    ToolRunner(MultiTurnOptions(tool_modes={"add": "process", "count": "main"})).check(tools.items())
+        runner.check(tools)
+    ToolRunner(MultiTurnOptions(tool_modes={"add": "process", "count": "main"})).check(tools)
 
 
 def test_a_mode_may_be_for_a_tool_that_no_row_of_the_batch_has(monkeypatch):

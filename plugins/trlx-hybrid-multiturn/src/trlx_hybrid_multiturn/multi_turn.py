@@ -54,9 +54,9 @@ class MultiTurn(SingleTurn):
             ConfigError: a tool cannot run where it is to run.
         """
         self.runner.check(
-            {name: tool for d in dialogues for name, tool in d.sync_tools.items()}.items(),
-            {name for d in dialogues for name in d.async_tools},
+            {name: tool for d in dialogues for name, tool in d.sync_tools.items()},
             {name: tool for d in dialogues for name, tool in d.run_tools.items()},
+            {name for d in dialogues for name in d.async_tools},
         )
         turns = limits.tool_turns if self.options.max_turns is None else self.options.max_turns - 1
         limits = Limits(

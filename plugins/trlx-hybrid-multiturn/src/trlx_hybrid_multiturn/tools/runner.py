@@ -11,7 +11,7 @@ import math
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -90,30 +90,27 @@ class ToolRunner:
 
     def check(
         self,
-        tools: Iterable[tuple[str, Callable[..., Any]]],
-        asynchronous: Iterable[str] = (),
+        tools: Mapping[str, Callable[..., Any]],
         others: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+        asynchronous: Collection[str] = (),
     ) -> None:
         """Refuse, before anything is sampled, what cannot run where it is to run.
 
         Args:
-            tools: the synchronous ones, by name.
-            asynchronous: names of the asynchronous ones.
+            tools: the synchronous ones of this batch, by name.
             others: synchronous ones, some of which only rows of other batches have.
+            asynchronous: names of the asynchronous ones.
 
         Raises:
             ConfigError: a tool that cannot be sent to a process, or a mode for what is no synchronous tool.
         """
-        names: set[str] = set()
-        named = ((name, tool) for name, tool in others.items() if name in self._options.tool_modes)
-        for name, tool in (*tools, *named):
-            names.add(name)
-            reason = self._processes.refuses(tool) if self.mode(name) == "process" else None
-            if reason is not None:
+        names, modes = {**others, **tools}, self._options.tool_modes
+        for name, tool in names.items():
+            wanted = self.mode(name) == "process" and (name in tools or name in modes)
+            if wanted and (reason := self._processes.refuses(tool)) is not None:
                 raise ConfigError(f"rollout_options: {reason}")
-        names.update(others)
-        awaited = sorted(set(asynchronous) - names)
-        for name in self._options.tool_modes:
+        awaited = sorted({*asynchronous} - names.keys())
+        for name in modes:
             if name in names:
                 continue
             elsewhere = f" Asynchronous ones, which run on the event loop: {', '.join(awaited)}." if awaited else ""

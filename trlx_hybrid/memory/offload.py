@@ -111,7 +111,7 @@ class Offload:
             raw = torch.empty(0, dtype=torch.uint8, device=device).set_(away.storage)  # type: ignore[call-overload]
             if stream is not None:  # whenever it is freed, the memory stays reserved until this copy is done
                 raw.record_stream(stream)
-            for there, here in zip(away.pieces, raw.split([len(piece) for piece in away.pieces]), strict=True):
+            for there, here in zip(away.pieces, torch.split(raw, [len(p) for p in away.pieces]), strict=True):
                 target, source = (there, here) if out else (here, there)
                 target.copy_(source, non_blocking=True)
 

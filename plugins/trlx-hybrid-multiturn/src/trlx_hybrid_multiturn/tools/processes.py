@@ -213,7 +213,9 @@ class WorkerProcess:
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(CRASH_SECONDS)
-            raise CrashError(self.how_it_ended() or "closed its process's connection to the trainer.") from None
+            ended = self.how_it_ended() or "closed its process's connection to the trainer."
+            self.kill()
+            raise CrashError(ended) from None
         try:
             answer: dict[str, Any] = plain_data.loads(body)
             kind, content = answer["kind"], answer["content"]

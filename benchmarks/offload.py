@@ -88,8 +88,8 @@ class OptimizerState:
 
     def leave(self) -> None:
         """Out."""
-        if self.offload.leave() != self.bytes:
-            raise RuntimeError(f"Not all of the {self.bytes} bytes left: {dict(self.offload.left_behind)} stayed.")
+        if (left := self.offload.leave()) != self.bytes:
+            raise RuntimeError(f"Not all of the {self.bytes} bytes left: {self.bytes - left} stayed.")
 
     def free(self) -> None:
         """The memory back to the driver, where an engine can take it."""

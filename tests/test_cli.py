@@ -49,7 +49,7 @@ def test_doctor_says_what_works_here(capsys):
 
 def test_doctor_names_untested_versions_and_bad_pairs_with_advice(capsys, monkeypatch):
     monkeypatch.setitem(environment.SUPPORTED, "trl", "9.9")
-    monkeypatch.setattr(environment, "KNOWN_BAD", (environment.KnownBad("torch", "2", "trl", "1", "try another"),))
+    monkeypatch.setattr(environment, "KNOWN_BAD", {("torch", "trl"): "try another"})
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "untested: pip install 'trl==9.9.*'" in out

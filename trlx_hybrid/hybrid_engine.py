@@ -90,10 +90,7 @@ class HybridEngine:
         config = config or HybridConfig(engine="vllm", engine_options=engine_options)
         if rollout is not None:
             config = with_rollout(config, rollout)
-        host = Host.load(config.disable_plugins or ())
-        for index, plugin in enumerate(plugins):
-            host.register(plugin, f"{type(plugin).__name__}-{index}")
-        self._listeners: _Listeners | None = None
+        host = Host.load(config.disable_plugins or (), plugins)
         selection = select(config, TrainerArguments(engine_options={}), host.registry)
         if selection.stock:
             raise ConfigError("HybridEngine needs an engine other than 'transformers': HybridConfig(engine='vllm').")
@@ -168,19 +165,18 @@ class HybridEngine:
 
     def on_reshard_start(self, function: Start) -> Start:
         """Decorator: call `function(plan)` before weights are brought into the engine."""
-        self._listening().start.append(function)
+        self._listen("trlx_sync_start", lambda plan: _called(function, "on_reshard_start", plan))
         return function
 
     def on_reshard_end(self, function: End) -> End:
         """Decorator: call `function(report)` when the engine holds the model's weights."""
-        self._listening().end.append(function)
+        self._listen("trlx_sync_end", lambda report: _called(function, "on_reshard_end", report))
         return function
 
-    def _listening(self) -> _Listeners:
-        if self._listeners is None:
-            self._listeners = _Listeners()
-            self.session.host.register(self._listeners, "reshard-listeners")
-        return self._listeners
+    def _listen(self, hook: str, function: Callable[..., None]) -> None:
+        host = self.session.host
+        listener = SimpleNamespace(**{hook: hookimpl(function, trylast=True)})  # in the order of their registration
+        host.register(listener, f"reshard-listener-{len(host.plugins)}")
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's own state dict, every tensor in memory of its own: safe to keep while training goes on.
@@ -234,30 +230,12 @@ def _arguments(optimizer: torch.optim.Optimizer | None, precision: str, seed: in
     return arguments
 
 
-class _Listeners:
-    """The functions a loop registered, as a plugin."""
-
-    def __init__(self) -> None:
-        self.start: list[Callable[[SyncPlan], None]] = []
-        self.end: list[Callable[[SyncReport], None]] = []
-
-    @hookimpl
-    def trlx_sync_start(self, plan: SyncPlan) -> None:
-        self._call(self.start, plan)
-
-    @hookimpl
-    def trlx_sync_end(self, report: SyncReport) -> None:
-        self._call(self.end, report)
-
-    @staticmethod
-    def _call(functions: list[Any], what: SyncPlan | SyncReport) -> None:
-        for function in functions:
-            try:
-                function(what)
-            except Exception as error:  # the loop's own, not a plugin's to be reported to its author
-                moment = f"{getattr(function, '__qualname__', function)}, called on_reshard_"
-                moment += "start" if isinstance(what, SyncPlan) else "end"
-                raise HybridError(f"{moment}, raised {type(error).__name__}: {error}") from error
+def _called(function: Callable[..., None], moment: str, what: SyncPlan | SyncReport) -> None:
+    try:
+        function(what)
+    except Exception as error:  # the loop's own, not a plugin's to be reported to its author
+        name = getattr(function, "__qualname__", function)
+        raise HybridError(f"{name}, called {moment}, raised {type(error).__name__}: {error}") from error
 
 
 def with_rollout(config: HybridConfig, rollout: Layout) -> HybridConfig:

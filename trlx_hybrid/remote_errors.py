@@ -23,17 +23,13 @@ class RemoteError(Exception):
         self.kind = kind
 
 
-def describe(error: BaseException, *, skip: int = 1) -> dict[str, Any]:
-    """An exception as `restore` takes it, for `plain_data.dumps`.
-
-    Args:
-        skip: frames of its traceback to leave out, from the outside.
-    """
+def describe(error: BaseException) -> dict[str, Any]:
+    """An exception as `restore` takes it, for `plain_data.dumps`; the frame that caught it is left out."""
     try:
         text = str(error)
     except Exception:  # anybody's __str__
         text = f"<{type(error).__name__} without a text>"
-    trace = "".join(traceback.format_tb(error.__traceback__)[skip:])
+    trace = "".join(traceback.format_tb(error.__traceback__)[1:])
     found: dict[str, Any] = {"kind": type(error).__name__, "text": text, "trace": trace}
     with contextlib.suppress(Exception):  # it holds what is no plain data: then it is told by name and text
         reduced: Any = error.__reduce__()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import dataclasses
 import functools
 import json
 import sys
@@ -41,7 +42,7 @@ class Session:
     """The live objects of one run.
 
     Attributes:
-        host, config, selection: who takes part, and why.
+        host, config, selection: who takes part, and why; the config is this run's own.
         args: the trainer's arguments (TRL's config), for components that need more than their options.
         policy: the model being trained; ranks: the processes it is trained on; optimizer: returns the optimizer.
         engine, weights, rollout: None until `open`, and always where TRL generates.
@@ -73,7 +74,7 @@ class Session:
         step: Callable[[], int],
         optimizer: Callable[[], Any] = lambda: None,
     ) -> None:
-        self.host, self.config, self.selection = host, config, selection
+        self.host, self.config, self.selection = host, dataclasses.replace(config), selection
         self.args, self.policy, self.ranks, self.optimizer = args, policy, ranks, optimizer
         self.engine: Engine | None = None
         self.weights: WeightSync | None = None
@@ -166,7 +167,8 @@ class Session:
         report = self.versions.sync(engine, self.weights)
         self.memory.make_room(["policy"])
         engine.wake("kv_cache")
-        self.metrics = {"hybrid/weight_version": float(self.versions.version), **self.memory.metrics(Phase.ROLLOUT)}
+        self.metrics = {"hybrid/weight_version": float(self.versions.version)}
+        self.metrics |= self.memory.ledger.metrics(Phase.ROLLOUT)
         if report is not None:
             self.metrics |= {"hybrid/sync_seconds": report.seconds, "hybrid/sync_bytes": float(report.bytes)}
 
@@ -176,7 +178,7 @@ class Session:
             self.versions.forget()
         engine.sleep(keep_weights=self.weights.keeps_weights)
         self.memory.come_back()
-        self.metrics |= self.memory.metrics(Phase.TRAIN)
+        self.metrics |= self.memory.ledger.metrics(Phase.TRAIN)
 
     def generate(
         self,

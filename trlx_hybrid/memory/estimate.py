@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..errors import ConfigError, MemoryPlanError
+from ..errors import MemoryPlanError
 
 OWNERS = ("policy", "gradients", "optimizer", "engine weights", "KV cache", "other")
 LEAVING = ("optimizer", "gradients", "policy")  # who leaves during ROLLOUT, cheapest to miss first
@@ -62,39 +62,6 @@ class ParameterSize:
         return self.elements * self.itemsize
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
-    """What a run's memory depends on; all bytes are those of one rank.
-
-    Attributes:
-        parameters: the policy, this rank's shards.
-        optimizer: `args.optim`.
-        shared: the engine's weights are the policy's memory.
-        engine_itemsize: bytes per element of an engine's own weights.
-        engine_weight_bytes: their size where the engine knows better (tensor parallel, quantised); None: one per
-            element of `parameters`.
-        asleep: owners that the engine gives back during TRAIN; the KV cache, where it is one of them, also during the
-            weight sync.
-        kv_cache_bytes: size of the KV cache.
-        activation_bytes: reserve for activations and the like in TRAIN.
-        engine_reserve_bytes: the same of the engine, in ROLLOUT.
-        gradients_held: gradients outlive TRAIN, as when a rollout falls within gradient accumulation.
-        offloaded: owners that leave during ROLLOUT.
-    """
-
-    parameters: Sequence[ParameterSize]
-    optimizer: str = "adamw_torch_fused"
-    shared: bool = False
-    engine_itemsize: int = 2
-    engine_weight_bytes: int | None = None
-    asleep: Collection[str] = ("engine weights", "KV cache")
-    kv_cache_bytes: int = 0
-    activation_bytes: int = 0
-    engine_reserve_bytes: int = 0
-    gradients_held: bool = True
-    offloaded: Collection[str] = ()
-
-
 @dataclass(frozen=True, slots=True)
 class Prediction:
     """Bytes per owner in each phase.
@@ -122,43 +89,57 @@ class Prediction:
             MemoryPlanError: a phase needs more than `capacity` bytes.
         """
         phase, needed = self.peak
-        if needed > capacity:
-            raise _too_much(phase, self.phases[phase], capacity, self.away[phase])
+        if needed <= capacity:
+            return
+        held, away = self.phases[phase], self.away[phase]
+        owner = max(held, key=lambda o: held[o])
+        name = {"edge": "The weight sync"}.get(phase, f"Phase {phase.upper()}")
+        gone = f" even with {', '.join(away)} away" if away else ""
+        raise MemoryPlanError(
+            f"{name} needs {needed / GIB:.2f} GiB{gone}, and {capacity / GIB:.2f} GiB may be used. The largest owner "
+            f"is {owner} with {held[owner] / GIB:.2f} GiB: {REMEDIES[owner]}.",
+            owner=owner,
+        )
 
 
-def predict(workload: Workload) -> Prediction:
-    """Bytes per owner and phase, once the optimizer has made its state.
+def predict(
+    parameters: Sequence[ParameterSize],
+    *,
+    optimizer: str = "adamw_torch_fused",
+    engine_weight_bytes: int,
+    kv_cache_bytes: int,
+    shared: bool = False,
+    asleep: Collection[str] = ("engine weights", "KV cache"),
+    offloaded: Collection[str] = (),
+) -> Prediction:
+    """Bytes per owner and phase on one rank, once the optimizer has made its state. Gradients live in TRAIN alone.
 
-    Raises:
-        ConfigError: `offloaded` names what cannot leave.
+    Args:
+        parameters: the policy, this rank's shards.
+        optimizer: `args.optim`.
+        engine_weight_bytes: size of the engine's own weights.
+        kv_cache_bytes: size of the KV cache.
+        shared: the engine's weights are the policy's memory.
+        asleep: owners that the engine gives back during TRAIN; the KV cache, where it is one of them, also during the
+            weight sync.
+        offloaded: those of `LEAVING` that leave during ROLLOUT.
     """
-    for owner in workload.offloaded:
-        if owner not in LEAVING or (owner == "policy" and workload.shared):
-            why = "the engine generates from the policy's memory" if owner == "policy" else f"of {', '.join(LEAVING)}"
-            raise ConfigError(f"{owner!r} cannot leave during ROLLOUT: {why}. Take it out of what is offloaded.")
-    trainable = [p for p in workload.parameters if p.trainable]
-    optimizer, notes = optimizer_bytes(workload.optimizer, trainable)
-    engine = workload.engine_weight_bytes
-    if engine is None:
-        engine = sum(p.elements for p in workload.parameters) * workload.engine_itemsize
+    trainable = [p for p in parameters if p.trainable]
+    optimizer_state, notes = optimizer_bytes(optimizer, trainable)
     state = {
-        "policy": sum(p.bytes for p in workload.parameters),
+        "policy": sum(p.bytes for p in parameters),
         "gradients": sum(p.bytes for p in trainable),
-        "optimizer": optimizer,
-        "engine weights": 0 if workload.shared else engine,
-        "KV cache": workload.kv_cache_bytes,
+        "optimizer": optimizer_state,
+        "engine weights": 0 if shared else engine_weight_bytes,
+        "KV cache": kv_cache_bytes,
+        "other": 0,
     }
-    leaving = {owner for owner in workload.offloaded if owner != "optimizer" or not _paged(workload.optimizer)}
-    asleep = set(workload.asleep)
-    unmade = set() if workload.gradients_held else {"gradients"}
-    absent = {"edge": (asleep & {"KV cache"}) | unmade, "rollout": leaving | unmade, "train": asleep}
-    other = {"edge": 0, "rollout": workload.engine_reserve_bytes, "train": workload.activation_bytes}
+    leaving = {owner for owner in offloaded if owner != "optimizer" or not _paged(optimizer)}
+    edge = {"gradients"} | ({"KV cache"} & set(asleep))
+    absent = {"edge": edge, "rollout": leaving | {"gradients"}, "train": set(asleep)}
     return Prediction(
-        phases={
-            phase: {owner: 0 if owner in gone else n for owner, n in state.items()} | {"other": other[phase]}
-            for phase, gone in absent.items()
-        },
-        away={phase: tuple(o for o in OWNERS if o in gone and state.get(o)) for phase, gone in absent.items()},
+        phases={phase: {o: 0 if o in gone else n for o, n in state.items()} for phase, gone in absent.items()},
+        away={phase: tuple(o for o in OWNERS if o in gone and state[o]) for phase, gone in absent.items()},
         notes=notes,
     )
 
@@ -187,40 +168,16 @@ def _factored(p: ParameterSize) -> int:
     return 4 * (math.prod(p.shape[:-1]) + math.prod(p.shape[:-2]) * p.shape[-1])
 
 
-def plan_offload(
-    resident: Mapping[str, int], capacity: int, wanted: Mapping[str, int] | int, *, shared: bool = False
-) -> list[str]:
-    """Who must leave during ROLLOUT: optimizer, then gradients, then policy, and no more than the budget requires.
+def plan_offload(held: Mapping[str, int], missing: int) -> list[str]:
+    """Who must leave during ROLLOUT: optimizer, then gradients, then policy, and no more than is required.
 
     Args:
-        resident: bytes that each owner holds on the device at the end of TRAIN.
-        capacity: bytes of the device that may be used.
-        wanted: bytes to come for ROLLOUT, per owner; a number alone is the KV cache.
-        shared: the engine's weights are the policy's memory, which therefore stays.
-
-    Raises:
-        MemoryPlanError: it does not fit even with all of them away.
+        held: bytes that each owner holds on the device at the end of TRAIN.
+        missing: bytes to be freed. All leave where that does not suffice.
     """
-    wanted = {"KV cache": wanted} if isinstance(wanted, int) else wanted
-    needed = {owner: resident.get(owner, 0) + wanted.get(owner, 0) for owner in (*resident, *wanted)}
     leaving: list[str] = []
     for owner in LEAVING:
-        if sum(needed.values()) <= capacity:
-            break
-        if resident.get(owner) and not (owner == "policy" and shared):
-            needed[owner] -= resident[owner]
+        if held.get(owner) and missing > 0:
+            missing -= held[owner]
             leaving.append(owner)
-    if sum(needed.values()) > capacity:
-        raise _too_much("rollout", needed, capacity, leaving)
     return leaving
-
-
-def _too_much(phase: str, needed: Mapping[str, int], capacity: int, away: Collection[str]) -> MemoryPlanError:
-    owner = max(needed, key=lambda o: needed[o])
-    name = {"edge": "The weight sync"}.get(phase, f"Phase {phase.upper()}")
-    gone = f" even with {', '.join(away)} away" if away else ""
-    return MemoryPlanError(
-        f"{name} needs {sum(needed.values()) / GIB:.2f} GiB{gone}, and {capacity / GIB:.2f} GiB may be used. The "
-        f"largest owner is {owner} with {needed[owner] / GIB:.2f} GiB: {REMEDIES.get(owner, 'make it smaller')}.",
-        owner=owner,
-    )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
 
 from ..types import Phase
 from .estimate import GIB, OWNERS, REMEDIES, ParameterSize, Prediction
@@ -23,34 +22,24 @@ Interval = tuple[int, int]
 
 
 class Ledger:
-    """Bytes per owner on one device.
+    """Bytes per owner on the arena's device; tensors elsewhere are not counted.
 
     Args:
         owners: by name, in order of precedence, what yields an owner's tensors now. Names are those of `OWNERS`. An
             owner whose memory is unmapped, as vLLM's while it sleeps, must yield nothing: its addresses still count.
-        device: the run's device; tensors elsewhere are not counted.
-        allocated: bytes in use on it (`torch.cuda.memory_allocated`); None: no "other" is measured.
         arena: the host arena, reported apart.
+        allocated: bytes in use on the device (`torch.cuda.memory_allocated`); None: no "other" is measured.
     """
 
     def __init__(
         self,
         owners: Mapping[str, Callable[[], Iterable[Tensor]]],
-        device: torch.device | str,
+        arena: Arena,
         allocated: Callable[[], int] | None = None,
-        arena: Arena | None = None,
     ) -> None:
-        device = torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        self.device = device
-        self._owners, self._allocated, self._arena = dict(owners), allocated, arena
+        self.device, self.arena = arena.device, arena
+        self._owners, self._allocated = dict(owners), allocated
         self._sampling: dict[str, int] = {}  # what was held in the last ROLLOUT
-
-    @property
-    def arena_bytes(self) -> int:
-        """Host memory of the arena."""
-        return self._arena.bytes if self._arena is not None else 0
 
     def measure(self) -> dict[str, int]:
         """Bytes per owner now. Each byte counts once, for the first owner that refers to it, whichever storages and
@@ -66,8 +55,8 @@ class Ledger:
         than when it was called for ROLLOUT: what came back for TRAIN, negative for what is there in ROLLOUT only."""
         held = self.measure()
         found = {f"hybrid/memory/{phase.value}_mib": sum(held.values()) / MIB}
-        if self.arena_bytes:
-            found["hybrid/memory/host_arena_mib"] = self.arena_bytes / MIB
+        if self.arena.bytes:
+            found["hybrid/memory/host_arena_mib"] = self.arena.bytes / MIB
         if phase is Phase.ROLLOUT:
             self._sampling = held
         else:
@@ -93,8 +82,7 @@ class Ledger:
         for owner in ranked:
             predicted = f" (predicted {_gib(expected[owner])})" if owner in expected else ""
             lines.append(f"  {owner:<15}{_gib(held[owner]):>8} GiB{predicted}")
-        if self._arena is not None:
-            lines.append(f"  {'host arena':<15}{_gib(self.arena_bytes):>8} GiB, on the host")
+        lines.append(f"  {'host arena':<15}{_gib(self.arena.bytes):>8} GiB, on the host")
         if ranked and ranked[0] in REMEDIES:
             lines.append(f"The largest is {ranked[0]}: {REMEDIES[ranked[0]]}.")
         return "\n".join(lines)
@@ -135,24 +123,6 @@ def parameter_sizes(module: nn.Module) -> list[ParameterSize]:
         for p in module.parameters()
         for local in plain_tensors([p])
     ]
-
-
-def resident_memory() -> int:
-    """Bytes of this process in the host's memory; 0 where the system does not tell."""
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:
-        return 0
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-def available_memory() -> int:
-    """Bytes of host memory that a new owner may take; without a limit where the system does not tell."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return sys.maxsize
 
 
 def table(prediction: Prediction) -> list[str]:
@@ -199,8 +169,7 @@ def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 
 def policy_tensors(module: nn.Module) -> Iterator[Tensor]:
     """Parameters and buffers."""
-    yield from module.parameters()
-    yield from module.buffers()
+    return itertools.chain(module.parameters(), module.buffers())
 
 
 def gradient_tensors(module: nn.Module) -> Iterator[Tensor]:
@@ -210,7 +179,8 @@ def gradient_tensors(module: nn.Module) -> Iterator[Tensor]:
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
     """All tensors in the state of an optimizer, which accelerate may have wrapped."""
-    return _nested(list(torch_optimizer(optimizer).state.values()))
+    leaves = tree_leaves(list(torch_optimizer(optimizer).state.values()))
+    return (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def torch_optimizer(optimizer: Any) -> Any:
@@ -218,13 +188,3 @@ def torch_optimizer(optimizer: Any) -> Any:
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def _nested(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _nested(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _nested(item)

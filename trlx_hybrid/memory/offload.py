@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ConfigError
-from .arena import Arena, ByteRange, Span, aligned
+from .arena import Arena, aligned
 from .ledger import storages, torch_optimizer
 
 SMALL = 1 << 20  # bytes; torch's CUDA allocator serves smaller blocks from a pool of their own
@@ -23,52 +23,32 @@ class _Away:
 
     storage: torch.UntypedStorage
     nbytes: int
-    pieces: list[ByteRange]
+    pieces: list[Tensor]
 
 
 class Offload:
     """Moves whole storages between the device and the arena. One per owner; everything from one thread.
 
     A storage is emptied in place, so tensors, views and the optimizer's dicts stay the same objects; each storage
-    moves once, however many tensors share it. Emptied tensors must not be touched: see `guard`. A storage that was
-    exported (DLPack, `numpy()`, CUDA IPC) or whose address was recorded (CUDA graphs) must not be listed: it returns
-    to another address.
+    moves once, however many tensors share it. What is on another device or cannot be emptied stays. Emptied tensors
+    must not be touched: see `guard`. A storage that was exported (DLPack, `numpy()`, CUDA IPC) or whose address was
+    recorded (CUDA graphs) must not be listed: it returns to another address.
 
     Args:
         arena: where the bytes go.
         tensors: returns the owner's tensors, whatever they are by then.
-
-    Attributes:
-        left_behind: bytes that stayed at the last `leave`, by reason.
     """
 
     def __init__(self, arena: Arena, tensors: Callable[[], Iterable[Tensor]]) -> None:
-        self.left_behind: Mapping[str, int] = {}
         self._arena, self._tensors = arena, tensors
         self._away: list[_Away] = []
         self._returning: list[_Away] = []  # on their way in: memory is there, the bytes perhaps not yet
-        self._out: list[Span] = []
-        self._back: list[Span] = []
+        self._returned: torch.cuda.Event | None = None  # by when they are
 
     @property
     def resident(self) -> bool:
         """Whether all of it may be used on the current stream."""
         return not self._away and not self._returning
-
-    @property
-    def bytes_away(self) -> int:
-        """Bytes that hold no device memory."""
-        return sum(away.nbytes for away in self._away)
-
-    @property
-    def seconds_out(self) -> float | None:
-        """Time on the copy stream of the last `leave`; None while copies are under way or before any."""
-        return _total(self._out)
-
-    @property
-    def seconds_back(self) -> float | None:
-        """The same for all returns since the last `leave`."""
-        return _total(self._back)
 
     def leave(self) -> int:
         """Copy all that can move to the arena and free it. Returns the bytes moved; 0 when nothing was there.
@@ -80,96 +60,50 @@ class Offload:
             MemoryPlanError: the host lacks the memory; nothing moved.
         """
         self.finish_return()
-        movable = self._movable()
-        if not movable:
-            return 0
+        found = storages(self._tensors())
+        movable = [s for s in found if s.nbytes() and s.device == self._arena.device and s.resizable()]
         sizes = [storage.nbytes() for storage in movable]
         leaving = [_Away(*entry) for entry in zip(movable, sizes, self._arena.take(sizes), strict=True)]
-        try:
-            with self._arena.copies() as span:
-                for away in leaving:
-                    self._copy(away, out=True)
-        except BaseException:
-            self._release(leaving)
-            raise
+        with self._arena.copies():
+            for away in leaving:
+                self._copy(away, out=True)
         self._away += leaving  # first, so that an interrupt in between loses nothing
         for away in leaving:
             away.storage.resize_(0)
-        self._out, self._back = [span], []
         return sum(sizes)
 
-    def start_return(self, budget_bytes: int | None = None) -> int:
+    def start_return(self) -> int:
         """Allocate on the current stream and start the copies in, without waiting. Returns the bytes started.
-
-        Args:
-            budget_bytes: return only the first storages that fit in it together; a later call goes on from there.
 
         Raises:
             torch.OutOfMemoryError: the device is full. What got memory before returns; the rest is still away.
         """
         self._forget_dead()
-        batch: list[_Away] = []
-        total = 0
-        for away in self._away:
-            if budget_bytes is not None and total + away.nbytes > budget_bytes:
-                break
-            batch.append(away)
-            total += away.nbytes
-        self._one_segment(batch)
+        self._one_segment()
         allocated = 0
         try:
-            for away in batch:
+            for away in self._away:
                 away.storage.resize_(away.nbytes)
                 allocated += 1
         finally:
-            self._copy_in(batch[:allocated])
-        return total
+            batch, self._away = self._away[:allocated], self._away[allocated:]
+            with self._arena.copies() as self._returned:
+                for away in batch:
+                    self._copy(away, out=False)
+            self._returning += batch
+        return sum(away.nbytes for away in batch)
 
     def finish_return(self) -> None:
         """Make the current stream wait for the copies that were started; the host does not wait."""
-        if not self._returning:
-            return
-        self._back[-1].wait(self._arena.device)
-        self._release(self._returning)
-        self._returning = []
+        if self._returned is not None:
+            torch.cuda.current_stream(self._arena.device).wait_event(self._returned)
+        self._arena.give_back([away.nbytes for away in self._returning])
+        self._returning, self._returned = [], None
 
     def return_all(self) -> None:
         """Start whatever is still away, and finish."""
         self.start_return()
         self.finish_return()
-
-    # --- doing ------------------------------------------------------------------------------------------------------
-
-    def _movable(self) -> list[torch.UntypedStorage]:
-        """Distinct storages on the device that can be emptied, in order; notes the others."""
-        found: list[torch.UntypedStorage] = []
-        behind: dict[str, int] = {}
-        for storage in storages(self._tensors()):
-            if not storage.nbytes():
-                continue
-            if storage.device == self._arena.device and storage.resizable():
-                found.append(storage)
-            else:
-                reason = "not resizable" if storage.device == self._arena.device else f"on {storage.device}"
-                behind[reason] = behind.get(reason, 0) + storage.nbytes()
-        self.left_behind = behind
-        return found
-
-    def _copy_in(self, batch: list[_Away]) -> None:
-        """Copies for storages that were just allocated; empties them again when a copy cannot be started."""
-        if not batch:
-            return
-        try:
-            with self._arena.copies() as span:
-                for away in batch:
-                    self._copy(away, out=False)
-        except BaseException:
-            for away in batch:
-                away.storage.resize_(0)
-            raise
-        del self._away[: len(batch)]
-        self._returning += batch
-        self._back.append(span)
 
     def _copy(self, away: _Away, *, out: bool) -> None:
         device, stream = self._arena.device, self._arena.stream
@@ -177,14 +111,11 @@ class Offload:
             raw = torch.empty(0, dtype=torch.uint8, device=device).set_(away.storage)  # type: ignore[call-overload]
             if stream is not None:  # whenever it is freed, the memory stays reserved until this copy is done
                 raw.record_stream(stream)
-            start = 0
-            for piece in away.pieces:
-                there, here = self._arena.view(piece), raw[start : start + piece.bytes]
+            for there, here in zip(away.pieces, torch.split(raw, [len(p) for p in away.pieces]), strict=True):
                 target, source = (there, here) if out else (here, there)
                 target.copy_(source, non_blocking=True)
-                start += piece.bytes
 
-    def _one_segment(self, batch: list[_Away]) -> None:
+    def _one_segment(self) -> None:
         """Ask the driver for all the memory at once: hundreds of calls of cudaMalloc would take longer than the copies.
 
         The block goes straight back to torch's cache, from where the storages are cut.
@@ -192,7 +123,7 @@ class Offload:
         device = self._arena.device
         if device.type != "cuda":
             return
-        need = sum(aligned(away.nbytes) for away in batch if away.nbytes > SMALL)
+        need = sum(aligned(away.nbytes) for away in self._away if away.nbytes > SMALL)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         if need > cached:
             with contextlib.suppress(torch.OutOfMemoryError):  # in smaller parts it may still fit
@@ -202,17 +133,7 @@ class Offload:
         """Drop what nobody refers to any more, as gradients set to None while away."""
         dead = {away for away in self._away if _unreferenced(away.storage)}
         self._away = [away for away in self._away if away not in dead]
-        self._release(dead)
-
-    def _release(self, entries: Iterable[_Away]) -> None:
-        for away in entries:
-            self._arena.give_back(away.pieces)
-
-
-def _total(spans: list[Span]) -> float | None:
-    seconds = [span.seconds for span in spans]
-    known = [s for s in seconds if s is not None]
-    return sum(known) if known and len(known) == len(seconds) else None
+        self._arena.give_back([away.nbytes for away in dead])
 
 
 def _unreferenced(storage: torch.UntypedStorage) -> bool:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
-from ..errors import ConfigError, MemoryPlanError
+from ..errors import ConfigError
 from ..types import Phase
 from ..weights.policy import is_sharded
 from .arena import Arena
-from .estimate import LEAVING, Prediction, Workload, optimizer_bytes, plan_offload, predict
+from .estimate import LEAVING, Prediction, optimizer_bytes, plan_offload, predict
 from .ledger import (
     Ledger,
-    available_memory,
     gradient_tensors,
     optimizer_tensors,
     parameter_sizes,
@@ -80,7 +79,7 @@ class TrainerMemory:
             "KV cache": lambda: self._resident("kv_cache"),
         }
         allocated = self._allocated if self.device.type == "cuda" else None
-        self.ledger = Ledger(tensors | engine, self.device, allocated, self._arena)
+        self.ledger = Ledger(tensors | engine, self._arena, allocated)
         self.prediction: Prediction | None = None
         self._guarded: Any = None
         self._guards: Callable[[], None] = lambda: None
@@ -116,14 +115,8 @@ class TrainerMemory:
             return [owner for owner in LEAVING if owner in owners]
         if self.device.type != "cuda":  # the arena is the same memory
             return []
-        held = self.ledger.measure()
-        trainers = {owner: held[owner] for owner in LEAVING}
-        capacity = self._free_bytes() + sum(trainers.values())
-        try:
-            leaving = plan_offload(trainers, capacity, asleep + SLACK)
-        except MemoryPlanError:
-            leaving = list(LEAVING)  # measured a moment too pessimistically, or the wake-up will say what is missing
-        return [owner for owner in leaving if owner in owners]
+        leaving = plan_offload(self.ledger.measure(), asleep + SLACK - self._free_bytes())
+        return [owner for owner in leaving if owner in owners]  # the wake-up says what is missing then
 
     def come_back(self, owners: Collection[str] = LEAVING) -> None:
         """Start all returns. The policy is needed next; the optimizer's copies run under forward and backward, and
@@ -165,10 +158,6 @@ class TrainerMemory:
 
     # --- the books --------------------------------------------------------------------------------------------------
 
-    def metrics(self, phase: Phase) -> dict[str, float]:
-        """Measured at an edge, after the phase was entered."""
-        return self.ledger.metrics(phase)
-
     def check_fit(
         self, *, kv_cache_bytes: int, shared: bool, engine_itemsize: int, ranks_per_replica: int, sleeps: bool
     ) -> None:
@@ -208,17 +197,16 @@ class TrainerMemory:
         least, most = {"all": (len(movable), len(movable)), "none": (0, 0)}.get(mode, (0, len(movable)))
         if mode == "auto" and self.device.type != "cuda":
             most = 0
-        workload = Workload(
-            parameters=parameter_sizes(self._policy.module),
-            optimizer=self._optimizer_name,
-            shared=shared,
-            engine_weight_bytes=engine_weight_bytes,
-            asleep=asleep,
-            kv_cache_bytes=kv_cache_bytes,
-            gradients_held=False,
-        )
         for away in range(least, most + 1):
-            prediction = predict(dataclasses.replace(workload, offloaded=movable[:away]))
+            prediction = predict(
+                parameter_sizes(self._policy.module),
+                optimizer=self._optimizer_name,
+                engine_weight_bytes=engine_weight_bytes,
+                kv_cache_bytes=kv_cache_bytes,
+                shared=shared,
+                asleep=asleep,
+                offloaded=movable[:away],
+            )
             if sum(prediction.phases["rollout"].values()) <= self.capacity():
                 break
         return prediction
@@ -245,7 +233,7 @@ class TrainerMemory:
     def _free_bytes(self) -> int:
         """Bytes of the device that nobody uses, those that torch keeps for later included."""
         if self.device.type != "cuda":
-            return available_memory()
+            return int(psutil.virtual_memory().available)
         free, _ = torch.cuda.mem_get_info(self.device)
         return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
 

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from ..rollout.single_turn import SingleTurn
+from ..weights.gather import GatherSync
 from .hookspecs import hookimpl
 
 if TYPE_CHECKING:
-    from ..protocols import Run
     from .registry import Registry
-
-
-def _gather(session: Run, options: Any) -> Any:
-    from ..weights.gather import GatherSync
-
-    return GatherSync(session.policy, session.live_engine)
-
-
-def _single_turn(session: Run, options: Any) -> Any:
-    from ..rollout.single_turn import SingleTurn
-
-    return SingleTurn()
 
 
 @hookimpl
@@ -29,8 +18,8 @@ def trlx_register(registry: Registry) -> None:
     registry.offer(
         "weights",
         "gather",
-        _gather,
+        lambda session, options: GatherSync(session.policy, session.live_engine),
         order=100,
         summary="full tensors through the engine's own loader; works with everything, moves the whole model",
     )
-    registry.offer("rollout", "single_turn", _single_turn, summary="one completion per prompt")
+    registry.offer("rollout", "single_turn", lambda session, options: SingleTurn(), summary="one completion per prompt")

@@ -52,8 +52,8 @@ class Host:
         self._manager.register(builtin, BUILTIN)
 
     @classmethod
-    def load(cls, disable: Iterable[str] = ()) -> Host:
-        """A host with every installed plugin, in the order of their names.
+    def load(cls, disable: Iterable[str] = (), plugins: Iterable[object] = ()) -> Host:
+        """A host with every installed plugin, in the order of their names; then those of the script.
 
         Raises:
             PluginError: a plugin does not load, or two distributions claim one name.
@@ -72,6 +72,8 @@ class Host:
                 )
         for name in sorted(set(claims) - set(host.disabled)):
             host._load(name, claims[name])
+        for index, plugin in enumerate(plugins):
+            host.register(plugin, f"{type(plugin).__name__}-{index}")
         return host
 
     def _load(self, name: str, claims: Sequence[EntryPoint]) -> None:
@@ -101,7 +103,8 @@ class Host:
             PluginError: a hook it implements does not exist, has other arguments or lacks the marker, or its
                 `trlx_register` failed.
         """
-        info = PluginInfo(name, distribution, version, self._implemented(plugin))
+        hooks = tuple(n for n in dir(plugin) if self._manager.parse_hookimpl_opts(plugin, n) is not None)
+        info = PluginInfo(name, distribution, version, hooks)
         unknown = [hook for hook in info.hooks if not hasattr(hookspecs, hook)]
         if unknown:
             hint = did_you_mean(unknown[0], [h for h in dir(hookspecs) if h.startswith("trlx_")])
@@ -111,7 +114,8 @@ class Host:
                 plugin=name,
                 hook=unknown[0],
             )
-        unmarked = [n for n in dir(plugin) if n.startswith("trlx_") and n not in info.hooks and _callable(plugin, n)]
+        ours = [name for name in dir(plugin) if name.startswith("trlx_") and name not in info.hooks]
+        unmarked = [name for name in ours if inspect.isroutine(getattr(plugin, name, None))]
         if unmarked:
             raise PluginError(
                 f"Plugin {name!r} ({distribution} {version}) has a function {unmarked[0]!r} without the marker "
@@ -132,9 +136,6 @@ class Host:
         finally:
             self.registry._offering = self.registry._distribution = BUILTIN
         self.plugins.append(info)
-
-    def _implemented(self, plugin: object) -> tuple[str, ...]:
-        return tuple(name for name in dir(plugin) if self._manager.parse_hookimpl_opts(plugin, name) is not None)
 
     def call(self, hook: str, **arguments: Any) -> Any:
         """Call a hook on every plugin; an exception comes back as a PluginError that names its origin.
@@ -203,10 +204,6 @@ class Host:
             plugin=info.name,
             hook=hook,
         )
-
-
-def _callable(owner: object, name: str) -> bool:
-    return inspect.isroutine(getattr(owner, name, None))
 
 
 def _origin(entry_point: EntryPoint) -> str:

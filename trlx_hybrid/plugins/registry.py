@@ -26,7 +26,7 @@ BRINGS: dict[Slot, dict[str, str]] = {
 """Distributions of this project, by what they offer: no message may name one that somebody else could register."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Component:
     """One way to fill a slot.
 
@@ -57,7 +57,7 @@ class Component:
     unavailable: Callable[[], str | None] = lambda: None
     refuses: Callable[[Any, Any], str | None] = lambda session, options: None
     streams: bool = False
-    needs: frozenset[str] = frozenset()
+    needs: Collection[str] = ()
     shares_memory: bool = False
     converses: bool = False
     by_name: bool = False
@@ -115,27 +115,12 @@ class Registry:
         self._components: dict[Slot, dict[str, Component]] = {slot: {} for slot in SLOTS}
         self._offering = self._distribution = BUILTIN
 
-    def offer(
-        self,
-        slot: Slot,
-        name: str,
-        factory: Callable[..., Any],
-        *,
-        summary: str = "",
-        options: type[Any] | None = None,
-        order: int = 0,
-        unavailable: Callable[[], str | None] = lambda: None,
-        refuses: Callable[[Any, Any], str | None] = lambda session, options: None,
-        streams: bool = False,
-        needs: Collection[str] = (),
-        shares_memory: bool = False,
-        converses: bool = False,
-        by_name: bool = False,
-    ) -> None:
-        """Offer a component under `name`; arguments as in `Component`.
+    def offer(self, slot: Slot, name: str, factory: Callable[..., Any], **declared: Any) -> None:
+        """Offer a component under `name`; `declared` is whatever else `Component` says of one.
 
         Raises:
             ComponentError: unknown slot, or the name is taken by another plugin.
+            TypeError: something else is declared.
         """
         if slot not in self._components:
             raise ComponentError(f"There is no slot {slot!r}. Slots: {', '.join(SLOTS)}.")
@@ -150,17 +135,8 @@ class Registry:
             name=name,
             factory=factory,
             plugin=self._offering,
-            summary=summary,
-            options=options,
-            order=order,
-            unavailable=unavailable,
-            refuses=refuses,
-            streams=streams,
-            needs=frozenset(needs),
-            shares_memory=shares_memory,
-            converses=converses,
-            by_name=by_name,
             distribution=self._distribution,
+            **declared,
         )
 
     def components(self, slot: Slot) -> list[Component]:

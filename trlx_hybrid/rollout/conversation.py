@@ -8,7 +8,7 @@ from __future__ import annotations
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from ..types import Completion, Request
 
@@ -70,14 +70,11 @@ class Turn:
     Attributes:
         sampled, observed: tokens.
         prompt: tokens before the sampled ones.
-        sampling_seconds, tool_seconds: wall time, waiting included.
     """
 
     prompt: int
     sampled: int
-    sampling_seconds: float
     observed: int = 0
-    tool_seconds: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -120,14 +117,6 @@ class Conversation:
             self.logprobs += [0.0] * len(token_ids)
 
 
-class RequestMaker(Protocol):
-    """Makes the requests of a batch: who asks, and in which turn, decides the seed."""
-
-    def __call__(
-        self, index: int, turn: int, prompt_ids: list[int], images: list[Any] | None, max_tokens: int | None
-    ) -> Request:
-        """The request of row `index` of this rank.
-
-        Args:
-            max_tokens: the most to sample, where that is less than the run's limit.
-        """
+RequestMaker = Callable[[int, int, list[int], list[Any] | None, int | None], Request]
+"""Makes the request of a row of this rank (by index) in a turn, which decide its seed; from the prompt's ids, its
+images, and the most to sample, where that is less than the run's limit."""

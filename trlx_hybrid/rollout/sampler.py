@@ -84,12 +84,12 @@ class Sampler:
         requests = [
             Request(
                 prompt_ids=list(prompts[i]),
-                row=place.row,
-                turn=place.turn,
+                row=row,
+                turn=turn,
                 images=images[i] if images is not None else None,
-                seed=self._seed(place.row, place.turn),
+                seed=self._seed(row, turn),
             )
-            for i, place in enumerate(places)
+            for i, (row, turn) in enumerate(places)
         ]
         with preserved_generators(), timer or nullcontext():
             sampled = run(requests, self.sampling)

@@ -7,7 +7,6 @@ import random
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 
 def request_seed(run_seed: int, stream: str, weight_version: int, row: int, generation: int, turn: int) -> int:
@@ -52,14 +51,6 @@ def preserved_generators() -> Iterator[None]:
             np.random.set_state(numpy)
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a request stands: `row` counts completions over all ranks, `turn` within the trajectory."""
-
-    row: int
-    turn: int
-
-
 class RowTracker:
     """Places the prompts of one rollout phase on this rank.
 
@@ -79,28 +70,31 @@ class RowTracker:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def place(self, prompts: Sequence[list[int]]) -> list[Place]:
-        """A place for each prompt, in order. TRL keeps the order of rows, so each search starts after the last hit."""
+    def place(self, prompts: Sequence[list[int]]) -> list[tuple[int, int]]:
+        """(row, turn) of each prompt, in order: its completion's number over all ranks, and the turn within the
+        trajectory. TRL keeps the order of rows, so each search starts after the last hit."""
         self._calls += 1
         if not self._sequences:
             self._sequences = [list(p) for p in prompts]
             self._turns = [0] * len(prompts)
-            return [Place(self._first_row + i, 0) for i in range(len(prompts))]
+            return [(self._first_row + i, 0) for i in range(len(prompts))]
         places, start = [], 0
         for index, prompt in enumerate(prompts):
             hit = next((i for i in range(start, len(self._sequences)) if _continues(prompt, self._sequences[i])), None)
             if hit is None:  # a custom rollout asks for something of its own: the call's number keeps it distinct
-                places.append(Place(self._first_row + index, self._calls - 1))
+                places.append((self._first_row + index, self._calls - 1))
                 continue
             start = hit + 1
             self._turns[hit] += 1
-            places.append(Place(self._first_row + hit, self._turns[hit]))
+            places.append((self._first_row + hit, self._turns[hit]))
         return places
 
-    def extend(self, places: Sequence[Place], prompts: Sequence[list[int]], completions: Sequence[list[int]]) -> None:
+    def extend(
+        self, places: Sequence[tuple[int, int]], prompts: Sequence[list[int]], completions: Sequence[list[int]]
+    ) -> None:
         """Remember what was sampled, for the next turn."""
-        for place, prompt, completion in zip(places, prompts, completions, strict=True):
-            index = place.row - self._first_row
+        for (row, _), prompt, completion in zip(places, prompts, completions, strict=True):
+            index = row - self._first_row
             if index < len(self._sequences):
                 self._sequences[index] = [*prompt, *completion]
 

@@ -15,27 +15,13 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 STACK = ("accelerate", "datasets", "peft", "torch.distributed.fsdp", "trl.trainer.grpo_trainer", "vllm.entrypoints.llm")
 _born: dict[str, str] = {}  # the environment that the process with the imports was started in
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """How a script ended.
-
-    Attributes:
-        returncode: as of `subprocess`: the negative number of a signal that killed it.
-        stdout, stderr: what it wrote.
-    """
-
-    returncode: int
-    stdout: str
-    stderr: str
 
 
 class Script:
@@ -54,13 +40,12 @@ class Script:
         variables = dict(os.environ if environment is None else environment)
         self._folder = tempfile.TemporaryDirectory(prefix="trlx-hybrid-")
         self._outputs = [Path(self._folder.name) / name for name in ("stdout", "stderr")]
-        self._process = context.Process(
-            target=_run,
-            args=(str(script), [str(a) for a in arguments], variables, set(_born) - set(variables), self._outputs),
-        )
+        self._command = [str(script), *map(str, arguments)]
+        gone = set(_born) - set(variables)
+        self._process = context.Process(target=_run, args=(self._command, variables, gone, self._outputs))
         self._process.start()
 
-    def wait(self, timeout: float) -> Ended:
+    def wait(self, timeout: float) -> CompletedProcess[str]:
         """Its end, after which it is gone in any case.
 
         Args:
@@ -76,7 +61,7 @@ class Script:
             stdout, stderr = (path.read_text() if path.exists() else "" for path in self._outputs)
         if late:
             raise TimeoutError(f"The script was still running after {timeout:g} s. Its stderr ends:\n{stderr[-3000:]}")
-        return Ended(self._process.exitcode or 0, stdout, stderr)
+        return CompletedProcess(self._command, self._process.exitcode or 0, stdout, stderr)
 
     def kill(self) -> None:
         """End it now, if it has not ended."""
@@ -94,7 +79,7 @@ def start_ranks(
     return [Script(script, *arguments, environment=common | rank) for rank in ranks]
 
 
-def wait_all(scripts: list[Script], timeout: float) -> list[Ended]:
+def wait_all(scripts: list[Script], timeout: float) -> list[CompletedProcess[str]]:
     """How all of them ended; where one is late, all are killed.
 
     Raises:
@@ -133,18 +118,18 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _run(script: str, arguments: list[str], environment: dict[str, str], gone: set[str], outputs: list[Path]) -> None:
+def _run(command: list[str], environment: dict[str, str], gone: set[str], outputs: list[Path]) -> None:
     """In the forked process: what `python SCRIPT ARGUMENTS` does after its imports."""
     for number, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     for name in gone:
         os.environ.pop(name, None)
     os.environ.update(environment)
-    sys.argv = [script, *arguments]
-    sys.path[:0] = [str(Path(script).parent), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
+    sys.argv = command
+    sys.path[:0] = [str(Path(command[0]).parent), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     gc.freeze()  # each start of an engine collects garbage: not among what was imported
     try:
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(command[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()
         sys.stdout.flush()

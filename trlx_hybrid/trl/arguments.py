@@ -20,11 +20,12 @@ def trainer_arguments(args: Any, tools: Any = None) -> TrainerArguments:
     defaults stand. TRL's defaults where `args` is None."""
     if args is None:
         return TrainerArguments(engine_options={}, tools=bool(tools))
-    share = "vllm_gpu_memory_utilization"
+    share = args.vllm_gpu_memory_utilization
+    trls = next(f.default for f in dataclasses.fields(args) if f.name == "vllm_gpu_memory_utilization")
     rows = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
     options = {
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
-        "gpu_memory_utilization": None if _is_default(args, share) else getattr(args, share),
+        "gpu_memory_utilization": None if share == trls else share,  # left at TRL's: the engine may know better
         "max_model_len": args.vllm_max_model_length,
         "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * rows,
         "enable_sleep_mode": args.vllm_enable_sleep_mode,
@@ -83,11 +84,6 @@ def _read_by(parser: argparse.ArgumentParser) -> list[str]:
     names = {action.dest for action in parser._actions} - {"help"}
     commands = [action.choices.values() for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     return sorted(names.union(*(_read_by(command) for choices in commands for command in choices)))
-
-
-def _is_default(args: Any, name: str) -> bool:
-    """Whether an argument was left at TRL's default: then the engine may know better."""
-    return any(f.name == name and f.default == getattr(args, name) for f in dataclasses.fields(args))
 
 
 def sampling_of(trainer: Any) -> Sampling:

@@ -1,6 +1,7 @@
 """TRL's tool calling in our terms: its rows as dialogues, and finished conversations as what its tool loop returns.
 
-Knows the attributes that TRL 1.16's `GRPOTrainer` and `DistillationTrainer` keep for it; tests/test_seam.py names them.
+Knows the attributes that TRL 1.16's `GRPOTrainer` and `DistillationTrainer` keep for it, which
+tests/test_trl_internals.py names.
 """
 
 from __future__ import annotations

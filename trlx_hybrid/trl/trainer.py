@@ -4,8 +4,8 @@ TRL's generating trainers reach vLLM through two methods of `self.vllm_generatio
 subclass makes `use_vllm` a property that is False until our engine is chosen and TRL's `__init__` is over, so TRL
 builds no engine of its own; from then on its own code generates through ours. Nothing is patched.
 
-What is relied on, and checked by tests/test_seam.py: `_generate(prompts)` is one rollout, `_calculate_rewards` returns
-gathered rewards (world * B, functions), `_generate_and_score_completions` returns the batch, `_metrics` the log.
+What is relied on, and checked by tests/test_trl_internals.py: `_generate(prompts)` is one rollout, `_calculate_rewards`
+returns gathered rewards (world * B, functions), `_generate_and_score_completions` the batch, and `_metrics` is the log.
 """
 
 from __future__ import annotations
@@ -97,9 +97,7 @@ class HybridTrainer(Checkpointing):
         **kwargs: Any,
     ) -> None:
         self._config = HybridConfig.coerce(hybrid)
-        self._host = Host.load(self._config.disable_plugins or ())
-        for index, plugin in enumerate(plugins):
-            self._host.register(plugin, f"{type(plugin).__name__}-{index}")
+        self._host = Host.load(self._config.disable_plugins or (), plugins)
         super().__init__(*args, **kwargs)
         self._attach()
 

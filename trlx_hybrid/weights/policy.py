@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -81,10 +82,10 @@ class Policy:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype most parameters have."""
-        sizes: dict[torch.dtype, int] = {}
+        sizes: Counter[torch.dtype] = Counter()
         for p in self.module.parameters():
-            sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel()
-        return max(sizes, key=lambda dtype: sizes[dtype])
+            sizes[p.dtype] += p.numel()
+        return sizes.most_common(1)[0][0]
 
     @property
     def has_experts(self) -> bool:

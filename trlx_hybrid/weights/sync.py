@@ -95,7 +95,8 @@ class WeightVersions:
         """
         policy = self._policy
         policy.reshard()
-        self._notice_silent_changes()
+        if self.engine_version == self.version and self._ranks.any(self._fingerprint != policy.fingerprint()):
+            self.changed()  # and nobody said so
         if self.engine_version == self.version:
             return None
         every = self._config.verify_every
@@ -156,7 +157,7 @@ class WeightVersions:
                 logger.warning("Engine and trainer are not compared token by token: %s makes them differ.", reason)
             self._told = True
             return
-        allowed = self._allowed(engine, config.max_logprob_gap)
+        allowed = verify.allowed_gap(engine, self._policy, self._autocast, config.max_logprob_gap)
         if own_sampler:
             mask = mask * ~sampled.isnan()  # it need not know all
         found = verify.disagreement(sampled, scored, mask, ids, allowed)
@@ -168,10 +169,6 @@ class WeightVersions:
             if not self._told and ranks.rank == 0:
                 logger.warning("%s%s", text, OWN_SAMPLER)
             self._told = True
-
-    def _notice_silent_changes(self) -> None:
-        if self.engine_version == self.version and self._ranks.any(self._fingerprint != self._policy.fingerprint()):
-            self.changed()
 
     def _check_bits(self, engine: Engine, weights: WeightSync, full: bool) -> int:
         checked = weights.check(full)
@@ -191,11 +188,8 @@ class WeightVersions:
         if away:
             engine.sleep(keep_weights=True)
             self._memory.come_back(["policy"])
-        allowed = self._allowed(engine).nats
+        allowed, _ = verify.allowed_gap(engine, self._policy, self._autocast)
         return verify.check_log_probs(engine, self._policy, prompt, completion, allowed)
-
-    def _allowed(self, engine: Engine, nats: float | None = None) -> verify.Allowed:
-        return verify.Allowed.of(engine, self._policy, self._autocast, nats)
 
 
 def choose(selection: Selection, build: Callable[[Choice], WeightSync]) -> tuple[WeightSync, str]:

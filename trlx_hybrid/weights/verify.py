@@ -7,7 +7,6 @@ engine that repacked or derived matrices from them (a tied head left stale was 0
 from __future__ import annotations
 
 from collections.abc import Iterator, Set
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,7 +83,7 @@ def check_log_probs(engine: Engine, policy: Policy, prompt: list[int], completio
     """Score what the engine sampled with the policy. Collective.
 
     Args:
-        allowed: nats that rounding explains, see `Allowed.of`.
+        allowed: nats that rounding explains, see `allowed_gap`.
 
     Returns:
         The largest absolute difference, in nats.
@@ -105,32 +104,25 @@ def check_log_probs(engine: Engine, policy: Policy, prompt: list[int], completio
     return gap
 
 
-@dataclass(frozen=True, slots=True)
-class Allowed:
-    """How far apart engine and trainer may be over the sampled tokens of one batch.
+def allowed_gap(
+    engine: Engine, policy: Policy, autocast: torch.dtype, nats: float | None = None
+) -> tuple[float, float]:
+    """How far apart engine and trainer may be over sampled tokens, by the coarsest arithmetic that takes part.
 
-    Attributes:
-        nats: largest difference of one token's log-probs.
-        share: of the tokens, how many may be further apart; a few always may, unless it is 0.
+    Args:
+        autocast: what the trainer's matrix products are computed in.
+        nats: what the user allows for one token, if anything.
+
+    Returns:
+        The largest difference of one token's log-probs, in nats, and the share of a batch's tokens that may be further
+        apart; a few always may, unless it is 0.
     """
-
-    nats: float
-    share: float
-
-    @classmethod
-    def of(cls, engine: Engine, policy: Policy, autocast: torch.dtype, nats: float | None = None) -> Allowed:
-        """By the coarsest arithmetic that takes part.
-
-        Args:
-            autocast: what the trainer's matrix products are computed in.
-            nats: what the user allows for one token, if anything.
-        """
-        dtype = max((engine.dtype, policy.dtype, autocast), key=lambda dtype: torch.finfo(dtype).eps)
-        if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
-            dtype = torch.float16  # which has as many bits
-        default = QUANTIZED_TOLERANCE if engine.quantized else TOLERANCE.get(dtype, max(TOLERANCE.values()))
-        exact = dtype is torch.float32 and not engine.quantized
-        return cls(nats or default, EXPERTS_SHARE if policy.has_experts else 0.0 if exact else SHARE)
+    dtype = max((engine.dtype, policy.dtype, autocast), key=lambda dtype: torch.finfo(dtype).eps)
+    if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        dtype = torch.float16  # which has as many bits
+    default = QUANTIZED_TOLERANCE if engine.quantized else TOLERANCE.get(dtype, max(TOLERANCE.values()))
+    exact = dtype is torch.float32 and not engine.quantized
+    return nats or default, EXPERTS_SHARE if policy.has_experts else 0.0 if exact else SHARE
 
 
 def noise(module: nn.Module) -> str | None:
@@ -144,7 +136,9 @@ def noise(module: nn.Module) -> str | None:
     return None
 
 
-def disagreement(sampled: Tensor, scored: Tensor, mask: Tensor, ids: Tensor, allowed: Allowed) -> str | None:
+def disagreement(
+    sampled: Tensor, scored: Tensor, mask: Tensor, ids: Tensor, allowed: tuple[float, float]
+) -> str | None:
     """What one batch shows against the engine, or None: the first token that is too far apart, and how many are.
 
     Args:
@@ -152,17 +146,18 @@ def disagreement(sampled: Tensor, scored: Tensor, mask: Tensor, ids: Tensor, all
         scored: the trainer's of the same tokens, (B, T) float.
         mask: (B, T), not 0 where the engine sampled the token.
         ids: token ids, (B, T).
+        allowed: see `allowed_gap`.
     """
-    mask = mask.bool()
-    beyond = mask & ~((sampled - scored).abs() <= allowed.nats)  # a NaN must not pass
+    mask, (nats, share) = mask.bool(), allowed
+    beyond = mask & ~((sampled - scored).abs() <= nats)  # a NaN must not pass
     number, tokens = int(beyond.sum()), int(mask.sum())
-    if number <= (max(FEW, allowed.share * tokens) if allowed.share else 0):
+    if number <= (max(FEW, share * tokens) if share else 0):
         return None
     row, token = beyond.nonzero()[0].tolist()
     return (
         f"token {token} of completion {row} (id {int(ids[row, token])}) was sampled at a log-prob of "
         f"{float(sampled[row, token]):.6g}, and the trainer says {float(scored[row, token]):.6g}; {number} of {tokens} "
-        f"tokens are more than {allowed.nats:g} nats apart, and at most {allowed.share:.0%} may be"
+        f"tokens are more than {nats:g} nats apart, and at most {share:.0%} may be"
     )
 
 

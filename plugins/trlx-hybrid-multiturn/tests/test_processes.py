@@ -19,7 +19,6 @@ import time
 
 import psutil
 import pytest
-from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.remote_errors import RemoteError
 from trlx_hybrid_multiturn.options import MultiTurnOptions
 from trlx_hybrid_multiturn.tools.processes import ProcessWorkers
@@ -104,7 +103,7 @@ def test_a_call_returns_its_value_and_its_times(shared):
     outcome = call(shared, spin)
     assert (outcome.error, outcome.lost) == (None, None)
     assert ast.literal_eval(outcome.value)["pid"] != os.getpid()
-    assert outcome.seconds >= outcome.cpu_seconds >= 0.05
+    assert outcome.seconds >= 0.05
     assert value(shared, add, deadline=math.inf, a=1, b=2) == 3
     assert value(shared, functools.partial(add, b=2), a=1) == 3
 
@@ -515,8 +514,6 @@ def test_functions_that_cannot_leave_are_refused_when_asked(shared):
     with pytest.raises(ToolsUnavailableError, match="'step' is a method"):
         shared.submit(Environment().step, {}, print, 1)
     assert value(shared, Environment.make) == 2
-    with pytest.raises(ConfigError):
-        ProcessWorkers(0)
 
 
 def test_an_abandoned_call_ends_its_process_at_once(start):

@@ -531,7 +531,7 @@ def test_an_environment_that_needs_the_main_thread_gets_it(tools):
     Loop(Idle(), Idle(), width=4).run([one() for _ in range(4)])
     assert steps == [Step(observation="found", reward=1.0)] * 4
     assert runner.usage["Scoring.step"].cpu_seconds > 0
-    assert heavy_tools(runner.usage, watch, runner) == []  # none runs in a thread
+    assert heavy_tools(runner.usage, watch, runner) == {}  # none runs in a thread
     runner.close()
 
 
@@ -839,8 +839,8 @@ def test_what_cannot_run_where_it_is_to_run_is_refused(options, message):
     tools = {"add": add, "give": give, "count": Counter().count}
     runner = ToolRunner(MultiTurnOptions(**options))
     with pytest.raises(ConfigError, match=message):
-        runner.check(tools.items())
-    ToolRunner(MultiTurnOptions(tool_modes={"add": "process", "count": "main"})).check(tools.items())
+        runner.check(tools)
+    ToolRunner(MultiTurnOptions(tool_modes={"add": "process", "count": "main"})).check(tools)
 
 
 def test_a_mode_may_be_for_a_tool_that_no_row_of_the_batch_has(monkeypatch):
@@ -881,6 +881,8 @@ def test_a_mode_for_what_is_no_synchronous_tool_is_refused_before_anything_is_sa
         ({"max_turns": 0}, "max_turns must be more than 0"),
         ({"max_seconds": -1.0}, "max_seconds must be more than 0"),
         ({"max_failed": 1.1}, "share from 0 to 1, got 1.1"),
+        ({"max_hung": -1}, "max_hung must be 0 or more, got -1"),
+        ({"max_processes": 0}, "max_processes must be more than 0"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options, message):

@@ -82,11 +82,7 @@ def test_the_command_names_a_missing_file(command, tmp_path):
 
 
 def test_the_command_survives_a_reader_that_leaves(command, tmp_path):
-    script = (
-        "import argparse, sys; from trlx_hybrid_trajectories.cli import add_command\n"
-        "parser = argparse.ArgumentParser(); add_command(parser.add_subparsers()); options = parser.parse_args()\n"
-        "sys.stdin.read(); sys.exit(options.run(options))"
-    )
+    script = "import sys; sys.stdin.read(); from trlx_hybrid.cli import main; sys.exit(main())"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     process = subprocess.Popen(
         [sys.executable, "-c", script, "trajectories", str(tmp_path / "t.jsonl")],
@@ -99,4 +95,4 @@ def test_the_command_survives_a_reader_that_leaves(command, tmp_path):
     process.stdin.close()
     with process.stderr as errors:
         assert errors.read() == b""
-    assert process.wait() == 0
+    assert process.wait() == 1

@@ -7,8 +7,7 @@ TRL lets each turn sample up to the whole completion budget and cuts it to what 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, Message, RequestMaker, Turn
@@ -67,38 +66,28 @@ class Episode:
             conversation.failure = str(lost)
             self.give_up()
             if not conversation.turns:  # TRL needs a first turn of at least one token
-                self.sampled(Completion(token_ids=[self.prompt_ids[-1]], logprobs=[[0.0]]), len(self.prompt_ids), 0.0)
+                self.sampled(Completion(token_ids=[self.prompt_ids[-1]], logprobs=[[0.0]]), len(self.prompt_ids))
                 conversation.messages.append({"role": "assistant", "content": ""})
             conversation.loss_mask = [0] * len(conversation.completion_ids)  # nothing is learned from it
             self._failed(conversation)
 
     async def sample(self, context: list[int], images: list[Any] | None, room: int | None) -> Completion:
         """The next turn, of at most `room` tokens; None for as many as the run allows."""
-        turn, started = len(self.conversation.turns), time.perf_counter()
+        turn = len(self.conversation.turns)
         completion = await Generate(self._request(self._index, turn, context, images, room))
-        self.sampled(completion, len(context), time.perf_counter() - started)
+        self.sampled(completion, len(context))
         return completion
 
-    def sampled(self, completion: Completion, prompt: int, seconds: float) -> None:
+    def sampled(self, completion: Completion, prompt: int) -> None:
         """Note a turn, sampled after so many tokens."""
         self.conversation.sampled(completion)
-        turn = Turn(prompt=prompt, sampled=len(completion.token_ids), sampling_seconds=seconds)
-        self.conversation.turns.append(turn)
+        self.conversation.turns.append(Turn(prompt=prompt, sampled=len(completion.token_ids)))
 
     def observed(self, ids: list[int], messages: list[Message]) -> None:
         """Note what the model is shown."""
         self.conversation.observed(ids)
         self.conversation.turns[-1].observed = len(ids)
         self.conversation.messages += messages
-
-    @contextlib.contextmanager
-    def answering(self) -> Iterator[None]:
-        """Measures how long the last turn waits for its answer."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.conversation.turns[-1].tool_seconds = time.perf_counter() - started
 
 
 class ToolEpisode(Episode):
@@ -126,14 +115,13 @@ class ToolEpisode(Episode):
         conversation, dialogue, limits = self.conversation, self._dialogue, self.limits
         message = await self._speak(dialogue.prompt_ids, None)
         while message.get("tool_calls") and len(conversation.turns) <= limits.tool_turns:
-            with self.answering():
-                try:
-                    answers = await run_calls(
-                        message["tool_calls"], dialogue, conversation, self._runner, self._render_early
-                    )
-                except OutOfTimeError:
-                    self.give_up()
-                    raise
+            try:
+                answers = await run_calls(
+                    message["tool_calls"], dialogue, conversation, self._runner, self._render_early
+                )
+            except OutOfTimeError:
+                self.give_up()
+                raise
             observed, images = self._rendered(answers)
             length = len(conversation.completion_ids) + len(observed)
             prompt = [*dialogue.prompt_ids, *conversation.completion_ids, *observed]
@@ -150,7 +138,7 @@ class ToolEpisode(Episode):
         conversation, dialogue, first = self.conversation, self._dialogue, not self.conversation.turns
         if first and dialogue.first is not None:
             completion = dialogue.first
-            self.sampled(completion, len(prompt), 0.0)
+            self.sampled(completion, len(prompt))
         else:
             completion = await self.sample(prompt, [*(dialogue.images or []), *conversation.images] or None, room)
         if not first and not completion.token_ids:

@@ -16,10 +16,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trlx_hybrid.protocols import Stream
 from trlx_hybrid.types import Completion, Request
+
+if TYPE_CHECKING:
+    from .progress import Progress
 
 SHARED_WAIT = 0.005  # seconds: the other ranks of the replica wait for this one's next step
 WAIT = 1.0  # seconds: for progress to be seen while tools work
@@ -37,7 +40,7 @@ class Outcome:
         by_tool: whether the tool's own doing lost it: it took too long, or ended its process. The model, which may have
             written what was run, is shown that; else it ends the trajectory.
         seconds: wall time from the start of the call; 0 for a call that never started.
-        cpu_seconds: processor time of the call: of its thread, or of its whole process. 0 where it was lost.
+        cpu_seconds: processor time of its thread; 0 where it has none of its own, or was lost.
     """
 
     value: Any = None
@@ -91,27 +94,16 @@ There is no asyncio here: its loop would have to run in the trainer's thread, wh
 """
 
 
-class Observer(Protocol):
-    """Told what the loop does, as it does it."""
-
-    def stepped(self, seconds: float, sampling: int, finished: Sequence[tuple[int, Completion]]) -> None:
-        """The engine took a step with so many requests."""
-
-    def moved(self, done: int, sampling: int, calling: int) -> None:
-        """How many trajectories are over, wait for the engine, wait for tools. Called at every turn of the loop."""
-
-
 class _Run:
     """A trajectory under way."""
 
-    __slots__ = ("abandon", "coroutine", "expires", "key", "ticket", "waiting_for")
+    __slots__ = ("abandon", "coroutine", "expires", "key", "waiting_for")
 
     def __init__(self, coroutine: TrajectoryCoroutine, expires: float) -> None:
         self.coroutine = coroutine
         self.expires = expires
         self.waiting_for: Generate | CallTool | None = None
         self.key = -1  # of the request it waits for
-        self.ticket = 0  # of the call it waits for; answers to earlier ones are dropped
         self.abandon: Callable[[str], None] = lambda reason: None
 
 
@@ -119,14 +111,15 @@ class Loop:
     """Drives trajectories over one stream.
 
     Args:
+        observer: told what the loop does, as it does it.
         width: trajectories under way at once.
         seconds: what one trajectory may take.
     """
 
-    def __init__(self, stream: Stream, observer: Observer, *, width: int, seconds: float | None = None) -> None:
+    def __init__(self, stream: Stream, observer: Progress, *, width: int, seconds: float | None = None) -> None:
         self._stream, self._observer = stream, observer
         self._width, self._seconds = width, math.inf if seconds is None else seconds
-        self._inbox: queue.SimpleQueue[tuple[_Run, int, Outcome]] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[_Run, CallTool, Outcome]] = queue.SimpleQueue()
         self._live: dict[_Run, None] = {}
         self._sampling: dict[int, _Run] = {}
         self._done = 0
@@ -150,7 +143,7 @@ class Loop:
                 self._observer.moved(self._done, len(self._sampling), len(self._live) - len(self._sampling))
                 pending = self._live or (anyone and self._stream.shared)  # else all is over, and nothing will come
                 if pending and not (self._stream.busy or (waiting and len(self._live) < self._width)):
-                    self._wait()
+                    self._deliver(self._seconds_to_wait())
         finally:
             for run in self._live:
                 run.abandon("was not waited for: the rollout ended.")
@@ -180,23 +173,20 @@ class Loop:
             run.key = self._stream.add(awaited.request)
             self._sampling[run.key] = run
         else:
-            run.ticket += 1
-            ticket = run.ticket
-            run.abandon = awaited.start(lambda outcome: self._inbox.put((run, ticket, outcome)))
+            run.abandon = awaited.start(lambda outcome: self._inbox.put((run, awaited, outcome)))
 
     # --- tools ------------------------------------------------------------------------------------------------------
 
-    def _deliver(self) -> None:
+    def _deliver(self, wait: float = 0.0) -> None:
+        """Hand out what tools have answered. Waits for the first, if there is none, so many seconds."""
         while True:
             try:
-                run, ticket, outcome = self._inbox.get_nowait()
+                run, call, outcome = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
             except queue.Empty:
                 return
-            self._answer(run, ticket, outcome)
-
-    def _answer(self, run: _Run, ticket: int, outcome: Outcome) -> None:
-        if ticket == run.ticket and isinstance(run.waiting_for, CallTool):
-            self._go_on(run, outcome)
+            wait = 0.0
+            if call is run.waiting_for:  # else it was answered, or given up
+                self._go_on(run, outcome)
 
     def _expire(self) -> None:
         """End what has no time left, and stop waiting for calls that should have reported and did not."""
@@ -216,15 +206,9 @@ class Loop:
             run.abandon(reason)
             self._go_on(run, Outcome(lost=f"tool {run.waiting_for.name!r} {reason}"))  # type: ignore[union-attr]
 
-    def _wait(self) -> None:
-        """Until a tool answers, at most until something has to be looked at."""
-        timeout = SHARED_WAIT if self._stream.shared else WAIT
-        now = time.monotonic()
-        for run in self._live:
-            expires = min(run.expires, run.waiting_for.expires if isinstance(run.waiting_for, CallTool) else math.inf)
-            timeout = min(timeout, max(0.0, expires - now))
-        try:
-            answer = self._inbox.get(timeout=timeout) if timeout else self._inbox.get_nowait()
-        except queue.Empty:
-            return
-        self._answer(*answer)
+    def _seconds_to_wait(self) -> float:
+        """Seconds until something has to be looked at."""
+        ends = [run.expires for run in self._live]
+        ends += [run.waiting_for.expires for run in self._live if isinstance(run.waiting_for, CallTool)]
+        longest = SHARED_WAIT if self._stream.shared else WAIT
+        return max(0.0, min([time.monotonic() + longest, *ends]) - time.monotonic())

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from trlx_hybrid.errors import HybridError
-from trlx_hybrid.protocols import Rollout, Run
+from trlx_hybrid.protocols import Run
 from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, RequestMaker
-from trlx_hybrid.types import Completion, Request, Sampling
+from trlx_hybrid.rollout.single_turn import SingleTurn
 
 from .episode import ToolEpisode
 from .loop import Loop, TrajectoryCoroutine
@@ -26,8 +26,8 @@ class TrajectoriesFailedError(HybridError):
     """More trajectories of a batch broke off than may. Says how, and how often."""
 
 
-class MultiTurn(Rollout):
-    """Runs conversations of one trainer.
+class MultiTurn(SingleTurn):
+    """Runs conversations of one trainer; rows without tools, and what custom rollouts sample, as `single_turn`.
 
     Attributes:
         options: its own. runner: where tools and environments run.
@@ -44,10 +44,6 @@ class MultiTurn(Rollout):
             options.progress and session.ranks.rank == 0 and not getattr(session.args, "disable_tqdm", False)
         )
 
-    def run(self, session: Run, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """One completion per request, in order: for rows without tools, and custom rollouts."""
-        return session.live_engine.generate(requests, sampling)
-
     def converse(
         self, session: Run, dialogues: Sequence[Dialogue], limits: Limits, request: RequestMaker
     ) -> list[Conversation]:
@@ -58,9 +54,9 @@ class MultiTurn(Rollout):
             ConfigError: a tool cannot run where it is to run.
         """
         self.runner.check(
-            {name: tool for d in dialogues for name, tool in d.sync_tools.items()}.items(),
-            {name for d in dialogues for name in d.async_tools},
+            {name: tool for d in dialogues for name, tool in d.sync_tools.items()},
             {name: tool for d in dialogues for name, tool in d.run_tools.items()},
+            {name for d in dialogues for name in d.async_tools},
         )
         turns = limits.tool_turns if self.options.max_turns is None else self.options.max_turns - 1
         limits = Limits(
@@ -91,8 +87,7 @@ class MultiTurn(Rollout):
         finally:
             progress.close()
         session.metrics.update(metrics(conversations, runner.usage, progress, stream))
-        for sentence in heavy_tools(runner.usage, progress, runner):
-            tool = sentence.split("'")[1]
+        for tool, sentence in heavy_tools(runner.usage, progress, runner).items():
             if tool not in self._warned:
                 self._warned.add(tool)
                 logger.warning(sentence)

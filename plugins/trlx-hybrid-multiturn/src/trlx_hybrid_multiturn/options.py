@@ -70,5 +70,7 @@ class MultiTurnOptions:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"rollout_options: {name} must be more than 0, got {value}.")
+        if self.max_hung < 0:
+            raise ConfigError(f"rollout_options: max_hung must be 0 or more, got {self.max_hung}.")
         if not 0 <= self.max_failed <= 1:
             raise ConfigError(f"rollout_options: max_failed is a share from 0 to 1, got {self.max_failed}.")

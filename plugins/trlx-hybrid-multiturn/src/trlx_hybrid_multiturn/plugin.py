@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
@@ -50,8 +49,7 @@ def trlx_configure(session: Session) -> None:
     if session.ranks.rank == 0:
         logger.warning("rollout_options 'record' works for every rollout now: plugin_options=%r.", recording)
     session.host.require(recording, "rollout_options 'record' (pip install trlx-hybrid-trajectories)")
-    given = session.config.options("plugin") | recording
-    session.config = dataclasses.replace(session.config, plugin_options=given)
+    session.config.plugin_options = session.config.options("plugin") | recording
 
 
 @hookimpl

@@ -115,19 +115,18 @@ def metrics(
     return found
 
 
-def heavy_tools(usage: Mapping[str, ToolUsage], progress: Progress, runner: ToolRunner) -> list[str]:
+def heavy_tools(usage: Mapping[str, ToolUsage], progress: Progress, runner: ToolRunner) -> dict[str, str]:
     """A sentence for each tool that computes so much in threads that the engine's steps wait for it."""
     inflation = progress.inflation()
     beside = f" Engine steps beside tools took {inflation:.1f} times as long as without." if inflation else ""
-    ways = {
-        name: "Let it be a coroutine that hands the work to a process."
-        if name in runner.environment_methods
-        else f"Move it out: rollout_options={{'tool_modes': {{{name!r}: 'process'}}}}."
-        for name in usage
-    }
-    return [
-        f"Tool {name!r} computed for {use.cpu_seconds:.1f} s of a rollout of {progress.seconds:.1f} s, in threads that "
-        f"share the interpreter with the engine.{beside} {ways[name]}"
-        for name, use in usage.items()
-        if runner.beside_the_engine(name) and use.cpu_seconds > HEAVY * progress.seconds
-    ]
+    found = {}
+    for name, use in usage.items():
+        if runner.beside_the_engine(name) and use.cpu_seconds > HEAVY * progress.seconds:
+            way = f"Move it out: rollout_options={{'tool_modes': {{{name!r}: 'process'}}}}."
+            if name in runner.environment_methods:
+                way = "Let it be a coroutine that hands the work to a process."
+            found[name] = (
+                f"Tool {name!r} computed for {use.cpu_seconds:.1f} s of a rollout of {progress.seconds:.1f} s, in "
+                f"threads that share the interpreter with the engine.{beside} {way}"
+            )
+    return found

@@ -165,8 +165,7 @@ class EnvironmentEpisode(Episode):
             completion = await self.sample(context, None, room)
             text = str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True))
             conversation.messages.append({"role": "assistant", "content": text})
-            with self.answering():
-                step = await self._environment.step(text)
+            step = await self._environment.step(text)
             conversation.calls += 1
             if step.reward is not None:
                 self.reward = (self.reward or 0.0) + float(step.reward)

@@ -56,7 +56,7 @@ class TemplateTokens:
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a prompt, up to where the model begins to speak."""
-        return self._render(messages, speak=True)
+        return list(self._render(messages, speak=True))
 
     def observation(self, messages: Sequence[Message], after: int | None = None) -> list[int]:
         """Token ids between the end of a turn and the next one.
@@ -68,7 +68,7 @@ class TemplateTokens:
         Raises:
             ConfigError: the template renders the messages before these differently.
         """
-        full = self._render([*BEFORE, *messages], speak=True)
+        full = self.prompt([*BEFORE, *messages])
         if full[: len(self._prefix)] != self._prefix:
             raise ConfigError("The chat template renders earlier messages differently when these follow them.")
         shown = full[len(self._prefix) :]
@@ -77,7 +77,7 @@ class TemplateTokens:
     def _refuses(self) -> str | None:
         """Take the prefix, and why that cannot be done."""
         try:
-            asked, prefix = self._render(BEFORE[:1], speak=True), self._render(BEFORE, speak=False)
+            asked, prefix = self.prompt(BEFORE[:1]), list(self._render(BEFORE, speak=False))
             differ = (i for i, (a, b) in enumerate(zip(asked, prefix, strict=False)) if a != b)
             begun = next(differ, min(len(asked), len(prefix)))  # here the model's message: ends before it are others'
             ends = [place for place in range(begun, len(prefix)) if prefix[place] in self._end_ids]
@@ -85,7 +85,7 @@ class TemplateTokens:
             self._prefix = prefix[: ends[-1] + 1] if ends else prefix
             for probe in PROBES:
                 self.observation([probe])
-                if probe["content"] not in self._text([*BEFORE, probe]):
+                if probe["content"] not in self._render([*BEFORE, probe], speak=True, tokenize=False):
                     return f"a user's message {probe['content']!r} after the model's is not shown in full."
             spoken = self._tokenizer.encode(BEFORE[1]["content"], add_special_tokens=False)
             if self._tokenizer.decode(spoken).strip() not in self._tokenizer.decode(self._prefix[begun:]):
@@ -104,27 +104,16 @@ class TemplateTokens:
             for m in messages
         ]
 
-    def _text(self, messages: Sequence[Message]) -> str:
-        return str(
-            self._tokenizer.apply_chat_template(
-                self._shaped(messages),
-                chat_template=self._template,
-                add_generation_prompt=True,
-                tokenize=False,
-                **self._options,
-            )
-        )
-
-    def _render(self, messages: Sequence[Message], *, speak: bool) -> list[int]:
-        ids = self._tokenizer.apply_chat_template(
+    def _render(self, messages: Sequence[Message], *, speak: bool, tokenize: bool = True) -> Any:
+        """Token ids, or the text."""
+        return self._tokenizer.apply_chat_template(
             self._shaped(messages),
             chat_template=self._template,
             add_generation_prompt=speak,
-            tokenize=True,
+            tokenize=tokenize,
             return_dict=False,
             **self._options,
         )
-        return list(ids)
 
 
 def preserving_tokens(

@@ -116,10 +116,7 @@ def _print(shown: list[Recorded]) -> None:
     width = shutil.get_terminal_size((100, 24)).columns
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a sign must not lose the rest
-    try:
-        print("\n\n\n".join(as_text(one, colour=colour, width=width) for one in shown), flush=True)
-    except BrokenPipeError:  # `| head` has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    print("\n\n\n".join(as_text(one, colour=colour, width=width) for one in shown))
 
 
 def _positive(text: str) -> int:

@@ -85,8 +85,8 @@ def _contents(recorded: Sequence[Recorded]) -> Iterator[str]:
 
 
 def _article(one: Recorded) -> Iterator[str]:
-    cut = sections(one)
-    yield f'<article id="t{one.line}"{_class("failed" if one.failed else "")}>\n<header>'
+    cut, failed = sections(one), ' class="failed"' if one.failed else ""
+    yield f'<article id="t{one.line}"{failed}>\n<header>'
     yield f"<h2>Trajectory {one.line}</h2>\n<dl>"
     yield "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts(one))
     yield "</dl>"
@@ -140,7 +140,3 @@ def _span(span: TokenSpan, *, shaded: bool) -> str:
 def _shade(logprob: float) -> int:
     """0 for a token as good as certain, up to 5; 5 as well for a number that is none."""
     return sum(not logprob >= math.log(share) for share in SHADES)
-
-
-def _class(name: str) -> str:
-    return f' class="{name}"' if name else ""

@@ -60,18 +60,12 @@ class Section:
         return sum(len(span.ids) for span in self.spans)
 
     @property
-    def mean_logprob(self) -> float | None:
-        """Mean log-prob of its tokens; None where one is missing."""
-        values = [value for span in self.spans for value in span.logprobs]
-        known = [value for value in values if value is not None]
-        return sum(known) / len(known) if known and len(known) == len(values) else None
-
-    @property
     def mean(self) -> str:
-        """The mean log-prob of a sampled section in words; empty where there is none."""
-        if self.kind != "sampled" or self.mean_logprob is None:
+        """The mean log-prob of a sampled section in words; empty where that of a token is missing."""
+        values = [value for span in self.spans for value in span.logprobs if value is not None]
+        if self.kind != "sampled" or len(values) < self.tokens:
             return ""
-        return f"mean log-prob {self.mean_logprob:.2f}".replace("-0.00", "0.00").replace(" -", " −")
+        return f"mean log-prob {sum(values) / len(values):.2f}".replace("-0.00", "0.00").replace(" -", " −")
 
     @property
     def label(self) -> str:

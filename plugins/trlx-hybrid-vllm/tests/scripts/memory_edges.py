@@ -83,7 +83,7 @@ def cycles(weights, count):
     def state():
         ledger = loop.session.memory.ledger
         counted = walk(model, optimizer, loop.session.live_engine)
-        return {"rss": resident(), "ledger": ledger.measure(), "walk": counted, "arena": ledger.arena_bytes}
+        return {"rss": resident(), "ledger": ledger.measure(), "walk": counted, "arena": ledger.arena.bytes}
 
     def watched(function, name):
         def call(*args, **kwargs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 import urllib.error
@@ -32,7 +33,7 @@ def from_openenv(
     observation: str | Shown | None = None,
     columns: Sequence[str] = (),
     connect_seconds: float = 10.0,
-) -> OpenEnv:
+) -> Callable[[], OpenEnvEpisode]:
     """An environment of a running OpenEnv server.
 
         game = from_openenv("http://127.0.0.1:8000", action="guess", observation="hint", columns=["seed"])
@@ -59,7 +60,7 @@ def from_openenv(
     if not isinstance(server, str):
         if action is None or observation is None:
             raise ConfigError("from_openenv(client) needs action= and observation=: only a server tells its fields.")
-        return OpenEnv(server, _maker(action), _shower(observation), columns)
+        return _episodes(server, action, observation, columns)
     require_websockets("from_openenv")
     http, websocket = addresses(server)
     schema = fetched(http, connect_seconds)
@@ -67,49 +68,51 @@ def from_openenv(
         action = action_field(schema.get("action") or {}, action, http)
     if not callable(observation):
         observation = observation_field(schema.get("observation") or {}, observation, http)
-    return OpenEnv(
-        lambda: _Server(websocket, f"The OpenEnv server at {http}", connect_seconds),
-        _maker(action),
-        _shower(observation),
-        columns,
-    )
+    name = f"The OpenEnv server at {http}"
+    return _episodes(lambda: _Server(websocket, name, connect_seconds), action, observation, columns)
 
 
-class OpenEnv:
-    """Makes environments that talk to one server; pass it to `episodes`."""
+def _episodes(
+    connect: Callable[[], Any], action: str | Action, observation: str | Shown, columns: Sequence[str]
+) -> Callable[[], OpenEnvEpisode]:
+    """What makes environments of functions, or of the names of fields."""
 
-    def __init__(self, connect: Callable[[], Any], action: Action, shown: Shown, columns: Sequence[str]) -> None:
-        self.connect, self.action, self.shown, self.columns = connect, action, shown, tuple(columns)
-        self.__name__ = "OpenEnv"  # what messages call its environments
+    def acted(completion: str) -> Any:
+        return action(completion) if callable(action) else {action: completion}
 
-    def __call__(self) -> OpenEnvEpisode:
-        """A fresh environment; it connects when it is reset."""
-        return OpenEnvEpisode(self)
+    def shown(seen: Any) -> Any:
+        if callable(observation):
+            return observation(seen)
+        return seen.get(observation) if isinstance(seen, Mapping) else getattr(seen, observation)
+
+    made: Any = functools.partial(OpenEnvEpisode, connect, acted, shown, columns)
+    made.__name__ = "OpenEnv"  # what messages call its environments
+    return made  # type: ignore[no-any-return]
 
 
 class OpenEnvEpisode:
-    """One episode."""
+    """One episode; it connects when it is reset."""
 
-    def __init__(self, kind: OpenEnv) -> None:
-        self._kind = kind
+    def __init__(self, connect: Callable[[], Any], action: Action, shown: Shown, columns: Sequence[str]) -> None:
+        self._connect, self._action, self._shown, self._columns = connect, action, shown, columns
         self._peer: Any = None
 
     async def reset(self, row: Mapping[str, Any]) -> str | list[Message] | None:
         """Connect and begin."""
-        missing = [name for name in self._kind.columns if name not in row]
+        missing = [name for name in self._columns if name not in row]
         if missing:
             raise ServerError(f"The dataset has no column {missing[0]!r}, which from_openenv(columns=…) names.")
-        self._peer = self._kind.connect()
-        begun = await self._peer.reset(**{name: row[name] for name in self._kind.columns})
+        self._peer = self._connect()
+        begun = await self._peer.reset(**{name: row[name] for name in self._columns})
         if begun.done:
             raise ServerError("The environment's episode was over when it began.")
-        return self._kind.shown(begun.observation) or None
+        return self._shown(begun.observation) or None
 
     async def step(self, completion: str) -> Step:
         """Act, and see what comes of it."""
-        result = await self._peer.step(self._kind.action(completion))
+        result = await self._peer.step(self._action(completion))
         return Step(
-            observation=None if result.done else self._kind.shown(result.observation),
+            observation=None if result.done else self._shown(result.observation),
             done=bool(result.done),
             reward=None if result.reward is None else float(result.reward),
         )
@@ -143,20 +146,6 @@ class _Server:
         data = await self._connection.ask(kind, content)
         done = bool(data.get("done", False))
         return SimpleNamespace(observation=data.get("observation", {}), reward=data.get("reward"), done=done)
-
-
-def _maker(action: str | Action) -> Action:
-    return action if callable(action) else lambda completion: {action: completion}
-
-
-def _shower(observation: str | Shown) -> Shown:
-    if callable(observation):
-        return observation
-
-    def shown(seen: Any) -> Any:
-        return seen.get(observation) if isinstance(seen, Mapping) else getattr(seen, observation)
-
-    return shown
 
 
 def action_field(schema: Mapping[str, Any], given: str | None, server: str) -> str:

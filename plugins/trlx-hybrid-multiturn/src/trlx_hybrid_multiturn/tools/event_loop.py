@@ -51,7 +51,7 @@ def gathered(
 
     async def everyone() -> None:
         results = await asyncio.gather(
-            *(_in_turn(slots, name, coroutine, timeout, shown) for name, coroutine in coroutines)
+            *(_one(slots, name, coroutine, timeout, shown) for name, coroutine in coroutines)
         )
         done(Outcome(value=results, seconds=max(result.seconds for result in results)))
 
@@ -70,7 +70,7 @@ def _close_unstarted(coroutines: Sequence[tuple[str, Coroutine[Any, Any, Any]]])
             coroutine.close()
 
 
-async def _in_turn(
+async def _one(
     slots: asyncio.Semaphore,
     name: str,
     coroutine: Coroutine[Any, Any, Any],
@@ -78,33 +78,29 @@ async def _in_turn(
     shown: Callable[[Any], Any],
 ) -> Outcome:
     async with slots:  # at once where one is free, so that nothing changes the order of starts
-        return await _one(name, coroutine, timeout, shown)
-
-
-async def _one(name: str, coroutine: Coroutine[Any, Any, Any], timeout: float, shown: Callable[[Any], Any]) -> Outcome:
-    started = time.perf_counter()
-    task = asyncio.ensure_future(_ended(coroutine))
-    try:
-        finished, _ = await asyncio.wait({task}, timeout=timeout)
-    except asyncio.CancelledError:  # its trajectory is over: nobody asks for the outcome
-        task.cancel()
-        raise
-    seconds = time.perf_counter() - started
-    if not finished:
-        task.cancel()
-        reason = f"tool {name!r} did not return within {timeout:g} s; it was cancelled."
-        return Outcome(lost=reason, by_tool=True, seconds=seconds)
-    if task.cancelled():
-        return Outcome(lost=f"tool {name!r} was cancelled, by itself or by something else.", seconds=seconds)
-    value, error = task.result()
-    if error is None and isinstance(value, Exception):
-        error = value  # TRL cannot tell it from one that was raised
-    if error is not None:
-        return Outcome(error=error, seconds=seconds)
-    try:
-        return Outcome(value=shown(value), seconds=seconds)
-    except Exception as unshowable:
-        return Outcome(error=unshowable, seconds=seconds)
+        started = time.perf_counter()
+        task = asyncio.ensure_future(_ended(coroutine))
+        try:
+            finished, _ = await asyncio.wait({task}, timeout=timeout)
+        except asyncio.CancelledError:  # its trajectory is over: nobody asks for the outcome
+            task.cancel()
+            raise
+        seconds = time.perf_counter() - started
+        if not finished:
+            task.cancel()
+            reason = f"tool {name!r} did not return within {timeout:g} s; it was cancelled."
+            return Outcome(lost=reason, by_tool=True, seconds=seconds)
+        if task.cancelled():
+            return Outcome(lost=f"tool {name!r} was cancelled, by itself or by something else.", seconds=seconds)
+        value, error = task.result()
+        if error is None and isinstance(value, Exception):
+            error = value  # TRL cannot tell it from one that was raised
+        if error is not None:
+            return Outcome(error=error, seconds=seconds)
+        try:
+            return Outcome(value=shown(value), seconds=seconds)
+        except Exception as unshowable:
+            return Outcome(error=unshowable, seconds=seconds)
 
 
 async def _ended(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException | None]:

@@ -11,7 +11,7 @@ import math
 import time
 import traceback
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -90,30 +90,27 @@ class ToolRunner:
 
     def check(
         self,
-        tools: Iterable[tuple[str, Callable[..., Any]]],
-        asynchronous: Iterable[str] = (),
+        tools: Mapping[str, Callable[..., Any]],
         others: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+        asynchronous: Collection[str] = (),
     ) -> None:
         """Refuse, before anything is sampled, what cannot run where it is to run.
 
         Args:
-            tools: the synchronous ones, by name.
-            asynchronous: names of the asynchronous ones.
+            tools: the synchronous ones of this batch, by name.
             others: synchronous ones, some of which only rows of other batches have.
+            asynchronous: names of the asynchronous ones.
 
         Raises:
             ConfigError: a tool that cannot be sent to a process, or a mode for what is no synchronous tool.
         """
-        names: set[str] = set()
-        named = ((name, tool) for name, tool in others.items() if name in self._options.tool_modes)
-        for name, tool in (*tools, *named):
-            names.add(name)
-            reason = self._processes.refuses(tool) if self.mode(name) == "process" else None
-            if reason is not None:
+        names, modes = {**others, **tools}, self._options.tool_modes
+        for name, tool in names.items():
+            wanted = self.mode(name) == "process" and (name in tools or name in modes)
+            if wanted and (reason := self._processes.refuses(tool)) is not None:
                 raise ConfigError(f"rollout_options: {reason}")
-        names.update(others)
-        awaited = sorted(set(asynchronous) - names)
-        for name in self._options.tool_modes:
+        awaited = sorted({*asynchronous} - names.keys())
+        for name in modes:
             if name in names:
                 continue
             elsewhere = f" Asynchronous ones, which run on the event loop: {', '.join(awaited)}." if awaited else ""
@@ -197,7 +194,16 @@ class ToolRunner:
             self._stuck.append((calls[0], owner))
         if (reason := bound_to_a_thread(outcome.error)) is None:
             return outcome
-        self._move(kind, reason)
+        if kind not in self._moved:
+            self._moved.add(kind)
+            logger.warning(
+                "%r cannot run in a thread beside the engine: %s This call is made again, and from now on it runs in "
+                "the trainer's thread, where the engine waits for it, as if rollout_options={'tool_modes': {%r: "
+                "'main'}} were given.",
+                kind,
+                reason,
+                kind,
+            )
         outcome = await here
         if (reason := bound_to_a_thread(outcome.error)) is not None:
             raise ConfigError(
@@ -206,19 +212,6 @@ class ToolRunner:
                 "the trainer's thread from the first call on, rollout_options={'tools': 'main'}."
             ) from outcome.error
         return outcome
-
-    def _move(self, name: str, reason: str) -> None:
-        """To the trainer's thread, for good."""
-        if name not in self._moved:
-            self._moved.add(name)
-            logger.warning(
-                "%r cannot run in a thread beside the engine: %s This call is made again, and from now on it runs in "
-                "the trainer's thread, where the engine waits for it, as if rollout_options={'tool_modes': {%r: "
-                "'main'}} were given.",
-                name,
-                reason,
-                name,
-            )
 
     async def together(
         self,

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import contextvars
 import functools
-import logging
 import math
 import sys
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from trlx_hybrid.errors import ConfigError, HybridError
+from trlx_hybrid.errors import HybridError
 
 from ..loop import Outcome
-
-logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0  # what `close` grants to threads that have nothing left to do
 
@@ -38,7 +36,9 @@ class ToolCall:
         deadline: seconds the call may take from its start; `math.inf` for no limit.
         name: what messages call the tool.
         context: copy of the submitter's context variables, as `asyncio.to_thread` makes it.
-        taken: `time.monotonic()` when a worker took the call; None while it waits.
+        taken: `time.monotonic()` when its time began; None while it waits.
+        expires: `time.monotonic()` when it is late.
+        late: what is then said of it, continuing "tool 'name' ..."; by_tool: whether that is the tool's own doing.
         settled: whether its outcome is known and told.
     """
 
@@ -49,18 +49,15 @@ class ToolCall:
     name: str
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
     taken: float | None = None
+    expires: float = math.inf
+    late: str = ""
+    by_tool: bool = False
     settled: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    @property
-    def expires(self) -> float:
-        """`time.monotonic()` at which its deadline passes. Only for a call that was taken."""
-        assert self.taken is not None
-        return self.taken + self.deadline
-
-    def seconds(self, now: float | None = None) -> float:
-        """Wall time since a worker took it; 0 while it waits."""
-        return 0.0 if self.taken is None else (time.monotonic() if now is None else now) - self.taken
+    def seconds(self) -> float:
+        """Wall time since it began; 0 while it waits."""
+        return 0.0 if self.taken is None else time.monotonic() - self.taken
 
     def settle(self, outcome: Outcome) -> None:
         """Tell the outcome. The first one counts, later ones are dropped."""
@@ -68,10 +65,7 @@ class ToolCall:
             if self.settled:
                 return
             self.settled = True
-        try:
-            self.done(outcome)
-        except Exception:  # this is a worker's thread: there is no caller to raise to, and the worker must live on
-            logger.exception("The receiver of the outcome of tool %r failed.", self.name)
+        self.done(outcome)
 
     def lose(self, reason: str, *, by_tool: bool = False) -> None:
         """Settle as lost. `reason` continues a sentence that begins with the tool."""
@@ -79,45 +73,41 @@ class ToolCall:
 
 
 class ToolWorkers:
-    """Runs calls, at most `limit` at a time, first in, first out, each by a daemon thread.
+    """Runs calls, at most `limit` at a time, first in, first out, each by a daemon thread; loses those that are late.
 
     `concurrent.futures` joins its threads when the interpreter exits, so that one hung tool would keep the process
-    alive. How a call is performed is left to subclasses.
+    alive. How a call is performed, and what is done with one that is late, is left to subclasses.
 
     Args:
         limit: threads of the pool. They start when there is work, and are reused.
-
-    Raises:
-        ConfigError: `limit` is below 1.
     """
 
+    interrupts = False
+    """Whether calls that run can be ended."""
+
     def __init__(self, limit: int) -> None:
-        if limit < 1:
-            raise ConfigError(f"Tools need at least one worker, got a limit of {limit}.")
         self._limit = limit
         self._lock = threading.Lock()
         self._work = threading.Condition(self._lock)
         self._queue: deque[ToolCall] = deque()
         self._running: dict[ToolCall, threading.Thread] = {}
+        self._hung: set[ToolCall] = set()  # given up, and their threads with them
         self._threads: set[threading.Thread] = set()  # those that count towards `limit`
         self._idle = 0
         self._closed = False
+        self._watcher: threading.Thread | None = None
+        self._watch_again = threading.Condition(self._lock)
+        self._watched_until = -math.inf  # when the watcher wakes by itself
 
     @property
     def busy(self) -> int:
         """Calls that run now."""
         return len(self._running)
 
-    @property
-    def queued(self) -> int:
-        """Calls that wait for a worker."""
-        return len(self._queue)
-
     def running(self) -> list[tuple[str, float]]:
         """Name and seconds of each call that runs now, the longest first."""
-        now = time.monotonic()
         with self._lock:
-            return sorted(((call.name, call.seconds(now)) for call in self._running), key=lambda call: -call[1])
+            return sorted(((call.name, call.seconds()) for call in self._running), key=lambda call: -call[1])
 
     def submit(
         self,
@@ -139,13 +129,12 @@ class ToolWorkers:
         Raises:
             ToolsUnavailableError: the pool takes no more calls; says why and what to do.
         """
-        self._refuse(function)
         name = name or str(getattr(function, "__name__", type(function).__name__))
+        reason = f"{name!r} was called after its workers were closed." if self._closed else self.refuses(function, name)
+        if reason is not None:
+            raise ToolsUnavailableError(f"Tool {reason}")
         call = ToolCall(function, arguments, done, deadline, name)
         with self._lock:
-            if self._closed:
-                raise ToolsUnavailableError(f"Tool {call.name!r} was called after its workers were closed.")
-            self._admit(call)
             self._queue.append(call)
             self._staff()
         return call
@@ -156,9 +145,8 @@ class ToolWorkers:
         A call that waits is never started; one that runs keeps its worker until it ends or its deadline passes,
         unless the worker can be interrupted. Does nothing to a call that is over.
         """
-        with self._lock:
-            if call in self._queue:
-                self._queue.remove(call)
+        with self._lock, suppress(ValueError):
+            self._queue.remove(call)
         call.lose(reason)  # before the interruption becomes its cause
         with self._lock:
             self._interrupt(call)
@@ -169,15 +157,14 @@ class ToolWorkers:
             self._closed = True
             waiting, running = list(self._queue), list(self._running)
             self._queue.clear()
-            threads = self._close()
+            busy = set() if self.interrupts else set(self._running.values())
+            threads = [*(self._threads - busy), *filter(None, [self._watcher])]
             self._work.notify_all()
+            self._watch_again.notify()
         for call in waiting:
             call.lose("was not started: the workers were closed.")
         for call in running:
-            call.lose("still ran when the workers were closed.")
-        with self._lock:
-            for call in running:
-                self._interrupt(call)
+            self.abandon(call, "still ran when the workers were closed.")
         until = time.monotonic() + CLOSE_SECONDS
         for thread in threads:
             if thread is not threading.current_thread():
@@ -187,26 +174,26 @@ class ToolWorkers:
         """Do it, in the calling thread, without the lock."""
         raise NotImplementedError
 
-    def _close(self) -> list[threading.Thread]:
-        """Under the lock: the threads that will end soon once the pool is closed."""
+    def refuses(self, function: Callable[..., Any], name: str) -> str | None:
+        """Why this function is not called, and what to do; None where it is. May take its time."""
         raise NotImplementedError
-
-    def _refuse(self, function: Callable[..., Any]) -> None:
-        """Raise `ToolsUnavailableError` for a function that these workers cannot call; may take its time."""
-
-    def _admit(self, call: ToolCall) -> None:
-        """Under the lock: raise `ToolsUnavailableError` to refuse the call."""
 
     def _interrupt(self, call: ToolCall) -> None:
         """Under the lock: make a running call end soon, where that is possible."""
 
-    def _started(self, call: ToolCall) -> None:
-        """Under the lock: a worker took the call."""
+    def _give_up(self, late: list[ToolCall]) -> list[tuple[ToolCall, str]]:
+        """Under the lock: these calls are late. Returns which are lost, and why."""
+        raise NotImplementedError
 
-    def _finished(self, call: ToolCall) -> bool:
-        """Under the lock: the call is over. Returns whether its thread still belongs to the pool."""
-        del self._running[call]
-        return True
+    def _expect(self, call: ToolCall, seconds: float, late: str, *, by_tool: bool = False) -> None:
+        """Under the lock: its time begins; it is late after so many seconds."""
+        call.taken = time.monotonic()
+        call.expires, call.late, call.by_tool = call.taken + seconds, late, by_tool
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=self._watch, name="tool-deadlines", daemon=True)
+            self._watcher.start()
+        elif call.expires < self._watched_until:
+            self._watch_again.notify()
 
     def _staff(self) -> None:
         """Under the lock: as many threads as the queue needs and `limit` allows."""
@@ -233,7 +220,8 @@ class ToolWorkers:
             reason = f"tool {call.name!r} could not be run: {type(error).__name__}: {error}"
             outcome = Outcome(lost=reason, seconds=call.seconds())
         with self._lock:
-            stays = self._finished(call)
+            stays = self._running.pop(call, None) is not None
+            self._hung.discard(call)
         call.settle(outcome)
         return stays
 
@@ -247,10 +235,28 @@ class ToolWorkers:
             if self._closed:
                 return None
             call = self._queue.popleft()
-            call.taken = time.monotonic()
             self._running[call] = threading.current_thread()
-            self._started(call)
             return call
+
+    def _watch(self) -> None:
+        while self._watch_once():
+            pass
+
+    def _watch_once(self) -> bool:
+        """Sleep to the next deadline and lose whom it caught. Returns False when the pool is closed."""
+        with self._lock:
+            if self._closed:
+                return False
+            now = time.monotonic()
+            late = [call for call in self._running if call.expires <= now]
+            if not late:
+                self._watched_until = min((call.expires for call in self._running), default=math.inf)
+                self._watch_again.wait(min(self._watched_until - now, threading.TIMEOUT_MAX))
+                return True
+            lost = self._give_up(late)
+        for call, reason in lost:
+            call.lose(reason, by_tool=call.by_tool)
+        return True
 
 
 def performed(function: Callable[[], Any], catching: type[BaseException]) -> Outcome:
@@ -277,32 +283,18 @@ class ThreadWorkers(ToolWorkers):
     """Runs tools in daemon threads.
 
     A call whose deadline passes is lost at once. Its thread hangs until the tool returns: it is counted, a fresh one
-    takes its place in the pool, and what it returns in the end is dropped. All compute on
-    the GPU that was the current one where the pool was made.
+    takes its place in the pool, and what it returns in the end is dropped. All compute on the GPU that was the current
+    one where the pool was made.
 
     Args:
         limit: calls that run at once.
         lost_limit: threads that may hang at once. With more, waiting calls are lost and `submit` raises.
-
-    Raises:
-        ConfigError: `limit` is below 1, or `lost_limit` below 0.
     """
 
     def __init__(self, limit: int, lost_limit: int) -> None:
-        if lost_limit < 0:
-            raise ConfigError(f"The number of tool threads that may hang cannot be negative, got {lost_limit}.")
         super().__init__(limit)
         self._lost_limit = lost_limit
-        self._hung: set[ToolCall] = set()
-        self._watcher: threading.Thread | None = None
-        self._watch_again = threading.Condition(self._lock)
-        self._watched_until = -math.inf  # the deadline that the watcher sleeps to
         self._take_device = taking_this_device()
-
-    @property
-    def hung(self) -> int:
-        """Threads whose tool has not returned by its deadline, up to now."""
-        return len(self._hung)
 
     def _serve(self) -> None:
         self._take_device()
@@ -312,67 +304,32 @@ class ThreadWorkers(ToolWorkers):
         """Whether a call has not returned by its deadline, nor since."""
         return call in self._hung
 
+    def refuses(self, function: Callable[..., Any], name: str) -> str | None:
+        """As in `ToolWorkers`: while too many threads hang."""
+        return f"{name!r} is not called: {self._too_many()}" if len(self._hung) > self._lost_limit else None
+
     def _perform(self, call: ToolCall) -> Outcome:
+        with self._lock:
+            late = f"did not return within {call.deadline:g} s; its thread hangs."
+            self._expect(call, call.deadline, late, by_tool=True)
         # SystemExit and KeyboardInterrupt are the tool's own here: no signal is delivered to a thread.
         return performed(lambda: call.context.run(call.function, **call.arguments), BaseException)
 
-    def _admit(self, call: ToolCall) -> None:
-        if len(self._hung) > self._lost_limit:
-            raise ToolsUnavailableError(f"Tool {call.name!r} is not called: {self._too_many()}")
-
     def _too_many(self) -> str:
-        names = Counter(call.name for call in self._hung)
+        names = Counter(call.name for call in list(self._hung))  # threads return meanwhile
         hanging = ", ".join(f"{name!r}" + (f" ×{count}" if count > 1 else "") for name, count in names.most_common())
         return (
-            f"{len(self._hung)} tool threads hang at once, {self._lost_limit} may: {hanging}. A thread cannot be "
+            f"{names.total()} tool threads hang at once, {self._lost_limit} may: {hanging}. A thread cannot be "
             "killed. Give these tools a timeout of their own, run them in processes, which can be, or allow more."
         )
 
-    def _started(self, call: ToolCall) -> None:
-        if self._watcher is None:
-            self._watcher = threading.Thread(target=self._watch, name="tool-deadlines", daemon=True)
-            self._watcher.start()
-        elif call.expires < self._watched_until:
-            self._watch_again.notify()
-
-    def _finished(self, call: ToolCall) -> bool:
-        if call in self._hung:
-            self._hung.discard(call)
-            return False
-        return super()._finished(call)
-
-    def _watch(self) -> None:
-        while self._watch_once():
-            pass
-
-    def _watch_once(self) -> bool:
-        """Sleep to the next deadline and report whom it caught. Returns False when the pool is closed."""
-        with self._lock:
-            if self._closed:
-                return False
-            now = time.monotonic()
-            late = [call for call in self._running if call.expires <= now]
-            if not late:
-                self._watched_until = min((call.expires for call in self._running), default=math.inf)
-                self._watch_again.wait(min(self._watched_until - now, threading.TIMEOUT_MAX))
-                return True
-            for call in late:
-                self._threads.discard(self._running.pop(call))
-                self._hung.add(call)
-            dropped: list[ToolCall] = []
-            if len(self._hung) > self._lost_limit:  # fresh threads for them would most likely hang as well
-                dropped = list(self._queue)
-                self._queue.clear()
-                reason = f"was not started: {self._too_many()}"
-            self._staff()
+    def _give_up(self, late: list[ToolCall]) -> list[tuple[ToolCall, str]]:
         for call in late:
-            call.lose(f"did not return within {call.deadline:g} s; its thread hangs.", by_tool=True)
-        for call in dropped:
-            call.lose(reason)
-        return True
-
-    def _close(self) -> list[threading.Thread]:
-        self._watch_again.notify()
-        busy = set(self._running.values())
-        watcher = [self._watcher] if self._watcher is not None else []
-        return [thread for thread in self._threads if thread not in busy] + watcher
+            self._threads.discard(self._running.pop(call))
+            self._hung.add(call)
+        lost = [(call, call.late) for call in late]
+        if len(self._hung) > self._lost_limit:  # fresh threads for those that wait would most likely hang as well
+            lost += [(call, f"was not started: {self._too_many()}") for call in self._queue]
+            self._queue.clear()
+        self._staff()
+        return lost

@@ -3,9 +3,9 @@
 Run by its path, outside the package. Messages stand behind their length. Those to it are pickles; what it sends is
 plain data (`trlx_hybrid.plain_data`), so that the trainer opens no pickle of a process that runs what a model wrote:
 
-    to it:   sys.path, then ("load", number, pickled function) and ("call", number, arguments)
-    from it: {"kind": …, "content": …, "cpu_seconds": …}; kinds are "ready", "loaded", "refused" (a text), "value" (what
-             the model is shown), "unshowable" (a text) and "error" (see `trlx_hybrid.remote_errors`)
+    to it:   for each call the pickled function, and once that is loaded the pickled arguments
+    from it: {"kind": …, "content": …}; kinds are "loaded", "refused" (a text), "value" (what the model is shown),
+             "unshowable" (a text) and "error" (see `trlx_hybrid.remote_errors`)
 """
 
 from __future__ import annotations
@@ -13,19 +13,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
+import functools
 import io
+import json
 import os
 import pickle
 import signal
 import socket
-import struct
 import sys
-import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, BinaryIO
 
-LENGTH = struct.Struct(">Q")
-FUNCTIONS = 64  # kept in a process; with more, the one that came first is forgotten, here and by the pool
+FUNCTIONS = 64  # kept in a process, and as pickles by the pool; with more, one is forgotten
 PLAIN = "Return plain data, or run it in threads."
 
 
@@ -34,47 +33,31 @@ class UnshowableError(Exception):
 
 
 def send(channel: socket.socket, message: bytes) -> None:
-    """Write one message. A timeout of the socket holds for each half, and raises `TimeoutError`."""
-    channel.sendall(LENGTH.pack(len(message)))
+    """Write one message."""
+    channel.sendall(len(message).to_bytes(8, "big"))
     channel.sendall(message)
 
 
-def receive(channel: socket.socket, until: float | None = None) -> bytearray:
+def receive(channel: BinaryIO) -> bytes:
     """Read one message.
-
-    Args:
-        until: `time.monotonic()` at which to give up; None waits for ever.
 
     Raises:
         EOFError: the other side has gone.
-        TimeoutError: `until` has passed.
     """
-    (length,) = LENGTH.unpack(_read(channel, LENGTH.size, until))
-    return _read(channel, length, until)
+    length = int.from_bytes(channel.read(8), "big")
+    message = channel.read(length)
+    if not length or len(message) < length:
+        raise EOFError
+    return message
 
 
-def _read(channel: socket.socket, length: int, until: float | None) -> bytearray:
-    data = bytearray(length)
-    rest = memoryview(data)
-    while rest:
-        if until is not None:
-            left = until - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            channel.settimeout(left)
-        count = channel.recv_into(rest)
-        if not count:
-            raise EOFError
-        rest = rest[count:]
-    return data
-
-
-def main(descriptor: int, parent: int) -> None:
+def main(descriptor: int, parent: int, path: list[str]) -> None:
     """Serve until the other side goes.
 
     Args:
         descriptor: of this side's end of the socket.
         parent: process id of the trainer.
+        path: its `sys.path`.
     """
     channel = socket.socket(fileno=descriptor)
     channel.set_inheritable(False)  # what a tool starts must not keep the trainer waiting after this process crashed
@@ -83,12 +66,26 @@ def main(descriptor: int, parent: int) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # the trainer's stderr: prints appear when they are made
     del sys.argv[1:]
-    functions: dict[int, Callable[..., Any]] = {}
+    sys.path[:] = path
+    messages = channel.makefile("rb")
     with contextlib.suppress(EOFError, ConnectionError):
-        sys.path[:] = pickle.loads(receive(channel))
-        send(channel, _packed("ready"))
         while True:
-            send(channel, _answer(receive(channel), functions))
+            message = receive(messages)
+            try:
+                function = loaded(message)
+            except BaseException as error:  # a module may even exit when it is imported
+                reason = f"cannot be loaded in a process of its own: {_described(error)}. "
+                advice = "Define it in a module that can be imported there, or run it in threads."
+                send(channel, _packed("refused", reason + advice))
+                continue
+            send(channel, _packed("loaded"))
+            send(channel, _answer(function, receive(messages)))
+
+
+@functools.lru_cache(FUNCTIONS)
+def loaded(pickled: bytes) -> Callable[..., Any]:
+    """The function, the same one for the same pickle."""
+    return pickle.loads(pickled)  # type: ignore[no-any-return]
 
 
 def as_shown(value: Any) -> Any:
@@ -103,60 +100,34 @@ def as_shown(value: Any) -> Any:
         ) from error
 
 
-def _answer(message: bytearray, functions: dict[int, Callable[..., Any]]) -> bytes:
+def _answer(function: Callable[..., Any], message: bytes) -> bytes:
     try:
-        kind, number, content = pickle.loads(message)
+        arguments = pickle.loads(message)
     except Exception as error:
-        return _packed(
-            "refused", f"cannot be given its arguments in a process: {_described(error)}. Run it in threads."
-        )
-    del message
-    if kind == "load":
-        return _load(number, content, functions)
-    started = time.process_time()
+        reason = f"cannot be given its arguments in a process: {_described(error)}. Run it in threads."
+        return _packed("refused", reason)
     try:
-        value = as_shown(functions[number](**content))
+        value = as_shown(function(**arguments))
     except UnshowableError as error:
-        return _packed("unshowable", str(error), time.process_time() - started)
+        return _packed("unshowable", str(error))
     except BaseException as error:  # a tool's own SystemExit is its error, not the end of this process
         from trlx_hybrid.remote_errors import describe
 
-        return _packed("error", describe(error), time.process_time() - started)
-    seconds = time.process_time() - started
+        return _packed("error", describe(error))
+    finally:
+        with contextlib.suppress(Exception):  # the tool's to close
+            sys.stdout.flush()
     try:
-        return _packed("value", value, seconds)
-    except TypeError:
-        return _packed("refused", f"returned {_not_plain(value)} from its process. {PLAIN}")
+        return _packed("value", value)
+    except TypeError as error:  # plain_data's NotPlainError
+        return _packed("refused", f"returned {error} from its process. {PLAIN}")
 
 
-def _load(number: int, pickled: bytes, functions: dict[int, Callable[..., Any]]) -> bytes:
-    if len(functions) >= FUNCTIONS:
-        del functions[next(iter(functions))]
-    try:
-        functions[number] = pickle.loads(pickled)
-    except BaseException as error:  # a module may even exit when it is imported
-        return _packed(
-            "refused",
-            f"cannot be loaded in a process of its own: {_described(error)}. Define it in a module that can be "
-            "imported there, or run it in threads.",
-        )
-    return _packed("loaded")
+def _packed(kind: str, content: Any = None) -> bytes:
+    from trlx_hybrid import plain_data  # here: where it lies is known from the trainer's path
 
-
-def _not_plain(value: Any) -> str:
-    from trlx_hybrid import plain_data
-
-    try:
-        plain_data.dumps(value)
-    except plain_data.NotPlainError as error:
-        return str(error)
-    return "what cannot be sent"
-
-
-def _packed(kind: str, content: Any = None, cpu_seconds: float = 0.0) -> bytes:
-    from trlx_hybrid import plain_data  # here: where it lies is known from sys.path as sent
-
-    return plain_data.dumps({"kind": kind, "content": content, "cpu_seconds": cpu_seconds})
+    # The content by itself, so that an error names a part of it.
+    return b'{"kind": "%b", "content": %b}' % (kind.encode(), plain_data.dumps(content))
 
 
 def _described(error: BaseException) -> str:
@@ -176,4 +147,4 @@ def _end_with(parent: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))

@@ -20,7 +20,7 @@ from verifiers.v1.configs.agent import agent_config_fields  # type: ignore[impor
 from verifiers.v1.utils import loaders  # type: ignore[import-not-found]
 
 from .chat import as_messages
-from .talk import RefusedError, Talk
+from .episode import Episode, RefusedError
 
 HARNESS = __package__  # as verifiers finds it
 
@@ -42,7 +42,7 @@ class Server:
             own = {"harness": {"id": HARNESS}} if talks and agent.harness is None else {}
             settings[name] = {"runtime": {"type": "subprocess"}, **own, **env.get(name, {})}
         self.env = loaders.load_environment(loaders.resolve_env_config(settings))
-        self.talks: dict[str, Talk] = {}  # by trace
+        self.episodes: dict[str, Episode] = {}  # by trace
         self._secret = secret
 
     async def serve(self, ready: Callable[[int], None]) -> None:
@@ -82,27 +82,27 @@ class Server:
     async def _episode(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse(max_msg_size=0)
         await socket.prepare(request)
-        talk = Talk(self)
+        episode = Episode(self)
         answering: asyncio.Task[None] | None = None
         try:
             async for message in socket:  # read on while it plays: a trainer that goes away ends its episode
                 asked = json.loads(message.data)
                 if asked["type"] == "close":
                     break
-                answering = asyncio.create_task(_answer(socket, talk, asked))
+                answering = asyncio.create_task(_answer(socket, episode, asked))
         finally:
             if answering is not None:
                 answering.cancel()
-            await talk.end()
+            await episode.end()
         return socket
 
     async def _complete(self, request: web.Request) -> web.Response:
         trace = request.headers.get("X-Session-ID", "")
-        talk, body = self.talks.get(trace), await request.json()
-        if talk is None:
+        episode, body = self.episodes.get(trace), await request.json()
+        if episode is None:
             return web.json_response({"error": {"message": "no episode is played under this id"}}, status=404)
         try:
-            text = await talk.reply(trace, body)
+            text = await episode.reply(trace, body)
         except RefusedError as error:
             return web.json_response({"error": {"message": str(error)}}, status=400)
         message = {"role": "assistant", "content": text}
@@ -117,9 +117,9 @@ class Server:
         )
 
 
-async def _answer(socket: web.WebSocketResponse, talk: Talk, asked: dict[str, Any]) -> None:
+async def _answer(socket: web.WebSocketResponse, episode: Episode, asked: dict[str, Any]) -> None:
     try:
-        answer = {"type": "observation", "data": await talk.go_on(asked["type"], asked["data"])}
+        answer = {"type": "observation", "data": await episode.go_on(asked["type"], asked["data"])}
     except RefusedError as error:
         answer = {"type": "error", "data": {"message": str(error)}}
     except Exception as error:  # a task's own: its trajectory ends by it

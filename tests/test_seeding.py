@@ -4,7 +4,7 @@ import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trlx_hybrid.rollout.seeding import Place, RowTracker, preserved_generators, request_seed
+from trlx_hybrid.rollout.seeding import RowTracker, preserved_generators, request_seed
 
 small = st.integers(0, 2**31)
 
@@ -47,11 +47,11 @@ def test_a_tool_turn_is_recognised_by_what_was_sampled_before(data):
     tracker.extend(places, prompts, completions)
     going_on = data.draw(st.lists(st.integers(0, len(prompts) - 1), unique=True).map(sorted))
     second = [[*prompts[i], *completions[i], 7] for i in going_on]
-    assert tracker.place(second) == [Place(100 + i, 1) for i in going_on]
+    assert tracker.place(second) == [(100 + i, 1) for i in going_on]
 
 
 def test_prompts_that_continue_nothing_still_get_places_of_their_own():
     tracker = RowTracker(0)
     tracker.extend(tracker.place([[1], [2]]), [[1], [2]], [[3], [4]])
-    assert tracker.place([[9], [8]]) == [Place(0, 1), Place(1, 1)]
-    assert tracker.place([[9], [8]]) == [Place(0, 2), Place(1, 2)]
+    assert tracker.place([[9], [8]]) == [(0, 1), (1, 1)]
+    assert tracker.place([[9], [8]]) == [(0, 2), (1, 2)]

@@ -13,7 +13,7 @@ from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.types import Completion, Sampling
 from trlx_hybrid.weights.policy import Policy
 from trlx_hybrid.weights.sync import WeightVersions
-from trlx_hybrid.weights.verify import Allowed, FirstStep, disagreement, noise
+from trlx_hybrid.weights.verify import FirstStep, allowed_gap, disagreement, noise
 
 ALONE = SimpleNamespace(any=bool)
 
@@ -26,7 +26,7 @@ def batch(rows=4, tokens=100):
 
 def allowed(dtype=torch.float32, policy_dtype=torch.float32, autocast=torch.float32, experts=False, nats=None):
     engine = SimpleNamespace(dtype=dtype, quantized=False)
-    return Allowed.of(engine, SimpleNamespace(dtype=policy_dtype, has_experts=experts), autocast, nats)
+    return allowed_gap(engine, SimpleNamespace(dtype=policy_dtype, has_experts=experts), autocast, nats)
 
 
 def test_the_first_token_that_differs_is_named():
@@ -68,11 +68,11 @@ def test_in_16_bits_and_with_experts_a_share_of_the_tokens_may_differ():
 
 
 def test_the_coarsest_arithmetic_decides():
-    assert allowed().nats == 1e-3
-    assert allowed(torch.float16).nats == 0.1
-    assert allowed(autocast=torch.bfloat16).nats == 0.5
-    assert allowed(torch.float16, policy_dtype=torch.bfloat16).nats == 0.5
-    assert allowed(torch.bfloat16, nats=0.05).nats == 0.05
+    assert allowed()[0] == 1e-3
+    assert allowed(torch.float16)[0] == 0.1
+    assert allowed(autocast=torch.bfloat16)[0] == 0.5
+    assert allowed(torch.float16, policy_dtype=torch.bfloat16)[0] == 0.5
+    assert allowed(torch.bfloat16, nats=0.05)[0] == 0.05
 
 
 @pytest.mark.parametrize("bound", [0.0, -1.0, float("nan")])

@@ -15,7 +15,7 @@ class RefusedError(Exception):
     """What this episode does cannot be trained on, or has failed."""
 
 
-class Talk:
+class Episode:
     """verifiers plays the episode in a task; each call of the model waits in it for the trainer's completion."""
 
     def __init__(self, server: Server) -> None:
@@ -63,7 +63,7 @@ class Talk:
             self._playing.cancel()
             await asyncio.gather(self._playing, return_exceptions=True)
         for trace in self._traces:
-            self._server.talks.pop(trace, None)
+            self._server.episodes.pop(trace, None)
 
     async def _play(self, data: dict[str, Any]) -> Any:
         env = self._server.env
@@ -73,7 +73,7 @@ class Talk:
 
     def _minted(self, trace: Any) -> None:
         self._traces[trace.id] = trace
-        self._server.talks[trace.id] = self
+        self._server.episodes[trace.id] = self
 
     def _ended(self, episode: Any) -> dict[str, Any]:
         if self._refusal is not None:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from trlx_hybrid.errors import HybridError, listed
 
+from ..errors import brief
 from .worker import Location
 
 
@@ -78,60 +79,56 @@ class Call:
     def __str__(self) -> str:
         return f"{self.worker}.{self.method}"
 
-    def node(self, position: int) -> str:
-        """Where the worker at a position runs."""
-        return str(self.locations[self.ranks[position]]) if self.locations else ""
-
     def who(self, position: int) -> str:
         """Rank and place of the worker at a position."""
-        node = self.node(position)
+        node = self._node(position)
         return f"rank {self.ranks[position]}" + (f" ({node})" if node else "")
-
-    def _about(self, position: int) -> dict[str, Any]:
-        return {"rank": self.ranks[position], "method": self.method, "node": self.node(position)}
 
     def failed(self, failures: Sequence[Failure]) -> WorkerError:
         """The error of the true victim: a worker that died makes those that it talked to fail, so death comes first."""
         first = min(failures, key=lambda f: (f.kind != "died", f.kind != "raised", f.position))
-        others = [f"{self.ranks[f.position]} ({_one_line(f.error)})" for f in failures if f is not first]
+        others = [f"{self.ranks[f.position]} ({_told(f.error)})" for f in failures if f is not first]
         also = f"\nFailed as well: ranks {listed(others)}." if others else ""
-        error: WorkerError
+        who, why = self.who(first.position), _told(first.error)
         if first.kind == "died":
-            error = WorkerDiedError(
-                f"{self.worker} {self.who(first.position)} died while {self} was called: {_one_line(first.error)}. Its "
-                f"log and the node's say why; out of memory is the usual cause. Close the group, make a new one.{also}",
-                traceback=first.traceback,
-                **self._about(first.position),
+            error = self._error(
+                WorkerDiedError,
+                first.position,
+                f"{self.worker} {who} died while {self} was called: {why}. Its log and the node's say why; out of "
+                f"memory is the usual cause. Close the group, make a new one.{also}",
             )
         else:
             trace = f"\n{first.traceback.rstrip()}" if first.traceback else ""
-            error = WorkerError(
-                f"{self} failed on {self.who(first.position)}: {_one_line(first.error)}.{also}{trace}",
-                traceback=first.traceback,
-                **self._about(first.position),
-            )
-        error.__cause__ = first.error
+            error = self._error(WorkerError, first.position, f"{self} failed on {who}: {why}.{also}{trace}")
+        error.traceback, error.__cause__ = first.traceback, first.error
         return error
 
     def closed(self) -> WorkerError:
         """The group was closed while the call was under way."""
-        return WorkerError(
+        return self._error(
+            WorkerError,
+            0,
             f"The group of {self.worker} was closed before {self} was done on all {len(self.ranks)} workers. Ask for "
             "the result before the group's block is left.",
-            **self._about(0),
         )
 
-    def overdue(self, missing: Sequence[int], seconds: float) -> DeadlineError:
-        """No answer from the workers at these positions."""
+    def overdue(self, missing: Sequence[int], seconds: float) -> WorkerError:
+        """No answer from the workers at these positions: a `DeadlineError`."""
         answered = len(self.ranks) - len(missing)
-        return DeadlineError(
+        return self._error(
+            DeadlineError,
+            missing[0],
             f"No answer to {self} within {seconds:g} s from {listed([self.who(p) for p in missing], limit=3)}; "
             f"{answered} of {len(self.ranks)} workers answered. They may still be at work, and later calls wait behind "
             "this one: ask the future again, set a longer `deadline`, or close the group.",
-            **self._about(missing[0]),
         )
 
+    def _node(self, position: int) -> str:
+        return str(self.locations[self.ranks[position]]) if self.locations else ""
 
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}".rstrip(".: ")
+    def _error(self, kind: type[WorkerError], position: int, text: str) -> WorkerError:
+        return kind(text, rank=self.ranks[position], method=self.method, node=self._node(position))
+
+
+def _told(error: BaseException) -> str:
+    return brief(error).rstrip(".: ")

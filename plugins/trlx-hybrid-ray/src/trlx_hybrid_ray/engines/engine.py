@@ -16,11 +16,12 @@ from trlx_hybrid.serving import ServerDiedError, ServerPlan
 from trlx_hybrid.trl.arguments import trainer_arguments
 from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
 
+from ..actors import ensure_connected
 from ..errors import brief
 from ..reaper import OWNER_VARIABLE
-from ..remote.actors import arriving, ensure_connected
+from ..waiting import LateError, answers
 from .options import RemoteOptions
-from .pool import EnginePool, Replica, gpu_name
+from .pool import EnginePool, gpu_name
 from .stream import WAIT, RemoteStream
 
 if TYPE_CHECKING:
@@ -151,20 +152,24 @@ class RemoteEngine:
 
     def call(self, method: str, arguments: Sequence[Sequence[Any]], deadline: float) -> list[Any]:
         """See `ServedEngine.call`. A death is told at once: the others may wait for who died."""
+        import ray
+
         replicas = [self.pool.replicas[number] for number in self.servers]
-        pending = {
-            replica.handle.call.remote(method, list(given)): replica
-            for replica, given in zip(replicas, arguments, strict=True)
-        }
-        answers: dict[int, Any] = {}
-        try:
-            for reference in arriving(list(pending), deadline):
-                replica = pending.pop(reference)
-                answers[replica.number] = _answer(replica, reference)
-        except TimeoutError:
-            late = listed([str(replica) for replica in pending.values()])
-            raise EngineError(f"No answer to {method!r} within {deadline:g} s: {late}.") from None
-        return [answers[replica.number] for replica in replicas]
+        calls = {r: r.handle.call.remote(method, list(given)) for r, given in zip(replicas, arguments, strict=True)}
+        results: dict[Any, Any] = {}
+        for replica, result, error in answers(calls, deadline):
+            cause = getattr(error, "cause", None)
+            if isinstance(error, LateError):
+                late = listed([str(replica) for replica in replicas if replica not in results])
+                raise EngineError(f"No answer to {method!r} within {deadline:g} s: {late}.")
+            if isinstance(cause, ServerDiedError):
+                raise ServerDiedError(f"{replica}: {cause}") from error
+            if isinstance(error, ray.exceptions.RayTaskError):
+                raise EngineError(f"{replica}: {brief(error)}") from error
+            if error is not None:
+                raise ServerDiedError(f"{replica} died: {brief(error)}") from error
+            results[replica] = result
+        return [results[replica] for replica in replicas]
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -196,16 +201,3 @@ def _gpus_of_trainers(session: Session) -> Mapping[str, Sequence[str]]:
         if used is not None:
             found.setdefault(used[0], []).append(used[1])
     return found
-
-
-def _answer(replica: Replica, reference: Any) -> Any:
-    import ray
-
-    try:
-        return ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ServerDiedError):
-            raise ServerDiedError(f"{replica}: {error.cause}") from error
-        raise EngineError(f"{replica}: {brief(error)}") from error
-    except ray.exceptions.RayError as error:
-        raise ServerDiedError(f"{replica} died: {brief(error)}") from error

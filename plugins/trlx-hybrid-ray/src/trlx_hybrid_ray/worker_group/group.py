@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 from trlx_hybrid.errors import ConfigError
 
 from .batch import join, row_ranges, rows_of, split
-from .errors import Call
 from .registration import Registered, registered, worker_class
 from .worker import Location
 from .workers import Future, Workers
@@ -32,8 +31,8 @@ class GroupMethod:
     def __init__(self, method: Registered, workers: Workers, deadline: float) -> None:
         self._method, self._workers = method, workers
         self._seconds = deadline if method.deadline is None else method.deadline
-        ranks = range(1 if method.dispatch == "rank_zero" else workers.world)
-        self._call = Call(workers.name, method.name, ranks, workers.locations)
+        self._ranks = range(1 if method.dispatch == "rank_zero" else workers.world)
+        self._call = f"{workers.name}.{method.name}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See `register`.
@@ -58,7 +57,7 @@ class GroupMethod:
                 chunks, upstream = split(batch, row_ranges(rows_of(batch), workers.replicas)), None
         if any(isinstance(value, Future) for value in (*args, *kwargs.values())):
             raise TypeError(f"{self._call}() takes a future as the argument that is split only. Pass its result().")
-        answers = workers.submit(method.entry, self._call.ranks, chunks, args, kwargs)
+        answers = workers.submit(method.entry, self._ranks, chunks, args, kwargs)
         future: Future[Any] = Future(
             workers,
             self._call,

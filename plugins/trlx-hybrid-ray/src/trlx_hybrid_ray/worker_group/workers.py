@@ -8,13 +8,14 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 from weakref import WeakSet
 
-from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.errors import ConfigError, listed
 
+from ..errors import brief
 from .batch import fields_of
-from .errors import Call, DeadlineError, Failure, WorkerDiedError, WorkerError
+from .errors import DeadlineError, WorkerDiedError, WorkerError
 from .worker import Location
 
 R_co = TypeVar("R_co", covariant=True)
@@ -45,7 +46,7 @@ class Future(Generic[R_co]):
     def __init__(
         self,
         workers: Workers,
-        call: Call,
+        call: str,
         answers: list[Any],
         collect: Callable[[list[Any]], R_co],
         *,
@@ -166,10 +167,10 @@ class Workers:
             WorkerError: a constructor raised; names the rank.
             DeadlineError: not all are constructed in time.
         """
-        until, ranks = time.monotonic() + seconds, range(self.world)
+        until, call = time.monotonic() + seconds, f"{self.name}.__init__"
         located = [handle.__trlx_locate__.remote() for handle in self.handles]
         try:
-            self.locations = self.results(Call(self.name, "__init__", ranks, ()), located, seconds)
+            self.locations = self.results(call, located, seconds)
         except DeadlineError as error:
             if not self._local:
                 error.add_note(
@@ -179,7 +180,7 @@ class Workers:
         args, kwargs = self._shared(self._args, self._kwargs)
         about = (self._once(tuple(self.locations), self.world), self.tensor_parallel)
         made = [handle.__trlx_construct__.remote(*about, *args, **kwargs) for handle in self.handles]
-        self.results(Call(self.name, "__init__", ranks, self.locations), made, _left(until))
+        self.results(call, made, _left(until))
         self._args, self._kwargs = (), {}  # may be large, and are not needed again
         if self.world > DIRECT and not self._local:
             self.relay(_left(until))
@@ -195,8 +196,8 @@ class Workers:
             where: Any = NodeAffinitySchedulingStrategy(node, soft=False) if pinned else "DEFAULT"
             handles = {rank: self.handles[rank] for rank in ranks}
             self._relays.append((actors.options(num_cpus=0, scheduling_strategy=where).remote(handles), ranks))
-        call = Call(f"Relay to {self.name}", "__init__", [ranks[0] for _, ranks in self._relays], self.locations)
-        self.results(call, [relay.__ray_ready__.remote() for relay, _ in self._relays], seconds)
+        started, firsts = zip(*((relay.__ray_ready__.remote(), ranks[0]) for relay, ranks in self._relays))
+        self.results(f"the relay of {self.name}.__init__", started, seconds, ranks=firsts)
 
     def submit(
         self,
@@ -236,9 +237,9 @@ class Workers:
                 given = None if chunks is None else [chunks[rank] for rank in here]
                 asked.append(relay.call.remote(entry, here, given, *whole))
                 called.append(here)
-        call = Call(f"Relay to {self.name}", entry, [here[0] for here in called], self.locations)
+        firsts, call = [here[0] for here in called], f"the relay of {self.name}.{entry}"
         answers: list[Any] = [None] * len(ranks)
-        for here, found in zip(called, self.results(call, asked, RELAY_SECONDS), strict=True):
+        for here, found in zip(called, self.results(call, asked, RELAY_SECONDS, ranks=firsts), strict=True):
             for rank, answer in zip(here, found, strict=True):
                 answers[rank] = answer
         return answers
@@ -285,12 +286,19 @@ class Workers:
             raise ConfigError(f"This group of {self.name} was closed. Make a new one.")
 
     def results(
-        self, call: Call, answers: Sequence[Any], seconds: float, upstream: Future[Any] | None = None
+        self,
+        call: str,
+        answers: Sequence[Any],
+        seconds: float,
+        upstream: Future[Any] | None = None,
+        ranks: Sequence[int] = (),
     ) -> list[Any]:
         """The values of all answers.
 
         Args:
+            call: class and method, for messages.
             upstream: the future whose answers the workers were given.
+            ranks: whose answers they are; by default from 0 on.
 
         Raises:
             WorkerError, DeadlineError: see `Future.result`.
@@ -300,41 +308,77 @@ class Workers:
         try:
             return list(self.ray.get(list(answers), timeout=None if seconds == math.inf else seconds))
         except RayError as error:
-            reason = self._explained(call, answers, error, seconds, upstream)
+            earlier = upstream.error() if upstream is not None else None
+            by_rank = dict(zip(ranks or range(self.world), answers))
+            reason = earlier or self._explained(call, by_rank, error, seconds)
             raise reason from reason.__cause__
 
-    def _explained(
-        self, call: Call, answers: Sequence[Any], error: BaseException, seconds: float, upstream: Future[Any] | None
-    ) -> WorkerError:
+    def _explained(self, call: str, answers: Mapping[int, Any], error: BaseException, seconds: float) -> WorkerError:
         """The error to raise where answers are missing: it names the worker that is to blame."""
-        earlier = upstream.error() if upstream is not None else None
-        if earlier is not None:
-            return earlier
         failures = self._failures(answers, 0.0)
         if not failures and isinstance(error, TimeoutError):
-            there = self.wait(answers, 0.0)
-            missing = [position for position, answer in enumerate(answers) if answer not in there]
-            return call.overdue(missing or [len(answers) - 1], seconds)
+            return self._overdue(call, answers, seconds)
         if self.lost is None:
             failures = self._failures(answers, GRACE)
         if all(failure.kind != "raised" for failure in failures):
             if self.lost is not None:
                 return self.lost
             if self.closed:
-                return call.closed()
-        reason = call.failed(failures or [Failure(0, "raised", error)])
+                done = f"was closed before {call} was done on all {len(answers)} workers"
+                told = f"The group of {self.name} {done}. Ask for the result before the group's block is left."
+                return self._error(WorkerError, call, 0, told)
+        reason = self._failed(call, failures or [Failure(next(iter(answers)), "raised", error)])
         if isinstance(reason, WorkerDiedError):
             self.lost = reason
             for future in list(self.futures):  # the others may wait for the dead one for ever
                 future.cancel()
         return reason
 
-    def _failures(self, answers: Sequence[Any], seconds: float) -> list[Failure]:
-        there = self.wait(answers, seconds)
-        found = [self._failure(position, answer) for position, answer in enumerate(answers) if answer in there]
+    def _failed(self, call: str, failures: Sequence[Failure]) -> WorkerError:
+        """The error of the true victim: a worker that died makes those that it talked to fail, so death comes first."""
+        first = min(failures, key=lambda f: (f.kind != "died", f.kind != "raised", f.rank))
+        others = [f"{f.rank} ({brief(f.error).rstrip('.: ')})" for f in failures if f is not first]
+        also = f"\nFailed as well: ranks {listed(others)}." if others else ""
+        who, why = self._who(first.rank), brief(first.error).rstrip(".: ")
+        if first.kind == "died":
+            error = self._error(
+                WorkerDiedError,
+                call,
+                first.rank,
+                f"{self.name} {who} died while {call} was called: {why}. Its log and the node's say why; out of memory "
+                f"is the usual cause. Close the group, make a new one.{also}",
+            )
+        else:
+            trace = f"\n{first.traceback.rstrip()}" if first.traceback else ""
+            error = self._error(WorkerError, call, first.rank, f"{call} failed on {who}: {why}.{also}{trace}")
+        error.traceback, error.__cause__ = first.traceback, first.error
+        return error
+
+    def _overdue(self, call: str, answers: Mapping[int, Any], seconds: float) -> WorkerError:
+        there = self.wait(list(answers.values()), 0.0)
+        missing = [rank for rank, answer in answers.items() if answer not in there] or [max(answers)]
+        return self._error(
+            DeadlineError,
+            call,
+            missing[0],
+            f"No answer to {call} within {seconds:g} s from {listed([self._who(rank) for rank in missing], limit=3)}; "
+            f"{len(answers) - len(missing)} of {len(answers)} workers answered. They may still be at work, and later "
+            "calls wait behind this one: ask the future again, set a longer `deadline`, or close the group.",
+        )
+
+    def _who(self, rank: int) -> str:
+        return f"rank {rank} ({self.locations[rank]})" if self.locations else f"rank {rank}"
+
+    def _error(self, kind: type[WorkerError], call: str, rank: int, text: str) -> WorkerError:
+        node = str(self.locations[rank]) if self.locations else ""
+        return kind(text, rank=rank, method=call.rpartition(".")[2], node=node)
+
+    def _failures(self, answers: Mapping[int, Any], seconds: float) -> list[Failure]:
+        there = self.wait(list(answers.values()), seconds)
+        found = [self._failure(rank, answer) for rank, answer in answers.items() if answer in there]
         return [failure for failure in found if failure is not None]
 
-    def _failure(self, position: int, answer: Any) -> Failure | None:
+    def _failure(self, rank: int, answer: Any) -> Failure | None:
         """What went wrong with an answer that is there."""
         from ray.exceptions import OwnerDiedError, RayActorError, RayError, RayTaskError, TaskCancelledError
 
@@ -342,14 +386,24 @@ class Workers:
             self.ray.get(answer, timeout=GRACE)
         except RayTaskError as error:
             cause = error.cause if isinstance(error.cause, BaseException) else error
-            return Failure(position, "raised", cause, _traceback_of(error))
+            return Failure(rank, "raised", cause, _traceback_of(error))
         except RayActorError as error:
-            return Failure(position, "raised" if error.actor_init_failed else "died", error)
+            return Failure(rank, "raised" if error.actor_init_failed else "died", error)
         except OwnerDiedError as error:  # of the relay, and most likely its node
-            return Failure(position, "died", error)
+            return Failure(rank, "died", error)
         except RayError as error:
-            return Failure(position, "dropped" if isinstance(error, TaskCancelledError) else "raised", error)
+            return Failure(rank, "dropped" if isinstance(error, TaskCancelledError) else "raised", error)
         return None
+
+
+class Failure(NamedTuple):
+    """What one worker answered instead of a result: its method raised, it died, or the call was dropped before it
+    began."""
+
+    rank: int
+    kind: Literal["raised", "died", "dropped"]
+    error: BaseException
+    traceback: str = ""
 
 
 class Relay:

@@ -191,7 +191,6 @@ class Router:
 
     def __init__(self, servers: Iterable[int]) -> None:
         self._requests: dict[int, dict[int, None]] = {server: {} for server in servers}
-        self._server_of: dict[int, int] = {}  # request -> server
         self._home: dict[int, int] = {}  # row -> server
         self._rows: dict[int, int] = dict.fromkeys(self._requests, 0)  # server -> how many rows have their home there
 
@@ -208,12 +207,11 @@ class Router:
             self._home[row] = server
             self._rows[server] += 1
         self._requests[server][request] = None
-        self._server_of[request] = server
         return server
 
     def done(self, request: int) -> int | None:
         """A request is over, finished or not wanted any more: the engine that had it, or None."""
-        server = self._server_of.pop(request, None)
+        server = next((server for server, requests in self._requests.items() if request in requests), None)
         if server is not None:
             del self._requests[server][request]
         return server
@@ -225,8 +223,6 @@ class Router:
     def lose(self, server: int) -> list[int]:
         """An engine died: its requests, in the order of their arrival. They, and its rows, are nobody's now."""
         requests = list(self._requests.pop(server, ()))
-        for request in requests:
-            del self._server_of[request]
         self._home = {row: home for row, home in self._home.items() if home != server}
         self._rows.pop(server, None)
         return requests

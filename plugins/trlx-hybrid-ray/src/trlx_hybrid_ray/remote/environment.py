@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -375,12 +375,15 @@ class RemoteEnvironment:
         factory = self._factory if method == "reset" else None
         again = factory is not None
         while True:
-            if self._lost is not None and optional:
-                return None
-            if self._lost is not None and factory is None:
-                raise EnvironmentLostError(self._lost)
-            if self._lost is not None and factory is not None:
-                self._renew(factory) if blocking else await asyncio.to_thread(self._renew, factory)
+            if self._lost is not None:
+                if optional:
+                    return None
+                if factory is None:
+                    raise EnvironmentLostError(self._lost)
+                if blocking:
+                    self._renew(factory)
+                else:
+                    await asyncio.to_thread(self._renew, factory)
             handle, call = self._handle, ask()
             try:
                 return await handle.reply(method, call, blocking=blocking)
@@ -465,18 +468,14 @@ class EnvironmentActor(PoolActor):
         """Take what makes environments."""
         self._make = loaded
         self._environments: dict[int, Any] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._starting = threading.Lock()
         self._turns: dict[int, int] = {}
         self._turning = threading.Condition()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
 
     def make(self, key: int) -> bytes:
         """A new environment, by this number."""
-
-        def made() -> None:
-            self._environments[key] = self._make()
-
-        return reply_of(made)
+        return reply_of(lambda: self._environments.update({key: self._make()}))
 
     def call(
         self, key: int, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], turn: int | None = None
@@ -489,11 +488,11 @@ class EnvironmentActor(PoolActor):
         """
 
         def called() -> Any:
-            with self._in_turn(key, turn):
+            with nullcontext() if turn is None else self._in_turn(key, turn):
                 answer = getattr(self._environments[key], method)(*args, **kwargs)
                 coroutine = inspect.iscoroutine(answer)
                 if coroutine:
-                    answer = asyncio.run_coroutine_threadsafe(answer, self._event_loop())
+                    answer = asyncio.run_coroutine_threadsafe(answer, self._loop)
             return answer.result() if coroutine else answer
 
         return reply_of(called)
@@ -509,10 +508,7 @@ class EnvironmentActor(PoolActor):
             self._turns.pop(key, None)
 
     @contextmanager
-    def _in_turn(self, key: int, turn: int | None) -> Iterator[None]:
-        if turn is None:
-            yield
-            return
+    def _in_turn(self, key: int, turn: int) -> Iterator[None]:
         with self._turning:
             self._turning.wait_for(lambda: self._turns.get(key, 0) >= turn, ORDER_SECONDS)
         try:
@@ -521,10 +517,3 @@ class EnvironmentActor(PoolActor):
             with self._turning:
                 self._turns[key] = turn + 1
                 self._turning.notify_all()
-
-    def _event_loop(self) -> asyncio.AbstractEventLoop:
-        with self._starting:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
-            return self._loop

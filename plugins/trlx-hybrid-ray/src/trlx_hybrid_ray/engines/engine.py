@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from trlx_hybrid.config import NoOptions, build
@@ -83,13 +83,10 @@ class RemoteEngine:
                 completions.update(stream.advance(WAIT))
         return [completions[key] for key in keys]
 
-    @contextmanager
-    def stream(self, sampling: Sampling) -> Iterator[RemoteStream]:
+    def stream(self, sampling: Sampling) -> AbstractContextManager[RemoteStream]:
         """Requests one at a time. Several ranks need not step together."""
         channel = f"{self._session.ranks.rank}-{secrets.token_hex(8)}"
-        stream = RemoteStream(self.pool, self._holding(), sampling, channel, self._options.deadline, self._revived)
-        with stream.open():
-            yield stream
+        return RemoteStream(self.pool, self._holding(), sampling, channel, self._options.deadline, self._revived).open()
 
     def _holding(self) -> list[int]:
         return [number for number in self.pool.replicas if number in self._current]

@@ -337,41 +337,30 @@ class RemoteEnvironment:
         self._make(factory)
 
     def _call(self, method: str, args: Any, kwargs: Any) -> Any:
-        def ask() -> Any:
-            return self._handle.actor.call.remote(self._handle.key, method, args, kwargs)
-
-        return self._result(method, _now(self._reply(method, ask, method in OPTIONAL, blocking=True)))
+        return self._result(method, _now(self._reply("call", method, args, kwargs, blocking=True)))
 
     async def _call_later(self, method: str, args: Any, kwargs: Any) -> Any:
-        def ask() -> Any:
-            turn = self._turn
-            self._turn = None if turn is None else turn + 1
-            return self._handle.actor.call.remote(self._handle.key, method, args, kwargs, turn)
-
-        return self._result(method, await self._reply(method, ask, method in OPTIONAL, blocking=False))
+        return self._result(method, await self._reply("call", method, args, kwargs, blocking=False))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
+        return self._result(name, _now(self._reply("read", name, blocking=True)))
 
-        def ask() -> Any:
-            return self._handle.actor.read.remote(self._handle.key, name)
-
-        return self._result(name, _now(self._reply(name, ask, True, blocking=True)))
-
-    async def _reply(self, method: str, ask: Callable[[], Any], optional: bool, *, blocking: bool) -> bytes | None:
-        """What the worker replies, or None where the environment is lost and the call is optional.
+    async def _reply(self, verb: str, method: str, *details: Any, blocking: bool) -> bytes | None:
+        """What the worker replies; None where the environment is lost and nobody needs an answer.
 
         `reset` renews an environment that is lost, or dies by it: its episode has not begun, so nothing is lost with
         the old one.
 
         Args:
-            ask: makes the call; returns the reference.
+            verb: "call" a method, or "read" an attribute.
             blocking: wait in this thread, not on an event loop.
 
         Raises:
             EnvironmentLostError: after a death, and after a call that may still run, nothing more can be asked of it.
         """
+        optional = verb == "read" or method in OPTIONAL
         factory = self._factory if method == "reset" else None
         again = factory is not None
         while True:
@@ -384,7 +373,10 @@ class RemoteEnvironment:
                     self._renew(factory)
                 else:
                     await asyncio.to_thread(self._renew, factory)
-            handle, call = self._handle, ask()
+            handle, given = self._handle, details
+            if not blocking and self._turn is not None:
+                given, self._turn = (*details, self._turn), self._turn + 1
+            call = getattr(handle.actor, verb).remote(handle.key, method, *given)
             try:
                 return await handle.reply(method, call, blocking=blocking)
             except EnvironmentLostError as error:

@@ -79,10 +79,31 @@ class GroupMethod:
         return f"<{self._call} of {self._workers.world} workers, {self._method.dispatch}, {self._method.execute}>"
 
 
-class Group(Generic[W]):
-    """Base of both groups. `with` gives the group as type checkers see it best: as its worker class.
+class WorkerGroup(Generic[W]):
+    """Ray actors of one class, called as one object.
 
-    Arguments and errors of the constructor: see `WorkerGroup`.
+    ```python
+    with WorkerGroup(Scorer, 4) as scorers:
+        scores = scorers.score(prompts)
+    ```
+
+    `with` gives the group as type checkers see it best: as its worker class. The group holds its workers' handles;
+    nobody looks them up by name. When the block is left by an error the workers end at once, else when they are done
+    with what they were given.
+
+    Args:
+        worker: a class with methods marked with `@register`.
+        workers: a number of workers to be put wherever there is room, with one CPU each; or a `Placement`; or for each
+            rank what Ray's `.options()` takes: its resources, and where it is scheduled.
+        args, kwargs: what each worker's constructor gets. `this_worker()` tells a worker which one it is.
+        tensor_parallel: ranks of a replica: they get the same chunks of what is split.
+        deadline: seconds that a call may take; `math.inf` waits for ever.
+        start_deadline: seconds for all workers to be constructed.
+
+    Raises:
+        ConfigError: the class has no registered method, or the sizes do not divide.
+        WorkerError: a constructor raised; names the rank.
+        DeadlineError: Ray did not start all workers in time.
     """
 
     _local = False
@@ -99,7 +120,7 @@ class Group(Generic[W]):
         start_deadline: float = START_SECONDS,
     ) -> None:
         methods = registered(worker)
-        taken = [name for name in methods if hasattr(Group, name)]
+        taken = [name for name in methods if hasattr(WorkerGroup, name)]
         if taken:
             raise ConfigError(
                 f"{worker.__name__}.{taken[0]} cannot be registered: a group has a {taken[0]!r} of its own. Rename it."
@@ -125,6 +146,11 @@ class Group(Generic[W]):
     def workers(self) -> type[W]:
         """This group, with the types of the worker's registered methods: they read on a class as on a group."""
         return cast("type[W]", self)
+
+    @property
+    def handles(self) -> Sequence[ActorHandle[Any]]:
+        """The actors, by rank; none once the group is closed."""
+        return self._workers.handles
 
     @property
     def locations(self) -> Sequence[Location]:
@@ -156,39 +182,7 @@ class Group(Generic[W]):
         return f"<{type(self).__name__} of {len(self)} × {self._worker.__name__}>"
 
 
-class WorkerGroup(Group[W]):
-    """Ray actors of one class, called as one object.
-
-    ```python
-    with WorkerGroup(Scorer, 4) as scorers:
-        scores = scorers.score(prompts)
-    ```
-
-    The group holds its workers' handles; nobody looks them up by name. When the block is left by an error the workers
-    end at once, else when they are done with what they were given.
-
-    Args:
-        worker: a class with methods marked with `@register`.
-        workers: a number of workers to be put wherever there is room, with one CPU each; or a `Placement`; or for each
-            rank what Ray's `.options()` takes: its resources, and where it is scheduled.
-        args, kwargs: what each worker's constructor gets. `this_worker()` tells a worker which one it is.
-        tensor_parallel: ranks of a replica: they get the same chunks of what is split.
-        deadline: seconds that a call may take; `math.inf` waits for ever.
-        start_deadline: seconds for all workers to be constructed.
-
-    Raises:
-        ConfigError: the class has no registered method, or the sizes do not divide.
-        WorkerError: a constructor raised; names the rank.
-        DeadlineError: Ray did not start all workers in time.
-    """
-
-    @property
-    def handles(self) -> Sequence[ActorHandle[Any]]:
-        """The actors, by rank; none once the group is closed."""
-        return self._workers.handles
-
-
-class LocalWorkerGroup(Group[W]):
+class LocalWorkerGroup(WorkerGroup[W]):
     """Workers in threads of this process, for a single GPU, tests and debuggers. Takes what `WorkerGroup` takes.
 
     What a worker is given and what it returns is copied as Ray would copy it: nothing that one side changes shows on

@@ -24,7 +24,7 @@ from .cluster import ADDRESS, LOCAL, NAMESPACE, connect
 from .errors import brief
 from .placement import Placement, PlacementRequest, reserve
 from .printer import say
-from .waiting import LateError, answers
+from .waiting import replies
 from .worker_group.errors import DeadlineError, WorkerDiedError, WorkerError
 
 DEADLINE = 600.0
@@ -297,12 +297,15 @@ class ActorPool:
             self._starting[worker] = handle.ready.remote()
 
     def started(self) -> Iterator[tuple[Worker, Exception | None]]:
-        """Wait for all that were launched. What does not start is ended, and comes with the error: one of Ray's, a
-        `LateError`, or what it raised."""
-        for worker, answer, error in answers(self._starting, self._seconds):
+        """Wait for all that were launched. What does not start is ended, and comes with the error: one of Ray's, or
+        what it raised."""
+        from ray.exceptions import RayError
+
+        for worker, found in replies(self._starting, self._seconds):
             del self._starting[worker]
+            error: Exception | None = found if isinstance(found, RayError) else None
             if error is None:
-                reply, worker.where = answer
+                reply, worker.where = found
                 try:
                     result_of(reply, str(worker))
                 except Exception as met:
@@ -401,11 +404,11 @@ class UserPool(ActorPool):
             WorkerDiedError: one died while it started.
             WorkerError: it raised when it loaded what the user wrote; `__cause__` is that exception.
         """
-        from ray.exceptions import RayActorError
+        from ray.exceptions import GetTimeoutError, RayActorError
 
         self.launch([index for index, worker in self.workers.items() if worker.dead] if self.workers else None)
         for worker, error in self.started():
-            if isinstance(error, LateError):
+            if isinstance(error, GetTimeoutError):
                 late = listed([str(other.index) for other in (worker, *self._starting)])
                 raise self._error(
                     DeadlineError,

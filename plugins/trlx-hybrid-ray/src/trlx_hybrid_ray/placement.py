@@ -22,7 +22,7 @@ from trlx_hybrid.errors import ConfigError
 from .cluster import answer, ask
 from .errors import PlacementError
 from .internals import free_resources
-from .waiting import LateError, answers
+from .waiting import replies
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -337,15 +337,15 @@ def _with_gpus(request: PlacementRequest, group: PlacementGroup, bundles: Sequen
     while asked := [queue.pop() for queue in waiting.values() if queue]:
         within = {bundle: PlacementGroupSchedulingStrategy(group, bundle.index) for bundle in asked}
         calls = {bundle: tell.options(scheduling_strategy=strategy).remote() for bundle, strategy in within.items()}
-        for bundle, gpus, error in answers(calls, GPU_SECONDS):
-            if isinstance(error, LateError):
+        for bundle, gpus in replies(calls, GPU_SECONDS):
+            if isinstance(gpus, ray.exceptions.GetTimeoutError):
                 raise PlacementError(
                     f"Node {bundle.node.name} started no process within {GPU_SECONDS:g} s to say which GPUs it gave. "
                     "Check it with `trlx-hybrid doctor --ray`."
                 )
-            if error is not None:
-                told = f"{request.name}: node {bundle.node.name} was lost while it said which GPUs it gave: {error}"
-                raise PlacementError(told) from error
+            if isinstance(gpus, ray.exceptions.RayError):
+                told = f"{request.name}: node {bundle.node.name} was lost while it said which GPUs it gave: {gpus}"
+                raise PlacementError(told) from gpus
             found.append(replace(bundle, gpus=tuple(sorted(gpus, key=_gpu_order))))
     return found
 

@@ -12,10 +12,6 @@ K = TypeVar("K")
 LOOK = 1.0  # seconds of waiting at a time
 
 
-class LateError(TimeoutError):
-    """An actor did not answer in time."""
-
-
 class RunningClock:
     """Seconds that this process ran since the clock was made; looked at once a second or so.
 
@@ -65,13 +61,12 @@ async def arrives(reference: Any, seconds: float) -> bool:
             future.exception()  # or asyncio logs that nobody asked for it
 
 
-def answers(calls: Mapping[K, Any], seconds: float) -> Iterator[tuple[K, Any, Exception | None]]:
-    """What actors answer, as it comes: whose it is, the answer, and the error where there is none.
+def replies(calls: Mapping[K, Any], seconds: float) -> Iterator[tuple[K, Any]]:
+    """What actors answer, each as soon as it is there: the result, or in its place the error that Ray has instead.
 
     Args:
-        calls: references to the answers, by whom or what they are for.
-        seconds: for all of them together. Those that are missing then come last, each with a `LateError`; other errors
-            are what `ray.get` raises.
+        calls: references, by whatever the caller knows them by.
+        seconds: for all of them; those that are late then come last, as a `GetTimeoutError`. `math.inf` waits for ever.
     """
     import ray
 
@@ -79,9 +74,10 @@ def answers(calls: Mapping[K, Any], seconds: float) -> Iterator[tuple[K, Any, Ex
     while pending:
         ready, late = wait(list(pending), seconds, 1, clock)
         for reference in ready or late:
-            found, error = None, None if ready else LateError(f"no answer within {seconds:g} s")
             try:
-                found = ray.get(reference) if ready else None
-            except Exception as met:
-                error = met
-            yield pending.pop(reference), found, error
+                found = ray.get(reference, timeout=None if ready else 0)
+            except ray.exceptions.GetTimeoutError:
+                found = ray.exceptions.GetTimeoutError(f"no answer within {seconds:g} s")
+            except ray.exceptions.RayError as error:
+                found = error
+            yield pending.pop(reference), found

@@ -19,7 +19,7 @@ from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
 from ..actors import ensure_connected
 from ..errors import brief
 from ..reaper import OWNER_VARIABLE
-from ..waiting import LateError, answers
+from ..waiting import replies
 from .options import RemoteOptions
 from .pool import EnginePool, gpu_name
 from .stream import WAIT, RemoteStream
@@ -149,23 +149,22 @@ class RemoteEngine:
 
     def call(self, method: str, arguments: Sequence[Sequence[Any]], deadline: float) -> list[Any]:
         """See `ServedEngine.call`. A death is told at once: the others may wait for who died."""
-        import ray
+        from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
         replicas = [self.pool.replicas[number] for number in self.servers]
         calls = {r: r.handle.call.remote(method, list(given)) for r, given in zip(replicas, arguments, strict=True)}
         results: dict[Any, Any] = {}
-        for replica, result, error in answers(calls, deadline):
-            cause = getattr(error, "cause", None)
-            if isinstance(error, LateError):
+        for replica, found in replies(calls, deadline):
+            if isinstance(found, GetTimeoutError):
                 late = listed([str(replica) for replica in replicas if replica not in results])
                 raise EngineError(f"No answer to {method!r} within {deadline:g} s: {late}.")
-            if isinstance(cause, ServerDiedError):
-                raise ServerDiedError(f"{replica}: {cause}") from error
-            if isinstance(error, ray.exceptions.RayTaskError):
-                raise EngineError(f"{replica}: {brief(error)}") from error
-            if error is not None:
-                raise ServerDiedError(f"{replica} died: {brief(error)}") from error
-            results[replica] = result
+            if isinstance(found, RayTaskError) and isinstance(found.cause, ServerDiedError):
+                raise ServerDiedError(f"{replica}: {found.cause}") from found
+            if isinstance(found, RayTaskError):
+                raise EngineError(f"{replica}: {brief(found)}") from found
+            if isinstance(found, RayError):
+                raise ServerDiedError(f"{replica} died: {brief(found)}") from found
+            results[replica] = found
         return [results[replica] for replica in replicas]
 
     # --- memory -----------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from ..actors import ActorPool, Pickled, Worker
 from ..errors import PlacementError, brief
 from ..placement import Placement, PlacementRequest, reserve
 from ..printer import say
-from ..waiting import LateError, answers, wait
+from ..waiting import replies, wait
 from .actor import EngineActor
 
 if TYPE_CHECKING:
@@ -111,6 +111,8 @@ class EnginePool:
     # --- rank 0 -----------------------------------------------------------------------------------------------------
 
     def _completed(self) -> dict[int, Worker]:
+        from ray.exceptions import GetTimeoutError
+
         first = not self._actors.workers
         if first:
             self._actors.launch()
@@ -120,7 +122,7 @@ class EnginePool:
             if error is None:
                 self.replicas[replica.number] = replica
             elif failure is None:  # it is not tried again
-                why = f"{error}. Raise start_deadline=." if isinstance(error, LateError) else brief(error)
+                why = f"{error}. Raise start_deadline=." if isinstance(error, GetTimeoutError) else brief(error)
                 failure = EngineError(f"Remote engine {replica.index} did not start: {why}")
                 failure.__cause__ = error
         if failure is not None and (first or not self.replicas):
@@ -133,12 +135,14 @@ class EnginePool:
 
     def _check(self) -> None:
         """Find those that died while nobody sampled from them."""
+        from ray.exceptions import GetTimeoutError, RayError
+
         asked = {replica: replica.handle.call.remote("check") for replica in self.replicas.values()}
-        for replica, _, error in answers(asked, debugging.patience(CHECK_SECONDS)):
-            if isinstance(error, LateError):
+        for replica, found in replies(asked, debugging.patience(CHECK_SECONDS)):
+            if isinstance(found, GetTimeoutError):
                 self.lose(replica.number, f"it did not answer for {CHECK_SECONDS:g} s")
-            elif error is not None:
-                self.lose(replica.number, brief(error))
+            elif isinstance(found, RayError):
+                self.lose(replica.number, brief(found))
 
 
 def reserved(plan: ServerPlan, options: RemoteOptions, trainers: Mapping[str, Sequence[str]]) -> list[Placement]:

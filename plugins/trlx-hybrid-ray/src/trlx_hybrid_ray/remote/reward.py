@@ -28,7 +28,7 @@ from ..actors import (
 )
 from ..errors import brief
 from ..printer import say
-from ..waiting import LateError, answers
+from ..waiting import replies
 from ..worker_group.batch import row_ranges
 from ..worker_group.errors import DeadlineError, WorkerDiedError, WorkerError
 
@@ -178,7 +178,7 @@ class RemoteReward:
 
     def _score(self, batch: Batch) -> WorkerDiedError | None:
         """Have the missing rows scored by all workers; the first death among these. What it had is missing still."""
-        from ray.exceptions import RayActorError
+        from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
         self._pool.restore()
         workers = list(self._pool.workers.values())
@@ -187,18 +187,18 @@ class RemoteReward:
         )
         died: WorkerDiedError | None = None
         late = []
-        for worker, reply, error in answers(self._sent(batch, rows), self._deadline):
-            failed: BaseException | None = error
+        for worker, found in replies(self._sent(batch, rows), self._deadline):
+            failed: BaseException | None = found if isinstance(found, RayError) else None
             try:
-                if error is None:
-                    batch.add(rows[worker], *result_of(reply, str(worker)))
+                if failed is None:
+                    batch.add(rows[worker], *result_of(found, str(worker)))
             except (Exception, SystemExit) as met:  # whatever the function raised
                 failed = met
-            if isinstance(error, LateError):
+            if isinstance(found, GetTimeoutError):
                 late.append(worker)
-            elif isinstance(error, RayActorError):
+            elif isinstance(found, RayActorError):
                 worker.dead = True
-                lost = f"lost a worker: {worker} died: {brief(error).rstrip('.')}."
+                lost = f"lost a worker: {worker} died: {brief(found).rstrip('.')}."
                 died = died or self._error(WorkerDiedError, worker.index, worker.where, lost)
             elif failed is not None:
                 trace = "\n".join(getattr(failed, "__notes__", []))

@@ -119,7 +119,7 @@ def _serve(worker: Any, calls: queue.SimpleQueue[Any]) -> None:
                 reference.set_exception(ActorDiedError())
             except BaseException as error:
                 trace = "".join(traceback.format_exception(error))
-                reference.set_exception(RayTaskError(method, trace, error, ip="this process"))
+                reference.set_exception(RayTaskError(method, trace, error, ip="this process"))  # type: ignore[no-untyped-call]
         if method == END:
             return
         del reference, args, kwargs  # an idle worker must not keep what it was given alive

@@ -184,11 +184,11 @@ def counted() -> Iterator[list[str]]:
 def fan_out(workers: int, nodes: int) -> int:
     """Calls and puts of the driver for one call of a group in which each actor answers for a node's worth of ranks."""
     from trlx_hybrid_ray.worker_group.group import GroupMethod
-    from trlx_hybrid_ray.worker_group.ray_group import Actors
-    from trlx_hybrid_ray.worker_group.registration import registered
+    from trlx_hybrid_ray.worker_group.registration import registered, worker_class
     from trlx_hybrid_ray.worker_group.worker import Location
+    from trlx_hybrid_ray.worker_group.workers import Workers
 
-    actors = Actors(Target, [{"num_cpus": 0}] * nodes, 1, (), {})
+    actors = Workers(worker_class(Target, local=False), [{"num_cpus": 0}] * nodes, 1, (), {})
     actors.start(60.0)
     actors.world = actors.replicas = workers
     actors.handles = [actors.handles[rank * nodes // workers] for rank in range(workers)]

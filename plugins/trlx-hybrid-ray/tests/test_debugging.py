@@ -182,7 +182,7 @@ def test_a_launched_rank_that_fails_is_looked_at_where_it_failed(environment, tm
 
 @pytest.mark.slow
 def test_breakpoints_in_the_users_own_script_stay_pdbs(environment):
-    connecting = "from trlx_hybrid_ray.remote.actors import ensure_connected; ensure_connected()"
+    connecting = "from trlx_hybrid_ray.actors import ensure_connected; ensure_connected()"
     code = f"{connecting}\nbreakpoint()\nprint('over')"
     run = Terminal([sys.executable, "-c", code], environment)
     try:

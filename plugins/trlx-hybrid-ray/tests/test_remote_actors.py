@@ -8,9 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
-from trlx_hybrid_ray.remote.actors import arriving, wait
+from trlx_hybrid_ray.waiting import replies, wait
 
-CLOCK = "from trlx_hybrid_ray.remote.actors import RunningClock; clock = RunningClock(); {}; print(clock.now())"
+CLOCK = "from trlx_hybrid_ray.waiting import RunningClock; clock = RunningClock(); {}; print(clock.now())"
 
 
 def stopped(process, seconds):
@@ -40,10 +40,13 @@ def test_waits_end_and_say_who_is_late(session_cluster):
     assert wait([soon, late], 3) == ([soon], [late])
     assert wait([late, soon], 60, count=1) == ([soon], [late])
     assert wait([], 60) == ([], [])
-    came = arriving([late, soon], 1)
-    assert next(came) == soon
-    with pytest.raises(TimeoutError):
-        next(came)
+    came = replies({"late": late, "soon": soon}, 1)
+    assert next(came) == ("soon", None)
+    key, error = next(came)
+    assert key == "late"
+    assert isinstance(error, ray.exceptions.GetTimeoutError)
+    assert str(error) == "no answer within 1 s"
+    assert next(came, None) is None
     assert time.monotonic() - began < 20
     ray.cancel(late, force=True)
 
@@ -54,11 +57,10 @@ def test_a_deadline_is_for_all_answers_together(session_cluster):
 
     nap = ray.remote(num_cpus=0.1)(lambda seconds: time.sleep(seconds))
     soon, late = nap.remote(4), nap.remote(60)
-    came = arriving([late, soon], 8)
-    assert next(came) == soon
+    came = replies({"late": late, "soon": soon}, 8)
+    assert next(came) == ("soon", None)
     began = time.monotonic()
-    with pytest.raises(TimeoutError):
-        next(came)
+    assert isinstance(next(came)[1], ray.exceptions.GetTimeoutError)
     assert time.monotonic() - began < 5
     ray.cancel(late, force=True)
 

@@ -88,6 +88,10 @@ class Counter:
         """
         return 2 * number
 
+    def drained(self) -> int:
+        """Take from what is empty."""
+        return next(iter(()))
+
     def secret(self) -> object:
         """Return what cannot be sent."""
         return self.lock
@@ -179,6 +183,8 @@ def test_errors_are_the_environments_own(counters):
         environment.add(-1)
     assert str(caught.value) == "-1 is negative"  # what the model is shown
     assert "in add" in caught.value.__notes__[0]
+    with pytest.raises(StopIteration):
+        environment.drained()
     with pytest.raises(TypeError, match=r"missing 1 required positional argument: 'number'"):
         environment.add()
     with pytest.raises(EnvironmentLostError, match=r"'Counter.secret' returned a lock, which cannot be sent"):

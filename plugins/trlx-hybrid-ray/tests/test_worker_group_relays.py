@@ -10,8 +10,8 @@ import pytest
 import ray
 from trlx_hybrid_ray.worker_group import DeadlineError, Future, WorkerDiedError, WorkerError
 from trlx_hybrid_ray.worker_group.group import GroupMethod
-from trlx_hybrid_ray.worker_group.ray_group import Actors
-from trlx_hybrid_ray.worker_group.registration import register, registered
+from trlx_hybrid_ray.worker_group.registration import register, registered, worker_class
+from trlx_hybrid_ray.worker_group.workers import Workers
 
 NODES, PER_NODE = 4, 256
 
@@ -60,7 +60,7 @@ class Wide:
     """1,024 ranks on 4 nodes, as far as the driver can tell: relays and workers are real, 256 ranks share an actor."""
 
     def __init__(self):
-        self.actors = actors = Actors(Worker, [{"num_cpus": 0}] * NODES, 1, (), {})
+        self.actors = actors = Workers(worker_class(Worker, local=False), [{"num_cpus": 0}] * NODES, 1, (), {})
         actors.start(60.0)
         actors.world = actors.replicas = NODES * PER_NODE
         actors.handles = [handle for handle in actors.handles for _ in range(PER_NODE)]

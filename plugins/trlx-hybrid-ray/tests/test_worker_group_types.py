@@ -19,7 +19,7 @@ follow_imports = skip
 REVEALED = {
     "reveal_type(self.score)": "def (list[str], temperature: float =) -> list[float]",
     'group.score(["a"], temperature=0.5)': "list[float]",
-    'group.score_later(["a"]))': "trlx_hybrid_ray.worker_group.group.Future[list[float]]",
+    'group.score_later(["a"]))': "trlx_hybrid_ray.worker_group.workers.Future[list[float]]",
     'group.score_later(["a"]).result()': "list[float]",
     'group.load("here")': "int",
     "group.memory()": "list[int]",

@@ -8,19 +8,21 @@ import math
 import os
 import secrets
 import socket
-import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import wait
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
+from trlx_hybrid.deadline import in_thread
 from trlx_hybrid.errors import ConfigError
 
 from .cluster import answer, ask
 from .errors import PlacementError
 from .internals import free_resources
+from .waiting import replies
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -325,37 +327,27 @@ def _with_gpus(request: PlacementRequest, group: PlacementGroup, bundles: Sequen
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    tell = ray.remote(num_cpus=0, num_gpus=request.bundle["GPU"], max_calls=0)(_own_gpus)
+    tell = ray.remote(num_cpus=0, num_gpus=request.bundle["GPU"], max_calls=0)(
+        lambda: [str(gpu) for gpu in ray.get_gpu_ids()]
+    )
     waiting: dict[str, list[Bundle]] = {}
     for bundle in bundles:
         waiting.setdefault(bundle.node.id, []).append(bundle)
     found: list[Bundle] = []
     while asked := [queue.pop() for queue in waiting.values() if queue]:
-        answers = [
-            tell.options(scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle.index)).remote()
-            for bundle in asked
-        ]
-        _, late = ray.wait(answers, num_returns=len(answers), timeout=GPU_SECONDS)
-        if late:
-            slow = ", ".join(asked[answers.index(reference)].node.name for reference in late)
-            raise PlacementError(
-                f"Node {slow} started no process within {GPU_SECONDS:g} s to say which GPUs it gave. Check it with "
-                "`trlx-hybrid doctor --ray`."
-            )
-        try:
-            given = ray.get(answers)
-        except ray.exceptions.RayError as error:
-            raise PlacementError(
-                f"{request.name}: a node was lost while it said which GPUs it gave: {error}"
-            ) from error
-        found += [replace(b, gpus=tuple(sorted(ids, key=_gpu_order))) for b, ids in zip(asked, given, strict=True)]
+        within = {bundle: PlacementGroupSchedulingStrategy(group, bundle.index) for bundle in asked}
+        calls = {bundle: tell.options(scheduling_strategy=strategy).remote() for bundle, strategy in within.items()}
+        for bundle, gpus in replies(calls, GPU_SECONDS):
+            if isinstance(gpus, ray.exceptions.GetTimeoutError):
+                raise PlacementError(
+                    f"Node {bundle.node.name} started no process within {GPU_SECONDS:g} s to say which GPUs it gave. "
+                    "Check it with `trlx-hybrid doctor --ray`."
+                )
+            if isinstance(gpus, ray.exceptions.RayError):
+                told = f"{request.name}: node {bundle.node.name} was lost while it said which GPUs it gave: {gpus}"
+                raise PlacementError(told) from gpus
+            found.append(replace(bundle, gpus=tuple(sorted(gpus, key=_gpu_order))))
     return found
-
-
-def _own_gpus() -> list[str]:
-    import ray
-
-    return [str(gpu) for gpu in ray.get_gpu_ids()]
 
 
 def _gpu_order(gpu: str) -> tuple[int, str]:
@@ -418,55 +410,38 @@ def _reason(request: PlacementRequest, nodes: Sequence[Node], *, empty: bool) ->
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Holder:
-    name: str
-    node: str
-    gpus: float
-    cpus: float
-
-
-def _holders() -> list[_Holder]:
-    """Who holds what: placement groups by name; single actors where the State API answers, which takes a dashboard."""
+def _holders() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
+    """By node and name, the resources that somebody holds: placement groups; single actors where the State API answers,
+    which takes a dashboard."""
     from ray.util import placement_group_table
     from ray.util.state import list_actors
 
+    held: defaultdict[str, defaultdict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
     groups = placement_group_table()
-    found = []
     for group_id, group in groups.items():
         name = group["name"] or f"placement group {group_id[:8]} without a name"
         if group["state"] in ("CREATED", "RESCHEDULING"):
             for index, node in group["bundles_to_node_id"].items():
-                bundle = group["bundles"][index]
-                found.append(_Holder(name, node, bundle.get("GPU", 0.0), bundle.get("CPU", 0.0)))
-    actors: list[Any] = []
-
-    def ask_for_actors() -> None:
-        with suppress(Exception):  # it is asked to make a message better, and must not replace it
-            actors.extend(list_actors(filters=[("state", "=", "ALIVE")], detail=True, timeout=2))
-
-    asking = threading.Thread(target=ask_for_actors, daemon=True)
-    asking.start()
-    asking.join(3.0)  # its own timeout is for each of several attempts
-    for actor in list(actors):
+                held[node][name].update(group["bundles"][index])
+    # Asked to make a message better, so it must not replace it; its own timeout is for each of several attempts.
+    asked = in_thread(lambda: list_actors(filters=[("state", "=", "ALIVE")], detail=True, timeout=2), "asks for actors")
+    wait([asked], 3.0)
+    for actor in asked.result() if asked.done() and not asked.exception() else []:
         if actor.placement_group_id not in groups and actor.node_id:
-            needs = actor.required_resources or {}
             name = f"actor {actor.name or actor.class_name}, pid {actor.pid}"
-            found.append(_Holder(name, actor.node_id, needs.get("GPU", 0.0), needs.get("CPU", 0.0)))
-    return found
+            held[actor.node_id][name].update(actor.required_resources or {})
+    return held
 
 
-def _held(node: Node, holders: Sequence[_Holder]) -> list[str]:
+def _held(node: Node, holders: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
     """What of a node is not free, by holder."""
-    here = sorted((h for h in holders if h.node == node.id), key=lambda h: h.name)
-    lines, claimed = [], [0.0, 0.0]
-    for name, group in groupby(here, key=lambda h: h.name):
-        members = list(group)
-        gpus, cpus = sum(h.gpus for h in members), sum(h.cpus for h in members)
-        claimed = [claimed[0] + gpus, claimed[1] + cpus]
-        if gpus or cpus:
-            lines.append(f"{name}: {_amounts(gpus, cpus)}")
-    gpus, cpus = node.gpus - node.free_gpus - claimed[0], node.cpus - node.free_cpus - claimed[1]
+    lines = []
+    gpus, cpus = node.gpus - node.free_gpus, node.cpus - node.free_cpus
+    for name, held in sorted(holders.get(node.id, {}).items()):
+        own = held.get("GPU", 0.0), held.get("CPU", 0.0)
+        gpus, cpus = gpus - own[0], cpus - own[1]
+        if any(own):
+            lines.append(f"{name}: {_amounts(*own)}")
     if gpus > TOLERANCE or cpus > TOLERANCE:
         lines.append(f"unknown holder: {_amounts(gpus, cpus)}")
     return lines

@@ -2,8 +2,8 @@
 
 import sys
 
+from trlx_hybrid_ray.actors import ensure_connected
 from trlx_hybrid_ray.remote import remote_environment, remote_reward
-from trlx_hybrid_ray.remote.actors import ensure_connected
 from trlx_hybrid_ray.worker_group import WorkerError, WorkerGroup, register
 
 where = sys.argv[1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,12 +13,16 @@ from trlx_hybrid.errors import EngineError
 from trlx_hybrid.serving import EngineServer, ServerDiedError, ServerPlan
 from trlx_hybrid.types import Completion, Request, Sampling
 
+from ..actors import Pickled, reply_of, see_own_gpus, whereabouts
 from ..reaper import Reaper
-from ..remote.actors import Pickled, see_own_gpus, whereabouts
+
+CLOSE_SECONDS = 1.0
+"""What a server may take to close before its processes are killed. On a GPU the teardown of vLLM's core waits in NCCL
+for the trainer, which is at the other end of a weight sync's communicator."""
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Output:
     """What became of a request.
 
     Attributes:
@@ -33,12 +39,11 @@ class Answer:
 
 
 @dataclass(slots=True)
-class _Channel:
-    """What one stream has here."""
+class _Stream:
+    """What one stream of a trainer's has here."""
 
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    answers: list[Answer] = field(default_factory=list)
-    news: asyncio.Event = field(default_factory=asyncio.Event)
+    outputs: asyncio.Queue[Output] = field(default_factory=asyncio.Queue)
 
 
 class EngineActor:
@@ -53,78 +58,74 @@ class EngineActor:
         self._reaper = Reaper(grace=1.0)  # vLLM's engine core does not notice that its parent died, and keeps its GPU
         self._plan = plan
         self._server: EngineServer | None = None
-        self._channels: dict[str, _Channel] = {}
+        self._streams: defaultdict[str, _Stream] = defaultdict(_Stream)
 
-    async def start(self) -> str:
-        """Build the engine; returns where it is."""
+    async def ready(self) -> tuple[bytes, str]:
+        """Build the engine; see `ActorPool`."""
         import ray
 
         plan: ServerPlan = self._plan.load()
         server = plan.server([str(gpu) for gpu in ray.get_gpu_ids()])
         await server.start()
         self._server = server
-        return whereabouts()
+        return reply_of(lambda: None), whereabouts()
 
-    async def add(self, channel: str, requests: Sequence[tuple[int, Request]], sampling: Sampling) -> None:
-        """Start to sample. Answers wait until they are collected."""
-        here = self._channels.setdefault(channel, _Channel())
+    async def add(self, stream: str, requests: Sequence[tuple[int, Request]], sampling: Sampling) -> None:
+        """Start to sample. Outputs wait until they are collected."""
+        here = self._streams[stream]
         for key, request in requests:
             here.tasks[key] = asyncio.create_task(self._sample(here, key, request, sampling))
 
-    async def collect(self, channel: str, seconds: float) -> list[Answer]:
-        """What has been answered; waits for the first one, so many seconds at most. An empty list shows life, too."""
-        here = self._channels.setdefault(channel, _Channel())
-        if not here.answers:
-            try:
-                await asyncio.wait_for(here.news.wait(), seconds)
-            except TimeoutError:
-                await self._running.check()
-        here.news.clear()
-        answers, here.answers = here.answers, []
-        return answers
+    async def collect(self, stream: str, seconds: float) -> list[Output]:
+        """What has finished; waits for the first one, so many seconds at most. An empty list shows life, too."""
+        outputs = self._streams[stream].outputs
+        try:
+            found = [await asyncio.wait_for(outputs.get(), seconds)]
+        except TimeoutError:
+            await self._running.check()
+            return []
+        while not outputs.empty():
+            found.append(outputs.get_nowait())
+        return found
 
-    async def abort(self, channel: str, keys: Sequence[int]) -> None:
-        """Forget requests; their answers never come."""
-        tasks = self._channels[channel].tasks if channel in self._channels else {}
+    async def abort(self, stream: str, keys: Sequence[int]) -> None:
+        """Forget requests; their outputs never come."""
         for key in keys:
-            if key in tasks:
-                tasks.pop(key).cancel()
+            if key in self._streams[stream].tasks:
+                self._streams[stream].tasks.pop(key).cancel()
 
-    async def leave(self, channel: str) -> None:
+    async def end(self, stream: str) -> None:
         """A stream is over: forget all that it asked for."""
-        if channel in self._channels:
-            for task in self._channels.pop(channel).tasks.values():
-                task.cancel()
+        for task in self._streams.pop(stream, _Stream()).tasks.values():
+            task.cancel()
 
-    async def check(self) -> None:
-        """Nothing, where the engine lives."""
-        await self._running.check()
-
-    async def call(self, method: str, arguments: Sequence[Any]) -> Any:
+    async def call(self, method: str, arguments: Sequence[Any] = ()) -> Any:
         """For the weight sync, see `EngineServer.call`; "check" is known to every server."""
         if method == "check":
             return await self._running.check()
         return await self._running.call(method, *arguments)
 
     async def close(self) -> None:
-        """End the engine; the actor stays, and is killed next."""
-        if self._server is not None:
-            self._server.close()
+        """End the engine, and whatever it started: when this returns, no process of it is left but the actor, which is
+        killed next."""
+        with contextlib.suppress(Exception):  # whatever keeps it from closing, nothing of it stays
+            if self._server is not None:
+                await asyncio.wait_for(asyncio.to_thread(self._server.close), CLOSE_SECONDS)
+        await asyncio.to_thread(self._reaper.finish)
 
-    async def _sample(self, channel: _Channel, key: int, request: Request, sampling: Sampling) -> None:
+    async def _sample(self, stream: _Stream, key: int, request: Request, sampling: Sampling) -> None:
         try:
-            answer = Answer(key, await self._running.generate(request, sampling))
+            output = Output(key, await self._running.generate(request, sampling))
         except ServerDiedError as error:
-            answer = Answer(key, None, str(error), died=True)
+            output = Output(key, None, str(error), died=True)
         except EngineError as error:
-            answer = Answer(key, None, str(error))
+            output = Output(key, None, str(error))
         except Exception as error:  # a server of somebody else's: what it raises must reach the trainer
-            answer = Answer(key, None, f"{type(error).__name__}: {error}")
-        channel.tasks.pop(key, None)
-        channel.answers.append(answer)
-        channel.news.set()
+            output = Output(key, None, f"{type(error).__name__}: {error}")
+        stream.tasks.pop(key, None)
+        stream.outputs.put_nowait(output)
 
     @property
     def _running(self) -> EngineServer:
-        assert self._server is not None, "start() comes first"
+        assert self._server is not None, "ready() comes first"
         return self._server

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 from trlx_hybrid.config import NoOptions, build
@@ -16,11 +16,12 @@ from trlx_hybrid.serving import ServerDiedError, ServerPlan
 from trlx_hybrid.trl.arguments import trainer_arguments
 from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
 
+from ..actors import ensure_connected
 from ..errors import brief
 from ..reaper import OWNER_VARIABLE
-from ..remote.actors import arriving, ensure_connected
+from ..waiting import replies
 from .options import RemoteOptions
-from .pool import EnginePool, Replica, gpu_name
+from .pool import EnginePool, gpu_name
 from .stream import WAIT, RemoteStream
 
 if TYPE_CHECKING:
@@ -82,13 +83,10 @@ class RemoteEngine:
                 completions.update(stream.advance(WAIT))
         return [completions[key] for key in keys]
 
-    @contextmanager
-    def stream(self, sampling: Sampling) -> Iterator[RemoteStream]:
+    def stream(self, sampling: Sampling) -> AbstractContextManager[RemoteStream]:
         """Requests one at a time. Several ranks need not step together."""
         channel = f"{self._session.ranks.rank}-{secrets.token_hex(8)}"
-        stream = RemoteStream(self.pool, self._holding(), sampling, channel, self._options.deadline, self._revived)
-        with stream.open():
-            yield stream
+        return RemoteStream(self.pool, self._holding(), sampling, channel, self._options.deadline, self._revived).open()
 
     def _holding(self) -> list[int]:
         return [number for number in self.pool.replicas if number in self._current]
@@ -151,20 +149,23 @@ class RemoteEngine:
 
     def call(self, method: str, arguments: Sequence[Sequence[Any]], deadline: float) -> list[Any]:
         """See `ServedEngine.call`. A death is told at once: the others may wait for who died."""
+        from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+
         replicas = [self.pool.replicas[number] for number in self.servers]
-        pending = {
-            replica.handle.call.remote(method, list(given)): replica
-            for replica, given in zip(replicas, arguments, strict=True)
-        }
-        answers: dict[int, Any] = {}
-        try:
-            for reference in arriving(list(pending), deadline):
-                replica = pending.pop(reference)
-                answers[replica.number] = _answer(replica, reference)
-        except TimeoutError:
-            late = listed([str(replica) for replica in pending.values()])
-            raise EngineError(f"No answer to {method!r} within {deadline:g} s: {late}.") from None
-        return [answers[replica.number] for replica in replicas]
+        calls = {r: r.handle.call.remote(method, list(given)) for r, given in zip(replicas, arguments, strict=True)}
+        results: dict[Any, Any] = {}
+        for replica, found in replies(calls, deadline):
+            if isinstance(found, GetTimeoutError):
+                late = listed([str(replica) for replica in replicas if replica not in results])
+                raise EngineError(f"No answer to {method!r} within {deadline:g} s: {late}.")
+            if isinstance(found, RayTaskError) and isinstance(found.cause, ServerDiedError):
+                raise ServerDiedError(f"{replica}: {found.cause}") from found
+            if isinstance(found, RayTaskError):
+                raise EngineError(f"{replica}: {brief(found)}") from found
+            if isinstance(found, RayError):
+                raise ServerDiedError(f"{replica} died: {brief(found)}") from found
+            results[replica] = found
+        return [results[replica] for replica in replicas]
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
@@ -196,16 +197,3 @@ def _gpus_of_trainers(session: Session) -> Mapping[str, Sequence[str]]:
         if used is not None:
             found.setdefault(used[0], []).append(used[1])
     return found
-
-
-def _answer(replica: Replica, reference: Any) -> Any:
-    import ray
-
-    try:
-        return ray.get(reference)
-    except ray.exceptions.RayTaskError as error:
-        if isinstance(error.cause, ServerDiedError):
-            raise ServerDiedError(f"{replica}: {error.cause}") from error
-        raise EngineError(f"{replica}: {brief(error)}") from error
-    except ray.exceptions.RayError as error:
-        raise ServerDiedError(f"{replica} died: {brief(error)}") from error

@@ -11,8 +11,8 @@ from trlx_hybrid.types import Completion, Request, Sampling
 
 from .. import debugging
 from ..errors import brief
-from ..remote.actors import RunningClock
-from .actor import Answer
+from ..waiting import RunningClock
+from .actor import Output
 from .pool import CHECK_SECONDS, EnginePool
 
 TICK = 0.01  # seconds that a step waits for a completion: tools that have answered wait for it to end
@@ -111,7 +111,7 @@ class RemoteStream:
         finally:
             for server in self._router.servers:
                 if server in self._pool.replicas:
-                    self._pool.replicas[server].handle.leave.remote(self._channel)
+                    self._pool.replicas[server].handle.end.remote(self._channel)
             self._requests.clear()
 
     # --- to the engines and back ------------------------------------------------------------------------------------
@@ -138,23 +138,23 @@ class RemoteStream:
         import ray
 
         try:
-            answers: list[Answer] = ray.get(reference)
+            outputs: list[Output] = ray.get(reference)
         except (ray.exceptions.RayError, EngineError) as error:
             self._lose(server, brief(error))
             return []
         self._heard[server] = self._clock.now()
         finished = []
-        for answer in answers:
-            if answer.died:
-                self._lose(server, answer.error)
+        for output in outputs:
+            if output.died:
+                self._lose(server, output.error)
                 break
-            if self._requests.pop(answer.key, None) is None:
+            if self._requests.pop(output.key, None) is None:
                 continue  # aborted while it was on its way
-            self._router.done(answer.key)
+            self._router.done(output.key)
             self._progress[server] = self._heard[server]
-            if answer.completion is None:
-                raise EngineError(f"{self._pool.replicas[server]} refused a request: {answer.error}")
-            finished.append((answer.key, answer.completion))
+            if output.completion is None:
+                raise EngineError(f"{self._pool.replicas[server]} refused a request: {output.error}")
+            finished.append((output.key, output.completion))
         return finished
 
     def _notice_silence(self) -> None:
@@ -191,7 +191,6 @@ class Router:
 
     def __init__(self, servers: Iterable[int]) -> None:
         self._requests: dict[int, dict[int, None]] = {server: {} for server in servers}
-        self._server_of: dict[int, int] = {}  # request -> server
         self._home: dict[int, int] = {}  # row -> server
         self._rows: dict[int, int] = dict.fromkeys(self._requests, 0)  # server -> how many rows have their home there
 
@@ -208,12 +207,11 @@ class Router:
             self._home[row] = server
             self._rows[server] += 1
         self._requests[server][request] = None
-        self._server_of[request] = server
         return server
 
     def done(self, request: int) -> int | None:
         """A request is over, finished or not wanted any more: the engine that had it, or None."""
-        server = self._server_of.pop(request, None)
+        server = next((server for server, requests in self._requests.items() if request in requests), None)
         if server is not None:
             del self._requests[server][request]
         return server
@@ -225,8 +223,6 @@ class Router:
     def lose(self, server: int) -> list[int]:
         """An engine died: its requests, in the order of their arrival. They, and its rows, are nobody's now."""
         requests = list(self._requests.pop(server, ()))
-        for request in requests:
-            del self._server_of[request]
         self._home = {row: home for row, home in self._home.items() if home != server}
         self._rows.pop(server, None)
         return requests

@@ -10,32 +10,32 @@ import itertools
 import logging
 import threading
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.plain_data import NotPlainError
 
 from .. import debugging
-from ..errors import brief
-from .actors import (
+from ..actors import (
     DEADLINE,
-    LOOK,
     START_SECONDS,
-    ActorPool,
     Pickled,
     PoolActor,
-    RunningClock,
+    UserPool,
     Worker,
+    check_settings,
     ensure_connected,
     reply_of,
     result_of,
-    wait,
 )
+from ..errors import brief
+from ..waiting import arrives, wait
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 REMEDY = "Let its constructor make what cannot be sent: constructors run in the workers."
@@ -101,13 +101,9 @@ def remote_environment(
             f"remote_environment takes a class, whose methods it has to know, and got {environment!r:.80}. "
             "Arguments for its constructor: functools.partial(TheClass, argument=1)."
         )
-    for setting, value in (("workers", workers), ("per_worker", per_worker)):
-        if value < 1:
-            raise ConfigError(f"remote_environment: {setting}={value}: at least one is needed.")
-    if not deadline > 0:
-        raise ConfigError(f"remote_environment: deadline={deadline}: seconds above 0, or math.inf to wait for ever.")
+    check_settings("remote_environment", deadline, workers=workers, per_worker=per_worker)
     ensure_connected()
-    actors = ActorPool(
+    actors = UserPool(
         EnvironmentActor,
         Pickled.of(environment, f"Environment {kind.__name__!r}", REMEDY),
         name=kind.__name__,
@@ -143,48 +139,45 @@ class EnvironmentHandle:
     where: str
     deadline: float
 
-    def answer(self, method: str, reference: Any) -> Any:
-        """What a call returned.
+    async def reply(self, method: str, reference: Any, *, blocking: bool) -> bytes:
+        """What its worker replies to a call.
+
+        Args:
+            blocking: wait in this thread, not on an event loop.
 
         Raises:
-            EnvironmentLostError: the worker died or did not answer in time (that is its `__cause__`), or returned what
-                cannot be sent.
-            what the method raised.
+            EnvironmentLostError: the worker died or did not answer in time; that is its `__cause__`.
         """
-        ready, _ = wait([reference], self.deadline)
-        return self._result(method, reference, bool(ready))
-
-    async def answer_later(self, method: str, reference: Any) -> Any:
-        """The same, for an event loop."""
-        future, clock = asyncio.wrap_future(reference.future()), RunningClock()
-        try:
-            while not future.done() and (left := self.deadline - clock.now()) > 0:
-                await asyncio.wait([future], timeout=min(LOOK, left))
-            return self._result(method, reference, future.done())
-        finally:
-            if not future.cancel():
-                future.exception()  # or asyncio logs that nobody asked for it
-
-    def _result(self, method: str, reference: Any, ready: bool) -> Any:
         import ray
 
-        name = f"environment '{self.name}.{method}'"
+        ready = wait([reference], self.deadline)[0] if blocking else await arrives(reference, self.deadline)
         if not ready:
             raise EnvironmentLostError(
-                f"{name} did not return within {self.deadline:g} s, in {self.where}; the call may still run. Give it a "
-                "timeout of its own, or raise deadline=."
+                f"environment '{self.name}.{method}' did not return within {self.deadline:g} s, in {self.where}; the "
+                "call may still run. Give it a timeout of its own, or raise deadline=."
             ) from TimeoutError()
         try:
-            reply = ray.get(reference)
+            reply: bytes = ray.get(reference)
         except ray.exceptions.RayError as error:
             raise EnvironmentLostError(
-                f"{name}: {self.where} died: {brief(error).rstrip('.')}. Its log and the node's say why; out of memory "
-                "is the usual cause"
+                f"environment '{self.name}.{method}': {self.where} died: {brief(error).rstrip('.')}. Its log and the "
+                "node's say why; out of memory is the usual cause"
             ) from error
+        return reply
+
+    def result(self, method: str, reply: bytes) -> Any:
+        """What a reply says that the method returned.
+
+        Raises:
+            EnvironmentLostError: it returned what cannot be sent.
+            what the method raised.
+        """
         try:
             return result_of(reply, "the environment's process")
         except NotPlainError as error:
-            raise EnvironmentLostError(f"{name} returned {error}. Return plain data.") from None
+            raise EnvironmentLostError(
+                f"environment '{self.name}.{method}' returned {error}. Return plain data."
+            ) from None
 
 
 class RemoteEnvironments:
@@ -200,15 +193,14 @@ class RemoteEnvironments:
         deadline: seconds that a call may take.
     """
 
-    def __init__(self, actors: ActorPool, kind: type[RemoteEnvironment], per_worker: int, deadline: float) -> None:
+    def __init__(self, actors: UserPool, kind: type[RemoteEnvironment], per_worker: int, deadline: float) -> None:
         self.__name__ = kind.__name__
         self._actors, self._kind, self._per_worker, self._deadline = actors, kind, per_worker, deadline
         self._lock = threading.RLock()
         self._numbers = itertools.count()
-        self._keys: defaultdict[Worker, set[int]] = defaultdict(set)
-        # Calls that were given up and may still run, by the environment that they hold a thread of.
-        self._stuck: defaultdict[Worker, dict[int, Any]] = defaultdict(dict)
-        self._freed: deque[tuple[Worker, int]] = deque()
+        self._places: dict[int, Worker] = {}  # by number of an environment: whose place it has
+        self._stuck: dict[Any, int] = {}  # calls that were given up and may still run, in a thread: whose they are
+        self._freed: deque[int] = deque()
 
     def __call__(self) -> RemoteEnvironment:
         """A new environment, in the emptiest worker. Workers that died are replaced first, or when this finds them so.
@@ -229,22 +221,19 @@ class RemoteEnvironments:
     def __enter__(self) -> RemoteEnvironments:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        return f"<remote environments {self.__name__!r}>"
 
     # --- for the environments ---------------------------------------------------------------------------------------
 
-    def make(self) -> tuple[Worker, EnvironmentHandle]:
+    def make(self) -> EnvironmentHandle:
         """See `__call__`: what the environment is known by."""
         try:
             return self._made()
         except EnvironmentLostError:
             return self._made()
 
-    def lose(self, worker: Worker, key: int, call: Any, *, died: bool) -> None:
+    def lose(self, key: int, call: Any, *, died: bool) -> None:
         """Note what a call found out: a dead worker is replaced when the next environment is made.
 
         A call that hangs may still run, and a thread cannot be ended: only a worker with one environment can. Beside
@@ -253,191 +242,156 @@ class RemoteEnvironments:
         Args:
             call: reference to its answer.
         """
+        worker = self._places.get(key)
+        if worker is None:
+            return
         if died:
             worker.dead = True
         elif self._per_worker == 1 and not worker.dead:
             self._actors.kill(worker)
         if not worker.dead:
-            self._stuck[worker][key] = call
+            self._stuck[call] = key
+            call.future().add_done_callback(lambda _: self.free(self._stuck.pop(call)))
 
-    def free(self, worker: Worker, key: int) -> None:
+    def free(self, key: int) -> None:
         """Nobody uses this environment any more. May be called by the garbage collector, so it only takes a note."""
-        self._freed.append((worker, key))
+        self._freed.append(key)
 
-    def _made(self) -> tuple[Worker, EnvironmentHandle]:
+    def _made(self) -> EnvironmentHandle:
         with self._lock:
-            self._let_go()
-            workers = self._actors.workers
-            if not workers:
+            if not self._actors.workers:
                 raise ConfigError(f"The remote environments {self.__name__!r} were closed. Make new ones.")
-            self._actors.replace_dead()
-            if all(self._taken(worker) >= self._per_worker for worker in workers):
+            self._actors.restore()
+            taken = self._taken()
+            if min(taken.values()) >= self._per_worker:
                 gc.collect()  # an error's traceback can hold an environment that nobody uses
-                self._let_go()
-            worker = min(workers, key=lambda worker: (self._taken(worker), worker.number))
-            if self._taken(worker) >= self._per_worker:
+                taken = self._taken()
+            worker = min(taken, key=lambda worker: (taken[worker], worker.index))
+            if taken[worker] >= self._per_worker:
                 raise ConfigError(self._full())
             key = next(self._numbers)
-            self._keys[worker].add(key)
+            self._places[key] = worker
         handle = EnvironmentHandle(self.__name__, worker.handle, key, str(worker), self._deadline)
         made = worker.handle.make.remote(key)
         try:
-            handle.answer("__init__", made)
+            reply = _now(handle.reply("__init__", made, blocking=True))
         except EnvironmentLostError as error:
-            self.lose(worker, key, made, died=not isinstance(error.__cause__, TimeoutError))
+            self.lose(key, made, died=not isinstance(error.__cause__, TimeoutError))
             raise
+        try:
+            handle.result("__init__", reply)
         except BaseException:
-            self.free(worker, key)
+            self.free(key)
             raise
-        return worker, handle
+        return handle
 
-    def _taken(self, worker: Worker) -> int:
-        return len(self._keys[worker]) - min(len(self._stuck[worker]), STUCK)
-
-    def _full(self) -> str:
-        workers = self._actors.workers
-        stuck = sum(len(self._stuck[worker]) for worker in workers)
-        hanging = f" {stuck} of them hang in a call that was given up, and keep a thread each." if stuck else ""
-        return (
-            f"{sum(len(self._keys[worker]) for worker in workers)} environments {self.__name__!r} are in use, all that "
-            f"workers={len(workers)} with per_worker={self._per_worker} have places for: each completion of a batch "
-            f"takes one.{hanging} Raise either."
-        )
-
-    def _let_go(self) -> None:
-        import ray
-
-        for worker in self._actors.workers:
-            stuck = dict(self._stuck[worker])  # calls are given up in other threads
-            if stuck:
-                late = set(ray.wait(list(stuck.values()), num_returns=len(stuck), timeout=0)[1])
-                for key in [key for key, call in stuck.items() if call not in late]:
-                    del self._stuck[worker][key]
-                    self.free(worker, key)
-        gone: dict[Worker, list[int]] = {}
+    def _taken(self) -> dict[Worker, int]:
+        """Places that are taken, by worker, when those that were freed are let go."""
+        stuck = set(self._stuck.values())
+        gone: defaultdict[Worker, list[int]] = defaultdict(list)
         while self._freed:
-            worker, key = self._freed.popleft()
-            if key in self._stuck[worker]:  # freed when it returns
-                continue
-            self._keys[worker].discard(key)
-            gone.setdefault(worker, []).append(key)
+            key = self._freed.popleft()
+            if key in self._places and key not in stuck:  # what is stuck is freed when it returns
+                gone[self._places.pop(key)].append(key)
         for worker, keys in gone.items():
             if not worker.dead:
                 worker.handle.drop.remote(keys)
+        held = Counter(self._places.values())
+        hanging = Counter(self._places[key] for key in stuck if key in self._places)
+        return {worker: held[worker] - min(hanging[worker], STUCK) for worker in self._actors.workers.values()}
+
+    def _full(self) -> str:
+        workers, stuck = list(self._actors.workers.values()), set(self._stuck.values())
+        held = [key for key, worker in self._places.items() if worker in workers]
+        hanging = sum(key in stuck for key in held)
+        told = f" {hanging} of them hang in a call that was given up, and keep a thread each." if hanging else ""
+        return (
+            f"{len(held)} environments {self.__name__!r} are in use, all that workers={len(workers)} with "
+            f"per_worker={self._per_worker} have places for: each completion of a batch takes one.{told} Raise either."
+        )
 
 
 class RemoteEnvironment:
     """Base of what stands for environments: methods go to the worker; other attributes are read there, and cannot be
     set here."""
 
-    __slots__ = ("__weakref__", "_finalizer", "_handle", "_lost", "_maker", "_turn", "_worker")
+    __slots__ = ("__weakref__", "_factory", "_finalizer", "_handle", "_lost", "_turn")
 
+    _factory: RemoteEnvironments | None  # None in a process that did not make it
     _handle: EnvironmentHandle
-    _maker: RemoteEnvironments | None  # None in a process that did not make it
-    _worker: Worker | None
     _lost: str | None  # why, once it is
-    _turn: int | None  # of the next asynchronous call; only its maker's process keeps them in order
+    _turn: int | None  # of the next asynchronous call; only where it was made they are kept in order
 
-    def __init__(self, maker: RemoteEnvironments) -> None:
-        self._maker = maker
-        self._make()
+    def __init__(self, factory: RemoteEnvironments) -> None:
+        self._factory = factory
+        self._make(factory)
 
-    def _make(self) -> None:
-        assert self._maker is not None, "only its maker's process makes another"
-        self._worker, self._handle = self._maker.make()
-        self._lost, self._turn = None, 0
-        self._finalizer = weakref.finalize(self, self._maker.free, self._worker, self._handle.key)
+    def _make(self, factory: RemoteEnvironments) -> None:
+        self._handle, self._lost, self._turn = factory.make(), None, 0
+        self._finalizer = weakref.finalize(self, factory.free, self._handle.key)
         self._finalizer.atexit = False
 
-    def _call(self, method: str, args: Any, kwargs: Any) -> Any:
-        if self._lost is not None and method in OPTIONAL:
-            return None
-        if self._lost is not None and self._renewable(method):
-            self._renew()
-        try:
-            return self._ask("call", method, args, kwargs)
-        except EnvironmentLostError as error:
-            if self._died() and self._renewable(method):
-                self._renew()  # its episode has not begun, so nothing is lost with the old one
-                return self._ask("call", method, args, kwargs)
-            return self._without(method, error)
-
-    async def _call_later(self, method: str, args: Any, kwargs: Any) -> Any:
-        if self._lost is not None and method in OPTIONAL:
-            return None
-        if self._lost is not None and self._renewable(method):
-            await asyncio.to_thread(self._renew)
-        try:
-            return await self._ask_later(method, args, kwargs)
-        except EnvironmentLostError as error:
-            if self._died() and self._renewable(method):
-                await asyncio.to_thread(self._renew)
-                return await self._ask_later(method, args, kwargs)
-            return self._without(method, error)
-
-    def _ask(self, verb: str, method: str, *details: Any) -> Any:
-        self._refuse_lost()
-        reference = getattr(self._handle.actor, verb).remote(self._handle.key, method, *details)
-        try:
-            return self._handle.answer(method, reference)
-        except EnvironmentLostError as error:
-            self._give_up(error, reference)
-            raise
-
-    async def _ask_later(self, method: str, args: Any, kwargs: Any) -> Any:
-        self._refuse_lost()
-        reference = self._handle.actor.call.remote(self._handle.key, method, args, kwargs, self._turn)
-        if self._turn is not None:
-            self._turn += 1
-        try:
-            return await self._handle.answer_later(method, reference)
-        except EnvironmentLostError as error:
-            self._give_up(error, reference)
-            raise
-
-    def _refuse_lost(self) -> None:
-        if self._lost is not None:
-            raise EnvironmentLostError(self._lost)
-
-    def _give_up(self, error: EnvironmentLostError, call: Any) -> None:
-        """After a death, and after a call that may still run, nothing more can be asked of this environment."""
-        if error.__cause__ is None:
-            return  # it returned what cannot be sent, and is well
-        self._lost = str(error)
-        if self._maker is not None and self._worker is not None:
-            died = not isinstance(error.__cause__, TimeoutError)
-            self._maker.lose(self._worker, self._handle.key, call, died=died)
-
-    def _died(self) -> bool:
-        return self._worker is not None and self._worker.dead
-
-    def _renewable(self, method: str) -> bool:
-        return method == "reset" and self._maker is not None
-
-    def _renew(self) -> None:
+    def _renew(self, factory: RemoteEnvironments) -> None:
         """Another environment in the place of one that is lost."""
         self._finalizer()
-        self._make()
+        self._make(factory)
 
-    def _without(self, method: str, error: EnvironmentLostError) -> None:
-        """What an environment answers that turns out to be lost when its episode is over: None, said aloud.
+    def _call(self, method: str, args: Any, kwargs: Any) -> Any:
+        return self._result(method, _now(self._reply("call", method, args, kwargs, blocking=True)))
 
-        Raises:
-            EnvironmentLostError: it is well, and returned what cannot be sent; or its episode is not over.
-        """
-        if self._lost is None or method not in OPTIONAL:
-            raise error
-        logger.warning("The episode of an environment is over, and cannot be scored by it: %s", error)
+    async def _call_later(self, method: str, args: Any, kwargs: Any) -> Any:
+        return self._result(method, await self._reply("call", method, args, kwargs, blocking=False))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        if self._lost is not None:
-            return None
-        try:
-            return self._ask("read", name)
-        except EnvironmentLostError as error:
-            return self._without(OPTIONAL[0], error)
+        return self._result(name, _now(self._reply("read", name, blocking=True)))
+
+    async def _reply(self, verb: str, method: str, *details: Any, blocking: bool) -> bytes | None:
+        """What the worker replies; None where the environment is lost and nobody needs an answer.
+
+        `reset` renews an environment that is lost, or dies by it: its episode has not begun, so nothing is lost with
+        the old one.
+
+        Args:
+            verb: "call" a method, or "read" an attribute.
+            blocking: wait in this thread, not on an event loop.
+
+        Raises:
+            EnvironmentLostError: after a death, and after a call that may still run, nothing more can be asked of it.
+        """
+        optional = verb == "read" or method in OPTIONAL
+        factory = self._factory if method == "reset" else None
+        again = factory is not None
+        while True:
+            if self._lost is not None:
+                if optional:
+                    return None
+                if factory is None:
+                    raise EnvironmentLostError(self._lost)
+                if blocking:
+                    self._renew(factory)
+                else:
+                    await asyncio.to_thread(self._renew, factory)
+            handle, given = self._handle, details
+            if not blocking and self._turn is not None:
+                given, self._turn = (*details, self._turn), self._turn + 1
+            call = getattr(handle.actor, verb).remote(handle.key, method, *given)
+            try:
+                return await handle.reply(method, call, blocking=blocking)
+            except EnvironmentLostError as error:
+                self._lost, died = str(error), not isinstance(error.__cause__, TimeoutError)
+                if self._factory is not None:
+                    self._factory.lose(handle.key, call, died=died)
+                if optional:
+                    logger.warning("The episode of an environment is over, and cannot be scored by it: %s", error)
+                elif not (died and again):
+                    raise
+                again = False
+
+    def _result(self, method: str, reply: bytes | None) -> Any:
+        """Not a part of the coroutine, which could not raise the StopIteration of a method."""
+        return None if reply is None else self._handle.result(method, reply)
 
     def __reduce__(self) -> Any:
         return _visiting, (type(self), self._handle, self._lost)
@@ -449,8 +403,18 @@ class RemoteEnvironment:
 def _visiting(kind: type[RemoteEnvironment], handle: EnvironmentHandle, lost: str | None) -> RemoteEnvironment:
     """The same environment, seen from another process: a reward function's worker."""
     found = object.__new__(kind)
-    found._maker, found._worker, found._handle, found._lost, found._turn = None, None, handle, lost, None
+    found._factory, found._handle, found._lost, found._turn = None, handle, lost, None
     return found
+
+
+def _now(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that blocks where others wait."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    raise RuntimeError("it waits for an event loop")
 
 
 @functools.cache  # TRL tells environments apart by their class, so one class has one proxy
@@ -496,18 +460,14 @@ class EnvironmentActor(PoolActor):
         """Take what makes environments."""
         self._make = loaded
         self._environments: dict[int, Any] = {}
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._starting = threading.Lock()
         self._turns: dict[int, int] = {}
         self._turning = threading.Condition()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
 
     def make(self, key: int) -> bytes:
         """A new environment, by this number."""
-
-        def made() -> None:
-            self._environments[key] = self._make()
-
-        return reply_of(made)
+        return reply_of(lambda: self._environments.update({key: self._make()}))
 
     def call(
         self, key: int, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], turn: int | None = None
@@ -520,11 +480,11 @@ class EnvironmentActor(PoolActor):
         """
 
         def called() -> Any:
-            with self._in_turn(key, turn):
+            with nullcontext() if turn is None else self._in_turn(key, turn):
                 answer = getattr(self._environments[key], method)(*args, **kwargs)
                 coroutine = inspect.iscoroutine(answer)
                 if coroutine:
-                    answer = asyncio.run_coroutine_threadsafe(answer, self._event_loop())
+                    answer = asyncio.run_coroutine_threadsafe(answer, self._loop)
             return answer.result() if coroutine else answer
 
         return reply_of(called)
@@ -540,10 +500,7 @@ class EnvironmentActor(PoolActor):
             self._turns.pop(key, None)
 
     @contextmanager
-    def _in_turn(self, key: int, turn: int | None) -> Iterator[None]:
-        if turn is None:
-            yield
-            return
+    def _in_turn(self, key: int, turn: int) -> Iterator[None]:
         with self._turning:
             self._turning.wait_for(lambda: self._turns.get(key, 0) >= turn, ORDER_SECONDS)
         try:
@@ -552,10 +509,3 @@ class EnvironmentActor(PoolActor):
             with self._turning:
                 self._turns[key] = turn + 1
                 self._turning.notify_all()
-
-    def _event_loop(self) -> asyncio.AbstractEventLoop:
-        with self._starting:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
-            return self._loop

@@ -7,30 +7,30 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from trlx_hybrid.errors import ConfigError, RewardError, listed
 
 from .. import debugging
-from ..errors import brief
-from ..printer import say
-from ..worker_group.errors import DeadlineError, WorkerDiedError, WorkerError
-from .actors import (
+from ..actors import (
     DEADLINE,
     START_SECONDS,
-    ActorPool,
     Pickled,
     PoolActor,
+    UserPool,
     Worker,
-    arriving,
+    check_settings,
     ensure_connected,
     obstacle,
     reply_of,
     result_of,
 )
+from ..errors import brief
+from ..printer import say
+from ..waiting import replies
+from ..worker_group.batch import row_ranges
+from ..worker_group.errors import DeadlineError, WorkerDiedError, WorkerError
 
 E = TypeVar("E", bound=WorkerError)
 REMEDY = (
@@ -97,10 +97,7 @@ def remote_reward(
         raise ConfigError(f"remote_reward: {setting}= is of a reward model, and {reward!r:.80} is none. Leave it out.")
     if not model and not callable(reward):
         raise ConfigError(f"remote_reward takes a function, a class or a reward model, and got {reward!r:.80}.")
-    if workers < 1:
-        raise ConfigError(f"remote_reward: workers={workers}: at least one is needed.")
-    if not deadline > 0:
-        raise ConfigError(f"remote_reward: deadline={deadline}: seconds above 0, or math.inf to wait for ever.")
+    check_settings("remote_reward", deadline, workers=workers)
     if module and any(parameter.device.type != "cpu" for parameter in reward.parameters()):
         raise ConfigError("remote_reward sends a model from the CPU: call .to('cpu') on it, or give a path.")
     called = name or _trl_name(reward)
@@ -112,8 +109,7 @@ def remote_reward(
         pickled = Pickled.of(load, f"Reward model {called!r}", "Save it, and give its path.")
     else:
         pickled = Pickled.of(reward, f"Reward function {called!r}", REMEDY)
-    start = functools.partial(
-        ActorPool,
+    pool = UserPool(
         RewardActor,
         pickled,
         (called, model or inspect.isclass(reward)),
@@ -124,7 +120,7 @@ def remote_reward(
         gpus=gpus,
         start_deadline=start_deadline,
     )
-    return RemoteReward(called, start, frozenset(drop), debugging.patience(deadline))
+    return RemoteReward(called, pool, frozenset(drop), debugging.patience(deadline))
 
 
 def _trl_name(reward: Any) -> str:
@@ -147,10 +143,9 @@ class RemoteReward:
     They end with the process, or when `close` is called or a `with` block is left.
     """
 
-    def __init__(self, name: str, start: Callable[[], ActorPool], drop: frozenset[str], deadline: float) -> None:
+    def __init__(self, name: str, pool: UserPool, drop: frozenset[str], deadline: float) -> None:
         self.__name__ = name
-        self._start, self._drop, self._deadline = start, drop, deadline
-        self._pool: ActorPool | None = start()
+        self._pool, self._drop, self._deadline = pool, drop, deadline
 
     def __call__(self, **arguments: Any) -> list[float | None]:
         """Score a batch: what TRL passes to a reward function, by name.
@@ -183,68 +178,62 @@ class RemoteReward:
 
     def _score(self, batch: Batch) -> WorkerDiedError | None:
         """Have the missing rows scored by all workers; the first death among these. What it had is missing still."""
-        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
-        if self._pool is None:
-            self._pool = self._start()
-        self._pool.replace_dead()
+        self._pool.restore()
+        workers = list(self._pool.workers.values())
+        rows = dict(
+            zip(workers, (batch.missing[r.start : r.stop] for r in row_ranges(len(batch.missing), len(workers))))
+        )
         died: WorkerDiedError | None = None
-        pending = self._sent(batch, self._pool.workers)
-        try:
-            for reference in arriving(list(pending), self._deadline):
-                worker, rows = pending.pop(reference)
-                try:
-                    batch.add(rows, result_of(ray.get(reference), str(worker)))
-                except ray.exceptions.RayActorError as error:
-                    worker.dead = True
-                    lost = f"lost a worker: {worker} died: {brief(error).rstrip('.')}."
-                    died = died or self._error(WorkerDiedError, worker.number, worker.where, lost)
-                except (Exception, SystemExit) as error:  # whatever the function raised
-                    trace = "\n".join(getattr(error, "__notes__", []))
-                    failed = f"failed on {worker}: {type(error).__name__}: {error}\n{trace}"
-                    raise self._error(WorkerError, worker.number, worker.where, failed, trace) from error
-        except TimeoutError:
+        late = []
+        for worker, found in replies(self._sent(batch, rows), self._deadline):
+            failed: BaseException | None = found if isinstance(found, RayError) else None
+            try:
+                if failed is None:
+                    batch.add(rows[worker], *result_of(found, str(worker)))
+            except (Exception, SystemExit) as met:  # whatever the function raised
+                failed = met
+            if isinstance(found, GetTimeoutError):
+                late.append(worker)
+            elif isinstance(found, RayActorError):
+                worker.dead = True
+                lost = f"lost a worker: {worker} died: {brief(found).rstrip('.')}."
+                died = died or self._error(WorkerDiedError, worker.index, worker.where, lost)
+            elif failed is not None:
+                trace = "\n".join(getattr(failed, "__notes__", []))
+                told = f"failed on {worker}: {type(failed).__name__}: {failed}\n{trace}"
+                raise self._error(WorkerError, worker.index, worker.where, told, trace) from failed
+        if late:
             self.close()
-            late = [worker for worker, _ in pending.values()]
             raise self._error(
                 DeadlineError,
-                late[0].number,
+                late[0].index,
                 late[0].where,
                 f"got no answer within {self._deadline:g} s from {listed([str(worker) for worker in late], 3)}. Its "
                 "workers were ended. Raise deadline= if a batch takes that long.",
-            ) from None
+            )
         return died
 
-    def _sent(self, batch: Batch, workers: Sequence[Worker]) -> dict[Any, tuple[Worker, Sequence[int]]]:
-        """Deal rows out in blocks of about the same size. By reference to the answer: the worker, and its rows."""
+    def _sent(self, batch: Batch, rows: Mapping[Worker, Sequence[int]]) -> dict[Worker, Any]:
+        """References to the answers of those that have rows to score."""
         import ray
-
-        rows = batch.missing
-        small, larger = divmod(len(rows), len(workers))
-        sent: dict[Any, tuple[Worker, Sequence[int]]] = {}
-        try:
-            shared = ray.put((batch.others, tuple(batch.loggers)))
-            for worker in workers:
-                start = worker.number * small + min(worker.number, larger)
-                part = rows[start : start + small + (worker.number < larger)]
-                if part:
-                    sent[worker.handle.score.remote(batch.columns_of(part), shared)] = worker, part
-        except TypeError as error:  # what Ray raises where it cannot pickle
-            raise self._unsendable(batch, error) from error
-        return sent
-
-    def _unsendable(self, batch: Batch, error: TypeError) -> Exception:
         from ray import cloudpickle
 
-        for name, value in {**batch.columns, **batch.others}.items():
-            try:
-                cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
-            except Exception as reason:
-                return ConfigError(
-                    f"Reward function {self.__name__!r}: the argument {name!r} cannot be sent to its workers: "
-                    f"{obstacle(value, reason)}. If the function does not use it: remote_reward(…, drop=[{name!r}])."
-                )
-        return error
+        try:
+            shared = ray.put((batch.others, tuple(batch.loggers)))
+            return {w: w.handle.score.remote(batch.columns_of(part), shared) for w, part in rows.items() if part}
+        except TypeError:  # what Ray raises where it cannot pickle
+            for name, value in {**batch.columns, **batch.others}.items():
+                try:
+                    cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
+                except Exception as reason:
+                    raise ConfigError(
+                        f"Reward function {self.__name__!r}: the argument {name!r} cannot be sent to its workers: "
+                        f"{obstacle(value, reason)}. If the function does not use it: remote_reward(…, drop=[{name!r}]"
+                        ")."
+                    ) from reason
+            raise
 
     def _error(self, kind: type[E], rank: int, node: str, what: str, traceback: str = "") -> E:
         text = f"Reward function {self.__name__!r} {what}"
@@ -252,33 +241,17 @@ class RemoteReward:
 
     def close(self) -> None:
         """End the workers and give their resources back. Another call starts others."""
-        pool, self._pool = self._pool, None
-        if pool is not None:
-            pool.close()
+        self._pool.close()
 
     def __enter__(self) -> RemoteReward:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        return f"<remote reward {self.__name__!r}>"
 
-
-@dataclass(slots=True)
-class Scores:
-    """What a worker made of its rows.
-
-    Attributes:
-        rewards: one per row.
-        extra: by column what was given to `log_extra`, one value per row.
-        metrics: what was given to `log_metric`, in order.
-    """
-
-    rewards: list[float | None] = field(default_factory=list)
-    extra: dict[str, list[Any]] = field(default_factory=dict)
-    metrics: list[tuple[str, float]] = field(default_factory=list)
+Scores = tuple[list[float | None], dict[str, list[Any]], list[tuple[str, float]]]
+"""What a worker made of its rows: a reward each; what was given to `log_extra`, by column; what to `log_metric`."""
 
 
 class Batch:
@@ -307,15 +280,21 @@ class Batch:
         """The columns of some rows."""
         return {name: [values[row] for row in rows] for name, values in self.columns.items()}
 
-    def add(self, rows: Sequence[int], scores: Scores) -> None:
+    def add(
+        self,
+        rows: Sequence[int],
+        rewards: Sequence[float | None],
+        extra: Mapping[str, Sequence[Any]],
+        metrics: Sequence[tuple[str, float]],
+    ) -> None:
         """Take in what a worker made of these rows."""
-        for row, reward in zip(rows, scores.rewards, strict=True):
+        for row, reward in zip(rows, rewards, strict=True):
             self.rewards[row] = reward
-        for column, values in scores.extra.items():
+        for column, values in extra.items():
             every = self._extra.setdefault(column, [None] * len(self.rewards))
             for row, value in zip(rows, values, strict=True):
                 every[row] = value
-        for name, value in scores.metrics:
+        for name, value in metrics:
             self._metrics.setdefault(name, []).append((len(rows), value))
         scored = set(rows)
         self.missing = [row for row in self.missing if row not in scored]
@@ -354,34 +333,27 @@ class RewardActor(PoolActor):
         return reply_of(lambda: self._scored(columns, *shared))
 
     def _scored(self, columns: dict[str, list[Any]], others: Mapping[str, Any], loggers: Sequence[str]) -> Scores:
-        count, scores = len(columns["prompts"]), Scores()
+        count = len(columns["prompts"])
+        extra: dict[str, list[Any]] = {}
+        metrics: list[tuple[str, float]] = []
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
-            if len(values) != count or column in scores.extra:
+            if len(values) != count or column in extra:
                 raise RewardError(
                     f"Reward function {self._name!r} gave log_extra {len(values)} values for {column!r}. Give it "
                     f"one for each of the {count} rows, and each column once."
                 )
-            scores.extra[column] = list(values)
+            extra[column] = list(values)
 
         def log_metric(name: str, value: float) -> None:
-            scores.metrics.append((name, float(value)))
+            metrics.append((name, float(value)))
 
         given = {"log_extra": log_extra, "log_metric": log_metric}
         answer = self._function(**columns, **others, **{name: given[name] for name in loggers})
-        if inspect.isawaitable(answer):
-            answer = self._awaited(answer)
-        scores.rewards = self._checked(answer, count)
-        return scores
-
-    def _awaited(self, answer: Any) -> Any:
-        """On one event loop for all batches, so that a client can keep its connections."""
-
-        async def wait() -> Any:
-            return await answer
-
-        self._runner = self._runner or asyncio.Runner()
-        return self._runner.run(wait())
+        if inspect.isawaitable(answer):  # on one event loop for all batches, so that a client can keep its connections
+            self._runner = self._runner or asyncio.Runner()
+            answer = self._runner.run(_awaited(answer))
+        return self._checked(answer, count), extra, metrics
 
     def _checked(self, answer: Any, count: int) -> list[float | None]:
         try:
@@ -397,6 +369,10 @@ class RewardActor(PoolActor):
                 "a function that looks at a whole batch needs workers=1."
             )
         return found
+
+
+async def _awaited(answer: Any) -> Any:
+    return await answer
 
 
 class RewardModel:

@@ -1,11 +1,10 @@
 """Worker groups: many workers called as one object, in Ray actors or in this process."""
 
 from .errors import DeadlineError, DispatchError, WorkerDiedError, WorkerError
-from .group import Future
-from .local_group import LocalWorkerGroup
-from .ray_group import WorkerGroup
+from .group import LocalWorkerGroup, WorkerGroup
 from .registration import register
 from .worker import WorkerInfo, this_worker
+from .workers import Future
 
 __all__ = [
     "DeadlineError",

@@ -1,15 +1,11 @@
-"""What goes wrong in a worker group, and how it is told: rank, node, and the worker's own traceback."""
+"""What goes wrong in a worker group."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
-from trlx_hybrid.errors import HybridError, listed
-
-from .worker import Location
+from trlx_hybrid.errors import HybridError
 
 
 class DispatchError(HybridError, ValueError):
@@ -40,98 +36,3 @@ class WorkerDiedError(WorkerError):
 
 class DeadlineError(WorkerError, TimeoutError):
     """A worker did not answer in time. It may still be at work; a future can be asked again."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """What one worker answered instead of a result.
-
-    Attributes:
-        position: of the worker among those called.
-        kind: its method "raised", the worker "died", or the call was "dropped" before it began.
-        error: the exception, as near to the original as it could be had.
-        traceback: as text.
-    """
-
-    position: int
-    kind: Literal["raised", "died", "dropped"]
-    error: BaseException
-    traceback: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of a group, as messages speak of it.
-
-    Attributes:
-        worker: name of the worker class.
-        method: what was called.
-        ranks: the ranks that were called; positions are indices into it.
-        locations: where each rank of the group runs, by rank; empty before it is known.
-    """
-
-    worker: str
-    method: str
-    ranks: Sequence[int]
-    locations: Sequence[Location]
-
-    def __str__(self) -> str:
-        return f"{self.worker}.{self.method}"
-
-    def node(self, position: int) -> str:
-        """Where the worker at a position runs."""
-        return str(self.locations[self.ranks[position]]) if self.locations else ""
-
-    def who(self, position: int) -> str:
-        """Rank and place of the worker at a position."""
-        node = self.node(position)
-        return f"rank {self.ranks[position]}" + (f" ({node})" if node else "")
-
-    def _about(self, position: int) -> dict[str, Any]:
-        return {"rank": self.ranks[position], "method": self.method, "node": self.node(position)}
-
-    def failed(self, failures: Sequence[Failure]) -> WorkerError:
-        """The error of the true victim: a worker that died makes those that it talked to fail, so death comes first."""
-        first = min(failures, key=lambda f: (f.kind != "died", f.kind != "raised", f.position))
-        others = [f"{self.ranks[f.position]} ({_one_line(f.error)})" for f in failures if f is not first]
-        also = f"\nFailed as well: ranks {listed(others)}." if others else ""
-        error: WorkerError
-        if first.kind == "died":
-            error = WorkerDiedError(
-                f"{self.worker} {self.who(first.position)} died while {self} was called: {_one_line(first.error)}. Its "
-                f"log and the node's say why; out of memory is the usual cause. Close the group, make a new one.{also}",
-                traceback=first.traceback,
-                **self._about(first.position),
-            )
-        else:
-            trace = f"\n{first.traceback.rstrip()}" if first.traceback else ""
-            error = WorkerError(
-                f"{self} failed on {self.who(first.position)}: {_one_line(first.error)}.{also}{trace}",
-                traceback=first.traceback,
-                **self._about(first.position),
-            )
-        error.__cause__ = first.error
-        return error
-
-    def closed(self) -> WorkerError:
-        """The group was closed while the call was under way."""
-        return WorkerError(
-            f"The group of {self.worker} was closed before {self} was done on all {len(self.ranks)} workers. Ask for "
-            "the result before the group's block is left.",
-            **self._about(0),
-        )
-
-    def overdue(self, missing: Sequence[int], seconds: float) -> DeadlineError:
-        """No answer from the workers at these positions."""
-        answered = len(self.ranks) - len(missing)
-        return DeadlineError(
-            f"No answer to {self} within {seconds:g} s from {listed([self.who(p) for p in missing], limit=3)}; "
-            f"{answered} of {len(self.ranks)} workers answered. They may still be at work, and later calls wait behind "
-            "this one: ask the future again, set a longer `deadline`, or close the group.",
-            **self._about(missing[0]),
-        )
-
-
-def _one_line(error: BaseException) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}".rstrip(".: ")

@@ -8,6 +8,7 @@ the second type, without a plugin for the type checker.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec,
 
 from trlx_hybrid.errors import ConfigError, did_you_mean
 
+from .worker import Location, WorkerInfo, located, set_this_worker, this_worker
+
 if TYPE_CHECKING:
-    from .group import Future
+    from .workers import Future
 
 Dispatch = Literal["broadcast", "one_to_all", "scatter", "rank_zero"]
 Execute = Literal["blocking", "future"]
@@ -63,6 +66,47 @@ def registered(worker: type) -> dict[str, Registered]:
             "@register(dispatch=...) above those that the group is to have."
         )
     return found
+
+
+def worker_class(worker: Any, *, local: bool) -> type:
+    """A subclass of `worker` with its name, and with the methods that a group calls: `Registered.entry` of each.
+
+    It is constructed with the rank alone: the constructor of `worker` is called when it is known where all workers run.
+
+    Args:
+        local: whether the workers are threads of one process.
+    """
+
+    def start(self: Any, rank: int) -> None:
+        self.__trlx_rank__ = rank
+
+    def locate(self: Any) -> Location:
+        return Location("this process") if local else located(self.__trlx_rank__)
+
+    def construct(
+        self: Any, locations: tuple[Location, ...], tensor_parallel: int, /, *args: Any, **kwargs: Any
+    ) -> None:
+        set_this_worker(WorkerInfo(self.__trlx_rank__, tensor_parallel, locations), whole_process=not local)
+        worker.__init__(self, *args, **kwargs)
+
+    names = {"__module__": worker.__module__, "__init__": start}
+    names |= {"__trlx_locate__": locate, "__trlx_construct__": construct}
+    names |= {method.entry: _answering(method, getattr(worker, name)) for name, method in registered(worker).items()}
+    return type(worker.__name__, (worker,), names)
+
+
+def _answering(method: Registered, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, returning None on workers whose result nobody collects: it would travel for nothing."""
+    if method.entry == method.name:
+        return function
+
+    @functools.wraps(function)
+    def answer(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = function(self, *args, **kwargs)
+        here = this_worker()
+        return result if (here.tensor_rank if method.splits else here.rank) == 0 else None
+
+    return answer
 
 
 # --- what a type checker sees ---------------------------------------------------------------------------------------

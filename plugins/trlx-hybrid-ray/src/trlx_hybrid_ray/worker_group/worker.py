@@ -139,10 +139,18 @@ _listener: list[socket.socket] = []
 is somebody else's sooner or later."""
 
 
-def listen(address: str) -> int:
-    """Hold a port on this address and no other, and return its number."""
-    _listener[:] = [deadline.listen(address)]
-    return int(_listener[0].getsockname()[1])
+def located(rank: int) -> Location:
+    """Where this actor runs. Rank 0 listens from here on."""
+    import ray
+
+    context = ray.get_runtime_context()
+    address: str = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+    port = 0
+    if rank == 0:
+        _listener[:] = [deadline.listen(address)]
+        port = int(_listener[0].getsockname()[1])
+    gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
+    return Location(context.get_node_id(), address, os.getpid(), gpus, port)
 
 
 def _taken_listener() -> int:
@@ -152,7 +160,7 @@ def _taken_listener() -> int:
     return _listener.pop().detach()
 
 
-def become(worker: WorkerInfo, *, whole_process: bool) -> None:
+def set_this_worker(worker: WorkerInfo, *, whole_process: bool) -> None:
     """From now on, this thread is that worker; with `whole_process`, so is every other."""
     _of_thread.worker = worker
     if whole_process:

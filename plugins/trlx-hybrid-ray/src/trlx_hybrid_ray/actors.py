@@ -1,16 +1,16 @@
 """What rewards, environments and engines in Ray actors share: the connection to Ray, what travels to an actor and back,
-waits for answers, and pools of actors on reserved resources.
+and pools of actors on reserved resources.
 """
 
 from __future__ import annotations
 
 import atexit
 import io
+import itertools
 import os
 import pickle
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,18 +19,18 @@ from typing import Any
 from trlx_hybrid import plain_data, remote_errors
 from trlx_hybrid.errors import ConfigError, listed
 
-from .. import debugging
-from ..cluster import ADDRESS, LOCAL, NAMESPACE, connect
-from ..errors import brief
-from ..placement import PlacementRequest, reserve
-from ..printer import say
-from ..worker_group.errors import DeadlineError, WorkerDiedError, WorkerError
+from . import debugging
+from .cluster import ADDRESS, LOCAL, NAMESPACE, connect
+from .errors import brief
+from .placement import Placement, PlacementRequest, reserve
+from .printer import say
+from .waiting import replies
+from .worker_group.errors import DeadlineError, WorkerDiedError, WorkerError
 
 DEADLINE = 600.0
 """Seconds that a batch of rewards, or a call of an environment, may take unless told otherwise."""
 START_SECONDS = 120.0
 """Seconds that the workers of a reward or an environment may take to start unless told otherwise."""
-LOOK = 1.0  # seconds of waiting at a time
 RETURNED, RAISED, NOT_PLAIN = b"v", b"e", b"n"  # what a reply begins with
 BREAKPOINT = "PYTHONBREAKPOINT"
 
@@ -82,6 +82,19 @@ def ensure_connected() -> None:
     say(str(cluster))
     if debugging.legacy():
         say(f"debugger: {debugging.attach_command(cluster.address, cluster.token)}")
+
+
+def check_settings(function: str, deadline: float, **counts: int) -> None:
+    """Of `remote_reward` and `remote_environment`, before anything starts.
+
+    Raises:
+        ConfigError: names the setting.
+    """
+    for setting, value in counts.items():
+        if value < 1:
+            raise ConfigError(f"{function}: {setting}={value}: at least one is needed.")
+    if not deadline > 0:
+        raise ConfigError(f"{function}: deadline={deadline}: seconds above 0, or math.inf to wait for ever.")
 
 
 # --- to an actor and back -------------------------------------------------------------------------------------------
@@ -202,65 +215,126 @@ def see_own_gpus() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in ray.get_gpu_ids())
 
 
-# --- waits ----------------------------------------------------------------------------------------------------------
-
-
-class RunningClock:
-    """Seconds that this process ran since the clock was made; looked at once a second or so.
-
-    A process that is stopped (SIGSTOP, a suspended machine) hears nothing of the others meanwhile. That time says
-    nothing about them: of the time between two looks, no more than `2 * LOOK` counts.
-    """
-
-    def __init__(self) -> None:
-        self._seconds, self._looked = 0.0, time.monotonic()
-
-    def now(self) -> float:
-        """Seconds so far."""
-        before, self._looked = self._looked, time.monotonic()
-        self._seconds += min(self._looked - before, 2 * LOOK)
-        return self._seconds
-
-
-def wait(
-    references: Sequence[Any], seconds: float, count: int | None = None, clock: RunningClock | None = None
-) -> tuple[list[Any], list[Any]]:
-    """As `ray.wait`, for so many seconds in which this process ran: those that are there, and those that are not.
-
-    Args:
-        count: how many are enough; by default all.
-        clock: that the seconds are read from; by default they begin now.
-    """
-    import ray
-
-    clock, count = clock or RunningClock(), len(references) if count is None else count
-    while references:
-        look = min(LOOK, max(0.0, seconds - clock.now()))
-        ready, late = ray.wait(list(references), num_returns=count, timeout=look)
-        if len(ready) >= count or clock.now() >= seconds:
-            return ready, late
-    return [], []
-
-
-def arriving(references: Sequence[Any], seconds: float) -> Iterator[Any]:
-    """References in the order in which their answers come.
-
-    Raises:
-        TimeoutError: not all came in that time.
-    """
-    clock, late = RunningClock(), list(references)
-    while late:
-        ready, late = wait(late, seconds, 1, clock)
-        if not ready:
-            raise TimeoutError
-        yield from ready
-
-
 # --- pools ----------------------------------------------------------------------------------------------------------
 
 
+@dataclass(slots=True, eq=False)
+class Worker:
+    """One actor of a pool.
+
+    Attributes:
+        noun: what messages call it.
+        index: in its pool; a replacement takes that of the one it replaces, and its resources.
+        number: no two of a pool have the same.
+        handle: of the actor.
+        where: node and process, once it runs.
+        dead: it cannot be called any more.
+    """
+
+    noun: str
+    index: int
+    number: int
+    handle: Any
+    where: str = ""
+    dead: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.noun} {self.index}" + (f" ({self.where})" if self.where else "")
+
+
+class ActorPool:
+    """Actors of one class, on resources that are reserved before anything starts.
+
+    Args:
+        kind: their class. Its method `ready` returns the reply to the start, and where the actor is, or raises.
+        arguments: of its constructor.
+        size: how many there are.
+        places: reserves the resources. The last placement has a bundle for each actor.
+        noun: what messages call one of them.
+        start_deadline: seconds for all to start.
+        threads: calls that an actor carries out at once; by default Ray's.
+
+    Attributes:
+        workers: by index; none before `launch` and after `close`.
+    """
+
+    def __init__(
+        self,
+        kind: type,
+        arguments: Sequence[Any],
+        size: int,
+        places: Callable[[], Sequence[Placement]],
+        *,
+        noun: str = "worker",
+        start_deadline: float,
+        threads: int | None = None,
+    ) -> None:
+        import ray
+
+        self.workers: dict[int, Worker] = {}
+        self._class: Any = ray.remote(kind)
+        self._arguments, self._size, self._places, self._noun, self._threads = arguments, size, places, noun, threads
+        self._seconds = debugging.patience(start_deadline)
+        self._reserved: Sequence[Placement] = ()
+        self._starting: dict[Worker, Any] = {}
+        self._numbers = itertools.count()
+
+    def launch(self, indices: Sequence[int] | None = None) -> None:
+        """Start actors in the background, in the place of those that are there; by default all that there are to be.
+
+        Raises:
+            PlacementError: the resources cannot be had.
+        """
+        self._reserved = self._reserved or self._places()
+        for index in range(self._size) if indices is None else indices:
+            actor = self._class.options(
+                **self._reserved[-1].options(index),
+                runtime_env={"env_vars": dict(debugging.variables())},
+                max_concurrency=self._threads,
+            )
+            handle = actor.remote(*self._arguments)
+            self.workers[index] = worker = Worker(self._noun, index, next(self._numbers), handle)
+            self._starting[worker] = handle.ready.remote()
+
+    def started(self) -> Iterator[tuple[Worker, Exception | None]]:
+        """Wait for all that were launched. What does not start is ended, and comes with the error: one of Ray's, or
+        what it raised."""
+        from ray.exceptions import RayError
+
+        for worker, found in replies(self._starting, self._seconds):
+            del self._starting[worker]
+            error: Exception | None = found if isinstance(found, RayError) else None
+            if error is None:
+                reply, worker.where = found
+                try:
+                    result_of(reply, str(worker))
+                except Exception as met:
+                    error = met
+            if error is not None:
+                self.kill(worker)
+            yield worker, error
+
+    def kill(self, worker: Worker) -> None:
+        """End a worker, with whatever it is at."""
+        import ray
+
+        worker.dead = True
+        ray.kill(worker.handle)
+
+    def close(self) -> None:
+        """End all actors and give the resources back. Safe to call twice."""
+        import ray
+
+        if ray.is_initialized():
+            for worker in self.workers.values():
+                self.kill(worker)
+            for placement in self._reserved:
+                placement.remove()
+        self.workers, self._reserved, self._starting = {}, (), {}
+
+
 class PoolActor:
-    """Base of actors in a pool. Loads what the user wrote when it starts; `ready` tells what came of that."""
+    """Base of actors in a `UserPool`. Loads what the user wrote when it starts; `ready` tells what came of that."""
 
     def __init__(self, pickled: Pickled, settings: Sequence[Any]) -> None:
         see_own_gpus()
@@ -275,45 +349,20 @@ class PoolActor:
         return self._started, whereabouts()
 
 
-@dataclass(slots=True, eq=False)
-class Worker:
-    """One actor of a pool.
-
-    Attributes:
-        number: in its pool; a replacement takes the number of the one it replaces.
-        handle: of the actor.
-        where: node and process.
-        dead: it cannot be called any more.
-    """
-
-    number: int
-    handle: Any
-    where: str = ""
-    dead: bool = False
-
-    def __str__(self) -> str:
-        return f"worker {self.number} ({self.where})" if self.where else f"worker {self.number}"
-
-
-class ActorPool:
-    """Actors of one class, on resources that are reserved before anything starts.
+class UserPool(ActorPool):
+    """Actors that load what the user wrote: a reward or an environment.
 
     Args:
-        kind: a `PoolActor`.
+        kind: what they are; Ray shows them under `name`.
         pickled, settings: what each of them loads.
-        name: of the reward or environment; Ray shows its actors under it.
-        role: what it is, for messages and for whoever looks up who holds what: "reward" or "environment".
-        cpus, gpus: of each actor.
-        threads: calls that an actor carries out at once.
-        start_deadline: seconds for all to start.
-
-    Attributes:
-        workers: by number; none once the pool is closed.
+        role: for messages and for whoever looks up who holds what: "reward" or "environment".
+        workers: how many.
+        cpus, gpus: of each.
+        others: as of `ActorPool`.
 
     Raises:
         ConfigError: the resources make no sense.
-        PlacementError: they cannot be had.
-        WorkerError, WorkerDiedError, DeadlineError: a worker did not start; see `replace_dead`.
+        others: see `restore`.
     """
 
     def __init__(
@@ -327,92 +376,50 @@ class ActorPool:
         workers: int,
         cpus: float,
         gpus: float,
+        start_deadline: float,
         threads: int = 1,
-        start_deadline: float = START_SECONDS,
     ) -> None:
-        import ray
-
-        # Under the user's name: it is what `ray list actors` and Ray's own messages show.
-        self._class: Any = ray.remote(type(name, (kind,), {"__module__": kind.__module__}))
-        self._arguments, self._name, self._role, self._threads = (pickled, settings), name, role, threads
-        self._seconds = debugging.patience(start_deadline)
-        self._reserved = reserve(
-            PlacementRequest(name=f"{role} {name}", replicas=workers, cpus=cpus, gpus=gpus, strategy="spread")
+        request = PlacementRequest(name=f"{role} {name}", replicas=workers, cpus=cpus, gpus=gpus, strategy="spread")
+        super().__init__(
+            type(name, (kind,), {"__module__": kind.__module__}),
+            (pickled, settings),
+            workers,
+            lambda: [reserve(request)],
+            start_deadline=start_deadline,
+            threads=threads,
         )
-        self.workers: list[Worker] = []
+        self._called = f"{role.capitalize()} {name!r}"
         try:
-            self.workers = [self._launched(number) for number in range(workers)]
-            self._await(self.workers)
+            self.restore()
         except BaseException:
             self.close()
             raise
 
-    def replace_dead(self) -> None:
-        """Start another actor in the place of each that is dead.
+    def restore(self) -> None:
+        """Start another actor in the place of each that is dead; all after `close`.
 
         Raises:
+            PlacementError: the resources cannot be had.
             DeadlineError: one did not start in time; names it.
             WorkerDiedError: one died while it started.
             WorkerError: it raised when it loaded what the user wrote; `__cause__` is that exception.
         """
-        dead = [worker.number for worker in self.workers if worker.dead]
-        for number in dead:
-            self.workers[number] = self._launched(number)
-        self._await([self.workers[number] for number in dead])
+        from ray.exceptions import GetTimeoutError, RayActorError
 
-    def kill(self, worker: Worker) -> None:
-        """End a worker, with whatever it is at."""
-        import ray
-
-        worker.dead = True
-        ray.kill(worker.handle)
-
-    def close(self) -> None:
-        """End all workers and give the resources back. Safe to call twice."""
-        import ray
-
-        workers, self.workers = self.workers, []
-        if ray.is_initialized():
-            for worker in workers:
-                ray.kill(worker.handle)
-            self._reserved.remove()
-
-    def _launched(self, number: int) -> Worker:
-        actor = self._class.options(
-            **self._reserved.options(number),
-            runtime_env={"env_vars": dict(debugging.variables())},
-            max_concurrency=self._threads,
-        )
-        return Worker(number, actor.remote(*self._arguments))
-
-    def _await(self, workers: Sequence[Worker]) -> None:
-        import ray
-
-        pending = {worker.handle.ready.remote(): worker for worker in workers}
-        try:
-            for reference in arriving(list(pending), self._seconds):
-                worker = pending.pop(reference)
-                try:
-                    reply, worker.where = ray.get(reference)
-                    result_of(reply, str(worker))
-                except ray.exceptions.RayActorError as error:
-                    worker.dead = True
-                    raise self._error(WorkerDiedError, worker, f"died while it started: {brief(error)}") from error
-                except Exception as error:
-                    self.kill(worker)
-                    raise self._error(WorkerError, worker, f"did not start: {brief(error)}") from error
-        except TimeoutError:
-            late = list(pending.values())
-            for worker in late:
-                self.kill(worker)
-            numbers = listed([str(worker.number) for worker in late])
-            raise self._error(
-                DeadlineError,
-                late[0],
-                f"did not start within {self._seconds:g} s (not ready: {numbers}). Raise start_deadline= if its "
-                "imports are that slow.",
-            ) from None
+        self.launch([index for index, worker in self.workers.items() if worker.dead] if self.workers else None)
+        for worker, error in self.started():
+            if isinstance(error, GetTimeoutError):
+                late = listed([str(other.index) for other in (worker, *self._starting)])
+                raise self._error(
+                    DeadlineError,
+                    worker,
+                    f"did not start within {self._seconds:g} s (not ready: {late}). Raise start_deadline= if its "
+                    "imports are that slow.",
+                ) from None
+            if isinstance(error, RayActorError):
+                raise self._error(WorkerDiedError, worker, f"died while it started: {brief(error)}") from error
+            if error is not None:
+                raise self._error(WorkerError, worker, f"did not start: {brief(error)}") from error
 
     def _error(self, kind: type[WorkerError], worker: Worker, what: str) -> WorkerError:
-        text = f"{self._role.capitalize()} {self._name!r}: {worker} {what}"
-        return kind(text, rank=worker.number, method="__init__", node=worker.where)
+        return kind(f"{self._called}: {worker} {what}", rank=worker.index, method="__init__", node=worker.where)

@@ -1,0 +1,466 @@
+"""The workers of a group, which are actors or threads: they are constructed, called, waited for and ended."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from weakref import WeakSet
+
+from trlx_hybrid.errors import ConfigError, listed
+
+from ..errors import brief
+from .batch import fields_of
+from .errors import DeadlineError, WorkerDiedError, WorkerError
+from .worker import Location
+
+R_co = TypeVar("R_co", covariant=True)
+
+CLOSE_SECONDS = 5.0
+"""Seconds that workers are given at the group's end for what they are at."""
+GRACE = 2.0
+"""Seconds that the others are given once one has failed: a worker's death is often noticed after the errors it causes
+in those that talked to it, and it is the death that has to be named."""
+DIRECT = 32
+"""Workers that the driver calls itself; a call costs it about 0.1 ms for each. More are called through a relay on each
+node."""
+RELAY_SECONDS = 60.0
+"""That a relay may take to pass a call on; it waits for no worker."""
+LARGE = 96 << 10
+"""Bytes from which one copy in the object store is cheaper than one in each call. Ray itself puts arguments there from
+100 KiB, once for every call."""
+WORD = 8
+"""Bytes a number counts for."""
+
+
+class Future(Generic[R_co]):
+    """The result of a call that goes on. Give it to another group's method as its batch, or ask it.
+
+    Where both groups split batches alike, the data then goes from worker to worker and never to this process.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        call: str,
+        answers: list[Any],
+        collect: Callable[[list[Any]], R_co],
+        *,
+        seconds: float,
+        splits: bool,
+        upstream: Future[Any] | None,
+    ) -> None:
+        self.answers = answers  # a reference for each called worker
+        self._workers, self._call, self._collect, self._seconds = workers, call, collect, seconds
+        self._splits, self._upstream = splits, upstream
+        self._value: list[R_co] = []
+
+    def result(self, timeout: float | None = None) -> R_co:
+        """Wait for it.
+
+        Args:
+            timeout: seconds; by default the call's deadline. `math.inf` waits for ever.
+
+        Raises:
+            WorkerError: a worker raised, or died (`WorkerDiedError`): rank, method, node and its traceback.
+            DeadlineError: not everyone answered in time. The call goes on, and can be asked again.
+            DispatchError: the results of a scattered batch cannot be joined.
+        """
+        if not self._value:
+            seconds = self._seconds if timeout is None else timeout
+            results = self._workers.results(self._call, self.answers, seconds, self._upstream)
+            self._value.append(self._collect(results))
+        return self._value[0]
+
+    def done(self) -> bool:
+        """Whether `result` would not wait."""
+        return bool(self._value) or len(self._workers.wait(self.answers, 0.0)) == len(self.answers)
+
+    def chunks_for(self, workers: Workers) -> list[Any] | None:
+        """One answer per replica, where it is a scattered batch that those workers split alike, so that they can be
+        given the answers in the place of their values."""
+        own = self._workers
+        alike = self._splits and workers.ray is own.ray and workers.replicas == own.replicas
+        return self.answers[:: own.tensor_parallel] if alike else None
+
+    def error(self) -> WorkerError | None:
+        """What `result` would raise at once, if anything."""
+        try:
+            self._workers.results(self._call, self.answers, 0.0, self._upstream)
+        except WorkerError as error:
+            return None if isinstance(error, TimeoutError) else error
+        return None
+
+    def cancel(self) -> None:
+        """Take what has not begun out of the workers' queues."""
+        from ray.exceptions import RayError
+
+        for answer in self.answers:
+            with contextlib.suppress(RayError, ValueError, TypeError):
+                self._workers.ray.cancel(answer)
+
+    def __repr__(self) -> str:
+        return f"<Future of {self._call}, {'done' if self.done() else 'at work'}>"
+
+
+class Workers:
+    """The workers of one group. Each carries out one call at a time, in the order in which they came.
+
+    Args:
+        worker: their class, see `worker_class`.
+        options: for each, what Ray's `.options()` takes.
+        tensor_parallel: how many are a replica.
+        args, kwargs: of their constructors.
+        local: whether they are threads of this process.
+
+    Attributes:
+        ray: the module, or the one that stands for it in this process.
+        name: of their class.
+        world, replicas: how many there are.
+        handles: by rank; they keep the actors alive.
+        locations: where each rank runs; empty before it is known.
+        lost: the error of the first worker that died.
+        closed: whether the group was.
+    """
+
+    def __init__(
+        self,
+        worker: type,
+        options: Sequence[Mapping[str, Any]],
+        tensor_parallel: int,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        *,
+        local: bool = False,
+    ) -> None:
+        world = len(options)
+        if world < 1 or tensor_parallel < 1 or world % tensor_parallel:
+            raise ConfigError(
+                f"{world} workers cannot be replicas of tensor_parallel={tensor_parallel}: it must divide their "
+                "number, and both must be 1 or more."
+            )
+        import ray  # only here: worker classes are imported where no Ray is wanted
+
+        from . import local_ray
+
+        self.ray: Any = local_ray if local else ray
+        self.name, self.world, self.tensor_parallel = worker.__name__, world, tensor_parallel
+        self.replicas = world // tensor_parallel
+        self._args, self._kwargs, self._local = args, kwargs, local
+        self.locations: Sequence[Location] = ()
+        self.lost: WorkerDiedError | None = None
+        self.closed = False
+        self.futures: WeakSet[Future[Any]] = WeakSet()
+        self._methods: dict[str, list[Callable[..., Any]]] = {}
+        self._relays: list[tuple[Any, Sequence[int]]] = []
+        actors = self.ray.remote(worker)
+        self.handles: list[Any] = [actors.options(**each).remote(rank) for rank, each in enumerate(options)]
+
+    def start(self, seconds: float) -> None:
+        """Construct every worker. They say where they run before any constructor is called, so that all know of all.
+
+        Raises:
+            WorkerError: a constructor raised; names the rank.
+            DeadlineError: not all are constructed in time.
+        """
+        until, call = time.monotonic() + seconds, f"{self.name}.__init__"
+        located = [handle.__trlx_locate__.remote() for handle in self.handles]
+        try:
+            self.locations = self.results(call, located, seconds)
+        except DeadlineError as error:
+            if not self._local:
+                error.add_note(
+                    f"Free in the cluster: {_free()}. Workers wait where their options ask for more than that."
+                )
+            raise
+        args, kwargs = self._shared(self._args, self._kwargs)
+        about = (self._once(tuple(self.locations), self.world), self.tensor_parallel)
+        made = [handle.__trlx_construct__.remote(*about, *args, **kwargs) for handle in self.handles]
+        self.results(call, made, _left(until))
+        self._args, self._kwargs = (), {}  # may be large, and are not needed again
+        if self.world > DIRECT and not self._local:
+            self.relay(_left(until))
+
+    def relay(self, seconds: float, *, pinned: bool = True) -> None:
+        """From now on, call workers through a relay for each node; `pinned` to it."""
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        actors = self.ray.remote(Relay)
+        nodes = sorted({location.node for location in self.locations})
+        for node in nodes:
+            ranks = [rank for rank, location in enumerate(self.locations) if location.node == node]
+            where: Any = NodeAffinitySchedulingStrategy(node, soft=False) if pinned else "DEFAULT"
+            handles = {rank: self.handles[rank] for rank in ranks}
+            self._relays.append((actors.options(num_cpus=0, scheduling_strategy=where).remote(handles), ranks))
+        started, firsts = zip(*((relay.__ray_ready__.remote(), ranks[0]) for relay, ranks in self._relays))
+        self.results(f"the relay of {self.name}.__init__", started, seconds, ranks=firsts)
+
+    def submit(
+        self,
+        entry: str,
+        ranks: Sequence[int],
+        chunks: Sequence[Any] | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+    ) -> list[Any]:
+        """Hand a call to the workers and return at once, with a reference to the answer of each. What several of them
+        get is put into the object store once, where it is large.
+
+        Args:
+            entry: the workers' method.
+            chunks: the first argument of each replica's workers, its value or a reference; None where all arguments go
+                to everyone.
+            args, kwargs: what everyone gets.
+        """
+        if len(ranks) > 1:
+            args, kwargs = self._shared(args, kwargs)
+        if chunks is not None and self.tensor_parallel > 1:
+            shared = [self._once(chunk, self.tensor_parallel) for chunk in chunks]
+            chunks = [shared[rank // self.tensor_parallel] for rank in ranks]
+        if self._relays:
+            return self._relayed(entry, ranks, chunks, args, kwargs)
+        methods = self._methods.get(entry)
+        if methods is None:  # Ray makes them anew each time
+            methods = self._methods[entry] = [getattr(handle, entry).remote for handle in self.handles]
+        return call_each(methods[: len(ranks)], chunks, args, kwargs)
+
+    def _relayed(self, entry: str, ranks: Sequence[int], chunks: Sequence[Any] | None, *whole: Any) -> list[Any]:
+        """One call per relay, which answers at once with the references to its workers' answers."""
+        asked, called = [], []
+        for relay, own in self._relays:
+            here = [rank for rank in own if rank in ranks]
+            if here:
+                given = None if chunks is None else [chunks[rank] for rank in here]
+                asked.append(relay.call.remote(entry, here, given, *whole))
+                called.append(here)
+        firsts, call = [here[0] for here in called], f"the relay of {self.name}.{entry}"
+        answers: list[Any] = [None] * len(ranks)
+        for here, found in zip(called, self.results(call, asked, RELAY_SECONDS, ranks=firsts), strict=True):
+            for rank, answer in zip(here, found, strict=True):
+                answers[rank] = answer
+        return answers
+
+    def _shared(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+        return [self._once(value, self.world) for value in args], {
+            name: self._once(value, self.world) for name, value in kwargs.items()
+        }
+
+    def _once(self, value: Any, receivers: int) -> Any:
+        """The value, or a reference to the one copy of it that all receivers share."""
+        return self.ray.put(value) if receivers > 1 and _is_large(value) else value
+
+    def wait(self, answers: Sequence[Any], seconds: float) -> set[Any]:
+        """Those that are there, as soon as all are, or after so many seconds."""
+        timeout = None if seconds == math.inf else seconds
+        return set(self.ray.wait(list(answers), num_returns=len(answers), timeout=timeout, fetch_local=False)[0])
+
+    def close(self, at_once: bool) -> None:
+        """End the workers: those at work finish first, unless `at_once`, and not for long."""
+        from ray.exceptions import RayError
+
+        closed, self.closed = self.closed, True
+        if closed or not self.ray.is_initialized():
+            return
+        if not at_once and self.lost is None:
+            ends = [handle.__ray_terminate__.remote() for handle in self.handles]
+            self.ray.wait(ends, num_returns=len(ends), timeout=CLOSE_SECONDS)
+        for actor in [*self.handles, *(relay for relay, _ in self._relays)]:
+            with contextlib.suppress(RayError, ValueError):
+                self.ray.kill(actor)
+        self.handles, self._methods, self._relays = [], {}, []
+
+    def check(self) -> None:
+        """Raise what stands against calling anybody.
+
+        Raises:
+            WorkerDiedError: a worker died earlier.
+            ConfigError: the group was closed.
+        """
+        if self.lost is not None:
+            raise self.lost
+        if self.closed:
+            raise ConfigError(f"This group of {self.name} was closed. Make a new one.")
+
+    def results(
+        self,
+        call: str,
+        answers: Sequence[Any],
+        seconds: float,
+        upstream: Future[Any] | None = None,
+        ranks: Sequence[int] = (),
+    ) -> list[Any]:
+        """The values of all answers.
+
+        Args:
+            call: class and method, for messages.
+            upstream: the future whose answers the workers were given.
+            ranks: whose answers they are; by default from 0 on.
+
+        Raises:
+            WorkerError, DeadlineError: see `Future.result`.
+        """
+        from ray.exceptions import RayError
+
+        try:
+            return list(self.ray.get(list(answers), timeout=None if seconds == math.inf else seconds))
+        except RayError as error:
+            earlier = upstream.error() if upstream is not None else None
+            by_rank = dict(zip(ranks or range(self.world), answers))
+            reason = earlier or self._explained(call, by_rank, error, seconds)
+            raise reason from reason.__cause__
+
+    def _explained(self, call: str, answers: Mapping[int, Any], error: BaseException, seconds: float) -> WorkerError:
+        """The error to raise where answers are missing: it names the worker that is to blame."""
+        failures = self._failures(answers, 0.0)
+        if not failures and isinstance(error, TimeoutError):
+            return self._overdue(call, answers, seconds)
+        if self.lost is None:
+            failures = self._failures(answers, GRACE)
+        if all(failure.kind != "raised" for failure in failures):
+            if self.lost is not None:
+                return self.lost
+            if self.closed:
+                done = f"was closed before {call} was done on all {len(answers)} workers"
+                told = f"The group of {self.name} {done}. Ask for the result before the group's block is left."
+                return self._error(WorkerError, call, 0, told)
+        reason = self._failed(call, failures or [Failure(next(iter(answers)), "raised", error)])
+        if isinstance(reason, WorkerDiedError):
+            self.lost = reason
+            for future in list(self.futures):  # the others may wait for the dead one for ever
+                future.cancel()
+        return reason
+
+    def _failed(self, call: str, failures: Sequence[Failure]) -> WorkerError:
+        """The error of the true victim: a worker that died makes those that it talked to fail, so death comes first."""
+        first = min(failures, key=lambda f: (f.kind != "died", f.kind != "raised", f.rank))
+        others = [f"{f.rank} ({brief(f.error).rstrip('.: ')})" for f in failures if f is not first]
+        also = f"\nFailed as well: ranks {listed(others)}." if others else ""
+        who, why = self._who(first.rank), brief(first.error).rstrip(".: ")
+        if first.kind == "died":
+            error = self._error(
+                WorkerDiedError,
+                call,
+                first.rank,
+                f"{self.name} {who} died while {call} was called: {why}. Its log and the node's say why; out of memory "
+                f"is the usual cause. Close the group, make a new one.{also}",
+            )
+        else:
+            trace = f"\n{first.traceback.rstrip()}" if first.traceback else ""
+            error = self._error(WorkerError, call, first.rank, f"{call} failed on {who}: {why}.{also}{trace}")
+        error.traceback, error.__cause__ = first.traceback, first.error
+        return error
+
+    def _overdue(self, call: str, answers: Mapping[int, Any], seconds: float) -> WorkerError:
+        there = self.wait(list(answers.values()), 0.0)
+        missing = [rank for rank, answer in answers.items() if answer not in there] or [max(answers)]
+        return self._error(
+            DeadlineError,
+            call,
+            missing[0],
+            f"No answer to {call} within {seconds:g} s from {listed([self._who(rank) for rank in missing], limit=3)}; "
+            f"{len(answers) - len(missing)} of {len(answers)} workers answered. They may still be at work, and later "
+            "calls wait behind this one: ask the future again, set a longer `deadline`, or close the group.",
+        )
+
+    def _who(self, rank: int) -> str:
+        return f"rank {rank} ({self.locations[rank]})" if self.locations else f"rank {rank}"
+
+    def _error(self, kind: type[WorkerError], call: str, rank: int, text: str) -> WorkerError:
+        node = str(self.locations[rank]) if self.locations else ""
+        return kind(text, rank=rank, method=call.rpartition(".")[2], node=node)
+
+    def _failures(self, answers: Mapping[int, Any], seconds: float) -> list[Failure]:
+        there = self.wait(list(answers.values()), seconds)
+        found = [self._failure(rank, answer) for rank, answer in answers.items() if answer in there]
+        return [failure for failure in found if failure is not None]
+
+    def _failure(self, rank: int, answer: Any) -> Failure | None:
+        """What went wrong with an answer that is there."""
+        from ray.exceptions import OwnerDiedError, RayActorError, RayError, RayTaskError, TaskCancelledError
+
+        try:
+            self.ray.get(answer, timeout=GRACE)
+        except RayTaskError as error:
+            cause = error.cause if isinstance(error.cause, BaseException) else error
+            return Failure(rank, "raised", cause, _traceback_of(error))
+        except RayActorError as error:
+            return Failure(rank, "raised" if error.actor_init_failed else "died", error)
+        except OwnerDiedError as error:  # of the relay, and most likely its node
+            return Failure(rank, "died", error)
+        except RayError as error:
+            return Failure(rank, "dropped" if isinstance(error, TaskCancelledError) else "raised", error)
+        return None
+
+
+class Failure(NamedTuple):
+    """What one worker answered instead of a result: its method raised, it died, or the call was dropped before it
+    began."""
+
+    rank: int
+    kind: Literal["raised", "died", "dropped"]
+    error: BaseException
+    traceback: str = ""
+
+
+class Relay:
+    """An actor on each node, which calls the node's workers on the driver's behalf and waits for none of them.
+
+    Args:
+        workers: handles, by rank.
+    """
+
+    def __init__(self, workers: Mapping[int, Any]) -> None:
+        self._workers = workers
+
+    def call(self, entry: str, ranks: Sequence[int], chunks: Sequence[Any] | None, *whole: Any) -> list[Any]:
+        """Call the workers of these ranks; the references to their answers."""
+        return call_each([getattr(self._workers[rank], entry).remote for rank in ranks], chunks, *whole)
+
+
+def call_each(
+    methods: Sequence[Callable[..., Any]], chunks: Sequence[Any] | None, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """Call `handle.method.remote` of each worker, with its chunk of the batch where there is one."""
+    if chunks is None:
+        return [method(*args, **kwargs) for method in methods]
+    return [method(chunk, *args, **kwargs) for method, chunk in zip(methods, chunks, strict=True)]
+
+
+def _is_large(value: Any) -> bool:
+    """Whether a value takes `LARGE` bytes or more, roughly. Looks at no more of it than it must."""
+    pending, found = [value], 0
+    while pending and found < LARGE:
+        item = pending.pop()
+        found += WORD
+        if isinstance(size := getattr(item, "nbytes", None), int):
+            found += size
+        elif isinstance(item, (str, bytes, bytearray)):
+            found += len(item)
+        elif not isinstance(item, type):
+            fields = fields_of(item) or getattr(item, "__dict__", {})
+            inside = item if isinstance(item, (list, set, frozenset)) else fields.values()
+            found += WORD * len(inside)
+            pending += itertools.islice(inside, LARGE // WORD)
+    return found >= LARGE
+
+
+def _free() -> dict[str, float]:
+    import ray
+
+    resources = ray.available_resources()  # type: ignore[no-untyped-call]
+    return {name: resources.get(name, 0.0) for name in ("CPU", "GPU")}
+
+
+def _left(until: float) -> float:
+    return max(0.0, until - time.monotonic())
+
+
+def _traceback_of(error: Any) -> str:
+    """The worker's traceback. Ray keeps it in the error's text only, behind colours and remains of its own frames."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines()
+    start = next((number for number, line in enumerate(lines) if line.startswith('  File "')), 0)
+    return "\n".join(["Traceback (most recent call last):", *lines[start:]])

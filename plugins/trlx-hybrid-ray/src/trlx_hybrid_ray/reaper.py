@@ -190,7 +190,7 @@ def main(pid: int, owner: str, grace: float, folder: str) -> None:
     while not select.select([process, 0], [], [], pause)[0]:
         began = time.monotonic()
         segments.look()
-        pause = max(TICK, 2 * (time.monotonic() - began))  # at most a third of a core
+        pause = max(TICK, 5 * (time.monotonic() - began))  # at most a sixth of a core
     segments.look()
     left = [f"process {one}" for one in end(owner, pid, grace)]
     left += [f"{SHARED_MEMORY}{name}" for name in segments.remove()]

@@ -24,11 +24,10 @@ def launch_on_two_simulated_nodes() -> int:
     """Two raylets on loopback, with a token of their own and nothing outside of a temporary folder."""
     from ray.cluster_utils import Cluster
     from trlx_hybrid_ray import token
-    from trlx_hybrid_ray.internals import reachable
 
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder:
         os.environ["RAY_TMPDIR"] = folder
-        with reachable(everywhere=False), token.presented(token.make(Path(folder))):
+        with token.presented(token.make(Path(folder)), everywhere=False):
             nodes = Cluster()
             try:
                 for _ in range(2):

@@ -20,7 +20,6 @@ from trlx_hybrid_ray import token
 from trlx_hybrid_ray.cluster import ADDRESS as RAY_ADDRESS
 from trlx_hybrid_ray.cluster import NAMESPACE as RAY_NAMESPACE
 from trlx_hybrid_ray.cluster import announce
-from trlx_hybrid_ray.internals import reachable
 
 NAMESPACE = "tests"
 GPUS = 16
@@ -87,7 +86,7 @@ def _simulated(nodes: tuple[dict[str, Any], ...], namespace: str) -> Iterator[Si
     os.environ["RAY_TMPDIR"] = str(folder)
     secret = token.make(folder)
     try:
-        with reachable(everywhere=False), token.presented(secret):
+        with token.presented(secret, everywhere=False):
             import ray
             from ray.cluster_utils import Cluster
 

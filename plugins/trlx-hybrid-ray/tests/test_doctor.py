@@ -38,10 +38,10 @@ def test_the_command_examines_a_cluster_and_raises_tp_until_it_breaks(two_nodes,
 
 @pytest.mark.slow
 def test_a_step_that_breaks_names_the_place_and_the_rank(two_nodes):
-    """NCCL without a GPU: the processes start and meet, and the process group cannot be formed."""
+    """NCCL without a GPU: the processes start, and the process group cannot be formed."""
     (finding,) = tensor_parallel(2, backend="nccl")
     assert finding.problem
-    assert "tp=2 breaks at the process group (nccl, meeting at 127.0.0.1:" in finding.text
+    assert "tp=2 breaks at the process group (rendezvous at 127.0.0.1:" in finding.text
     assert "rank " in finding.text
     assert " on 127.0.0.1 (" in finding.text
     assert "GPU " in finding.text

@@ -32,6 +32,31 @@ def start(folder, *arguments, **settings):
     )
 
 
+@pytest.fixture
+def segments():
+    return Segments()
+
+
+@pytest.fixture
+def command(segments, tmp_path):
+    """Starts two ranks of obedient.py with a word; nothing of them may be left in the end.
+
+    Asked for after `joined`, so that this is seen before the cluster is cleaned up.
+    """
+
+    def on(joined, what, **settings):
+        return start(tmp_path, "--processes-per-node", "2", *joined, OBEDIENT, what, str(tmp_path), **settings)
+
+    yield on
+    assert nothing_left(str(tmp_path), segments) == []
+
+
+@pytest.fixture
+def joined(two_nodes):
+    """Options that join the cluster."""
+    return ["--address", two_nodes.address, "--token-file", str(two_nodes.token)]
+
+
 def ranks_wait(folder, mark="waiting", seconds=90):
     """Both of obedient.py's ranks have begun to."""
     deadline, marks = time.monotonic() + seconds, [folder / f"{mark}.{rank}" for rank in range(2)]
@@ -41,11 +66,10 @@ def ranks_wait(folder, mark="waiting", seconds=90):
 
 
 @pytest.mark.slow
-def test_one_line_on_one_machine(tmp_path):
+def test_one_line_on_one_machine(segments, tmp_path):
     """A cluster of its own, gone with it; the home folder stays as it was."""
     home = tmp_path / "home"
     home.mkdir()
-    segments = Segments()
     process = start(tmp_path, "--processes-per-node", "1", OBEDIENT, "look", str(tmp_path), env={"HOME": str(home)})
     _, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -57,10 +81,8 @@ def test_one_line_on_one_machine(tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_end_when_the_launcher_is_killed(two_nodes, tmp_path):
-    segments = Segments()
-    joined = ["--address", two_nodes.address, "--token-file", str(two_nodes.token)]
-    process = start(tmp_path, "--processes-per-node", "2", *joined, OBEDIENT, "wait", str(tmp_path))
+def test_ranks_end_when_the_launcher_is_killed(joined, command, segments, tmp_path):
+    process = command(joined, "wait")
     ranks_wait(tmp_path)
     process.kill()
     assert process.wait(10) == -signal.SIGKILL
@@ -69,28 +91,21 @@ def test_ranks_end_when_the_launcher_is_killed(two_nodes, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_in_a_terminal(two_nodes, tmp_path):
-    """The whole foreground group gets SIGINT; ranks get it through their wardens, each once."""
-    segments = Segments()
-    joined = ["--address", two_nodes.address, "--token-file", str(two_nodes.token)]
-    process = start(
-        tmp_path, "--processes-per-node", "2", *joined, OBEDIENT, "wait", str(tmp_path), start_new_session=True
-    )
+def test_ctrl_c_in_a_terminal(joined, command, tmp_path):
+    """The whole foreground group gets SIGINT; ranks get it from their node's actor, each once."""
+    process = command(joined, "wait", start_new_session=True)
     ranks_wait(tmp_path)
     os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=40)
     assert process.returncode == 130, err
     assert out.count("unwound") == 2
-    assert nothing_left(str(tmp_path), segments) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("presses", [1, 2])
-def test_ranks_that_ignore_signals_are_killed(two_nodes, tmp_path, presses):
+def test_ranks_that_ignore_signals_are_killed(joined, command, tmp_path, presses):
     """At once with the second Ctrl-C, after 8 s without."""
-    segments = Segments()
-    joined = ["--address", two_nodes.address, "--token-file", str(two_nodes.token)]
-    process = start(tmp_path, "--processes-per-node", "2", *joined, OBEDIENT, "stubborn", str(tmp_path))
+    process = command(joined, "stubborn")
     ranks_wait(tmp_path)
     pressed = time.monotonic()
     for _ in range(presses):
@@ -100,15 +115,13 @@ def test_ranks_that_ignore_signals_are_killed(two_nodes, tmp_path, presses):
     assert process.returncode == 130, err
     assert "Once more kills them at once" in err
     assert time.monotonic() - pressed < (30 if presses == 1 else 12)
-    assert nothing_left(str(tmp_path), segments) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", ["group", "everything", "ranks first"])
-def test_sigterm_to_more_than_the_launcher(tmp_path, whom):
+def test_sigterm_to_more_than_the_launcher(command, tmp_path, whom):
     """`timeout` sends it to the whole process group, batch systems to all processes of a job: Ray's own, too."""
-    segments = Segments()
-    process = start(tmp_path, "--processes-per-node", "2", OBEDIENT, "wait", str(tmp_path), start_new_session=True)
+    process = command([], "wait", start_new_session=True)
     ranks_wait(tmp_path)
     if whom == "group":
         os.killpg(process.pid, signal.SIGTERM)
@@ -125,15 +138,12 @@ def test_sigterm_to_more_than_the_launcher(tmp_path, whom):
     _, err = process.communicate(timeout=30)
     assert process.returncode == 128 + signal.SIGTERM, err
     assert "Stopped by SIGTERM" in err
-    assert nothing_left(str(tmp_path), segments) == []
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_suspended_ends_no_training(two_nodes, tmp_path):
+def test_a_launcher_that_is_suspended_ends_no_training(joined, command, tmp_path):
     """Ctrl-Z, or a terminal that blocks. Twice as long as Ray gives an actor's owner would take minutes here."""
-    segments = Segments()
-    joined = ["--address", two_nodes.address, "--token-file", str(two_nodes.token)]
-    process = start(tmp_path, "--processes-per-node", "2", *joined, OBEDIENT, "count", str(tmp_path))
+    process = command(joined, "count")
     ranks_wait(tmp_path, "counting")
     process.send_signal(signal.SIGSTOP)
     time.sleep(40)  # they have ended by now
@@ -142,14 +152,12 @@ def test_a_launcher_that_is_suspended_ends_no_training(two_nodes, tmp_path):
     assert process.returncode == 0, err
     for rank in range(2):
         assert [f"[rank {rank}] line {number}" in out for number in range(100)] == [True] * 100
-    assert nothing_left(str(tmp_path), segments) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reader", ["| head -1", "> /dev/full"])
-def test_output_that_nobody_takes_ends_no_run(two_nodes, tmp_path, reader):
-    joined = f"--address {two_nodes.address} --token-file {two_nodes.token}"
-    line = f"{' '.join(COMMAND)} --processes-per-node 2 {joined} {OBEDIENT} together {tmp_path} {reader}"
+def test_output_that_nobody_takes_ends_no_run(joined, tmp_path, reader):
+    line = f"{' '.join(COMMAND)} --processes-per-node 2 {' '.join(joined)} {OBEDIENT} together {tmp_path} {reader}"
     done = subprocess.run(
         ["bash", "-c", f"{line}; exit ${{PIPESTATUS[0]}}"], capture_output=True, text=True, cwd=tmp_path, timeout=120
     )
@@ -159,11 +167,33 @@ def test_output_that_nobody_takes_ends_no_run(two_nodes, tmp_path, reader):
 
 
 @pytest.mark.slow
+def test_a_terminal_that_blocks_keeps_nothing_reserved(joined, command, tmp_path):
+    """Nobody reads, and the last words do not fit: what the run had is given back all the same."""
+    from ray.util import placement_group_table
+
+    process = command(joined, "flood", pipesize=4096)
+    ranks_wait(tmp_path, "flooded")
+
+    def reserved():
+        groups = placement_group_table().values()
+        return [g for g in groups if f"pid {process.pid} of" in g["name"] and g["state"] != "REMOVED"]
+
+    deadline = time.monotonic() + 25
+    while (held := reserved()) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert process.poll() is None
+    assert held == []
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 3, err
+    assert [err.count(f"line {number}\n") for number in (0, 999)] == [2, 2]
+    assert err.strip().endswith("the script ended with exit code 3.")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("which", [signal.SIGSTOP, signal.SIGKILL])
-def test_the_end_comes_without_the_clusters_head(tmp_path, which):
+def test_the_end_comes_without_the_clusters_head(command, tmp_path, which):
     """Ray's client waits a minute for it, or for ever."""
-    segments = Segments()
-    process = start(tmp_path, "--processes-per-node", "2", OBEDIENT, "wait", str(tmp_path), start_new_session=True)
+    process = command([], "wait", start_new_session=True)
     ranks_wait(tmp_path)
     (head,) = [p for p in psutil.Process(process.pid).children(recursive=True) if "gcs_server" in p.name()]
     head.send_signal(which)
@@ -176,7 +206,6 @@ def test_the_end_comes_without_the_clusters_head(tmp_path, which):
         assert process.returncode == 130, err
     else:
         assert process.returncode != 0
-    assert nothing_left(str(tmp_path), segments) == []
     assert not head.is_running() or head.status() == psutil.STATUS_ZOMBIE
 
 

@@ -72,6 +72,14 @@ def test_a_line_after_a_progress_bar_does_not_overwrite_it():
     assert shown(write)[1] == "[rank 0] 10%\r\n[rank 1] hello\n"
 
 
+def test_what_the_launcher_says_stands_after_what_a_rank_had_begun():
+    out = io.BytesIO()
+    with Printer(NAMES, out, out) as one:
+        one.write((0, 0, False), b"sum 3")
+        one.say("Rank 1 failed first")
+    assert out.getvalue() == b"[rank 0] sum 3\nRank 1 failed first\n"
+
+
 @pytest.mark.parametrize("size", [200_000, 20_000_000])
 def test_a_line_without_an_end_takes_no_longer_than_one_with(size):
     started = time.monotonic()

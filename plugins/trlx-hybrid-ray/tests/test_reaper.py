@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from trlx_hybrid_ray.reaper import SEGMENT, SHARED_MEMORY, state
+from trlx_hybrid_ray import reaper
+from trlx_hybrid_ray.reaper import SEGMENT, SHARED_MEMORY, Segments, state
 
 OWNER = """
 import json, os, subprocess, sys, time
@@ -90,6 +91,25 @@ def test_they_go_when_they_are_to_and_it_is_said_what_was_left(owner):
     assert all(f"process {pid}" in said for pid in left["pids"][:2])
     assert process.wait(10) == 0
     assert data.exists()
+
+
+def test_processes_are_looked_at_only_where_a_segment_is_new(monkeypatch, tmp_path):
+    """Other files come and go there all the time, and there may be thousands of processes."""
+    looks = []
+    monkeypatch.setattr(reaper, "SHARED_MEMORY", f"{tmp_path}/")
+    monkeypatch.setattr(reaper, "NEW_SECONDS", 0.2)
+    monkeypatch.setattr(reaper, "descendants", lambda *_: looks.append(1) or [])
+    segments = Segments("owner", os.getpid())
+    for number in range(5):
+        (tmp_path / f"model-{number}.safetensors").write_bytes(b"")
+        segments.look()
+    assert looks == []
+    (tmp_path / "psm_1a2b3c4d").write_bytes(b"")
+    segments.look()
+    assert looks == [1]
+    time.sleep(0.3)  # somebody else's: by now it would be mapped
+    segments.look()
+    assert looks == [1]
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from trlx_hybrid.errors import ConfigError
 
 from . import reaper, token
 from .errors import ClusterError
-from .internals import LOOPBACK_VARIABLE, discovered, reachable
+from .internals import LOOPBACK_VARIABLE, discovered, restored
 from .token import MODE, PATH, TOKEN
 
 ADDRESS, NAMESPACE = "RAY_ADDRESS", "TRLX_HYBRID_RAY_NAMESPACE"
@@ -42,9 +42,15 @@ ANSWER_SECONDS = 8.0
 """What Ray may take for a call that its own client would wait a minute for, and then end this process."""
 POLL = 0.1
 OBJECT_STORE = 1 << 30
+REFUSED_SECONDS = 10.0
+"""How long a port at which nobody listens is tried again: a head may be about to start."""
+GREETING_SECONDS = 5.0
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""What every client of gRPC, which Ray's head speaks, says first: HTTP/2's preface and an empty SETTINGS frame."""
 JOIN_VARIABLE, JOIN_SECONDS = "RAY_gcs_server_port_wait_time_s", "5"
 """Attempts, about a second each, that Ray makes to join once the port is open: a wrong token makes it try again too."""
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -83,7 +89,6 @@ def connect(
     token_file: str | Path | None = None,
     object_store_memory: int = OBJECT_STORE,
     forward_logs: bool = False,
-    deadline: float | None = START_SECONDS,
 ) -> Iterator[Cluster]:
     """Start a local cluster, or join a running one, for as long as the context lasts.
 
@@ -102,7 +107,6 @@ def connect(
             and a joined one is shown what Ray's variables or `~/.ray/auth_token` hold.
         object_store_memory: bytes, of a started cluster.
         forward_logs: print what actors print.
-        deadline: seconds to wait for a running cluster to answer; None waits for ever.
 
     Raises:
         ConfigError: arguments that contradict each other.
@@ -114,17 +118,19 @@ def connect(
     namespace = namespace or f"trlx-{secrets.token_hex(4)}"
     started = address == LOCAL
     with ExitStack() as stack:
-        stack.enter_context(_environment_restored())
+        stack.enter_context(restored("RAY_", NAMESPACE, "PYTHONBREAKPOINT"))
         secret = Path(token_file) if token_file else None
         if started:
-            folder = Path(stack.enter_context(_short_folder()))
+            # A socket's path may have 107 characters, Ray's part of it takes 65.
+            parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < 20 else "/tmp"
+            made = tempfile.TemporaryDirectory(prefix="ray-", dir=parent, ignore_cleanup_errors=True)
+            folder = Path(stack.enter_context(made))
             secret = secret or token.make(folder)
         else:
-            address = _answering(address, deadline)
+            address = _answering(address)
             everywhere = not address.startswith("127.")
         _refuse_second_connection()
-        stack.enter_context(reachable(everywhere))
-        stack.enter_context(token.presented(secret))
+        stack.enter_context(token.presented(secret, everywhere=everywhere))
         if started:
             settings = {
                 "num_cpus": cpus,
@@ -177,8 +183,8 @@ def answer(work: Callable[[], T], seconds: float = ANSWER_SECONDS) -> T:
         ClusterError: there is none in time.
         Exception: what `work` raised.
     """
-    call = in_thread(work, "asks Ray")
-    if wait([call], 1.0 if hung() else seconds).not_done:
+    call, seconds = in_thread(work, "asks Ray"), 1.0 if hung() else seconds
+    if wait([call], seconds).not_done:
         _hung.append(call)
         raise ClusterError(f"The head of the Ray cluster has not answered within {seconds:g} s.")
     return call.result()
@@ -193,6 +199,27 @@ def ask(work: Callable[[], object], seconds: float = ANSWER_SECONDS) -> None:
 def hung() -> bool:
     """Whether a call has not returned yet: the interpreter would wait for what Ray does at its end."""
     return any(not call.done() for call in _hung)
+
+
+def replies(calls: Mapping[K, Any], seconds: float) -> Iterator[tuple[K, Any]]:
+    """What actors answer, each as soon as it is there: the result, or in its place the error that Ray has instead.
+
+    Args:
+        calls: references, by whatever the caller knows them by.
+        seconds: for all of them; those that are late then come last, as a `GetTimeoutError`. `math.inf` waits for ever.
+    """
+    import ray
+
+    waiting, until = {reference: key for key, reference in calls.items()}, time.monotonic() + seconds
+    while waiting:
+        left = None if math.isinf(seconds) else max(0.0, until - time.monotonic())
+        there, _ = ray.wait(list(waiting), timeout=left)
+        for reference in there or list(waiting):
+            try:
+                found = ray.get(reference, timeout=0)
+            except ray.exceptions.RayError as error:
+                found = error
+            yield waiting.pop(reference), found
 
 
 # --- joining ----------------------------------------------------------------------------------------------------------
@@ -240,11 +267,11 @@ def _unauthenticated(error: BaseException | None) -> bool:
     return False
 
 
-def _answering(address: str, deadline: float | None) -> str:
+def _answering(address: str) -> str:
     """host:port of a cluster that answers.
 
     Raises:
-        ClusterError: it is no address, "auto" found nothing, or nobody answers before the deadline.
+        ClusterError: it is no address, "auto" found nothing, or nobody answers.
     """
     if address == AUTO:
         found = discovered()
@@ -262,31 +289,19 @@ def _answering(address: str, deadline: float | None) -> str:
         )
     if host == "localhost":  # Ray would take this machine's outward address
         host = "127.0.0.1"
-    started, last = time.monotonic(), "no attempt was made"
-    while deadline is None or time.monotonic() - started < deadline:
+    started = time.monotonic()
+    while True:
         try:
             _greet(host.strip("[]"), int(port))
             return f"{host}:{port}"
-        except ConnectionRefusedError as error:
-            last = str(error)
-            if deadline is not None and time.monotonic() - started > REFUSED_SECONDS:
-                break
-            time.sleep(POLL)
         except OSError as error:
-            last = str(error)
-            break
-    waited = min(time.monotonic() - started, deadline or math.inf)
-    raise ClusterError(
-        f"No Ray cluster answered at {address} within {waited:.3g} s ({last}). Start one with `ray start --head`, or "
-        "name another with address= (--address)."
-    )
-
-
-REFUSED_SECONDS = 10.0
-"""How long a port at which nobody listens is tried again: a head may be about to start."""
-GREETING_SECONDS = 5.0
-HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What every client of gRPC, which Ray's head speaks, says first: HTTP/2's preface and an empty SETTINGS frame."""
+            waited = time.monotonic() - started
+            if not isinstance(error, ConnectionRefusedError) or waited > REFUSED_SECONDS:
+                raise ClusterError(
+                    f"No Ray cluster answered at {address} within {waited:.1f} s ({error}). Start one with `ray start "
+                    "--head`, or name another with address= (--address)."
+                ) from error
+        time.sleep(POLL)
 
 
 def _greet(host: str, port: int) -> None:
@@ -322,20 +337,16 @@ def _started(settings: dict[str, Any], folder: Path) -> Iterator[str]:
         ClusterError: it does not start.
     """
     variables = {name: value for name, value in os.environ.items() if name != ADDRESS}
-    with open(folder / "start.log", "w+b") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", __name__, json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=variables,
-            start_new_session=True,
-        )
-        assert process.stdin is not None
-        assert process.stdout is not None
+    command, pipe = [sys.executable, "-m", __name__, json.dumps(settings)], subprocess.PIPE
+    with (
+        open(folder / "start.log", "w+b") as log,
+        subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=log, env=variables, start_new_session=True
+        ) as process,
+    ):
         try:
             ready, _, _ = select.select([process.stdout], [], [], START_SECONDS)
-            told = process.stdout.readline() if ready else b""
+            told = process.stdout.readline() if ready and process.stdout else b""
             if not told:
                 log.seek(0)
                 last = log.read().decode(errors="replace").strip().splitlines()[-1:]
@@ -346,8 +357,6 @@ def _started(settings: dict[str, Any], folder: Path) -> Iterator[str]:
             process.kill()
             process.wait()
             reaper.end("", process.pid, grace=0.0)  # its session: the cluster's processes and workers
-            process.stdin.close()
-            process.stdout.close()
 
 
 def _serve(settings: dict[str, Any]) -> None:
@@ -364,8 +373,7 @@ def _serve(settings: dict[str, Any]) -> None:
     while os.getppid() == parent and not select.select([0], [], [], 0.5)[0]:
         pass
     ray.shutdown(wait_for_processes=True)
-    if os.getppid() != parent:  # who would have removed it, with the token in it
-        shutil.rmtree(settings["_temp_dir"], ignore_errors=True)
+    shutil.rmtree(settings["_temp_dir"], ignore_errors=True)  # with the token in it: our parent is gone
 
 
 def _outlive_signals() -> None:
@@ -373,32 +381,6 @@ def _outlive_signals() -> None:
     to be killed."""
     for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(stop, lambda *_: None)
-
-
-@contextmanager
-def _short_folder() -> Iterator[str]:
-    """A folder for sockets: their paths may have 107 characters, Ray's part of them takes 65."""
-    folder = tempfile.mkdtemp(prefix="ray-", dir=tempfile.gettempdir() if len(tempfile.gettempdir()) < 20 else "/tmp")
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _environment_restored() -> Iterator[None]:
-    """Ray's variables and ours, afterwards, as they were: Ray sets some by itself."""
-
-    def own() -> dict[str, str]:
-        return {k: v for k, v in os.environ.items() if k.startswith("RAY_") or k in (NAMESPACE, "PYTHONBREAKPOINT")}
-
-    before = own()
-    try:
-        yield
-    finally:
-        for name in own():
-            del os.environ[name]
-        os.environ.update(before)
 
 
 if __name__ == "__main__":

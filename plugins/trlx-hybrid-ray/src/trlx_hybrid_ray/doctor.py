@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import os
 import platform
 import resource
@@ -14,21 +13,21 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from trlx_hybrid import deadline
-from trlx_hybrid.doctor import Finding
+from trlx_hybrid.doctor import Finding, release_of
 from trlx_hybrid.errors import ConfigError, listed
 
-from .cluster import LOCAL, Cluster, connect
+from .cluster import LOCAL, Cluster, connect, replies
 from .errors import PlacementError, brief
 from .internals import authenticated
 from .placement import Node, Placement, PlacementRequest, alive_nodes, reserve
+from .worker_group import WorkerError, WorkerGroup, register, this_worker
 
 ANSWER_SECONDS = 60.0
 START_SECONDS = 120.0  # for processes that import torch
-GROUP_SECONDS = 60.0
+GROUP_SECONDS = 120.0
 SMI_SECONDS = 20.0
 LEAST_SHARED_MEMORY = 1 << 30
 LEAST_FILES = 4096
@@ -107,15 +106,10 @@ class Examiner:
 
     def facts(self) -> Facts:
         """Of this node, and of the environment that actors get on it."""
-        versions = {"python": platform.python_version()}
-        for name in PACKAGES:
-            try:
-                versions[name] = version(name)
-            except PackageNotFoundError:
-                continue
+        versions = {name: release for name in PACKAGES if (release := release_of(name)) is not None}
         shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
         return Facts(
-            versions=versions,
+            versions={"python": platform.python_version()} | versions,
             gpus=_driver_gpus(),
             shared_memory=shared.f_blocks * shared.f_frsize if shared else 0,
             open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
@@ -149,7 +143,6 @@ def examine(cluster: Cluster) -> Iterator[Finding]:
 
     nodes = alive_nodes()
     yield from addresses(cluster, nodes)
-    yield from namespaces(cluster.namespace)
     kind: Any = ray.remote(num_cpus=0)(Examiner)
     examiners = {
         node: kind.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote()
@@ -182,17 +175,6 @@ def addresses(cluster: Cluster, nodes: Sequence[Node]) -> Iterator[Finding]:
         shared[node.address].append(node.name)
     for names in (names for names in shared.values() if len(names) > 1):
         yield Finding("address", f"{listed(names)} share an address: fit for tests; vLLM's Ray executor refuses it")
-
-
-def namespaces(own: str) -> Iterator[Finding]:
-    """Named actors, by namespace."""
-    import ray
-
-    there: defaultdict[str, list[str]] = defaultdict(list)
-    for actor in ray.util.list_named_actors(all_namespaces=True):
-        there[actor["namespace"]].append(actor["name"])
-    found = "; ".join(f"{name}: {listed(sorted(actors))}" for name, actors in sorted(there.items()))
-    yield Finding("namespace", f"{own} is ours; named actors: {found or 'none'}")
 
 
 def described(node: Node, facts: Facts) -> Finding:
@@ -260,19 +242,19 @@ def _unreachable(nodes: Sequence[Node], examiners: Mapping[Node, Any]) -> Iterat
         yield Finding("ports", "every node reaches the next one on a port of its choice")
 
 
-def _asked(calls: Mapping[Any, Any], seconds: float = ANSWER_SECONDS) -> tuple[dict[Any, Any], dict[Any, str]]:
+def _asked(calls: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, str]]:
     """Answers, and why there is none."""
     import ray
 
-    ray.wait(list(calls.values()), num_returns=len(calls), timeout=seconds)
     answers, silent = {}, {}
-    for asked, reference in calls.items():
-        try:
-            answers[asked] = ray.get(reference, timeout=0)
-        except ray.exceptions.GetTimeoutError:
-            silent[asked] = f"no answer within {seconds:g} s. See the logs of its raylet"
-        except ray.exceptions.RayError as error:
-            silent[asked] = brief(error)
+    found = dict(replies(calls, ANSWER_SECONDS))
+    for asked in calls:
+        if isinstance(found[asked], ray.exceptions.GetTimeoutError):
+            silent[asked] = f"no answer within {ANSWER_SECONDS:g} s. See the logs of its raylet"
+        elif isinstance(found[asked], ray.exceptions.RayError):
+            silent[asked] = brief(found[asked])
+        else:
+            answers[asked] = found[asked]
     return answers, silent
 
 
@@ -294,29 +276,14 @@ def steps(largest: int) -> list[int]:
 class GroupMember:
     """One rank of a process group, in a process of its own."""
 
-    def ready(self) -> str:
-        """The backend that its device takes. Imports torch."""
-        import torch
-
-        return "nccl" if torch.cuda.is_available() else "gloo"
-
-    def host(self, address: str, world: int) -> int:
-        """Hold the group's store; returns its port."""
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-        self._store = TCPStore(address, 0, world, is_master=True, wait_for_workers=False)
-        return int(self._store.port)
-
-    def join(self, address: str, port: int, rank: int, world: int, backend: str) -> None:
+    @register("one_to_all", deadline=GROUP_SECONDS)
+    def join(self, backend: str | None) -> None:
         """Enter the process group."""
-        import torch.distributed as dist
+        this_worker().init_process_group(backend)
 
-        patience = datetime.timedelta(seconds=GROUP_SECONDS)
-        store = self._store if rank == 0 else dist.TCPStore(address, port, world, timeout=patience)  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=patience)
-
-    def reduce(self) -> float:
-        """Seconds that an all-reduce takes, after one to warm up.
+    @register("one_to_all", deadline=GROUP_SECONDS)
+    def reduce(self) -> tuple[str, float]:
+        """The backend, and the seconds that an all-reduce takes, after one to warm up.
 
         Raises:
             RuntimeError: the sum is wrong.
@@ -324,7 +291,7 @@ class GroupMember:
         import torch
         import torch.distributed as dist
 
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        device, _, backend = dist.get_backend_config().split(",")[0].partition(":")
         value = torch.ones(MEBIBYTES << 18, device=device)
         dist.all_reduce(value)
         started = time.perf_counter()
@@ -333,21 +300,14 @@ class GroupMember:
         taken = time.perf_counter() - started
         if not right:
             raise RuntimeError("the all-reduce gave a wrong sum")
-        return taken
-
-
-class _BrokenError(Exception):
-    """Where a step broke, and why."""
-
-    def __init__(self, where: str, why: str) -> None:
-        super().__init__(f"breaks at {where}: {why}")
+        return backend, taken
 
 
 def tensor_parallel(largest: int, *, backend: str | None = None) -> Iterator[Finding]:
     """One finding per step, up to the first that fails.
 
-    Each step reserves a GPU per rank (a CPU where the cluster has no GPUs), starts a process for each, forms a process
-    group over them and sums a tensor.
+    Each step reserves a GPU per rank (a CPU where the cluster has no GPUs), starts a worker group on them, forms its
+    process group and sums a tensor.
 
     Args:
         backend: of the process group; by default NCCL on GPUs and gloo on CPUs.
@@ -356,35 +316,32 @@ def tensor_parallel(largest: int, *, backend: str | None = None) -> Iterator[Fin
         gpus = 1 if any(node.gpus for node in alive_nodes()) else 0
         try:
             with reserve(PlacementRequest(name="tp", replicas=size, gpus=gpus)) as placement:
-                yield Finding("tp", f"{size:<3} {_formed(placement, size, backend)}")
-        except (PlacementError, _BrokenError) as error:
-            why = error if isinstance(error, _BrokenError) else _BrokenError("placement", str(error))
-            yield Finding("tp", f"tp={size} {why}", problem=True)
+                finding = _reduced(placement, backend)
+        except PlacementError as error:
+            finding = Finding("tp", f"tp={size} breaks at placement: {error}", problem=True)
+        yield finding
+        if finding.problem:
             return
 
 
-def _formed(placement: Placement, size: int, backend: str | None) -> str:
-    import ray
-
-    ranks, kind = range(size), ray.remote(GroupMember)
-    members: list[Any] = [kind.options(**placement.options(rank)).remote() for rank in ranks]
-
-    def all_of(where: str, calls: Mapping[int, Any], seconds: float) -> dict[int, Any]:
-        answers, silent = _asked(calls, seconds)
-        if silent:
-            rank = min(silent)
-            node, gpus = placement.bundle(rank).node, placement.gpus(rank)
-            gpu = f", GPU {','.join(gpus)}" if gpus else ""
-            raise _BrokenError(where, f"rank {rank} on {node.address} ({node.id[:6]}{gpu}): {silent[rank]}")
-        return answers
-
-    backends = all_of("the start of its processes", {r: members[r].ready.remote() for r in ranks}, START_SECONDS)
-    chosen = backend or ("nccl" if set(backends.values()) == {"nccl"} else "gloo")
-    first = placement.bundles[0].node.address
-    port = all_of("the meeting place", {0: members[0].host.remote(first, size)}, GROUP_SECONDS)[0]
-    where = f"the process group ({chosen}, meeting at {first}:{port})"
-    all_of(where, {r: members[r].join.remote(first, port, r, size, chosen) for r in ranks}, 2 * GROUP_SECONDS)
-    taken = all_of("the all-reduce", {r: members[r].reduce.remote() for r in ranks}, 2 * GROUP_SECONDS)
+def _reduced(placement: Placement, backend: str | None) -> Finding:
+    """Whether workers at these places form a process group and sum a tensor, or where that breaks."""
+    stage = "the start of its processes"
+    try:
+        group = WorkerGroup(GroupMember, placement, start_deadline=START_SECONDS)
+        with group as members:
+            first = group.locations[0]
+            stage = f"the process group (rendezvous at {first.address}:{first.port})"
+            members.join(backend)
+            stage = "the all-reduce"
+            sums = members.reduce()
+    except WorkerError as error:
+        node, gpus = placement.bundle(error.rank).node, placement.gpus(error.rank)
+        where = f"rank {error.rank} on {node.name}" + (f", GPU {','.join(gpus)}" if gpus else "")
+        why = brief(error.__cause__ or error)
+        return Finding("tp", f"tp={len(placement)} breaks at {stage}: {where}: {why}", problem=True)
     nodes = len({bundle.node.id for bundle in placement.bundles})
     over = f" over {nodes} nodes" if nodes > 1 else ""
-    return f"works{over}: {chosen}, {MEBIBYTES} MiB summed in {max(taken.values()) * 1e3:.1f} ms"
+    seconds = max(taken for _, taken in sums)
+    shown = f"works{over}: {sums[0][0]}, {MEBIBYTES} MiB summed in {seconds * 1e3:.1f} ms"
+    return Finding("tp", f"{len(placement):<3} {shown}")

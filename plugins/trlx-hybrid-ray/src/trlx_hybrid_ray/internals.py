@@ -10,40 +10,33 @@ from typing import Any, cast
 
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's switch between nodes that other machines reach and nodes that only this one does. Named after the systems
-where the latter is its default, read on every system."""
+where the latter is its default, read on every system. An address of 127.0.0.1 is not enough: Ray resolves it to the
+machine's outward one, and listens everywhere."""
 
 
 @contextmanager
-def reachable(everywhere: bool) -> Iterator[None]:
-    """Within the context, clusters that this process starts listen on every interface, or on loopback only.
+def restored(*prefixes: str) -> Iterator[None]:
+    """After the context, the variables whose names begin so are as they were: Ray sets some by itself."""
 
-    An address of 127.0.0.1 is not enough: Ray resolves it to the machine's outward one, and listens everywhere.
-    """
-    before = os.environ.get(LOOPBACK_VARIABLE)
-    os.environ[LOOPBACK_VARIABLE] = "1" if everywhere else "0"
-    _reread_reach()
+    def own() -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+
+    before = own()
     try:
         yield
     finally:
-        if before is None:
-            del os.environ[LOOPBACK_VARIABLE]
-        else:
-            os.environ[LOOPBACK_VARIABLE] = before
-        _reread_reach()
+        for name in own():
+            del os.environ[name]
+        os.environ.update(before)
 
 
-def _reread_reach() -> None:
-    if "ray" in sys.modules:  # it read the variable when it was imported
+def reread_environment() -> None:
+    """Make an imported Ray forget authentication mode, token and reach, and read them from the environment again."""
+    if "ray" in sys.modules:
+        from ray import _raylet
         from ray._private import ray_constants
 
         ray_constants.ENABLE_RAY_CLUSTER = os.environ.get(LOOPBACK_VARIABLE, "1") == "1"
-
-
-def reread_authentication() -> None:
-    """Make an imported Ray forget mode and token, and read them from the environment again."""
-    if "ray" in sys.modules:
-        from ray import _raylet
-
         raylet: Any = _raylet  # its stubs leave both out
         raylet.Config.initialize("")
         raylet.AuthenticationTokenLoader.instance().reset_cache()

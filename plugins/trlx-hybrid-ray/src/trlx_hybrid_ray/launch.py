@@ -10,6 +10,7 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +20,11 @@ from trlx_hybrid.config import RESUME_VARIABLE
 from trlx_hybrid.errors import ConfigError, listed
 
 from . import debugging
+from .cluster import LOCAL, connect, hung, replies
 from .errors import LaunchError, PlacementError, ScriptError, brief
+from .monitor import Monitor
 from .placement import Placement, PlacementRequest, reserve
-from .printer import say
+from .printer import Printer, prefixes, say
 
 EPILOG = """\
 examples:
@@ -56,7 +59,7 @@ class Job:
     Attributes:
         script: its path as typed, relative to `folder`.
         arguments: what it gets in `sys.argv` after its path.
-        folder: working folder of every rank; None for the one that Ray unpacked the job's files in.
+        folder: working folder of every rank, unless Ray has unpacked the job's files in another one on each node.
         nodes: how many nodes.
         processes_per_node: ranks on each.
         gpus: one GPU for each rank; otherwise they get CPUs only, and see no GPU.
@@ -72,7 +75,7 @@ class Job:
 
     script: str
     arguments: tuple[str, ...] = ()
-    folder: str | None
+    folder: str
     nodes: int = 1
     processes_per_node: int
     gpus: bool
@@ -211,9 +214,6 @@ def run(options: Any) -> int:
         os.environ[debugging.POST_MORTEM] = "1"
         debugging.check()
     config, arguments = accelerate_arguments(job)
-    # Only now: wrong options must not wait for Ray.
-    from .cluster import LOCAL, connect, hung
-
     wanted: dict[str, Any] = {"dashboard": options.dashboard or job.debug} if job.address is None else {}
     try:
         with connect(job.address or LOCAL, token_file=options.token_file, **wanted) as cluster:
@@ -222,7 +222,7 @@ def run(options: Any) -> int:
                 say(f"debugger: {debugging.attach_command(cluster.address, cluster.token)}")
             code = launch(job, config, arguments, cluster.address)
     except KeyboardInterrupt:
-        say("SIGINT: stopped before the ranks ran.")
+        say("Stopped by SIGINT.")
         code = 128 + signal.SIGINT
     if hung():  # a call of Ray that never returned, as where its head stands still, would keep this process
         with suppress(OSError):
@@ -292,7 +292,7 @@ def variables(job: Job, run_id: str, start: int) -> dict[str, str]:
     """What the ranks are told of this process's environment, and of the run."""
     told = {n: v for n, v in os.environ.items() if n not in MACHINE and not n.startswith(MACHINE_PREFIXES)}
     told |= {"PET_RDZV_ID": run_id, "TRLX_HYBRID_RESTART_COUNT": str(start)}
-    told |= {name: os.environ[name] for name in (debugging.CHOICE, debugging.POST_MORTEM) if name in os.environ}
+    told |= debugging.variables()
     if not job.gpus and job.config_file is None:
         told["ACCELERATE_USE_CPU"] = "true"
     if start:
@@ -318,33 +318,36 @@ def launch(job: Job, config: str, arguments: tuple[str, ...], head: str) -> int:
         LaunchError: the ranks do not start, or what a failure took is not back in time.
     """
     run_id = secrets.token_hex(8)
-    for start in range(job.restarts + 1):
-        last = start == job.restarts
-        try:
-            with _places(job, start) as placement:
-                code, again = _attempt(job, config, arguments, head, placement, run_id, start)
-        except ScriptError:
-            raise
-        except LaunchError as error:
-            if last:
+    # Closed last: a terminal that takes no more keeps nothing reserved.
+    with Printer(prefixes(job.nodes, job.processes_per_node), sys.stdout.buffer, sys.stderr.buffer) as printer:
+        for start in range(job.restarts + 1):
+            last = start == job.restarts
+            try:
+                with _places(job, start, printer) as placement, Monitor(placement, head, printer, job.debug) as monitor:
+                    _start_ranks(job, placement, monitor.actors, config, arguments, variables(job, run_id, start))
+                    code, again = monitor.until_over()
+            except ScriptError:
                 raise
-            say(str(error))
-            code, again = 1, True
-        if not again:
-            break
-        if not last:
-            say(f"Starting again ({start + 1} of {job.restarts}), from the last checkpoint.")
-        elif job.restarts:
-            say(f"That was the last of {job.restarts} restarts.")
+            except LaunchError as error:
+                if last:
+                    raise
+                printer.say(str(error))
+                code, again = 1, True
+            if not again:
+                break
+            if not last:
+                printer.say(f"Starting again ({start + 1} of {job.restarts}), from the last checkpoint.")
+            elif job.restarts:
+                printer.say(f"That was the last of {job.restarts} restarts.")
     return code
 
 
-def _places(job: Job, start: int) -> Placement:
+def _places(job: Job, start: int, printer: Printer) -> Placement:
     """After a failure Ray may need a moment to know what is free again, and a lost node to come back."""
     deadline = time.monotonic() + job.start_timeout
     while True:
         try:
-            return reserve(job.request, show=say)
+            return reserve(job.request, show=printer.say)
         except PlacementError as error:
             if start == 0:
                 raise
@@ -353,76 +356,55 @@ def _places(job: Job, start: int) -> Placement:
             time.sleep(RETRY_SECONDS)
 
 
-def _attempt(
+def _start_ranks(
     job: Job,
+    placement: Placement,
+    actors: Sequence[Any],
     config: str,
     arguments: tuple[str, ...],
-    head: str,
-    placement: Placement,
-    run_id: str,
-    start: int,
-) -> tuple[int, bool]:
-    """One start of all ranks: the exit code, and whether to start again.
+    told: Mapping[str, str],
+) -> None:
+    """Have every node's actor start its `accelerate launch`.
 
     Raises:
-        LaunchError: they do not start.
+        LaunchError: one does not.
     """
     import ray
 
-    from .monitor import Monitor
-    from .node import NodeActor, Start
-
-    # Detached: Ray ends other actors when their owner does not answer, as a launcher that is suspended. These end with
-    # the placement group, which goes when this driver is gone.
-    settled: Any = {"max_restarts": 0, "max_concurrency": 4, "lifetime": "detached"}
-    kind: Any = ray.remote(NodeActor)
-    actors = [kind.options(**settled, **placement.replica_options(number)).remote() for number in range(job.nodes)]
-    monitor = Monitor(job, placement, actors, head)
-    try:
-        _answers(monitor, [actor.pid.remote() for actor in actors], job.start_timeout, "Raise --start-timeout.")
-        address = placement.bundles[0].node.address
-        port = 0  # accelerate takes a free one by itself
-        if job.nodes > 1:
-            (port,) = _answers(monitor, [actors[0].free_port.remote(address)], CALL_SECONDS)
-            answers = _answers(monitor, [actor.reach.remote(address, port) for actor in actors], CALL_SECONDS)
-            for number, why in enumerate(answers):
-                if why is not None:
-                    raise LaunchError(
-                        f"Node {monitor.where(number)} does not reach port {port} of {address}, where the ranks are to "
-                        f"meet: {why}. Open the ports between the nodes: process groups choose theirs freely. "
-                        "`trlx-hybrid doctor --ray` tries them."
-                    )
-        told = variables(job, run_id, start)
-        script = ["--module", "trlx_hybrid_ray.debugging", job.script] if job.debug else [job.script]
-        starts = []
-        for number, (actor, bundle) in enumerate(zip(actors, placement.bundles, strict=True)):
-            own = ("--machine_rank", str(number), "--main_process_ip", address, "--main_process_port", str(port))
-            what = Start(
-                arguments=(*arguments, *own, *script, *job.arguments),
-                script=job.script,
-                config=config,
-                variables=told,
-                folder=_folder(job),
-                gpus=bundle.gpus,
-                first_rank=number * job.processes_per_node,
-                alone=job.world == 1,
-            )
-            starts.append(actor.start.remote(what))
-        _answers(monitor, starts, CALL_SECONDS)
-        return monitor.until_over()
-    finally:
-        monitor.close()
+    _answers(placement, [actor.pid.remote() for actor in actors], job.start_timeout, "Raise --start-timeout.")
+    address = placement.bundles[0].node.address
+    port = 0  # accelerate takes a free one by itself
+    if job.nodes > 1:
+        (port,) = _answers(placement, [actors[0].free_port.remote(address)], CALL_SECONDS)
+        answers = _answers(placement, [actor.reach.remote(address, port) for actor in actors], CALL_SECONDS)
+        for bundle, why in zip(placement.bundles, answers, strict=True):
+            if why is not None:
+                raise LaunchError(
+                    f"Node {bundle.node.name} does not reach port {port} of {address}, where the rendezvous of the "
+                    f"ranks is to be: {why}. Open the ports between the nodes: process groups choose theirs freely. "
+                    "`trlx-hybrid doctor --ray` tries them."
+                )
+    common = {
+        "script": job.script,
+        "config": config,
+        "variables": told,
+        "folder": None if ray.get_runtime_context().runtime_env.get("working_dir") else job.folder,
+        "alone": job.world == 1,
+    }
+    script = ["--module", "trlx_hybrid_ray.debugging", job.script] if job.debug else [job.script]
+    calls = []
+    for number, (actor, bundle) in enumerate(zip(actors, placement.bundles, strict=True)):
+        own = ("--machine_rank", str(number), "--main_process_ip", address, "--main_process_port", str(port))
+        words = (*arguments, *own, *script, *job.arguments)
+        first_rank = number * job.processes_per_node
+        calls.append(actor.start.remote(words, gpus=bundle.gpus, first_rank=first_rank, **common))
+    _answers(placement, calls, CALL_SECONDS)
 
 
-def _folder(job: Job) -> str | None:
-    """Where ranks work: where we are, unless Ray has unpacked the job's files in another place on each node."""
-    import ray
-
-    return None if ray.get_runtime_context().runtime_env.get("working_dir") else job.folder
-
-
-def _answers(monitor: Any, calls: list[Any], seconds: float, way_out: str = "See the logs of its raylet.") -> list[Any]:
-    """What actors answer, in order.
+def _answers(
+    placement: Placement, calls: Sequence[Any], seconds: float, way_out: str = "See the logs of its raylet."
+) -> list[Any]:
+    """What the actors of the first nodes answer, in order.
 
     Raises:
         ScriptError: a node lacks the script.
@@ -430,21 +412,16 @@ def _answers(monitor: Any, calls: list[Any], seconds: float, way_out: str = "See
     """
     import ray
 
-    timeout = None if math.isinf(seconds) else seconds
-    waiting, until = list(calls), time.monotonic() + seconds
-    while waiting:
-        # One at a time: a node that is lost must not be learnt of only when the others have answered.
-        done, waiting = ray.wait(waiting, timeout=None if timeout is None else max(0.0, until - time.monotonic()))
-        if not done:
-            late = listed([monitor.where(calls.index(call)) for call in waiting])
-            raise LaunchError(f"No answer within {seconds:g} s from node {late}. {way_out}")
-        try:
-            ray.get(done[0])
-        except ray.exceptions.RayTaskError as error:
-            cause = error.cause
-            raise cause if isinstance(cause, LaunchError) else LaunchError(str(error)) from error
-        except ray.exceptions.RayError as error:
-            where = monitor.where(calls.index(done[0]))
-            raise LaunchError(f"Node {where} was lost while its ranks were started: {brief(error)}") from error
-    found: list[Any] = ray.get(calls)
-    return found
+    found, late = {}, []
+    for number, answer in replies(dict(enumerate(calls)), seconds):
+        where = placement.bundles[number].node.name
+        if isinstance(answer, ray.exceptions.GetTimeoutError):
+            late.append(where)
+        elif isinstance(answer, ray.exceptions.RayTaskError):
+            raise answer.cause if isinstance(answer.cause, LaunchError) else LaunchError(str(answer)) from answer
+        elif isinstance(answer, ray.exceptions.RayError):
+            raise LaunchError(f"Node {where} was lost while its ranks were started: {brief(answer)}") from answer
+        found[number] = answer
+    if late:
+        raise LaunchError(f"No answer within {seconds:g} s from node {listed(late)}. {way_out}")
+    return [found[number] for number in range(len(calls))]

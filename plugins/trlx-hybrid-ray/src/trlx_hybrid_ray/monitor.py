@@ -5,28 +5,23 @@ from __future__ import annotations
 import math
 import re
 import signal
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from signal import SIGINT, SIGTERM, Signals
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trlx_hybrid.deadline import unreachable
 from trlx_hybrid.errors import listed
 
-from .cluster import ask
+from .cluster import ask, replies
 from .errors import brief
+from .node import STOPPED_SECONDS, NodeActor, NodeReport
 from .placement import Placement
-from .printer import Printer, say
-
-if TYPE_CHECKING:
-    from .launch import Job
-    from .node import News
+from .printer import Printer
 
 TICK = 0.2
 POLL = 1.0  # a node answers at least that often
@@ -76,7 +71,7 @@ class LaunchFailure:
 @dataclass(slots=True)
 class _Node:
     actor: Any
-    where: str
+    name: str
     poll: Any = None
     seen: int = 0
     quiet: float = 0.0
@@ -92,20 +87,30 @@ class _Node:
 
 
 class Monitor:
-    """One start of all ranks, seen from the launcher.
+    """One start of all ranks, seen from the launcher. As a context, it ends the actors in the end.
 
     Args:
-        actors: a `NodeActor` for each bundle of the placement.
+        placement: a bundle for each node.
         head: host:port of the cluster's head.
+        debug: wait for nodes and ranks without a deadline.
+
+    Attributes:
+        actors: a `NodeActor` for each bundle of the placement.
     """
 
-    def __init__(self, job: Job, placement: Placement, actors: Sequence[Any], head: str) -> None:
-        self._job = job
-        self._nodes = [
-            _Node(actor, f"{bundle.node.address} ({bundle.node.id[:6]})")
-            for actor, bundle in zip(actors, placement.bundles, strict=True)
-        ]
-        self._gpus = [bundle.gpus for bundle in placement.bundles]
+    def __init__(self, placement: Placement, head: str, printer: Printer, debug: bool) -> None:
+        import ray
+
+        # Detached: Ray ends other actors when their owner does not answer, as a launcher that is suspended. These end
+        # with the placement group, which goes when this driver is gone.
+        settled: Any = {"max_restarts": 0, "max_concurrency": 4, "lifetime": "detached"}
+        kind: Any = ray.remote(NodeActor)
+        numbers = range(len(placement.bundles))
+        self.actors = [kind.options(**settled, **placement.replica_options(number)).remote() for number in numbers]
+        names = [bundle.node.name for bundle in placement.bundles]
+        self._nodes = [_Node(actor, name) for actor, name in zip(self.actors, names, strict=True)]
+        self._placement, self._printer, self._debug = placement, printer, debug
+        self._size = placement.request.size  # ranks of a node
         self._failures: list[LaunchFailure] = []
         self._tails: dict[tuple[int, int | None], bytearray] = {}
         self._first_at: float | None = None
@@ -115,43 +120,40 @@ class Monitor:
         self._interrupted: Signals | None = None
         self._stops: deque[Signals] = deque()
         self._listened = time.monotonic()
-        self._head = _Head(head)
-        self._printer: Printer | None = None
+        self._head, self._head_lost, self._over = head, False, threading.Event()
+        threading.Thread(target=self._watch_head, name="watches the head", daemon=True).start()
 
-    def where(self, number: int) -> str:
-        """A node's name."""
-        return self._nodes[number].where
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Let go of the actors; where they still run something, they end it."""
+        import ray
+
+        self._over.set()
+        with suppress(ray.exceptions.RayError):
+            ask(lambda: [ray.kill(actor) for actor in self.actors])
 
     def until_over(self) -> tuple[int, bool]:
         """Wait for the end, and bring it about where it must be; the exit code, and whether a start may be repeated."""
         before = {which: signal.signal(which, self._stop_asked) for which in STOPS}
-        self._printer = Printer(self._names(), sys.stdout.buffer, sys.stderr.buffer)
         try:
-            while not self._over():
+            while not self._ended():
                 self._step()
             self._finish()
         finally:
             for which, handler in before.items():
                 signal.signal(which, handler)
-        self._printer.close(GRACE)
         if text := self._summary():
-            say(text)
+            self._printer.say(text)
         first = self._first
         if first is None:
             return (0, False) if self._interrupted is None else (128 + self._interrupted, False)
         return (first.code if first.code and first.code > 0 else 1), self._interrupted is None
 
-    def close(self) -> None:
-        """Let go of the actors; where they still run something, they end it."""
-        import ray
-
-        with suppress(ray.exceptions.RayError):
-            ask(lambda: [ray.kill(node.actor) for node in self._nodes])
-        self._head.close()
-
     # --- the loop -----------------------------------------------------------------------------------------------------
 
-    def _over(self) -> bool:
+    def _ended(self) -> bool:
         now = time.monotonic()
         if self._stopped_at is None:
             return all(node.over for node in self._nodes) and not self._failures
@@ -163,7 +165,7 @@ class Monitor:
         while self._stops:
             which = self._stops.popleft()
             if self._interrupted is None:
-                self._say(f"{which.name}: ending all ranks. Once more kills them at once.")
+                self._printer.say(f"{which.name}: ending all ranks. Once more kills them at once.")
                 self._interrupted = which
                 if self._stopped_at is None:
                     # A signal to all processes of a job may have reached ranks first: what it ended has not failed.
@@ -171,8 +173,8 @@ class Monitor:
                     self._stop(SIGINT if which == SIGINT else SIGTERM, now)
             else:
                 self._kill_at = min(self._kill_at, now)
-        if self._head.lost and self._stopped_at is None and not self._failures:
-            why = f"The cluster's head, {self._head.address}, has accepted no connection for {HEAD_SECONDS:g} s."
+        if self._head_lost and self._stopped_at is None and not self._failures:
+            why = f"The cluster's head, {self._head}, has accepted no connection for {HEAD_SECONDS:g} s."
             self._fail(LaunchFailure(HEAD, None, time.time(), why=why))
         if self._stopped_at is None and self._first_at is not None and now >= self._first_at + self._patience():
             self._stop(SIGTERM, now)
@@ -184,7 +186,6 @@ class Monitor:
         """Take in what nodes answer; waits up to `seconds` for the first answer."""
         import ray
 
-        assert self._printer is not None
         for node in self._nodes:
             if node.poll is None and not node.over:
                 node.poll = node.actor.poll.remote(node.seen, POLL, output=self._printer.has_room)
@@ -209,39 +210,36 @@ class Monitor:
         passed, self._listened = min(now - self._listened, 2 * TICK), now
         for number, node in enumerate(self._nodes):
             node.quiet += passed
-            if node.quiet > SILENCE and not node.over and not self._job.debug:
+            if node.quiet > SILENCE and not node.over and not self._debug:
                 self._lose(number, f"no sign of life for {SILENCE:g} s.")
 
-    def _take(self, number: int, news: News) -> None:
-        assert self._printer is not None
+    def _take(self, number: int, report: NodeReport) -> None:
         node = self._nodes[number]
-        node.quiet, node.seen = 0.0, news.number
-        node.pids |= news.started
-        for rank, error, data in news.output:
+        node.quiet, node.seen = 0.0, report.number
+        node.pids |= report.started
+        for rank, error, data in report.output:
             self._printer.write((number, rank, error), data)
             if error:
                 tail = self._tails.setdefault((number, rank), bytearray())
                 tail += data
                 del tail[:-TAIL]
-        offset = time.time() - news.clock
-        for rank, code, at in news.ended:
+        offset = time.time() - report.clock
+        for rank, code, at in report.ended:
             if rank is not None and code == 0:
                 node.finished[rank] = at + offset
             else:
                 self._fail(LaunchFailure(number, rank, at + offset, code))
-        for what, pid, seconds in news.stopped:
+        for what, pid, seconds in report.stopped:
             self._stands_still(number, what, pid, seconds)
-        if news.code is not None:
-            node.code = news.code
-            if news.code != 0 and not any(failure.node == number for failure in self._failures):
-                self._fail(LaunchFailure(number, None, time.time(), news.code))
+        if report.code is not None:
+            node.code = report.code
+            if report.code != 0 and not any(failure.node == number for failure in self._failures):
+                self._fail(LaunchFailure(number, None, time.time(), report.code))
 
     def _stands_still(self, number: int, what: str, pid: int, seconds: float) -> None:
-        from .node import STOPPED_SECONDS
-
-        told = f"{what}, pid {pid} on node {self.where(number)}, has been stopped by a signal for {seconds:.0f} s"
-        if seconds < STOPPED_SECONDS or self._job.debug:
-            self._say(f"{told}. `kill -CONT {pid}` there lets it go on.")
+        told = f"{what}, pid {pid} on node {self._nodes[number].name}, has been stopped by a signal for {seconds:.0f} s"
+        if seconds < STOPPED_SECONDS or self._debug:
+            self._printer.say(f"{told}. `kill -CONT {pid}` there lets it go on.")
         else:
             rank = int(what.removeprefix("rank ")) if what.startswith("rank ") else None
             self._fail(LaunchFailure(number, rank, time.time() - seconds, why=f"{told} (SIGSTOP, Ctrl-Z, a debugger)."))
@@ -271,47 +269,34 @@ class Monitor:
         self._stopped_at, self._kill_at = now, now + GRACE
         self._call("signal", int(which))
 
-    def _call(self, method: str, *arguments: Any) -> list[Any]:
-        """Tell all nodes that are there; nobody waits for their answers."""
-        return [getattr(node.actor, method).remote(*arguments) for node in self._nodes if not node.lost]
+    def _call(self, method: str, *arguments: Any) -> dict[int, Any]:
+        """Tell all nodes that are there; nobody need wait for their answers."""
+        there = [(number, node.actor) for number, node in enumerate(self._nodes) if not node.lost]
+        return {number: getattr(actor, method).remote(*arguments) for number, actor in there}
 
     def _finish(self) -> None:
         """Have every node end what is left there, and say what that was."""
-        import ray
-
-        there = [node for node in self._nodes if not node.lost]
-        calls = self._call("finish")
-        if calls:
-            ray.wait(calls, num_returns=len(calls), timeout=GRACE + KILL)
-        for node, call in zip(there, calls, strict=True):
-            try:
-                left = ray.get(call, timeout=0)
-            except (ray.exceptions.RayError, TimeoutError):
+        for number, left in replies(self._call("finish"), GRACE + KILL):
+            node = self._nodes[number]
+            if isinstance(left, Exception):
                 node.unclean = True
-                continue
-            if left and not self._killed:
-                self._say(f"node {node.where} had leftovers, which were removed: {listed(left, 4)}")
+            elif left and not self._killed:
+                self._printer.say(f"node {node.name} had leftovers, which were removed: {listed(left, 4)}")
+
+    def _watch_head(self) -> None:
+        """See whether the head still takes connections. Ray's client ends this process after a minute without."""
+        host, _, port = self._head.rpartition(":")
+        refused = 0.0
+        while not self._over.wait(1.0):
+            began = time.monotonic()
+            gone = unreachable(host.strip("[]"), int(port), seconds=2.0)
+            refused = refused + 1.0 + time.monotonic() - began if gone else 0.0
+            self._head_lost = refused > HEAD_SECONDS
 
     def _stop_asked(self, number: int, _: FrameType | None) -> None:
         self._stops.append(Signals(number))
 
     # --- what is said -------------------------------------------------------------------------------------------------
-
-    def _say(self, text: str) -> None:
-        """In the printer's thread: a terminal that takes no more must not keep us from ending ranks."""
-        assert self._printer is not None
-        self._printer.write((HEAD, None, True), f"{text}\n".encode())
-
-    def _names(self) -> dict[tuple[int, int | None], str]:
-        """What stands in front of lines."""
-        size, width = self._job.processes_per_node, len(str(self._job.world - 1))
-        names: dict[tuple[int, int | None], str] = {(HEAD, None): ""}  # the launcher's own
-        for number in range(len(self._nodes)):
-            node = f"node {number} " if len(self._nodes) > 1 else ""
-            names[number, None] = f"[{node}accelerate] "
-            for rank in range(number * size, (number + 1) * size):
-                names[number, rank] = f"[{node}rank {rank:>{width}}] "
-        return names
 
     @property
     def _first(self) -> LaunchFailure | None:
@@ -346,7 +331,7 @@ class Monitor:
     def _summary(self) -> str:
         """For standard error; empty where all went well. What matters most stands last."""
         lines, first = [], self._first
-        if unclean := [node.where for node in self._nodes if node.unclean or not node.over]:
+        if unclean := [node.name for node in self._nodes if node.unclean or not node.over]:
             lines.append(
                 f"Not known to have ended: what runs on node {listed(unclean)}. Look there before the next start."
             )
@@ -360,23 +345,23 @@ class Monitor:
     def _named(self, first: LaunchFailure) -> str:
         if first.node == HEAD:
             return first.why
-        node, size = self._nodes[first.node], self._job.processes_per_node
+        node = self._nodes[first.node]
         if first.rank is not None:
-            gpus = self._gpus[first.node]
-            gpu = f", GPU {gpus[first.rank - first.node * size]}" if gpus else ""
+            gpus = self._placement.gpus(first.rank)
+            gpu = f", GPU {gpus[0]}" if gpus else ""
             pid = f", pid {node.pids[first.rank]}" if first.rank in node.pids else ""
-            return f"Rank {first.rank} failed first (node {node.where}{gpu}{pid}): {self._why(first)}"
+            return f"Rank {first.rank} failed first (node {node.name}{gpu}{pid}): {self._why(first)}"
         if not node.lost:
-            return f"Node {node.where} failed first: {self._why(first)}"
-        ranks = [str(rank) for rank in range(first.node * size, (first.node + 1) * size)]
-        return f"Node {node.where} was lost, with rank{'s' * (size > 1)} {listed(ranks, 8)}: {self._why(first)}"
+            return f"Node {node.name} failed first: {self._why(first)}"
+        ranks = [str(rank) for rank in range(first.node * self._size, (first.node + 1) * self._size)]
+        return f"Node {node.name} was lost, with rank{'s' * (self._size > 1)} {listed(ranks, 8)}: {self._why(first)}"
 
     def _why(self, failure: LaunchFailure) -> str:
         if failure.why:
             return failure.why
         what = "accelerate launch" if failure.rank is None else "its process"
         if failure.code is not None and failure.code < 0:
-            name = _signal_name(-failure.code)
+            name = next((s.name for s in Signals if s == -failure.code), f"signal {-failure.code}")
             return f"{what} was ended by {name}{' (the out-of-memory killer, or kill -9)' * (name == 'SIGKILL')}."
         what = "accelerate launch" if failure.rank is None else "the script"
         return self._error(failure)[0] or f"{what} ended with exit code {failure.code}."
@@ -409,21 +394,13 @@ def last_error(text: str) -> tuple[str, list[str]]:
         while start != starts[0] and lines[start - 2].startswith(CHAINED):  # with a blank line on either side
             start = max(number for number in starts if number < start)
         end = next((n for n in range(starts[-1] + 1, len(lines)) if lines[n][:1] not in ("", " ")), len(lines) - 1)
-        error = lines[end]
     else:
         end = max((n for n, line in enumerate(lines) if RAISED.match(line) and "Error" in line), default=-1)
         if end < 0 or not any(line.startswith('  File "') for line in lines[max(0, end - 4) : end]):
             return "", []
         start = next(n for n in range(end, -1, -1) if lines[n].startswith('  File "'))
-        error = lines[end]
+    error = lines[end]
     return (error if len(error) <= 300 else error[:299] + "…"), lines[start : end + 1]
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return Signals(number).name
-    except ValueError:
-        return f"signal {number}"
 
 
 def _cause_of_death(error: BaseException) -> str:
@@ -435,25 +412,3 @@ def _cause_of_death(error: BaseException) -> str:
     if isinstance(error, ray.exceptions.RayActorError):
         return "Ray's actor there ended: it was killed, or the node's raylet was."
     return brief(error)
-
-
-class _Head:
-    """Whether the cluster's head still takes connections. Ray's client ends this process after a minute without."""
-
-    def __init__(self, address: str) -> None:
-        self.address, self.lost = address, False
-        self._over = threading.Event()
-        host, _, port = address.rpartition(":")
-        self._at = host.strip("[]"), int(port)
-        threading.Thread(target=self._watch, name="watches the head", daemon=True).start()
-
-    def _watch(self) -> None:
-        refused = 0.0
-        while not self._over.wait(1.0):
-            began = time.monotonic()
-            gone = unreachable(*self._at, seconds=2.0)
-            refused = refused + 1.0 + time.monotonic() - began if gone else 0.0
-            self.lost = refused > HEAD_SECONDS
-
-    def close(self) -> None:
-        self._over.set()

@@ -1,4 +1,4 @@
-"""One node of a launch: a Ray actor that runs `accelerate launch` there, and says what becomes of it.
+"""One node of a launch: a Ray actor that runs `accelerate launch` there, and reports what becomes of it.
 
     trlx-hybrid launch ──calls──▶ NodeActor ──starts──▶ accelerate launch ──starts──▶ the ranks
                                       └──starts──▶ reaper, which ends what is left of them, whoever was killed
@@ -21,60 +21,36 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 from trlx_hybrid.deadline import listen, unreachable
 
-from . import reaper
 from .cluster import environment
 from .errors import LaunchError, ScriptError
 from .reaper import OWNER_VARIABLE, Reaper, end, state
 
 TICK = 0.1  # seconds between two looks at files and processes
-CHUNK = 1 << 20  # bytes of one file in one answer
+CHUNK = 1 << 20  # bytes of one file in one report
 STOPPED_SECONDS = 15.0  # that a process may be stopped (SIGSTOP, Ctrl-Z) before that counts as a failure
 WARN_SECONDS = 5.0
 PORTS = range(20_000, 32_000)
 """Below those that the system hands out by itself, so that only somebody who asks for this very port can take it."""
-WORKERS = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE")
+WORKER_VARIABLES = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE")
 """What Ray sets for its workers. A rank is none: it gets what the node was started with."""
+EVENTS_VARIABLE = "TRLX_HYBRID_LAUNCH_EVENTS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Start:
-    """What a node has to start.
+class NodeReport:
+    """What happened on a node since its last report.
 
     Attributes:
-        arguments: of `accelerate launch`: its options, the script, and the script's arguments.
-        script: as typed, relative to the folder.
-        config: text of accelerate's config file.
-        variables: of the launcher's environment, for the ranks.
-        folder: to work in; None to stay in the one that Ray made for the job.
-        gpus: ids of this node's GPUs, for `CUDA_VISIBLE_DEVICES`.
-        first_rank: of the ranks on this node.
-        alone: whether it is the only one, which accelerate starts without torchelastic.
-    """
-
-    arguments: tuple[str, ...]
-    script: str
-    config: str
-    variables: Mapping[str, str]
-    folder: str | None
-    gpus: tuple[str, ...]
-    first_rank: int
-    alone: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class News:
-    """What happened on a node since it was asked last.
-
-    Attributes:
-        number: counts the answers.
+        number: counts the reports.
         clock: of the node, in seconds since the epoch.
         output: (rank, whether it is standard error, bytes) in order; rank None is accelerate itself.
         started: processes by rank.
@@ -86,15 +62,15 @@ class News:
 
     number: int
     clock: float
-    output: tuple[tuple[int | None, bool, bytes], ...] = ()
-    started: Mapping[int, int] = field(default_factory=dict)
-    ended: tuple[tuple[int | None, int, float], ...] = ()
+    output: Sequence[tuple[int | None, bool, bytes]] = ()
+    started: Mapping[int, int]
+    ended: Sequence[tuple[int | None, int, float]] = ()
     code: int | None = None
-    stopped: tuple[tuple[str, int, float], ...] = ()
+    stopped: Sequence[tuple[str, int, float]] = ()
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to tell."""
+        """Whether nothing happened."""
         return not (self.output or self.started or self.ended or self.stopped) and self.code is None
 
 
@@ -106,10 +82,11 @@ class NodeActor:
         self._reaper = Reaper(folder=str(self._folder))
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
-        self._news = News(number=0, clock=0.0)
+        self._report = NodeReport(number=0, clock=0.0, started={})
         self._offsets: dict[Path, int] = {}
         self._pids: dict[str, int] = {}  # of what is watched for being stopped
         self._stopped: dict[int, float] = {}
+        self._ended: set[int | None] = set()
         self._raylet = int(os.environ.get("RAY_RAYLET_PID", os.getppid()))
         self._looked = time.monotonic()
         self._listener: socket.socket | None = None
@@ -141,55 +118,75 @@ class NodeActor:
         """Why a port of another node cannot be reached from here, or None."""
         return unreachable(address, port)
 
-    def start(self, what: Start) -> int:
-        """Start `accelerate launch`; returns its process.
+    def start(
+        self,
+        arguments: Sequence[str],
+        *,
+        script: str,
+        config: str,
+        variables: Mapping[str, str],
+        folder: str | None,
+        gpus: Sequence[str],
+        first_rank: int,
+        alone: bool,
+    ) -> None:
+        """Start `accelerate launch`.
+
+        Args:
+            arguments: its options, the script, and the script's arguments.
+            script: as typed, relative to the folder.
+            config: text of accelerate's config file.
+            variables: of the launcher's environment, for the ranks.
+            folder: to work in; None to stay in the one that Ray made for the job.
+            gpus: ids of this node's GPUs, for `CUDA_VISIBLE_DEVICES`.
+            first_rank: of the ranks on this node.
+            alone: whether it is the only rank, which accelerate starts without torchelastic.
 
         Raises:
             ScriptError: the folder or the script is not here.
         """
-        _check_script(what)
+        _check_script(folder, script)
         if self._listener is not None:
             self._listener.close()
-        config = self._folder / "accelerate.yaml"
-        config.write_text(what.config)
-        self._first_rank, self._alone = what.first_rank, what.alone
-        variables = _node_environment(self._raylet) | dict(what.variables) | environment()
-        variables |= {
+        config_file = self._folder / "accelerate.yaml"
+        config_file.write_text(config)
+        self._first_rank, self._alone = first_rank, alone
+        told = _node_environment(self._raylet) | dict(variables) | environment()
+        told |= {
             OWNER_VARIABLE: self._reaper.owner,
-            "CUDA_VISIBLE_DEVICES": ",".join(what.gpus),
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus),
             "PYTHONUNBUFFERED": "1",  # a line leaves a rank when it is printed
             "PET_REDIRECTS": "3",  # torchelastic: standard output and error of each rank to files
-            _EVENTS_VARIABLE: str(self._folder / "events"),
+            EVENTS_VARIABLE: str(self._folder / "events"),
         }
-        own = [sys.executable, "-m", __name__, "--config_file", str(config), "--log_dir", str(self._folder / "ranks")]
+        own = ["--config_file", str(config_file), "--log_dir", str(self._folder / "ranks")]
         with open(self._folder / "stdout.log", "wb") as out, open(self._folder / "stderr.log", "wb") as err:
             self._process = subprocess.Popen(
-                [*own, *what.arguments],
+                [sys.executable, "-m", __name__, *own, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                cwd=what.folder,
-                env=variables,
+                cwd=folder,
+                env=told,
                 start_new_session=True,
             )
         self._pids = {"accelerate launch": self._process.pid, "the raylet of the node": self._raylet}
-        return self._process.pid
 
-    def poll(self, seen: int, seconds: float, *, output: bool = True) -> News:
-        """What happened; waits up to `seconds` for the first. An empty answer shows life, too.
+    def poll(self, seen: int, seconds: float, *, output: bool = True) -> NodeReport:
+        """What happened; waits up to `seconds` for the first. An empty report shows life, too.
 
         Args:
-            seen: number of the last answer that arrived. Where that is not the last one given, it is given again.
+            seen: number of the last report that arrived. Where that is not the last one given, it is given again.
             output: leave out what was printed: nobody can take more of it now.
         """
         with self._lock:
-            if self._news.number > seen:
-                return self._news
+            if self._report.number > seen:
+                return self._report
             until = time.monotonic() + seconds
-            while (news := self._look(seen + 1, output)).empty and time.monotonic() < until:
+            while (report := self._look(seen + 1, output)).empty and time.monotonic() < until:
                 time.sleep(TICK)
-            self._news = news
-            return news
+            self._report = report
+            return report
 
     def signal(self, which: int) -> None:
         """Send a signal to `accelerate launch`, which hands it to its ranks."""
@@ -207,29 +204,33 @@ class NodeActor:
 
     # --- what happens -------------------------------------------------------------------------------------------------
 
-    def _look(self, number: int, output: bool) -> News:
+    def _look(self, number: int, output: bool) -> NodeReport:
         over = self._process is not None and self._process.poll() is not None
         started, ended = self._events()
-        pieces = tuple(self._output()) if output else ()
-        return News(
+        pieces = list(self._output()) if output else []
+        return NodeReport(
             number=number,
             clock=time.time(),
             output=pieces,
             started=started,
             ended=ended,
             code=self._process.returncode if over and output and not pieces and self._process else None,
-            stopped=tuple(self._stopping()),
+            stopped=list(self._stopping()),
         )
 
-    def _events(self) -> tuple[dict[int, int], tuple[tuple[int | None, int, float], ...]]:
+    def _events(self) -> tuple[dict[int, int], list[tuple[int | None, int, float]]]:
+        """Which ranks have started, as processes, and which have ended."""
         path = self._folder / "events"
-        lines = self._new(path).splitlines() if path.exists() else []
-        told = [json.loads(line) for line in lines]
-        started = {event["rank"]: event["pid"] for event in told if "pid" in event}
-        self._pids |= {f"rank {rank}": pid for rank, pid in started.items()}
-        ended = tuple((event["rank"], event["code"], event["time"]) for event in told if "code" in event)
-        for rank, _, _ in ended:
-            self._pids.pop(f"rank {rank}", None)
+        started, ended = {}, []
+        for line in self._new(path).splitlines() if path.exists() else ():
+            event = json.loads(line)
+            rank = event["rank"]
+            if "pid" in event:
+                started[rank] = self._pids[f"rank {rank}"] = event["pid"]
+            elif rank not in self._ended:  # torchelastic's own word of it comes later
+                self._ended.add(rank)
+                self._pids.pop(f"rank {rank}", None)
+                ended.append((rank, event["code"], event["time"]))
         return started, ended
 
     def _output(self) -> Iterator[tuple[int | None, bool, bytes]]:
@@ -259,28 +260,36 @@ class NodeActor:
         passed, self._looked = min(time.monotonic() - self._looked, 1.0), time.monotonic()
         for what, pid in self._pids.items():
             before = self._stopped.get(pid, 0.0)
-            now = self._stopped[pid] = before + passed if state(pid) == "T" else 0.0
+            now = self._stopped[pid] = before + passed if state(pid) == psutil.STATUS_STOPPED else 0.0
             if before < WARN_SECONDS <= now or before < STOPPED_SECONDS <= now:
                 yield what, pid, now
 
 
-def _check_script(what: Start) -> None:
+def _check_script(folder: str | None, script: str) -> None:
     here = f"Node {socket.gethostname()}"
     way_out = (
         "Put it on a file system that all nodes share, or let Ray send it: ray job submit --working-dir . -- "
         "trlx-hybrid launch …"
     )
-    if what.folder is not None and not os.path.isdir(what.folder):
-        raise ScriptError(f"{here} has no folder {what.folder}. {way_out}")
-    if not os.path.isfile(os.path.join(what.folder or os.getcwd(), what.script)):
-        raise ScriptError(f"{here} finds no script {what.script} in {what.folder or os.getcwd()}. {way_out}")
+    if folder is not None and not os.path.isdir(folder):
+        raise ScriptError(f"{here} has no folder {folder}. {way_out}")
+    folder = folder or os.getcwd()
+    if not os.path.isfile(os.path.join(folder, script)):
+        raise ScriptError(f"{here} finds no script {script} in {folder}. {way_out}")
 
 
 def _node_environment(raylet: int) -> dict[str, str]:
     """This process's environment without what Ray puts there for a worker."""
-    node = reaper.environment(raylet)
-    told = {name: value for name, value in os.environ.items() if name not in WORKERS}
-    return told | {name: node[name] for name in WORKERS if name in node}
+    node = _environment(raylet)
+    told = {name: value for name, value in os.environ.items() if name not in WORKER_VARIABLES}
+    return told | {name: node[name] for name in WORKER_VARIABLES if name in node}
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """What a process was started with; empty where it is gone or not ours."""
+    with suppress(psutil.Error):
+        return dict(psutil.Process(pid).environ())
+    return {}
 
 
 def _give_back(descriptor: int, size: int) -> None:
@@ -292,8 +301,6 @@ def _give_back(descriptor: int, size: int) -> None:
 
 # --- the process that is `accelerate launch` --------------------------------------------------------------------------
 
-_EVENTS_VARIABLE = "TRLX_HYBRID_LAUNCH_EVENTS"
-
 
 def accelerate_launch() -> int:
     """accelerate's own command, in this process; beside it threads that note when a rank starts and how it ends.
@@ -304,59 +311,44 @@ def accelerate_launch() -> int:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    events = _Events(os.environ.pop(_EVENTS_VARIABLE))
-    threading.Thread(target=events.watch, daemon=True).start()
+    file = os.open(os.environ.pop(EVENTS_VARIABLE), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+
+    def note(**event: Any) -> None:
+        os.write(file, json.dumps(event).encode() + b"\n")
+
+    def watch() -> None:
+        """Find the ranks among our children: those that accelerate's environment was given to."""
+        known, expected = set[int](), 1
+        while len(known) < expected:
+            for pid in {child.pid for child in psutil.Process().children()} - known:
+                variables = _environment(pid)
+                if "ACCELERATE_MIXED_PRECISION" in variables:
+                    known.add(pid)
+                    expected, rank = int(variables.get("LOCAL_WORLD_SIZE", 1)), int(variables.get("RANK", 0))
+                    note(rank=rank, pid=pid)
+                    threading.Thread(target=wait_for, args=(rank, pid), daemon=True).start()
+            time.sleep(TICK)
+
+    def wait_for(rank: int, pid: int) -> None:
+        with suppress(ChildProcessError, AttributeError):  # somebody else was faster, who will note it below
+            ended: Any = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            note(rank=rank, code=code, time=time.time())
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
         main()
     except ChildFailedError as error:
         for rank, failure in error.failures.items():
-            events.ended(rank, failure.exitcode, failure.timestamp)
+            note(rank=rank, code=failure.exitcode, time=failure.timestamp)
         return 1
     except SignalException as error:
-        events.ended(None, -error.sigval, time.time())
+        note(rank=None, code=-error.sigval, time=time.time())
         return 128 + error.sigval
     except subprocess.CalledProcessError as error:  # of a single process, which accelerate starts by itself
-        events.ended(0, error.returncode, time.time())
+        note(rank=0, code=error.returncode, time=time.time())
         return 1
     return 0
-
-
-class _Events:
-    """A file with a line of JSON for each event."""
-
-    def __init__(self, path: str) -> None:
-        self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._lock = threading.Lock()
-        self._told: set[int | None] = set()
-
-    def watch(self) -> None:
-        """Find the ranks among our children: those that accelerate's environment was given to."""
-        known, expected = set[int](), 1
-        while len(known) < expected:
-            for pid in set(reaper.children(os.getpid())) - known:
-                variables = reaper.environment(pid)
-                if "ACCELERATE_MIXED_PRECISION" in variables:
-                    known.add(pid)
-                    expected, rank = int(variables.get("LOCAL_WORLD_SIZE", 1)), int(variables.get("RANK", 0))
-                    self._write({"rank": rank, "pid": pid})
-                    threading.Thread(target=self._await, args=(rank, pid), daemon=True).start()
-            time.sleep(TICK)
-
-    def ended(self, rank: int | None, code: int, at: float) -> None:
-        """Note the end of a rank, once; None for the signal that ended accelerate itself."""
-        with self._lock:
-            if rank in self._told:
-                return
-            self._told.add(rank)
-        self._write({"rank": rank, "code": code, "time": at})
-
-    def _await(self, rank: int, pid: int) -> None:
-        with suppress(ChildProcessError, AttributeError):  # somebody else was faster, who will say it
-            told: Any = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-            self.ended(rank, told.si_status if told.si_code == os.CLD_EXITED else -told.si_status, time.time())
-
-    def _write(self, event: Mapping[str, Any]) -> None:
-        os.write(self._descriptor, json.dumps(event).encode() + b"\n")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,18 @@ def say(text: str) -> None:
 
 Source = tuple[int, int | None, bool]
 """Node, rank (None: accelerate itself), and whether it is standard error."""
+LAUNCHER: Source = (-1, None, True)
+
+
+def prefixes(nodes: int, ranks_per_node: int) -> dict[tuple[int, int | None], str]:
+    """What stands in front of lines, by node and rank. Ranks are numbered node by node."""
+    width, found = len(str(nodes * ranks_per_node - 1)), dict[tuple[int, int | None], str]()
+    for number in range(nodes):
+        node = f"node {number} " if nodes > 1 else ""
+        found[number, None] = f"[{node}accelerate] "
+        for rank in range(number * ranks_per_node, (number + 1) * ranks_per_node):
+            found[number, rank] = f"[{node}rank {rank:>{width}}] "
+    return found
 
 
 @dataclass(slots=True)
@@ -45,7 +57,7 @@ class Printer:
     """Puts output together in a thread of its own: a terminal that takes no more stops neither signals nor the run.
 
     Args:
-        names: what stands in front of a line, by node and rank.
+        names: what stands in front of a line, by node and rank; nothing in front of the launcher's own.
     """
 
     def __init__(self, names: Mapping[tuple[int, int | None], str], out: BinaryIO, err: BinaryIO) -> None:
@@ -68,11 +80,21 @@ class Printer:
         self._taken += len(data)
         self._queue.put((source, data))
 
-    def close(self, seconds: float) -> bool:
+    def say(self, text: str) -> None:
+        """A line of the launcher's own on standard error, after what was written before it."""
+        self.write(LAUNCHER, f"{text}\n".encode())
+
+    def close(self, seconds: float | None = None) -> bool:
         """Show what is left, and leave the cursor at the start of a line; whether that was done in time."""
         self._queue.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
+
+    def __enter__(self) -> Printer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     # --- in the thread ------------------------------------------------------------------------------------------------
 
@@ -85,6 +107,8 @@ class Printer:
                 continue
             if entry is None:
                 break
+            if entry[0] == LAUNCHER:
+                self._show_unfinished(0.0)  # the launcher's last words stand last
             self._add(*entry)
             self._shown += len(entry[1])
         for source, line in self._lines.items():
@@ -122,7 +146,7 @@ class Printer:
         if text == "\r" and not line.shown:
             return  # a progress bar goes to the start of a line that it has not begun
         node, rank, error = source
-        self._write(error, text if line.shown else self._names[node, rank] + text)
+        self._write(error, text if line.shown else self._names.get((node, rank), "") + text)
         line.shown = not text.endswith(("\n", "\r"))
         self._open = source if line.shown or text.endswith("\r") else None
 

@@ -4,7 +4,7 @@ Ray has means of its own for this, of a cluster's start (`RAY_process_group_clea
 orphans), which a cluster that is joined may not have, and which do not reach what torchelastic starts in sessions of
 their own. Nor do they end anything when the raylet itself is killed. So a small process beside the one that starts
 others waits until that one is gone, or asks for the end. It is a child of neither that process nor the raylet. Linux
-only, standard library only: it costs 12 MB.
+only.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
 
 OWNER_VARIABLE = "TRLX_HYBRID_OWNER"
 """In the environment of everything that a process with a reaper starts."""
 SHARED_MEMORY = "/dev/shm/"
 SEGMENT = re.compile(r"psm_[0-9a-f]+|torch_\d+_\d+_\d+|nccl-\w+|sem\.(mp|loky)-.+|.+-cpushm.*")
 """Names of segments that Python, torch, NCCL and vLLM make. Other files there are somebody's, and stay."""
-TICK = 0.1  # seconds between looks at shared memory
+TICK = 0.05  # seconds between looks at shared memory
+NEW_SECONDS = 2.0  # after its name has appeared, what uses a segment has mapped it
 START_SECONDS = 60.0
 GRACE = 2.0  # seconds from SIGTERM to SIGKILL
 KILL_SECONDS = 5.0  # from SIGKILL until a process counts as one that cannot be ended
@@ -78,121 +79,85 @@ class Reaper:
         return self._process.stdout.readline() if ready else b""
 
 
-def descendants(owner: str, pid: int = 0) -> Iterator[int]:
+def descendants(owner: str, pid: int) -> list[psutil.Process]:
     """Processes that bear this owner's name in their environment, or are in the process group or session of `pid`.
 
     A forked child that starts no program has the environment that its parent was started with, which may not name the
-    owner yet. It stays in the parent's group or session, unless it leaves both.
+    owner yet. It stays in the parent's group or session, unless it leaves both. Without `pid` itself (0: no such one).
     """
-    for entry in os.listdir("/proc"):
-        if entry.isdecimal() and int(entry) not in (pid, os.getpid()) and _descends(int(entry), owner, pid):
-            yield int(entry)
+    marker, found = f"{OWNER_VARIABLE}={owner}".encode(), []
+    for one in {*psutil.pids()} - {pid, os.getpid()}:
+        with suppress(psutil.Error, OSError):  # gone, or somebody else's
+            process = psutil.Process(one)
+            mine = pid > 0 and pid in (os.getpgid(one), os.getsid(one))
+            mine = mine or marker in Path(f"/proc/{one}/environ").read_bytes().split(b"\0")  # psutil's takes far longer
+            if mine and state(one) is not None:
+                found.append(process)
+    return found
 
 
-def state(pid: int) -> str:
-    """As `ps` shows it: R, S, D, T where it was stopped by a signal; empty where it does not run."""
-    fields = _status(pid)
-    return fields[0] if fields and fields[0] != "Z" else ""
-
-
-def children(pid: int) -> list[int]:
-    """Processes that this one has started and that nobody has waited for."""
-    return [int(e) for e in os.listdir("/proc") if e.isdecimal() and _status(int(e))[1:2] == [str(pid)]]
-
-
-def environment(pid: int) -> dict[str, str]:
-    """What a process was started with; empty where it is gone or not ours."""
-    pairs = _read(f"/proc/{pid}/environ").decode(errors="surrogateescape").split("\0")
-    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)
+def state(pid: int) -> str | None:
+    """As psutil has it, `psutil.STATUS_STOPPED` for one; None where the process has ended."""
+    with suppress(psutil.Error):
+        status = psutil.Process(pid).status()
+        return None if status == psutil.STATUS_ZOMBIE else str(status)
+    return None
 
 
 def end(owner: str, pid: int, grace: float) -> list[int]:
     """SIGTERM for all descendants, SIGKILL for those that are left; returns the latter."""
-    _signal(owner, pid, signal.SIGTERM)
-    _wait(owner, pid, grace)
+    _signal(owner, pid, signal.SIGTERM, grace)
     killed: set[int] = set()
     deadline = time.monotonic() + KILL_SECONDS
-    while time.monotonic() < deadline and (left := _signal(owner, pid, signal.SIGKILL)):
+    while time.monotonic() < deadline and (left := _signal(owner, pid, signal.SIGKILL, 0.5)):
         killed |= left
-        _wait(owner, pid, 0.5)
     return sorted(killed)
 
 
-def _signal(owner: str, pid: int, which: signal.Signals) -> set[int]:
+def _signal(owner: str, pid: int, which: signal.Signals, seconds: float) -> set[int]:
+    """Send it to all descendants, and wait until there are none; returns those that it was sent to."""
     sent = set()
-    for one in list(descendants(owner, pid)):
-        with suppress(OSError):
-            process = os.pidfd_open(one)
-            try:
-                if _descends(one, owner, pid):  # the number may be another process's by now
-                    signal.pidfd_send_signal(process, which)
-                    sent.add(one)
-            finally:
-                os.close(process)
-    return sent
-
-
-def _wait(owner: str, pid: int, seconds: float) -> None:
+    for process in descendants(owner, pid):
+        with suppress(psutil.Error):
+            process.send_signal(which)  # not to another one that has its number by now
+            sent.add(process.pid)
     deadline = time.monotonic() + seconds
-    while any(descendants(owner, pid)) and time.monotonic() < deadline:
+    while descendants(owner, pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-
-
-def _descends(one: int, owner: str, pid: int) -> bool:
-    fields = _status(one)
-    if not fields or fields[0] == "Z":
-        return False
-    marker = f"{OWNER_VARIABLE}={owner}".encode()
-    return (pid > 0 and str(pid) in fields[2:4]) or marker in _read(f"/proc/{one}/environ").split(b"\0")
-
-
-def _status(pid: int) -> list[str]:
-    # pid (name) state parent group session ...; the name may contain anything, parentheses too
-    return _read(f"/proc/{pid}/stat").rpartition(b")")[2].decode().split()
-
-
-def _read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError:
-        return b""
+    return sent
 
 
 # --- shared memory ----------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
 class Segments:
-    """Shared-memory segments that descendants of a process were seen to map.
+    """Shared-memory segments that a process or its descendants were seen to map.
 
     A killed process leaves its segments, which keep their memory. Those without an owner that cleans up (Python's
     resource tracker, torch's manager) have to be removed by somebody, and afterwards nobody can tell whose they were.
-
-    Attributes:
-        seen: names under /dev/shm.
     """
 
-    owner: str
-    pid: int
-    seen: set[str]
-    _changed: int = -1
+    def __init__(self, owner: str, pid: int) -> None:
+        self._owner, self._pid = owner, pid
+        self._seen: set[str] = set()
+        self._since: dict[str, float] = {}  # when the name of a segment appeared
 
     def look(self) -> None:
-        """Note what they map now. Costs one `stat` while no file comes or goes there."""
+        """Note who maps a segment whose name is new. Without one this reads no process: there may be thousands."""
+        now = time.monotonic()
         with suppress(OSError):
-            changed = os.stat(SHARED_MEMORY).st_mtime_ns
-            if changed != self._changed:
-                for one in [self.pid, *descendants(self.owner, self.pid)]:
-                    self.seen |= {name for name in mapped(one) if SEGMENT.fullmatch(name)}
-                if time.time_ns() - changed > 2e9:  # by then what uses a new one has mapped it
-                    self._changed = changed
+            names = filter(SEGMENT.fullmatch, os.listdir(SHARED_MEMORY))
+            self._since = {name: self._since.get(name, now) for name in names}
+        new = {name for name, since in self._since.items() if now - since < NEW_SECONDS} - self._seen
+        if new:
+            for pid in [self._pid, *(process.pid for process in descendants(self._owner, self._pid))]:
+                self._seen |= mapped(pid) & new
 
     def remove(self) -> list[str]:
         """Remove those that still have a name and that no process maps any more. Returns their names."""
-        left = {name for name in self.seen if os.path.exists(SHARED_MEMORY + name)}
-        for entry in os.listdir("/proc") if left else ():
-            if entry.isdecimal():
-                left -= mapped(int(entry))
+        left = {name for name in self._seen if os.path.exists(SHARED_MEMORY + name)}
+        for pid in psutil.pids() if left else ():
+            left -= mapped(pid)
         for name in left:
             with suppress(OSError):
                 os.unlink(SHARED_MEMORY + name)
@@ -202,10 +167,11 @@ class Segments:
 def mapped(pid: int) -> set[str]:
     """Names below /dev/shm that a process maps; nothing where it is gone or not ours."""
     names = set()
-    for line in _read(f"/proc/{pid}/maps").splitlines():
-        _, found, name = line.partition(SHARED_MEMORY.encode())
-        if found and not name.endswith(b" (deleted)"):
-            names.add(os.fsdecode(name))
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/maps").read_bytes().splitlines():
+            _, found, name = line.partition(SHARED_MEMORY.encode())
+            if found and not name.endswith(b" (deleted)"):
+                names.add(os.fsdecode(name))
     return names
 
 
@@ -220,9 +186,11 @@ def main(pid: int, owner: str, grace: float, folder: str) -> None:
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 2)
     os.write(1, b"ready\n")
-    segments = Segments(owner, pid, set())
-    while not select.select([process, 0], [], [], TICK)[0]:
+    segments, pause = Segments(owner, pid), TICK
+    while not select.select([process, 0], [], [], pause)[0]:
+        began = time.monotonic()
         segments.look()
+        pause = max(TICK, 5 * (time.monotonic() - began))  # at most a sixth of a core
     segments.look()
     left = [f"process {one}" for one in end(owner, pid, grace)]
     left += [f"{SHARED_MEMORY}{name}" for name in segments.remove()]

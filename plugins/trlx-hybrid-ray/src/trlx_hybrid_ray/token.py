@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import ClusterError
-from .internals import reread_authentication
+from .internals import LOOPBACK_VARIABLE, reread_environment, restored
 
 MODE, TOKEN, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 """Ray's own variables. The processes of a node inherit them, so a path in them must be good on that node."""
@@ -31,31 +31,28 @@ def given(environment: Mapping[str, str]) -> bool:
 
 
 @contextmanager
-def presented(path: Path | None) -> Iterator[None]:
+def presented(path: Path | None, *, everywhere: bool) -> Iterator[None]:
     """Within the context, this process and its children authenticate with the token in a file.
 
     Args:
         path: None takes the user's own, from Ray's variables or `~/.ray/auth_token`. Where there is none, or the user
             set RAY_AUTH_MODE, that is left as it is.
+        everywhere: clusters that are started in the context listen on every interface; otherwise on loopback only.
 
     Raises:
         ClusterError: the file is missing or empty.
     """
-    before = {name: os.environ.get(name) for name in (MODE, TOKEN, PATH)}
-    if path is not None:
-        if not path.is_file() or not path.read_text().strip():
-            raise ClusterError(f"{path} holds no token. Name the file with the one that the cluster was started with.")
-        os.environ.pop(TOKEN, None)  # it would win over the path
-        os.environ.update({MODE: "token", PATH: str(path.resolve())})
-    elif given(os.environ):
-        os.environ.setdefault(MODE, "token")
-    reread_authentication()
+    if path is not None and (not path.is_file() or not path.read_text().strip()):
+        raise ClusterError(f"{path} holds no token. Name the file with the one that the cluster was started with.")
     try:
-        yield
+        with restored(MODE, TOKEN, PATH, LOOPBACK_VARIABLE):
+            os.environ[LOOPBACK_VARIABLE] = "1" if everywhere else "0"
+            if path is not None:
+                os.environ.pop(TOKEN, None)  # it would win over the path
+                os.environ.update({MODE: "token", PATH: str(path.resolve())})
+            elif given(os.environ):
+                os.environ.setdefault(MODE, "token")
+            reread_environment()
+            yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-        reread_authentication()
+        reread_environment()

@@ -67,6 +67,15 @@ def wait():
         print("unwound")
 
 
+def flood():
+    """More lines than a small pipe holds, then an end with a code of its own."""
+    for number in range(1000):
+        print(f"line {number}", file=sys.stderr)
+    word("flooded")
+    time.sleep(1)
+    sys.exit(3)
+
+
 def long_line():
     """200 kB without an end, then one with."""
     sys.stdout.write("x" * 200_000)

@@ -87,6 +87,7 @@ class Segments(threading.Thread):
         while not self.over.wait(pause):
             began = time.monotonic()
             new = self.names().difference(self.before, *self.seen.values())
+            psutil.process_iter.cache_clear()  # a number that another process has by now has no parents there
             for process in psutil.process_iter() if new else ():
                 if (names := mapped(process.pid) & new) and (whose := ours(process)) is not None:
                     self.seen[whose] |= names

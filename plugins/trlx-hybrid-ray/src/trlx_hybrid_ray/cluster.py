@@ -345,8 +345,9 @@ def _started(settings: dict[str, Any], folder: Path) -> Iterator[str]:
         ) as process,
     ):
         try:
+            assert process.stdout is not None
             ready, _, _ = select.select([process.stdout], [], [], START_SECONDS)
-            told = process.stdout.readline() if ready and process.stdout else b""
+            told = process.stdout.readline() if ready else b""
             if not told:
                 log.seek(0)
                 last = log.read().decode(errors="replace").strip().splitlines()[-1:]

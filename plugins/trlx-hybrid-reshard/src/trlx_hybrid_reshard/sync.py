@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import socket
 import statistics
 import sys
 import time
@@ -98,15 +99,15 @@ class ReshardSync(WeightSync):
             boxes = {name: tuple(r.box for r in found) for name, found in regions.of.items()}
         except (EngineError, ConfigError) as error:
             reason = str(error)
-        gathered = agreement.exchange("the comparison of what the engines hold", (reason, boxes))
-        reasons, held = zip(*gathered, strict=True)
+        mine = reason, boxes, socket.gethostname()
+        reasons, held, hosts = zip(*agreement.exchange("the comparison of what the engines hold", mine), strict=True)
         found = next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why is not None), None)
         if found is not None:
             self.release()
             return reason or found
         used = set[str]().union(*held)
         names = tuple(name for name in shards.shapes if name in used)  # in the order of a forward pass
-        self._sides = _Sides(shards, regions, held, names)
+        self._sides = _Sides(shards, regions, held, names, ranks_per_node(hosts))
         return None
 
     def _refuses_at_sight(self) -> str | None:
@@ -270,12 +271,14 @@ class _Sides:
         regions: of this rank's engine.
         held: for each rank, the boxes of each parameter that its engine holds.
         names: of the parameters that some engine holds, in the order of a forward pass.
+        ranks_per_node: as in `plan.plan`.
     """
 
     shards: Shards
     regions: Regions
     held: Sequence[dict[str, Any]]
     names: tuple[str, ...]
+    ranks_per_node: int
 
     def layouts(self) -> tuple[LiveSharding, LiveSharding]:
         """Where all parameters lie in the trainer, and where in the engines."""
@@ -285,6 +288,12 @@ class _Sides:
     def device(self) -> torch.device:
         """Of the engine's memory."""
         return next((r.memory.device for found in self.regions.of.values() for r in found), torch.device("cpu"))
+
+
+def ranks_per_node(hosts: Sequence[str]) -> int:
+    """How many consecutive ranks share a host; 0, one node for all, where that is not the same number everywhere."""
+    size = hosts.count(hosts[0])
+    return size if list(hosts) == [host for host in dict.fromkeys(hosts) for _ in range(size)] else 0
 
 
 class PreparedPlan:
@@ -315,7 +324,7 @@ class PreparedPlan:
         shards, layouts = sides.shards, sides.layouts()
         model = Model(name="live", parameters=tuple(shards.parameters(names)), itemsize=dtype.itemsize)
         cast = any(shards.local[name].dtype != dtype for name in names)
-        made = plan(model, *layouts, rank)
+        made = plan(model, *layouts, rank, ranks_per_node=sides.ranks_per_node)
         self.floor_bytes = made.floor_bytes
         self._buckets = bucketed(model, *layouts, options.bucket_bytes, cast=cast)
         self._lowered = lower(made, self._buckets)

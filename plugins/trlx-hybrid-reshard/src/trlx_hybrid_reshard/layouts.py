@@ -169,7 +169,7 @@ class MeshLayout(types.Layout):
         parts = [uncut(size) for size in parameter.extent]
         coordinates: list[Ints] = [np.zeros_like(pp)] * len(parts)
         held = _ends(parameter.stage, pp, self.pp)
-        if parameter.stage is Stage.LAYERS:
+        if self.pp > 1 and parameter.stage is Stage.LAYERS:
             parts[0], coordinates[0] = stage_layers(parameter, self.pp), pp
         if self.ep > 1 and parameter.expert_dim is not None:
             d = parameter.expert_dim + 1
@@ -178,8 +178,9 @@ class MeshLayout(types.Layout):
             d = parameter.tp_dim + 1
             parts[d] = tensor_slices(parameter, self.tp, self.vocab_multiple)
             coordinates[d] = tp * len(parts[d]) // self.tp
-        d = self._shard_dim(parameter) + 1
-        parts[d], coordinates[d] = rechunked(parts[d], self.fsdp), coordinates[d] * self.fsdp + fsdp
+        if self.fsdp > 1:
+            d = self._shard_dim(parameter) + 1
+            parts[d], coordinates[d] = rechunked(parts[d], self.fsdp), coordinates[d] * self.fsdp + fsdp
         return Sharding(self.world, tuple(parts), tuple(coordinates), held)
 
     def alike(self, parameter: Parameter) -> Hashable:
@@ -209,8 +210,11 @@ def mesh_coordinates(layout: MeshLayout) -> tuple[Ints, ...]:
 
 
 def _ends(stage: Stage, pp: Ints, stages: int) -> NDArray[np.bool_]:
+    if stages == 1 or stage is Stage.LAYERS:
+        return np.ones(len(pp), dtype=np.bool_)
     first, last = stage in (Stage.FIRST, Stage.ENDS), stage in (Stage.LAST, Stage.ENDS)
-    return (stage is Stage.LAYERS) | (first & (pp == 0)) | (last & (pp == stages - 1))
+    held: NDArray[np.bool_] = (first & (pp == 0)) | (last & (pp == stages - 1))
+    return held
 
 
 def stage_layers(parameter: Parameter, stages: int) -> Ints:

@@ -253,28 +253,28 @@ class Turns:
 def to_receive(source: Sharding, target: Sharding, rank: int, node: Ints) -> Turns:
     """Turns between this rank, which asks, and every rank that holds something of its target."""
     pieces = source.pieces()
-    held, near = pieces >= 0, node == node[rank]
+    held, near, count = pieces >= 0, node == node[rank], int(pieces.max()) + 1
     of = np.where(held, pieces, 0)
-    wanted, asks = _wanted(source, target), target.pieces()
-    count = wanted.shape[1]
     everywhere, beside = (np.bincount(of[ranks], minlength=count) for ranks in (held, held & near))
     local = beside[of] > 0
     taking = held & (near | ~local)
+    eligible = taking & (pieces != pieces[rank])
+    order = _order_within(of, taking, count)
+    holders = np.maximum(np.where(local, beside[of], everywhere[of]), 1)
+    if holders[eligible].max(initial=1) == 1:  # nobody takes turns: there is no queue to keep
+        return Turns(eligible, np.zeros_like(order), order, holders)
+    wanted, asks = _wanted(source, target), target.pieces()
 
     def queue(region: NDArray[np.bool_]) -> Ints:
         """(world,), how many earlier ranks of a region ask for the piece that each rank holds, and lack it."""
         earlier = np.flatnonzero(region[:rank] & (asks[:rank] >= 0))
         own = earlier[held[earlier]]
         own = own[wanted[asks[own], of[own]]]
-        asking: Ints = np.bincount(asks[earlier], minlength=len(wanted)) @ wanted
-        return (asking - np.bincount(of[own], minlength=count))[of]
+        asking = np.bincount(asks[earlier], minlength=len(wanted)) @ wanted
+        before: Ints = (asking - np.bincount(of[own], minlength=wanted.shape[1]))[of]
+        return before
 
-    return Turns(
-        eligible=taking & (pieces != pieces[rank]),
-        key=np.where(local, queue(near), queue(np.ones_like(near))),
-        order=_order_within(of, taking, count),
-        holders=np.maximum(np.where(local, beside[of], everywhere[of]), 1),
-    )
+    return Turns(eligible, np.where(local, queue(near), queue(np.ones_like(near))), order, holders)
 
 
 def to_send(pieces: Ints, asked: NDArray[np.bool_], rank: int, node: Ints) -> Turns:
@@ -291,6 +291,8 @@ def to_send(pieces: Ints, asked: NDArray[np.bool_], rank: int, node: Ints) -> Tu
     on_node = int((same & (node == node[rank]))[:rank].sum())
     order = np.where(local, on_node, int(same[:rank].sum()))
     holders = np.where(local, beside[node], int(same.sum()))
+    if holders[eligible].max(initial=1) == 1:
+        return Turns(eligible, np.zeros_like(order), order, holders)
     asks = asked & ~same
     before = np.cumsum(asks) - asks
     starts = np.searchsorted(node, node)  # nodes are runs of ranks: the first rank of each rank's node

@@ -93,10 +93,9 @@ def rechunked(parts: Ints, ways: int) -> Ints:
     ends = lengths.cumsum(axis=1)
     total = ends[:, -1:]
     edges = np.minimum(np.arange(ways + 1, dtype=np.int64) * -(-total // ways), total)
-    before = (ends - lengths)[:, None]
-    start = np.clip(edges[:, :-1, None] - before, 0, lengths[:, None]) + parts[:, None, :, 0]
-    stop = np.clip(edges[:, 1:, None] - before, 0, lengths[:, None]) + parts[:, None, :, 0]
-    return np.stack([start, stop], axis=-1).reshape(-1, parts.shape[1], 2)
+    inside = np.minimum(np.maximum(edges[..., None] - (ends - lengths)[:, None], 0), lengths[:, None])
+    inside += parts[:, None, :, 0]
+    return np.stack([inside[:, :-1], inside[:, 1:]], axis=-1).reshape(-1, parts.shape[1], 2)
 
 
 def length(parts: Ints) -> Ints:
@@ -118,7 +117,10 @@ def crossings(left: Ints, right: Ints) -> Ints:
 
 def overlap(left: Ints, right: Ints) -> Ints:
     """How many indices both hold; leading shapes broadcast."""
-    return length(crossings(left, right))
+    a, b = left[..., :, None, :], right[..., None, :, :]
+    common = np.minimum(a[..., 1], b[..., 1]) - np.maximum(a[..., 0], b[..., 0])
+    result: Ints = np.maximum(common, 0).sum(axis=(-2, -1))
+    return result
 
 
 def position_in(part: Ints, index: Ints) -> Ints:

@@ -121,12 +121,12 @@ def refusals():
 
 
 def two_nodes():
-    """Whom a rank receives from where each of two nodes has a replica of the shards."""
+    """Whom a rank receives from where each of two nodes has a replica of the shards, and an engine spans both."""
     model, mesh = Model(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    engine, plain = SlicedEngine(tp=1), socket.gethostname
+    engine, plain = SlicedEngine(tp=4), socket.gethostname
     socket.gethostname = lambda: f"node{RANK // 2}"
     session, sync = opened(model, engine)
     socket.gethostname = plain

@@ -206,7 +206,7 @@ class Rollouts:
     def _as_new(self) -> None:
         """The next rollout draws the first seeds of its weights again, and finds nothing in the prefix cache."""
         self.session.sampler.forget()
-        self._engine.memory.forget_computed()
+        self._engine.forget_computed()
 
     def _draw(self, rows: int) -> list[list[int]]:
         draw = random.Random(rows)

@@ -71,7 +71,7 @@ def lowered(case: Case, rank: int) -> tuple[float, Descriptors]:
     """Seconds from the two layouts to the explicit slices of one rank, and the slices."""
     started = time.perf_counter()
     buckets = bucketed(case.model, case.train, case.rollout)
-    found = lower(case.model, case.train, case.rollout, rank, buckets, ranks_per_node=RANKS_PER_NODE)
+    found = lower(plan(case.model, case.train, case.rollout, rank, ranks_per_node=RANKS_PER_NODE), buckets)
     return time.perf_counter() - started, found
 
 
@@ -85,7 +85,6 @@ def worst_ranks(case: Case) -> tuple[dict[str, Any], list[int]]:
     bytes_ = {
         "shape": case.model.name,
         "model_bytes": case.model.bytes,
-        "checkpoint_tensors": case.model.checkpoint_tensors,
         "receives_bytes": max(received),
         "receive_floor_bytes": max(made.floor_bytes for _, made in found),
         "sends_bytes": max(sent),

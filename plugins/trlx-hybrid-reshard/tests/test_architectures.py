@@ -42,10 +42,8 @@ def test_every_architecture_is_compared_with_transformers():
     assert {kind for kind, _ in VARIANTS} == set(ARCHITECTURES)
 
 
-def test_the_trillion_parameters_are_70_thousand_checkpoint_tensors():
-    model = describe(SHAPES["1t-moe"])
-    assert 1.0e12 < model.bytes / 2 < 1.1e12
-    assert 70_000 < model.checkpoint_tensors < 71_000
+def test_the_trillion_parameters_are_a_trillion():
+    assert 1.0e12 < describe(SHAPES["1t-moe"]).bytes / 2 < 1.1e12
 
 
 def test_an_unknown_architecture_gets_a_hint():

@@ -34,7 +34,7 @@ def carry_out(model, source, target, node, arrays, capacity):
     Sender and receiver know only their own slices; a message is matched by its place in the order of the pair.
     """
     buckets = bucketed(model, source, target, capacity)
-    lowered = [lower(model, source, target, r, buckets, ranks_per_node=node) for r in range(source.world)]
+    lowered = [lower(plan(model, source, target, r, ranks_per_node=node), buckets) for r in range(source.world)]
     first = [[_first(layout, p) for p in model.parameters] for layout in (source, target)]
     messages = defaultdict(list)
     for rank, one in enumerate(lowered):
@@ -62,8 +62,10 @@ def carry_out(model, source, target, node, arrays, capacity):
         for s, there in zip(one.copies, one.there):
             at = _local_layer(s, first[0], rank)
             write(s, arrays[rank][s["parameter"]][window(at, there, arrays[rank][s["parameter"]])])
-        for s in one.zeros:
-            write(s, -1)
+        for values, into, times in zip(shaped, result, count):
+            if values is not None:  # padding is not moved
+                into[values == -1] = -1
+                times[values == -1] += 1
         results.append(result)
         written.append(count)
         received.append(elements)
@@ -74,8 +76,7 @@ def carry_out(model, source, target, node, arrays, capacity):
 def _first(layout, parameter):
     """(world,), the first layer of the class that each rank holds."""
     sharding = layout.sharding(parameter)
-    at = sharding.coordinates[0]
-    return sharding.parts[0][np.zeros(layout.world, dtype=int) if at is None else at, 0, 0]
+    return sharding.parts[0][sharding.coordinates[0], 0, 0]
 
 
 def _local_layer(s, first, rank):
@@ -112,8 +113,8 @@ def test_the_slices_are_the_bytes_of_the_plan_peer_by_peer(reshard):
     for source, target in ((train, rollout), (rollout, train)):
         buckets = bucketed(model, source, target)
         for rank in range(train.world):
-            slices = lower(model, source, target, rank, buckets, ranks_per_node=node)
             made = plan(model, source, target, rank, ranks_per_node=node)
+            slices = lower(made, buckets)
             assert all((np.diff(s["bucket"]) >= 0).all() for s in (slices.receives, slices.sends))
             assert (by_peer(slices.receives, train.world) == made.receives).all()
             assert (by_peer(slices.sends, train.world) == made.sends).all()
@@ -128,7 +129,7 @@ def test_what_a_rank_packs_has_its_place_in_the_buckets(reshard):
         buckets = bucketed(model, source, target, 1 << 40, cast=True)
         assert buckets.count == 1
         for rank in range(train.world):
-            sends = lower(model, source, target, rank, buckets, ranks_per_node=node).sends
+            sends = lower(plan(model, source, target, rank, ranks_per_node=node), buckets).sends
             packed = {tuple(s[name].tobytes() for name in CONTENT): 2 * (s["stop"] - s["start"]).prod() for s in sends}
             assert sum(packed.values()) <= buckets.staged
 
@@ -153,7 +154,7 @@ def test_no_rank_receives_more_than_a_bucket_at_a_time(n, t):
     buckets = bucketed(model, train, rollout)
     assert buckets.peak_bytes <= 512 << 20
     for rank in range(n):
-        slices = lower(model, train, rollout, rank, buckets)
+        slices = lower(plan(model, train, rollout, rank), buckets)
         assert in_buckets(slices.receives).max() <= 256 << 20
 
 
@@ -162,7 +163,7 @@ def test_what_is_larger_than_a_bucket_keeps_every_rank_receiving():
     train, rollout = MeshLayout(fsdp=8), MeshLayout(tp=2).served().over(8)
     buckets = bucketed(model, train, rollout, 64 << 20)
     assert buckets.rounds[0] > 1
-    slices = lower(model, train, rollout, 0, buckets).receives
+    slices = lower(plan(model, train, rollout, 0), buckets).receives
     embedding = slices[slices["parameter"] == 0]
     peers = [set(embedding["peer"][embedding["bucket"] == b]) for b in set(embedding["bucket"])]
     assert all(p == peers[0] for p in peers)

@@ -40,11 +40,6 @@ def test_uneven_shards_are_those_of_torch_chunk():
     assert rows(MeshLayout(fsdp=8), Parameter(name="weight", shape=(5,)))[4:] == [[(4, 5)], [], [], []]
 
 
-def test_a_permuted_mesh_moves_the_shards():
-    four = Parameter(name="weight", shape=(4, 2))
-    assert rows(MeshLayout(fsdp=4, mesh=(0, 2, 1, 3)), four) == [[(0, 1)], [(2, 3)], [(1, 2)], [(3, 4)]]
-
-
 @pytest.mark.parametrize(
     ("layout", "parameter", "message"),
     [
@@ -64,7 +59,6 @@ def test_a_size_that_does_not_divide_is_named(layout, parameter, message):
     [
         ({"tp": 0}, r"tp=0 in a layout"),
         ({"tp": 2, "ep": 3}, r"ep=3 with tp=2"),
-        ({"fsdp": 4, "mesh": (0, 1, 1, 2)}, r"each of its 4 ranks once"),
     ],
 )
 def test_a_layout_that_cannot_be_is_refused(sizes, message):

@@ -12,7 +12,7 @@ from ranks import reports
 from standins import Model, SlicedEngine, session_of
 from trlx_hybrid_reshard.agreement import Agreement
 from trlx_hybrid_reshard.shards import Shards
-from trlx_hybrid_reshard.sync import LIMIT, SEEN, SHOWN, WARM, SyncLog
+from trlx_hybrid_reshard.sync import LIMIT, SEEN, SHOWN, WARM, SyncLog, ranks_per_node
 
 SYNCS = ["first", "trained", "newly frozen", "one frozen", "frozen but written", "lost", "offloaded and run"]
 
@@ -68,6 +68,21 @@ def test_ranks_that_differ_say_so_alike(launched):
     digests = first["freezing"].split("with plan ")
     assert digests[1].split(",")[0] != digests[2].split(".")[0]
     assert first["after"] == second["after"] == []
+
+
+def test_what_the_own_node_has_comes_from_there(launched):
+    """Each rank lacks the other shard, which its neighbour has and a rank of the other node."""
+    found = [report["two nodes"] for report in launched(4)]
+    assert [rank["peers"] for rank in found] == [[1], [0], [3], [2]]
+    assert [rank["wrong"] for rank in found] == [[]] * 4
+
+
+@pytest.mark.parametrize(
+    ("hosts", "expected"),
+    [("aabb", 2), ("aaaa", 4), ("abcd", 1), ("abab", 0), ("aaab", 0), ("abbb", 0), ("aabbaa", 0)],
+)
+def test_nodes_are_runs_of_equally_many_ranks(hosts, expected):
+    assert ranks_per_node(tuple(hosts)) == expected
 
 
 def test_adapters_are_merged_when_all_ranks_have_said_that_they_are_there(monkeypatch):

@@ -1,14 +1,27 @@
 """Random models and layouts, and an oracle that cuts real arrays the way torch and vLLM do."""
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from hypothesis import strategies as st
 from trlx_hybrid_reshard.layouts import MeshLayout, Model, Parameter, Stage
+from trlx_hybrid_reshard.sharding import Sharding
 
 DEPTH = 3
 PADDING = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Permuted(MeshLayout):
+    """With another rank at each position: plans count on no order of the ranks."""
+
+    mesh: tuple[int, ...]
+
+    def sharding(self, parameter):
+        found, at = MeshLayout.sharding(self, parameter), np.argsort(self.mesh)
+        return Sharding(found.world, found.parts, tuple(c[at] for c in found.coordinates), found.held[at])
+
 
 vocabulary = st.builds(
     lambda rows, hidden, stage: Parameter(
@@ -51,8 +64,16 @@ def layouts(draw, world, tp, *, served):
     fsdp = 1 if served else draw(st.sampled_from([f for f in (2, 4, 3, 1, 6, 8) if rest % f == 0]))
     dp = rest // fsdp
     ep = draw(st.sampled_from([1] * 4 + [tp * d for d in (1, 2, 3) if dp % d == 0])) if served else 1
-    mesh = tuple(draw(st.permutations(range(world)))) if draw(st.booleans()) else None
-    return MeshLayout(dp=dp, pp=pp, fsdp=fsdp, tp=tp, ep=ep, vocab_multiple=PADDING if served else 1, mesh=mesh)
+    layout = MeshLayout(dp=dp, pp=pp, fsdp=fsdp, tp=tp, ep=ep, vocab_multiple=PADDING if served else 1)
+    return permuted(draw, layout)
+
+
+def permuted(draw, layout):
+    """The layout, or the same with other ranks in its places."""
+    if not draw(st.booleans()):
+        return layout
+    given = {k: getattr(layout, k) for k in ("dp", "pp", "fsdp", "tp", "ep", "vocab_multiple")}
+    return Permuted(**given, mesh=tuple(draw(st.permutations(range(layout.world)))))
 
 
 @st.composite
@@ -72,7 +93,7 @@ def reshards(draw):
         if even and draw(st.booleans()):
             dims.append((f"{i}.{p.name}", draw(st.sampled_from(even))))
     named = tuple(_renamed(p, f"{i}.{p.name}") for i, p in enumerate(parameters))
-    train = MeshLayout(**{k: getattr(train, k) for k in ("dp", "pp", "fsdp", "tp", "mesh")}, shard_dims=tuple(dims))
+    train = replace(train, shard_dims=tuple(dims))
     node = draw(st.sampled_from([n for n in (1, 2, 4, world) if world % n == 0]))
     return Model(name="random", parameters=named), train, draw(layouts(world, tp, served=True)), node
 
@@ -86,7 +107,7 @@ def held(layout, parameter, rank):
 
     Padding is -1. Written without the code under test.
     """
-    position = layout.mesh.index(rank) if layout.mesh else rank
+    position = layout.mesh.index(rank) if isinstance(layout, Permuted) else rank
     tp, position = position % layout.tp, position // layout.tp
     fsdp, position = position % layout.fsdp, position // layout.fsdp
     pp, dp = position % layout.pp, position // layout.pp

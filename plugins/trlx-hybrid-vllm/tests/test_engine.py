@@ -28,7 +28,7 @@ class Events:
 
     @hookimpl
     def trlx_enter_phase(self, session, phase, step):
-        asleep = bool(session.live_engine.memory.asleep)
+        asleep = bool(session.live_engine.asleep)
         self.seen.append(("enter", phase, step, "asleep" if asleep else "awake"))
 
     @hookimpl

@@ -281,7 +281,7 @@ def test_a_hook_that_fails_at_a_phase_edge_leaves_the_memory_to_training(loop):
         assert len(plugin.failed) == count
         assert session.phase is Phase.TRAIN
         engine = session.live_engine
-        assert engine.memory.asleep == {"weights", "kv_cache"}
+        assert engine.asleep == {"weights", "kv_cache"}
         assert not any(t.untyped_storage().nbytes() for t in internals.model_of(engine.llm).parameters())
         asleep.add(engine.asleep_bytes)
     assert len(asleep) == 1
@@ -328,7 +328,7 @@ def test_an_engine_that_sleeps_neither_generates_nor_takes_weights(loop, weights
     run.step()
     session = run.engine.session
     engine = session.live_engine
-    assert engine.memory.asleep == ({"kv_cache"} if weights == "alias" else {"weights", "kv_cache"})
+    assert engine.asleep == ({"kv_cache"} if weights == "alias" else {"weights", "kv_cache"})
     with pytest.raises(EngineError, match="asleep or holds no weights"):
         engine.generate([], session.sampler.sampling)
     if weights == "gather":
@@ -342,7 +342,7 @@ def test_waking_and_sleeping_twice_changes_nothing(loop):
     run.step()
     engine = run.engine.session.live_engine
     engine.sleep()
-    assert engine.memory.asleep == {"weights", "kv_cache"}
+    assert engine.asleep == {"weights", "kv_cache"}
     with run.engine.rollout_context():
         expected = run.engine.generate(PROMPTS, num_generations=4)
     again = Loop(weights="copy")
@@ -369,7 +369,7 @@ def test_after_a_tool_that_raises_everything_goes_on(loop, weights):
         tool()
     session = run.engine.session
     assert session.phase is Phase.TRAIN
-    assert session.live_engine.memory.asleep
+    assert session.live_engine.asleep
     completions = run.sample()
     assert tokens(completions) == tokens(reference)  # what was lost is drawn again
     assert run.gap(completions) < 1e-5

@@ -64,23 +64,23 @@ def engine(checkpoint, monkeypatch, started_once):
     return build
 
 
-class Given:
-    """In place of a stream's `RequestQueue`: each has parameters of its own."""
+class GivenParams(EngineStream):
+    """Each request has parameters of its own: those of its row."""
 
     def __init__(self, llm, params):
-        self.llm, self.params = llm, params
+        super().__init__(llm, {"detokenize": False, "logprobs": 0})
+        self._given = params
 
-    def add(self, request):
+    def _queue(self, request):
         from vllm.inputs.engine import tokens_input
 
-        return self.llm._add_request(tokens_input(request.prompt_ids), self.params[request.row])
+        return self._llm._add_request(tokens_input(request.prompt_ids), self._given[request.row])
 
 
 def collect(llm, prompts, params):
-    stream = EngineStream(llm, {"detokenize": False, "logprobs": 0})
-    stream._requests = Given(llm, params)
     return collect_from(
-        stream, [Request(prompt_ids=p["prompt_token_ids"], seed=0, row=i) for i, p in enumerate(prompts)]
+        GivenParams(llm, params),
+        [Request(prompt_ids=p["prompt_token_ids"], seed=0, row=i) for i, p in enumerate(prompts)],
     )
 
 

@@ -13,7 +13,7 @@ from trlx_hybrid.errors import ConfigError, SyncError
 from trlx_hybrid.plugins.selection import Choice, Selection
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_vllm.options import TransferOptions
-from trlx_hybrid_vllm.server.gloo import buckets, in_threads
+from trlx_hybrid_vllm.server.gloo import in_threads, messages, packed, unpacked
 from trlx_hybrid_vllm.server.sender import GroupClient, backend_of, init_info, nccl_missing
 from trlx_hybrid_vllm.server.worker import Routes, differing, digest
 from vllm.distributed.weight_transfer import ParamMeta
@@ -37,23 +37,22 @@ def filled(tensor, seed):
 def test_what_is_packed_comes_out_again(tensors, limit):
     values = [filled(t, i) for i, t in enumerate(tensors)]
     given, found = iter(values), []
-    for bucket in buckets(tensors, limit):
-        assert bucket.bytes <= limit or len(bucket.tensors) == 1
-        message = bucket.pack([next(given) for _ in bucket.tensors])
-        assert message.shape == (bucket.bytes,)
-        found += bucket.unpack(message)
+    for described in messages(tensors, limit):
+        message = packed(next(given) for _ in described)
+        assert message.nbytes <= limit or len(described) == 1
+        assert message.dtype == described[0].dtype
+        assert message.dim() == 1
+        found += unpacked(message, described)
     assert [name for name, _ in found] == [t.name for t in tensors]
     for (_, tensor), value in zip(found, values, strict=True):
         assert tensor.dtype == value.dtype
         assert torch.equal(tensor, value)
 
 
-def test_no_bucket_could_have_held_the_next_tensor():
+def test_no_message_could_have_held_the_next_tensor():
     tensors = [ParamMeta(f"t{i}", torch.float32, (i % 7,)) for i in range(50)]
-    found = list(buckets(tensors, 64))
-    for bucket, after in itertools.pairwise(found):
-        first = after.tensors[0]
-        assert bucket.bytes + -(-4 * first.shape[0] // 16) * 16 > 64
+    for message, after in itertools.pairwise(messages(tensors, 64)):
+        assert 4 * sum(t.shape[0] for t in [*message, after[0]]) > 64
 
 
 @settings(max_examples=60)

@@ -12,7 +12,7 @@ from trlx_hybrid.types import Request, Sampling
 from trlx_hybrid_vllm import internals
 from trlx_hybrid_vllm.engine import shut_down
 from trlx_hybrid_vllm.sampling import completion_of, prompt_of, sampling_params, with_seed
-from trlx_hybrid_vllm.streaming import EngineStream, RequestQueue
+from trlx_hybrid_vllm.streaming import EngineStream
 from vllm.exceptions import VLLMValidationError
 
 PLACES = 6
@@ -322,9 +322,9 @@ def test_a_request_is_queued_as_vllm_would(llm, given):
     """Field by field, and with the same blocks to look for; the pattern was made of another prompt."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     params = params_of(**given)
-    requests = RequestQueue(llm, params, None)
+    stream = EngineStream(llm, params)
     for request in [*requests_of(2, length=40), *requests_of(2, first=2, length=70, max_tokens=4)]:
-        ours = requests.add(request)
+        ours = stream._ids[stream.add(request)]
         theirs = llm.enqueue([prompt_of(request)], [with_seed(params, request)], use_tqdm=False)[0]
         found, expected = (scheduler.requests[name] for name in (ours, theirs))
         differing = {
@@ -352,12 +352,12 @@ def same_state(one, other):
 
 
 def test_what_vllm_would_not_take_is_not_queued(llm):
-    requests = RequestQueue(llm, params_of(), None)
+    stream = EngineStream(llm, params_of())
     for good in (False, True):  # as the first of a stream, and after others
         if good:
-            llm.llm_engine.abort_request([requests.add(requests_of(1)[0])], internal=True)
+            stream.abort(stream.add(requests_of(1)[0]))
         for prompt, reason in (([5] * 161, "longer than"), ([5, 10**6], "out of vocabulary"), ([5, -1], "vocabulary")):
             with pytest.raises(VLLMValidationError, match=reason):
-                requests.add(Request(prompt_ids=prompt, seed=0))
+                stream.add(Request(prompt_ids=prompt, seed=0))
     with pytest.raises((ValueError, VLLMValidationError), match="top_p"):
-        RequestQueue(llm, params_of(top_p=7.0), None).add(requests_of(1)[0])
+        EngineStream(llm, params_of(top_p=7.0)).add(requests_of(1)[0])

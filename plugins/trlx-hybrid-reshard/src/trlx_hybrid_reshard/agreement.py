@@ -134,7 +134,11 @@ class Agreement:
         while event is None or not event.query():  # type: ignore[no-untyped-call]
             now = time.monotonic()
             if met is None and meeting.is_completed():
-                self._met(what, meeting, now - began)
+                try:
+                    meeting.wait()
+                except RuntimeError as error:
+                    late = now - began >= self._deadline
+                    raise self._lost(what, "" if late else f"{now - began:.1f} s", None if late else error) from error
                 met = now
                 if event is None:
                     return
@@ -153,14 +157,6 @@ class Agreement:
                     *(self._rank, now - began, what, whom),
                 )
             time.sleep(POLL)
-
-    def _met(self, what: str, meeting: Any, seconds: float) -> None:
-        """The meeting is over: how."""
-        try:
-            meeting.wait()
-        except RuntimeError as error:
-            late = seconds >= self._deadline
-            raise self._lost(what, "" if late else f"{seconds:.1f} s", None if late else error) from error
 
     def _enter(self) -> None:
         self._round += 1

@@ -97,7 +97,7 @@ def _cost(source: Sharding, target: Sharding, itemsize: int, cast: bool) -> tupl
         return 0, 0
     packed = 0
     if cast or not _unbroken(source, target):
-        stages = 1 if target.coordinates[0] is None else len(target.parts[0])  # which all fill at the same time
+        stages = len(target.parts[0])  # which all fill at the same time
         once = stages == 1 and not target.replicated  # what a rank keeps, nobody else wants
         packed = int((_one_layer(source) - own * once).max()) * stages * itemsize
     return received + packed, packed + (0 if _unbroken(target, source) else received)
@@ -111,20 +111,11 @@ def _one_layer(sharding: Sharding) -> Ints:
 
 def _kept(source: Sharding, target: Sharding) -> Ints:
     """(world,): elements of one layer that a rank has already, 0 where it lacks some layer of its target."""
-    kept = np.ones(source.world, dtype=np.int64)
-    for d, (asked, held) in enumerate(zip(_by_rank(target), _by_rank(source), strict=True)):
+    kept, every = (source.held & target.held).astype(np.int64), np.arange(source.world)
+    for d, (asked, held) in enumerate(zip(target.pieces_of(every), source.pieces_of(every), strict=True)):
         common = overlap(asked, held)
         kept *= common if d else common == length(asked)
-    for sharding in (source, target):
-        if sharding.held is not None:
-            kept *= sharding.held
     return kept
-
-
-def _by_rank(sharding: Sharding) -> Iterator[Ints]:
-    """For each dimension (world or 1, intervals, 2), the ranges of every rank."""
-    for parts, coordinates in zip(sharding.parts, sharding.coordinates, strict=True):
-        yield parts if coordinates is None else parts[coordinates]
 
 
 def _unbroken(mine: Sharding, other: Sharding) -> bool:

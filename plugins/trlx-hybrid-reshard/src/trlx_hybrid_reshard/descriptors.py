@@ -9,9 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .buckets import Buckets
-from .layouts import Model
-from .plan import ModelSharding, Turns, check_layouts, holders_seen, nodes_of, to_receive, to_send
-from .sharding import Ints, Sharding, crossings, overlap, position_in, rechunked
+from .plan import RankPlan, Turns
+from .sharding import Ints, Sharding, crossings, position_in, rechunked
 
 DIMENSIONS = 3
 """Of the largest tensor, layers not counted. Smaller ones have ranges [0, 1) in the rest."""
@@ -41,37 +40,28 @@ class Descriptors:
         receives, sends: (slices,) of `SLICE`.
         copies: from the rank's own source to its own target; `here` is in the target.
         there: (slices, 3), where each copy starts in the source.
-        zeros: padding of the vocabulary; `peer` is -1.
     """
 
     receives: Slices
     sends: Slices
     copies: Slices
     there: Ints
-    zeros: Slices
 
 
-def lower(
-    model: Model, source: ModelSharding, target: ModelSharding, rank: int, buckets: Buckets, *, ranks_per_node: int = 0
-) -> Descriptors:
-    """The slices of one rank; agrees with `plan.plan` byte for byte.
-
-    Raises:
-        ConfigError: see `plan.plan`.
-    """
-    check_layouts(source, target, rank)
-    node = nodes_of(source.world, ranks_per_node)
-    lists: tuple[list[Slices], ...] = ([], [], [], [])
+def lower(made: RankPlan, buckets: Buckets) -> Descriptors:
+    """The slices of one rank's plan."""
+    lists: tuple[list[Slices], ...] = ([], [], [])
     theirs: list[Ints] = []
-    for c, parameter in enumerate(model.parameters):
-        held, padded = source.sharding(parameter), target.sharding(parameter)
-        lowering = _Lowering(c, held, padded.within(parameter.extent), padded, rank, node, buckets)
-        copies, there = lowering.copies()
-        for found, slices in zip(lists, (lowering.receives(), lowering.sends(), copies, lowering.zeros())):
+    for number, one in enumerate(made.classes):
+        lowering = _Lowering(number, one.source, one.target, made.rank, buckets)
+        copies = lowering.slices(np.array([made.rank] if one.local else [], dtype=np.int64), None, receiving=True)
+        theirs.append(_here(one.source, made.rank, copies["start"]))
+        received = lowering.slices(np.flatnonzero(one.receives), one.receive_turns, receiving=True)
+        sent = lowering.slices(np.flatnonzero(one.sends), one.send_turns, receiving=False)
+        for found, slices in zip(lists, (received, sent, copies), strict=True):
             found.append(slices)
-        theirs.append(there)
-    received, sent, copied, zeroed = (np.concatenate(found) for found in lists)
-    return Descriptors(_sorted(received), _sorted(sent), copied, np.concatenate(theirs), zeroed)
+    received, sent, copied = (np.concatenate(found) for found in lists)
+    return Descriptors(_sorted(received), _sorted(sent), copied, np.concatenate(theirs))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,66 +71,16 @@ class _Lowering:
     number: int
     source: Sharding
     target: Sharding
-    padded: Sharding
     rank: int
-    node: Ints
     buckets: Buckets
 
-    def receives(self) -> Slices:
-        if not self.target.holds(self.rank):
-            return _none()
-        piece = self.target.piece(self.rank)
-        common = [overlap(own, parts) for own, parts in zip(piece, self.source.parts, strict=True)]
-        holding = self.source.per_rank(tuple(common)) > 0
-        holding[self.rank] = False
-        turns = None
-        if self.source.replicated:
-            seen = holders_seen(self.source.pieces(), self.rank, self.node)
-            turns = to_receive(self.source, self.target, self.rank, seen)
-            holding &= turns.eligible
-        return self._slices(np.flatnonzero(holding), turns, receiving=True)
-
-    def sends(self) -> Slices:
-        if not self.source.holds(self.rank):
-            return _none()
-        piece = self.source.piece(self.rank)
-        common = [overlap(own, parts) for own, parts in zip(piece, self.target.parts, strict=True)]
-        asked = self.target.per_rank(tuple(common)) > 0
-        turns = None
-        if self.source.replicated:
-            pieces = self.source.pieces()
-            turns = to_send(pieces, asked, self.rank, self.node)
-            asked = asked & turns.eligible & (pieces != pieces[self.rank])
-        asked[self.rank] = False
-        return self._slices(np.flatnonzero(asked), turns, receiving=False)
-
-    def copies(self) -> tuple[Slices, Ints]:
-        if not (self.source.holds(self.rank) and self.target.holds(self.rank)):
-            return _none(), np.zeros((0, DIMENSIONS), dtype=np.int64)
-        found = self._slices(np.array([self.rank]), None, receiving=True)
-        return found, _here(self.source, self.rank, found["start"])
-
-    def zeros(self) -> Slices:
-        if not self.padded.holds(self.rank) or self.padded.elements(self.rank) == self.target.elements(self.rank):
-            return _none()
-        rows, inside = self.padded.piece(self.rank)[1], self.target.piece(self.rank)[1]
-        found = np.zeros(1, dtype=SLICE)
-        found["bucket"] = int(self.buckets.numbers[self.number][0, -1])
-        found["peer"], found["parameter"] = -1, self.number
-        for d, part in enumerate(self.padded.piece(self.rank)[1:]):
-            found["start"][:, d], found["stop"][:, d] = part[0]
-        found["stop"][:, len(self.padded.parts) - 1 :] = 1
-        found["start"][:, 0] = max(int(rows[0, 0]), int(inside[0, 1]))
-        found["here"] = _here(self.padded, self.rank, found["start"])
-        return found
-
-    def _slices(self, peers: Ints, turns: Turns | None, *, receiving: bool) -> Slices:
+    def slices(self, peers: Ints, turns: Turns | None, *, receiving: bool) -> Slices:
         """The boxes shared with each peer, in the rounds and layers in which they move."""
         here, there = (self.target, self.source) if receiving else (self.source, self.target)
         own, others = here.piece(self.rank), there.pieces_of(peers)
         layers = crossings(own[0][None], others[0])[:, 0]
         stage = own[0][0, 0] if receiving else others[0][:, 0, 0]
-        found = [_none()]
+        found = [np.zeros(0, dtype=SLICE)]
         for share in range(self.buckets.rounds[self.number]):
             sides = [list(own), list(others)]
             cut = int(receiving is self.buckets.by_source[self.number])
@@ -200,7 +140,3 @@ def _sorted(slices: Slices) -> Slices:
     keys = [slices[name] for name in ("layer", "parameter", "peer", "bucket")]
     ordered: Slices = slices[np.lexsort((*starts, *keys))]
     return ordered
-
-
-def _none() -> Slices:
-    return np.zeros(0, dtype=SLICE)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from trlx_hybrid import types
 from trlx_hybrid.errors import ConfigError
 
-from .sharding import Ints, Sharding, chunks, rechunked, segmented, uncut
+from .sharding import Ints, Sharding, rechunked, segmented, uncut
 
 
 class Stage(enum.Enum):
@@ -100,13 +100,11 @@ class Model:
         name: for people.
         parameters: in the order a forward pass meets them.
         itemsize: bytes per element on the wire: 2 for bf16 and fp16.
-        checkpoint_tensors: how many tensors a checkpoint of it has, where experts lie apart.
     """
 
     name: str
     parameters: tuple[Parameter, ...]
     itemsize: int = 2
-    checkpoint_tensors: int = 0
 
     @property
     def bytes(self) -> int:
@@ -131,13 +129,11 @@ class MeshLayout(types.Layout):
         ep: ranks that experts are dealt out to, whole; `tp` or, across replicas, a multiple of it. 1 slices experts by
             `tp` like everything else.
         vocab_multiple: the padded vocabulary is a multiple of this; 1 pads nothing.
-        mesh: the rank at each position of the mesh, row-major; None is 0, 1, 2 …
         shard_dims: (name of a parameter class, dimension that FSDP shards it along): what a `shard_placement_fn` says.
     """
 
     ep: int = 1
     vocab_multiple: int = 1
-    mesh: tuple[int, ...] | None = None
     shard_dims: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -150,8 +146,6 @@ class MeshLayout(types.Layout):
                 f"ep={self.ep} with tp={self.tp}, dp={self.dp}, fsdp={self.fsdp}: experts are dealt out over the tp "
                 "ranks of one replica or of several, without fsdp. Set ep to tp, or to tp times a divisor of dp."
             )
-        if self.mesh is not None and sorted(self.mesh) != list(range(self.world)):
-            raise ConfigError(f"The mesh of a layout must name each of its {self.world} ranks once.")
 
     def over(self, world: int) -> MeshLayout:
         """As many replicas of this as `world` ranks hold."""
@@ -173,25 +167,20 @@ class MeshLayout(types.Layout):
         """
         dp, pp, fsdp, tp = mesh_coordinates(self)
         parts = [uncut(size) for size in parameter.extent]
-        coordinates: list[Ints | None] = [None] * len(parts)
-        held = None
-        if self.pp > 1:
-            held = _ends(parameter.stage, pp, self.pp)
-            if parameter.stage is Stage.LAYERS:
-                parts[0], coordinates[0] = stage_layers(parameter, self.pp), pp
+        coordinates: list[Ints] = [np.zeros_like(pp)] * len(parts)
+        held = _ends(parameter.stage, pp, self.pp)
+        if self.pp > 1 and parameter.stage is Stage.LAYERS:
+            parts[0], coordinates[0] = stage_layers(parameter, self.pp), pp
         if self.ep > 1 and parameter.expert_dim is not None:
             d = parameter.expert_dim + 1
             parts[d], coordinates[d] = expert_shares(parameter, self.ep), (dp * self.tp + tp) % self.ep
-        elif parameter.tp_dim is not None and (self.tp > 1 or parameter.vocabulary):
+        elif parameter.tp_dim is not None:
             d = parameter.tp_dim + 1
             parts[d] = tensor_slices(parameter, self.tp, self.vocab_multiple)
-            if len(parts[d]) > 1:
-                coordinates[d] = tp * len(parts[d]) // self.tp
+            coordinates[d] = tp * len(parts[d]) // self.tp
         if self.fsdp > 1:
             d = self._shard_dim(parameter) + 1
-            inner = coordinates[d]
-            parts[d] = chunks(parameter.extent[d], self.fsdp) if inner is None else rechunked(parts[d], self.fsdp)
-            coordinates[d] = fsdp if inner is None else inner * self.fsdp + fsdp
+            parts[d], coordinates[d] = rechunked(parts[d], self.fsdp), coordinates[d] * self.fsdp + fsdp
         return Sharding(self.world, tuple(parts), tuple(coordinates), held)
 
     def alike(self, parameter: Parameter) -> Hashable:
@@ -211,28 +200,21 @@ class MeshLayout(types.Layout):
 
     def __str__(self) -> str:
         sizes = [f"{k}={getattr(self, k)}" for k in ("dp", "pp", "fsdp", "tp", "ep") if getattr(self, k) > 1]
-        changes = ["permuted mesh"] * (self.mesh is not None) + ["chosen shard dimensions"] * bool(self.shard_dims)
-        return ",".join(sizes or ["dp=1"]) + "".join(f" ({c})" for c in changes)
+        return ",".join(sizes or ["dp=1"]) + " (chosen shard dimensions)" * bool(self.shard_dims)
 
 
 @functools.lru_cache(maxsize=16)
 def mesh_coordinates(layout: MeshLayout) -> tuple[Ints, ...]:
     """(world,) each: dp, pp, fsdp and tp of every rank. Remembered, since every parameter class asks."""
-    position = np.arange(layout.world, dtype=np.int64)
-    if layout.mesh is not None:
-        position[np.asarray(layout.mesh)] = np.arange(layout.world)
-    return np.unravel_index(position, (layout.dp, layout.pp, layout.fsdp, layout.tp))
+    return np.unravel_index(np.arange(layout.world), (layout.dp, layout.pp, layout.fsdp, layout.tp))
 
 
-def _ends(stage: Stage, pp: Ints, stages: int) -> NDArray[np.bool_] | None:
-    if stage is Stage.LAYERS:
-        return None
-    ends: NDArray[np.bool_] = np.zeros(len(pp), dtype=np.bool_)
-    if stage in (Stage.FIRST, Stage.ENDS):
-        ends |= pp == 0
-    if stage in (Stage.LAST, Stage.ENDS):
-        ends |= pp == stages - 1
-    return ends
+def _ends(stage: Stage, pp: Ints, stages: int) -> NDArray[np.bool_]:
+    if stages == 1 or stage is Stage.LAYERS:
+        return np.ones(len(pp), dtype=np.bool_)
+    first, last = stage in (Stage.FIRST, Stage.ENDS), stage in (Stage.LAST, Stage.ENDS)
+    held: NDArray[np.bool_] = (first & (pp == 0)) | (last & (pp == stages - 1))
+    return held
 
 
 def stage_layers(parameter: Parameter, stages: int) -> Ints:

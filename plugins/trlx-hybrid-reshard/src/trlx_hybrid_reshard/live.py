@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from trlx_hybrid.errors import ConfigError
@@ -33,24 +33,15 @@ class LiveSharding:
     shardings: Mapping[str, Sharding]
 
     def sharding(self, parameter: Parameter) -> Sharding:
-        """Where a parameter lies.
-
-        Raises:
-            ConfigError: it was not read.
-        """
-        if parameter.name not in self.shardings:
-            raise ConfigError(f"The live model has no parameter {parameter.name}: it is another model than the plan's.")
+        """Where a parameter lies."""
         return self.shardings[parameter.name]
 
     def alike(self, parameter: Parameter) -> Hashable:
         """Placements may differ from one parameter to the next."""
         return parameter.name
 
-    def __str__(self) -> str:
-        return "the live model"
 
-
-def read_trainer(parameters: Iterable[Parameter], tensors: Mapping[str, Tensor], world: int) -> LiveSharding:
+def read_trainer(tensors: Mapping[str, Tensor], world: int) -> LiveSharding:
     """The layout of a live model.
 
     Args:
@@ -58,54 +49,30 @@ def read_trainer(parameters: Iterable[Parameter], tensors: Mapping[str, Tensor],
         world: number of ranks.
 
     Raises:
-        ConfigError: a parameter is missing, has another shape, or is placed in another way in some layer.
+        ConfigError: see `from_dtensor`.
     """
-    shardings = {}
-    for parameter in parameters:
-        layers = len(parameter.layers)
-        found = {}
-        for number in parameter.layers:
-            name = parameter.name.format(number)
-            if name not in tensors:
-                raise ConfigError(f"The live model has no parameter {name}: it is another model than the plan's.")
-            tensor = tensors[name]
-            if tuple(tensor.shape) != parameter.shape:
-                raise ConfigError(f"{name} has shape {tuple(tensor.shape)}, the plan expects {parameter.shape}.")
-            found[_placing(tensor)] = tensor
-        if len(found) > 1:
-            raise ConfigError(
-                f"The layers of {parameter.name} are placed in {len(found)} ways: {', '.join(map(str, found))}. "
-                "Shard all layers alike."
-            )
-        shardings[parameter.name] = from_dtensor(next(iter(found.values())), world, layers=layers)
-    return LiveSharding(world, shardings)
+    return LiveSharding(world, {name: from_dtensor(tensor, world) for name, tensor in tensors.items()})
 
 
-def from_dtensor(tensor: Tensor, world: int, *, layers: int = 1) -> Sharding:
+def from_dtensor(tensor: Tensor, world: int) -> Sharding:
     """Where a DTensor's elements lie; a plain tensor is whole on every rank.
 
     FSDP2 over TP appears as `_StridedShard`, whose cut is made inside TP's although its mesh dimension comes first.
 
     Args:
         world: number of ranks; those outside the tensor's mesh hold nothing.
-        layers: how many layers have a tensor like this one.
 
     Raises:
         ConfigError: a placement that is neither a shard nor a replica, or a mesh that is not in order.
     """
-    extent = (layers, *tensor.shape)
-    parts, coordinates = [uncut(size) for size in extent], list[Ints | None]([None] * len(extent))
-    mesh = getattr(tensor, "device_mesh", None)
-    if mesh is None:
-        return Sharding(world, tuple(parts), tuple(coordinates))
-    placements: Any = tensor.placements  # type: ignore[attr-defined]
-    ranks = np.asarray(mesh.mesh.tolist(), dtype=np.int64)
+    extent = (1, *tensor.shape)
+    parts, coordinates = [uncut(size) for size in extent], [np.zeros(world, dtype=np.int64)] * len(extent)
+    mesh, placements = getattr(tensor, "device_mesh", None), getattr(tensor, "placements", ())
+    ranks = np.arange(world) if mesh is None else np.asarray(mesh.mesh.tolist(), dtype=np.int64)
     position = np.indices(ranks.shape)
     strided = [hasattr(p, "split_factor") and p.split_factor > 1 for p in placements]
-    inner = [i for i, late in enumerate(strided) if not late] + [
-        i for i, late in reversed([*enumerate(strided)]) if late
-    ]
-    for i in inner:
+    late = [i for i, it_is in enumerate(strided) if it_is]
+    for i in (*(i for i in range(len(strided)) if i not in late), *reversed(late)):
         if placements[i].is_replicate():
             continue
         if not (placements[i].is_shard() or strided[i]):
@@ -118,19 +85,8 @@ def from_dtensor(tensor: Tensor, world: int, *, layers: int = 1) -> Sharding:
             )
         place = np.zeros(world, dtype=np.int64)
         place[ranks] = position[i]
-        outer = coordinates[d]
-        parts[d] = rechunked(parts[d], ways)
-        coordinates[d] = place if outer is None else outer * ways + place
-    held = None
-    if ranks.size < world:
-        held = np.zeros(world, dtype=np.bool_)
-        held[ranks] = True
-    return Sharding(world, tuple(parts), tuple(coordinates), held)
-
-
-def _placing(tensor: Tensor) -> tuple[Any, ...]:
-    mesh = getattr(tensor, "device_mesh", None)
-    return () if mesh is None else (mesh, tuple(tensor.placements))  # type: ignore[attr-defined]
+        parts[d], coordinates[d] = rechunked(parts[d], ways), coordinates[d] * ways + place
+    return Sharding(world, tuple(parts), tuple(coordinates), np.isin(np.arange(world), ranks))
 
 
 def read_engines(parameters: Sequence[Parameter], held: Sequence[Mapping[str, Boxes]]) -> LiveSharding:
@@ -169,11 +125,8 @@ def from_boxes(parameter: Parameter, held: Sequence[Boxes]) -> Sharding:
             )
         for d, own in enumerate(ranges):
             which[d, rank] = known[d].setdefault(own, len(known[d]))
-    parts, coordinates = [uncut(1)], list[Ints | None]([None])
-    for d, distinct in enumerate(known):
-        parts.append(_part(list(distinct)) if distinct else uncut(parameter.shape[d]))
-        coordinates.append(which[d] if len(distinct) > 1 else None)
-    return Sharding(len(held), tuple(parts), tuple(coordinates), None if some.all() else some)
+    parts = [_part(list(distinct)) if distinct else uncut(size) for distinct, size in zip(known, parameter.shape)]
+    return Sharding(len(held), (uncut(1), *parts), (np.zeros_like(which[0]), *which), some)
 
 
 def _part(distinct: Sequence[_Ranges]) -> Ints:

@@ -15,7 +15,7 @@ training layout is made for it. This one takes the two layouts as they are; `pla
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from trlx_hybrid.errors import ConfigError
 
 from .layouts import Model, Parameter
-from .sharding import Ints, Sharding, length, overlap
+from .sharding import Ints, Sharding, overlap
 
 
 class ModelSharding(Protocol):
@@ -49,7 +49,9 @@ class ClassPlan:
     """What one rank does for one parameter class, in bytes over all its layers.
 
     Attributes:
+        source, target: where it lies before and after, padding left out.
         receives, sends: (world,), by the rank at the other end; 0 for the rank itself.
+        receive_turns, send_turns: of which layers; None where no two ranks hold the same, so of all.
         floor: |T| − |S ∩ T|, the least it must receive.
         send_floor: each byte that others lack, divided by the number of its holders: what it must send where it is the
             only holder, its fair share where it is not.
@@ -58,8 +60,12 @@ class ClassPlan:
     """
 
     parameter: Parameter
+    source: Sharding
+    target: Sharding
     receives: Ints
     sends: Ints
+    receive_turns: Turns | None
+    send_turns: Turns | None
     floor: int
     send_floor: int
     local: int
@@ -82,17 +88,13 @@ class RankPlan:
     @property
     def receives(self) -> Ints:
         """(world,), bytes from each rank."""
-        return self._sum([c.receives for c in self.classes])
+        total: Ints = np.sum([c.receives for c in self.classes], axis=0)
+        return total
 
     @property
     def sends(self) -> Ints:
         """(world,), bytes to each rank."""
-        return self._sum([c.sends for c in self.classes])
-
-    def _sum(self, vectors: Sequence[Ints]) -> Ints:
-        total = np.zeros(len(self.node), dtype=np.int64)
-        for vector in vectors:
-            total += vector
+        total: Ints = np.sum([c.sends for c in self.classes], axis=0)
         return total
 
     @property
@@ -105,15 +107,17 @@ class RankPlan:
         """Its share of what must be sent."""
         return sum(c.send_floor for c in self.classes)
 
-    @property
-    def local_copy_bytes(self) -> int:
-        """Copied within the rank."""
-        return sum(c.local for c in self.classes)
-
-    @property
-    def zero_bytes(self) -> int:
-        """Filled with zeros."""
-        return sum(c.zero for c in self.classes)
+    def totals(self, kind: str | None = None) -> dict[str, int]:
+        """Bytes of all parameter classes, or of those of one kind (see `Parameter.kind`), by what is done with them."""
+        of = [c for c in self.classes if kind in (None, c.parameter.kind)]
+        return {
+            "receives_bytes": sum(int(c.receives.sum()) for c in of),
+            "sends_bytes": sum(int(c.sends.sum()) for c in of),
+            "floor_bytes": sum(c.floor for c in of),
+            "send_floor_bytes": sum(c.send_floor for c in of),
+            "local_copy_bytes": sum(c.local for c in of),
+            "zero_bytes": sum(c.zero for c in of),
+        }
 
 
 def plan(model: Model, source: ModelSharding, target: ModelSharding, rank: int, *, ranks_per_node: int = 0) -> RankPlan:
@@ -125,29 +129,21 @@ def plan(model: Model, source: ModelSharding, target: ModelSharding, rank: int, 
     Raises:
         ConfigError: the layouts differ in their number of ranks, a size does not divide, or bytes have no holder.
     """
-    check_layouts(source, target, rank)
-    node = nodes_of(source.world, ranks_per_node)
-    known: dict[tuple[Hashable, Hashable], ClassPlan] = {}
-    seen: dict[bytes, Holders] = {}
-    found = []
-    for parameter in model.parameters:
-        key = source.alike(parameter), target.alike(parameter)
-        if key not in known:
-            shardings = source.sharding(parameter), target.sharding(parameter)
-            known[key] = _class_plan(parameter, *shardings, rank, node, model.itemsize, seen)
-        found.append(replace(known[key], parameter=parameter))
-    return RankPlan(rank, node, tuple(found))
-
-
-def check_layouts(source: ModelSharding, target: ModelSharding, rank: int) -> None:
-    """Refuse two layouts that are not of the same ranks, and a rank that is in neither."""
     if source.world != target.world:
         raise ConfigError(
             f"The layouts differ in their ranks: {source} takes {source.world}, {target} takes {target.world}. "
             "Give the smaller one more replicas with dp."
         )
-    if not 0 <= rank < source.world:
-        raise ConfigError(f"There is no rank {rank} among {source.world}.")
+    node = nodes_of(source.world, ranks_per_node)
+    known: dict[tuple[Hashable, Hashable], ClassPlan] = {}
+    found = []
+    for parameter in model.parameters:
+        key = source.alike(parameter), target.alike(parameter)
+        if key not in known:
+            shardings = source.sharding(parameter), target.sharding(parameter)
+            known[key] = _class_plan(parameter, *shardings, rank, node, model.itemsize)
+        found.append(replace(known[key], parameter=parameter))
+    return RankPlan(rank, node, tuple(found))
 
 
 def nodes_of(world: int, ranks_per_node: int) -> Ints:
@@ -156,48 +152,41 @@ def nodes_of(world: int, ranks_per_node: int) -> Ints:
 
 
 def _class_plan(
-    parameter: Parameter,
-    source: Sharding,
-    target: Sharding,
-    rank: int,
-    node: Ints,
-    itemsize: int,
-    seen: dict[bytes, Holders],
+    parameter: Parameter, source: Sharding, padded: Sharding, rank: int, node: Ints, itemsize: int
 ) -> ClassPlan:
-    real = target.within(parameter.extent)
-    received, local = _received(parameter, source, real, rank, node, seen)
-    sent, share = _sent(source, real, rank, node)
-    wanted = real.elements(rank)
+    target = padded.within(parameter.extent)
+    received, local, receive_turns = _received(parameter, source, target, rank, node)
+    sent, share, send_turns = _sent(source, target, rank, node)
+    wanted = target.elements(rank)
     return ClassPlan(
         parameter,
+        source,
+        target,
         receives=received * itemsize,
         sends=sent * itemsize,
+        receive_turns=receive_turns,
+        send_turns=send_turns,
         floor=(wanted - local) * itemsize,
         send_floor=share * itemsize,
         local=local * itemsize,
-        zero=(target.elements(rank) - wanted) * itemsize,
+        zero=(padded.elements(rank) - wanted) * itemsize,
     )
 
 
 def _received(
-    parameter: Parameter, source: Sharding, target: Sharding, rank: int, node: Ints, seen: dict[bytes, Holders]
-) -> tuple[Ints, int]:
+    parameter: Parameter, source: Sharding, target: Sharding, rank: int, node: Ints
+) -> tuple[Ints, int, Turns | None]:
     """Elements from each rank, and from this one's own piece."""
     if not target.holds(rank):
-        return np.zeros(source.world, dtype=np.int64), 0
-    piece = target.piece(rank)
+        return np.zeros(source.world, dtype=np.int64), 0, None
+    piece, turns = target.piece(rank), None
     common = [overlap(own, parts) for own, parts in zip(piece, source.parts, strict=True)]
-    wanted = int(np.prod([int(length(own)) for own in piece]))
     received = source.per_rank(tuple(common))
-    local = int(received[rank])
+    local, wanted = int(received[rank]), target.elements(rank)
     if local == wanted:
-        return np.zeros_like(received), local
+        return np.zeros_like(received), local, None
     if source.replicated:
-        pieces = source.pieces()
-        key = pieces.tobytes()
-        if key not in seen:
-            seen[key] = holders_seen(pieces, rank, node)
-        turns = to_receive(source, target, rank, seen[key])
+        turns = to_receive(source, target, rank, node)
         received = _by_layer(source, common, piece[0], turns)
     received[rank] = 0
     if int(received.sum()) != wanted - local:
@@ -205,35 +194,32 @@ def _received(
             f"Rank {rank} lacks {wanted - local} elements of {parameter.name}, and {int(received.sum())} can be had "
             "from others: the layout it comes from does not hold every element."
         )
-    return received, local
+    return received, local, turns
 
 
-def _sent(source: Sharding, target: Sharding, rank: int, node: Ints) -> tuple[Ints, int]:
+def _sent(source: Sharding, target: Sharding, rank: int, node: Ints) -> tuple[Ints, int, Turns | None]:
     """Elements to each rank, and this rank's share of what must be sent."""
     if not source.holds(rank):
-        return np.zeros(source.world, dtype=np.int64), 0
+        return np.zeros(source.world, dtype=np.int64), 0, None
     piece = source.piece(rank)
     common = [overlap(own, parts) for own, parts in zip(piece, target.parts, strict=True)]
     asked = target.per_rank(tuple(common))
     if not source.replicated:
         asked[rank] = 0
-        return asked, int(asked.sum())
+        return asked, int(asked.sum()), None
     pieces = source.pieces()
     same = pieces == pieces[rank]
-    share = int(asked[~same].sum()) // int(same.sum())
-    if share == 0 and not asked[~same].any():
-        return np.zeros_like(asked), 0
-    return _by_layer(target, common, piece[0], to_send(pieces, asked > 0, rank, node)), share
+    turns = to_send(pieces, asked > 0, rank, node)
+    return _by_layer(target, common, piece[0], turns), int(asked[~same].sum()) // int(same.sum()), turns
 
 
 def _by_layer(others: Sharding, common: list[Ints], layers: Ints, turns: Turns) -> Ints:
     """(world,), what is shared with each rank, of the layers in which it is this pair's turn."""
     ranges = others.parts[0][:, 0]
     start, stop = np.maximum(ranges[:, 0], layers[0, 0]), np.minimum(ranges[:, 1], layers[0, 1])
-    if others.coordinates[0] is not None:
-        start, stop = start[others.coordinates[0]], stop[others.coordinates[0]]
+    at = others.coordinates[0]
     each = others.per_rank((np.ones(len(ranges), dtype=np.int64), *common[1:]))
-    return each * turns.layers(start, stop)
+    return each * turns.layers(start[at], stop[at])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -264,64 +250,31 @@ class Turns:
         return np.where(self.eligible & (stop > start), before(stop) - before(start), 0)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Holders:
-    """The ranks that hold each piece, as one rank sees them.
-
-    Attributes:
-        near: (world,), on this rank's node.
-        of: (world,), the number of the piece held, 0 for none.
-        held: (world,), whether there is one.
-        local: (world,), whether the piece of each rank has a holder near.
-        turns: with no queue yet: every key is 0.
-    """
-
-    near: NDArray[np.bool_]
-    of: Ints
-    held: NDArray[np.bool_]
-    local: NDArray[np.bool_]
-    turns: Turns
-
-
-def holders_seen(pieces: Ints, rank: int, node: Ints) -> Holders:
-    """Who may send to a rank, whatever it asks for.
-
-    Args:
-        pieces: of the source, see `Sharding.pieces`.
-    """
-    held, near = pieces >= 0, node == node[rank]
-    count = int(pieces.max()) + 1
+def to_receive(source: Sharding, target: Sharding, rank: int, node: Ints) -> Turns:
+    """Turns between this rank, which asks, and every rank that holds something of its target."""
+    pieces = source.pieces()
+    held, near, count = pieces >= 0, node == node[rank], int(pieces.max()) + 1
     of = np.where(held, pieces, 0)
-    beside = np.bincount(of[held & near], minlength=count)
+    everywhere, beside = (np.bincount(of[ranks], minlength=count) for ranks in (held, held & near))
     local = beside[of] > 0
     taking = held & (near | ~local)
-    eligible = taking & (of != (pieces[rank] if held[rank] else -1))
+    eligible = taking & (pieces != pieces[rank])
     order = _order_within(of, taking, count)
-    everywhere = np.bincount(of[held], minlength=count)
-    several = np.maximum(np.where(local, beside[of], everywhere[of]), 1)
-    return Holders(near, of, held, local, Turns(eligible, np.zeros_like(order), order, several))
-
-
-def to_receive(source: Sharding, target: Sharding, rank: int, seen: Holders) -> Turns:
-    """Turns between this rank, which asks, and every rank that holds something of its target.
-
-    Args:
-        seen: see `holders_seen`; the same for all parameters whose pieces have the same holders.
-    """
-    turns, of = seen.turns, seen.of
-    if turns.holders[turns.eligible].max(initial=1) == 1:  # nobody takes turns: there is no queue to keep
-        return turns
+    holders = np.maximum(np.where(local, beside[of], everywhere[of]), 1)
+    if holders[eligible].max(initial=1) == 1:  # nobody takes turns: there is no queue to keep
+        return Turns(eligible, np.zeros_like(order), order, holders)
     wanted, asks = _wanted(source, target), target.pieces()
-    key = np.zeros_like(of)
-    for region, mine in ((seen.near, seen.local), (np.ones_like(seen.near), ~seen.local)):
-        if not (mine & seen.held).any():
-            continue
+
+    def queue(region: NDArray[np.bool_]) -> Ints:
+        """(world,), how many earlier ranks of a region ask for the piece that each rank holds, and lack it."""
         earlier = np.flatnonzero(region[:rank] & (asks[:rank] >= 0))
-        asking = np.bincount(asks[earlier], minlength=len(wanted)) @ wanted
-        own = earlier[seen.held[earlier]]
+        own = earlier[held[earlier]]
         own = own[wanted[asks[own], of[own]]]
-        key = np.where(mine, (asking - np.bincount(of[own], minlength=wanted.shape[1]))[of], key)
-    return replace(turns, key=key)
+        asking = np.bincount(asks[earlier], minlength=len(wanted)) @ wanted
+        before: Ints = (asking - np.bincount(of[own], minlength=wanted.shape[1]))[of]
+        return before
+
+    return Turns(eligible, np.where(local, queue(near), queue(np.ones_like(near))), order, holders)
 
 
 def to_send(pieces: Ints, asked: NDArray[np.bool_], rank: int, node: Ints) -> Turns:

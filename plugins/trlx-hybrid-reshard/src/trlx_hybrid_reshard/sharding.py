@@ -24,27 +24,26 @@ class Sharding:
     Attributes:
         world: number of ranks.
         parts: for each dimension, the layers' first, its parts: as above.
-        coordinates: for each dimension the part that each rank holds, (world,); None where there is one part.
-        held: (world,), which ranks hold a piece at all; None when all do.
+        coordinates: for each dimension the part that each rank holds, (world,).
+        held: (world,), which ranks hold a piece at all.
     """
 
     world: int
     parts: tuple[Ints, ...]
-    coordinates: tuple[Ints | None, ...]
-    held: NDArray[np.bool_] | None = None
+    coordinates: tuple[Ints, ...]
+    held: NDArray[np.bool_]
 
     def holds(self, rank: int) -> bool:
         """Whether the rank has a piece, be it an empty one."""
-        return self.held is None or bool(self.held[rank])
+        return bool(self.held[rank])
 
     def piece(self, rank: int) -> tuple[Ints, ...]:
         """The rank's ranges (intervals, 2) of each dimension; `holds` must be true."""
-        return tuple(p[0 if c is None else c[rank]] for p, c in zip(self.parts, self.coordinates, strict=True))
+        return tuple(part[at[rank]] for part, at in zip(self.parts, self.coordinates, strict=True))
 
     def pieces_of(self, ranks: Ints) -> tuple[Ints, ...]:
         """The ranges (ranks, intervals, 2) of each dimension, of several ranks; all must hold something."""
-        which = [np.zeros(len(ranks), dtype=np.int64) if c is None else c[ranks] for c in self.coordinates]
-        return tuple(p[at] for p, at in zip(self.parts, which, strict=True))
+        return tuple(part[at[ranks]] for part, at in zip(self.parts, self.coordinates, strict=True))
 
     def within(self, extent: tuple[int, ...]) -> Sharding:
         """This without the padding: ranges end where the parameter does."""
@@ -58,38 +57,26 @@ class Sharding:
     @property
     def replicated(self) -> bool:
         """Whether some piece has more than one holder."""
-        holders = self.world if self.held is None else int(self.held.sum())
-        return holders != math.prod(len(p) for p in self.parts)
+        return int(self.held.sum()) != math.prod(len(p) for p in self.parts)
 
     def pieces(self) -> Ints:
         """(world,): the number of the piece each rank holds, -1 for none."""
         number = np.zeros(self.world, dtype=np.int64)
         for parts, coordinates in zip(self.parts, self.coordinates, strict=True):
-            if coordinates is not None:
-                number = number * len(parts) + coordinates
-        return number if self.held is None else np.where(self.held, number, -1)
+            number = number * len(parts) + coordinates
+        return np.where(self.held, number, -1)
 
     def per_rank(self, values: tuple[Ints, ...]) -> Ints:
         """(world,): the product of `values[d]`, one value per part of dimension d, over the parts each rank holds."""
-        scale = math.prod(int(v[0]) for v, c in zip(values, self.coordinates, strict=True) if c is None)
-        product = np.full(self.world, scale, dtype=np.int64)
+        product = self.held.astype(np.int64)
         for value, coordinates in zip(values, self.coordinates, strict=True):
-            if coordinates is not None:
-                product *= value[coordinates]
-        if self.held is not None:
-            product *= self.held
+            product *= value[coordinates]
         return product
 
 
 def uncut(size: int) -> Ints:
     """The one part that is everything; (1, 1, 2)."""
     return np.array([[[0, size]]], dtype=np.int64)
-
-
-def chunks(size: int, ways: int) -> Ints:
-    """(ways, 1, 2), as `torch.chunk` cuts: all but the last of equal size, the last ones shorter or empty."""
-    edges = np.minimum(np.arange(ways + 1, dtype=np.int64) * -(-size // ways), size)
-    return np.stack([edges[:-1], edges[1:]], axis=-1)[:, None]
 
 
 def segmented(size: int, ways: int, segments: int) -> Ints:
@@ -106,10 +93,9 @@ def rechunked(parts: Ints, ways: int) -> Ints:
     ends = lengths.cumsum(axis=1)
     total = ends[:, -1:]
     edges = np.minimum(np.arange(ways + 1, dtype=np.int64) * -(-total // ways), total)
-    before = (ends - lengths)[:, None]
-    start = np.clip(edges[:, :-1, None] - before, 0, lengths[:, None]) + parts[:, None, :, 0]
-    stop = np.clip(edges[:, 1:, None] - before, 0, lengths[:, None]) + parts[:, None, :, 0]
-    return np.stack([start, stop], axis=-1).reshape(-1, parts.shape[1], 2)
+    inside = np.minimum(np.maximum(edges[..., None] - (ends - lengths)[:, None], 0), lengths[:, None])
+    inside += parts[:, None, :, 0]
+    return np.stack([inside[:, :-1], inside[:, 1:]], axis=-1).reshape(-1, parts.shape[1], 2)
 
 
 def length(parts: Ints) -> Ints:

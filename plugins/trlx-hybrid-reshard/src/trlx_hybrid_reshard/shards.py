@@ -102,8 +102,8 @@ class Shards:
         Raises:
             ConfigError: a placement that is neither a shard nor a replica.
         """
-        live = {name: held[key] for name, (held, key) in self._owners.items()}
-        return read_trainer(self.parameters(list(self.shapes)), live, world)  # type: ignore[arg-type]
+        live: dict[str, Any] = {name: held[key] for name, (held, key) in self._owners.items()}
+        return read_trainer(live, world)
 
 
 def unmergeable(policy: Policy) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import socket
 import statistics
 import sys
 import time
@@ -98,15 +99,15 @@ class ReshardSync(WeightSync):
             boxes = {name: tuple(r.box for r in found) for name, found in regions.of.items()}
         except (EngineError, ConfigError) as error:
             reason = str(error)
-        gathered = agreement.exchange("the comparison of what the engines hold", (reason, boxes))
-        found = next((f"rank {rank}: {why}" for rank, (why, _) in enumerate(gathered) if why is not None), None)
+        mine = reason, boxes, socket.gethostname()
+        reasons, held, hosts = zip(*agreement.exchange("the comparison of what the engines hold", mine), strict=True)
+        found = next((f"rank {rank}: {why}" for rank, why in enumerate(reasons) if why is not None), None)
         if found is not None:
             self.release()
             return reason or found
-        held = [theirs for _, theirs in gathered]
         used = set[str]().union(*held)
         names = tuple(name for name in shards.shapes if name in used)  # in the order of a forward pass
-        self._sides = _Sides(shards, regions, held, names)
+        self._sides = _Sides(shards, regions, held, names, ranks_per_node(hosts))
         return None
 
     def _refuses_at_sight(self) -> str | None:
@@ -232,8 +233,8 @@ class ReshardSync(WeightSync):
         """What carries out the plan of some parameters, made at their first use."""
         if names not in self._known:
             _, sides = self._opened
-            place = self._run.ranks.rank, self._run.ranks.world, self._group
-            self._known[names] = PreparedPlan(sides, names, self._run.live_engine.dtype, place, self._options)
+            rank, dtype = self._run.ranks.rank, self._run.live_engine.dtype
+            self._known[names] = PreparedPlan(sides, names, dtype, rank, self._group, self._options)
         return self._known[names]
 
     def _advice(self) -> str:
@@ -245,7 +246,7 @@ class ReshardSync(WeightSync):
             return ""
         _, sides = self._opened
         largest = max(sides.shards.parameters(sides.names), key=lambda p: p.elements)
-        train, rollout = (layout.sharding(largest) for layout in sides.layouts(self._run.ranks.world))
+        train, rollout = (layout.sharding(largest) for layout in sides.layouts())
         return advice_for_run(config, train, rollout, self._run.live_engine.dtype.itemsize)
 
     def release(self) -> None:
@@ -270,21 +271,29 @@ class _Sides:
         regions: of this rank's engine.
         held: for each rank, the boxes of each parameter that its engine holds.
         names: of the parameters that some engine holds, in the order of a forward pass.
+        ranks_per_node: as in `plan.plan`.
     """
 
     shards: Shards
     regions: Regions
-    held: list[dict[str, Any]]
+    held: Sequence[dict[str, Any]]
     names: tuple[str, ...]
+    ranks_per_node: int
 
-    def layouts(self, world: int) -> tuple[LiveSharding, LiveSharding]:
+    def layouts(self) -> tuple[LiveSharding, LiveSharding]:
         """Where all parameters lie in the trainer, and where in the engines."""
-        return self.shards.layout(world), read_engines(self.shards.parameters(self.names), self.held)
+        return self.shards.layout(len(self.held)), read_engines(self.shards.parameters(self.names), self.held)
 
     @property
     def device(self) -> torch.device:
         """Of the engine's memory."""
         return next((r.memory.device for found in self.regions.of.values() for r in found), torch.device("cpu"))
+
+
+def ranks_per_node(hosts: Sequence[str]) -> int:
+    """How many consecutive ranks share a host; 0, one node for all, where that is not the same number everywhere."""
+    size = hosts.count(hosts[0])
+    return size if list(hosts) == [host for host in dict.fromkeys(hosts) for _ in range(size)] else 0
 
 
 class PreparedPlan:
@@ -293,7 +302,7 @@ class PreparedPlan:
     Args:
         names: of the parameters.
         dtype: on the wire, and of the engine's memory.
-        place: this rank, the number of ranks, and the group of all.
+        group: all ranks; None for a single one.
 
     Attributes:
         digest: of everything that the ranks must agree on, 64 bits.
@@ -307,17 +316,18 @@ class PreparedPlan:
         sides: _Sides,
         names: Sequence[str],
         dtype: torch.dtype,
-        place: tuple[int, int, Any],
+        rank: int,
+        group: Any,
         options: ReshardOptions,
     ) -> None:
-        self._sides, self._names, self._dtype, self._options = sides, names, dtype, options
-        rank, world, self._group = place
-        shards, layouts = sides.shards, sides.layouts(world)
+        self._sides, self._names, self._dtype, self._group, self._options = sides, names, dtype, group, options
+        shards, layouts = sides.shards, sides.layouts()
         model = Model(name="live", parameters=tuple(shards.parameters(names)), itemsize=dtype.itemsize)
         cast = any(shards.local[name].dtype != dtype for name in names)
+        made = plan(model, *layouts, rank, ranks_per_node=sides.ranks_per_node)
+        self.floor_bytes = made.floor_bytes
         self._buckets = bucketed(model, *layouts, options.bucket_bytes, cast=cast)
-        self._lowered = lower(model, *layouts, rank, self._buckets)
-        self.floor_bytes = plan(model, *layouts, rank).floor_bytes
+        self._lowered = lower(made, self._buckets)
         self.digest = _digest(model, layouts, self._buckets)
         self._made = -1
         self._renew()
@@ -364,8 +374,7 @@ def _digest(model: Model, layouts: tuple[LiveSharding, LiveSharding], buckets: B
 
 
 def _bytes(sharding: Sharding) -> bytes:
-    arrays = [*sharding.parts, *sharding.coordinates, sharding.held]
-    return b"|".join(b"-" if array is None else array.tobytes() for array in arrays)
+    return b"|".join(array.tobytes() for array in (*sharding.parts, *sharding.coordinates, sharding.held))
 
 
 class SyncLog:
@@ -397,9 +406,6 @@ class SyncLog:
         before, self._ended = self._ended, ended
         if before is not None and self._syncs > WARM:
             self._iterations.append((ended - started, ended - before))
-        self._warn()
-
-    def _warn(self) -> None:
         seen = self._iterations
         if self._warned or len(seen) < SEEN or any(taken <= LIMIT * all_of_it for taken, all_of_it in seen):
             return
@@ -408,8 +414,5 @@ class SyncLog:
             taken, iteration = (statistics.median(values) for values in zip(*seen, strict=True))
             logger.warning(
                 "[Reshard] Resharding takes %.0f%% of an iteration, %.3g s of %.3g s. %s",
-                100 * taken / iteration,
-                taken,
-                iteration,
-                self._advice(),
+                *(100 * taken / iteration, taken, iteration, self._advice()),
             )

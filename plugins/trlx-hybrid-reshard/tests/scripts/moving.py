@@ -21,7 +21,7 @@ from trlx_hybrid_reshard.live import read_engines
 from trlx_hybrid_reshard.plan import plan
 from trlx_hybrid_reshard.program import messages_of, program
 from trlx_hybrid_reshard.transport import Transport
-from worlds import PADDING, boxes, held, layered, vocabulary
+from worlds import PADDING, boxes, held, layered, permuted, vocabulary
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 GROUP = None
@@ -35,9 +35,8 @@ def cases(draw):
     drawn = [draw(vocabulary), *draw(st.lists(layered(tp), min_size=4, max_size=8))]
     alike = {"layers": range(1), "depth": 0, "stage": Stage.LAYERS}
     parameters = tuple(replace(p, name=f"{i}.{p.name}", **alike) for i, p in enumerate(drawn))
-    meshes = [tuple(draw(st.permutations(range(WORLD)))) if draw(st.booleans()) else None for _ in range(2)]
-    train = MeshLayout(dp=WORLD // fsdp, fsdp=fsdp, mesh=meshes[0])
-    rollout = MeshLayout(dp=WORLD // tp, tp=tp, vocab_multiple=PADDING, mesh=meshes[1])
+    train = permuted(draw, MeshLayout(dp=WORLD // fsdp, fsdp=fsdp))
+    rollout = permuted(draw, MeshLayout(dp=WORLD // tp, tp=tp, vocab_multiple=PADDING))
     dtypes = [draw(st.sampled_from([torch.float32, torch.bfloat16])) for _ in range(2)]
     return (
         parameters,
@@ -70,9 +69,10 @@ def moved(parameters, source, shards, target_boxes, dtype, capacity, alone):
     buckets = bucketed(model, source, target, capacity, cast=cast)
     names = [p.name for p in parameters]
     regions = {name: [Region(box, view) for _, view, box in found] for name, found in memory.items()}
-    lowered = lower(model, source, target, RANK, buckets)
+    planned = plan(model, source, target, RANK)
+    lowered = lower(planned, buckets)
     made = program(names, lowered, buckets.count, shards, regions, dtype, torch.device("cpu"), alone)
-    assert made.received_bytes == plan(model, source, target, RANK).floor_bytes
+    assert made.received_bytes == planned.floor_bytes
     transport = Transport(made, GROUP, torch.device("cpu"), 20.0)
     for _ in range(2):  # a replay writes all of it again
         for found in memory.values():

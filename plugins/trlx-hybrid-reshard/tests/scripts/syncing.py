@@ -4,12 +4,14 @@ Each rank writes what it saw under the names that the test reads.
 """
 
 import json
+import socket
 import sys
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from standins import RANK, WORLD, Model, SlicedEngine, session_of
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from trlx_hybrid.errors import SyncError
@@ -118,6 +120,21 @@ def refusals():
     return seen
 
 
+def two_nodes():
+    """Whom a rank receives from where each of two nodes has a replica of the shards, and an engine spans both."""
+    model, mesh = Model(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    engine, plain = SlicedEngine(tp=4), socket.gethostname
+    socket.gethostname = lambda: f"node{RANK // 2}"
+    session, sync = opened(model, engine)
+    socket.gethostname = plain
+    sync.sync()
+    peers = {t.peer for bucket in sync.prepared._program.buckets for t in bucket.receives}
+    return {"peers": sorted(peers), "wrong": engine.wrong(session.policy)}
+
+
 def error_of(call):
     try:
         call()
@@ -134,6 +151,8 @@ def main(folder):
     seen["plain"] = a_run(Model())
     if WORLD == 2:
         seen["refusals"] = refusals()
+    if WORLD == 4:
+        seen["two nodes"] = two_nodes()
     (folder / f"rank{RANK}.json").write_text(json.dumps(seen))
     if WORLD > 1:
         dist.destroy_process_group()

@@ -26,9 +26,8 @@ MARGIN = 0.03  # of the GPU, left for what torch's allocator cannot use
 KV_BLOCK = 32  # tokens per KV block on a CPU; vLLM's attention there wants a multiple of 32
 SPARE_BLOCKS = 8
 WITHOUT_KV = ("linear_attention", "conv", "moe", "mlp")  # these layers keep a state per sequence, or nothing
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
 WORKSPACE = 6 << 30  # bytes: activations of the profiling run, CUDA graphs and sampling, seen below 4 GiB for 7B
-CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""vllm 0.31, `vllm/v1/attention/backends/cpu_attn.py`."""
 
 
 # --- what speaks against it -------------------------------------------------------------------------------------------
@@ -182,13 +181,13 @@ def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: boo
     it is going to be the engine's memory afterwards: nothing is ever held twice.
     """
     memory, share = session.memory, options.gpu_memory_utilization
-    wanted = kv_cache_bytes(session, options, dtype)
+    wanted, shared = kv_cache_bytes(session, options, dtype), _becomes_the_engines(session, options, dtype)
     size = options.kv_cache_memory_bytes
     if size is None and cpu:
         size = min(wanted, CPU_KV_CACHE_LIMIT)
     memory.check_fit(
         kv_cache_bytes=size or kv_cache_bytes(session, options, dtype, least=True),
-        shared=_becomes_the_engines(session, options, dtype),
+        shared=shared,
         engine_itemsize=dtype.itemsize,
         ranks_per_replica=options.tensor_parallel_size,
         sleeps=options.enable_sleep_mode,
@@ -200,7 +199,7 @@ def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: boo
     weights = sum(s.nbytes() for s in storages(policy_tensors(session.policy.base)))
     if share is None and wanted + weights + WORKSPACE <= memory.free_bytes_in_rollout():
         return {"kv_cache_memory_bytes": wanted, "gpu_memory_utilization": UNCHECKED}
-    if _becomes_the_engines(session, options, dtype):
+    if shared:
         memory.park_policy()
     total = torch.cuda.get_device_properties(session.policy.device).total_memory
     return {"gpu_memory_utilization": share or memory.free_bytes_in_rollout() / total - MARGIN}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from trlx_hybrid.errors import EngineError, SyncError, listed
+from trlx_hybrid.memory.ledger import storages
 from trlx_hybrid.protocols import NamedTensors, Regions
 from trlx_hybrid.ranks import abort
 from trlx_hybrid.session import Session
@@ -24,12 +25,12 @@ from .arguments import engine_arguments, engine_dtype, write_without_weights
 from .internals import trainer_classes_kept
 from .loader import WeightLoader, counted
 from .lora import lora_arguments
-from .memory import EngineMemory
 from .options import VLLMOptions
 from .sampling import sampling_params
 from .streaming import EngineStream, ReplicaStream, collect
 from .weight_map import Places, WeightMap, refuses_writes, regions
 
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
 ABORT_SECONDS = 5.0
 """What vLLM gives an abort of its own communicators."""
 
@@ -45,7 +46,6 @@ class VLLMEngine:
     def __init__(self, session: Session, options: VLLMOptions) -> None:
         from vllm import LLM
 
-        self._options = options
         self.dtype = engine_dtype(options, session.policy, session.args)
         self.weights_lost = True
         self.peers_lost = False
@@ -87,7 +87,7 @@ class VLLMEngine:
             this = weakref.ref(self)
             internals.serve_by_default(self.llm, lambda: getattr(this(), "adapter", None))
         self.max_model_len: int = self.llm.llm_engine.model_config.max_model_len
-        self.memory = EngineMemory(self.llm, options.enable_sleep_mode)
+        self._asleep: dict[str, int] = {}  # bytes that waking will take, of "weights" and "kv_cache"
         self._loader = WeightLoader(internals.model_of(self.llm))
         self._map: WeightMap | None = None
         self._places: Places | None = None
@@ -115,14 +115,14 @@ class VLLMEngine:
             yield stream
 
     def _require_awake(self) -> None:
-        if self.memory.asleep or self.weights_lost:
+        if self._asleep or self.weights_lost:
             raise EngineError(
                 "The vLLM engine is asleep or holds no weights: wake it and sync before generating "
                 "(`session.rollout_phase` does both)."
             )
 
     def _pooled(self, requests: list[Request]) -> tuple[list[Request], slice]:
-        if self._options.tensor_parallel_size == 1:
+        if self.tensor_parallel_size == 1:
             return requests, slice(None)
         group = internals.tensor_parallel_group()
         gathered: list[Any] = [None] * group.world_size
@@ -130,7 +130,7 @@ class VLLMEngine:
         start = sum(len(part) for part in gathered[: group.rank_in_group])
         return [r for part in gathered for r in part], slice(start, start + len(requests))
 
-    # --- weights and memory -----------------------------------------------------------------------------------------
+    # --- weights ----------------------------------------------------------------------------------------------------
 
     def load_weights(self, weights: NamedTensors) -> LoadReport:
         """Write full tensors through vLLM's loader.
@@ -138,7 +138,7 @@ class VLLMEngine:
         Raises:
             SyncError: an engine parameter was not written, or the weights are asleep.
         """
-        if "weights" in self.memory.asleep:
+        if WEIGHTS in self._asleep:
             raise SyncError("The engine's weights are asleep: `engine.wake('weights')` before a sync.")
         report = self._reload(weights) if self.quantized else self._loader.load(weights)
         if report.unwritten:
@@ -156,9 +156,16 @@ class VLLMEngine:
         self._weights_are_current()
 
     def _weights_are_current(self) -> None:
-        """What was cached (keys, values, embeddings of images) belongs to the old ones."""
-        self.memory.forget_computed()
+        self.forget_computed()
         self.weights_lost = False
+
+    def forget_computed(self) -> None:
+        """Drop what was computed with the weights: the prefix cache, if there is anything in it (vLLM walks all blocks
+        for that, 2 ms for 27 GiB), and the embeddings of images."""
+        if internals.prefixes(self.llm):
+            self.llm.reset_prefix_cache()
+        if self.llm.llm_engine.model_config.is_multimodal_model:
+            self.llm.llm_engine.reset_encoder_cache()
 
     def _reload(self, weights: NamedTensors) -> LoadReport:
         """A quantised engine derives what it keeps from the weights: vLLM's reload does that again, layer by layer."""
@@ -176,7 +183,6 @@ class VLLMEngine:
     def places(self, policy: Policy) -> Places:
         """Where each base parameter of the policy lies in this engine; the first call loads them to find out."""
         if self._places is None:
-            self.load_weights(policy.full_weights(merge=False))
             self._places = Places(policy, self._weight_map(policy))
         return self._places
 
@@ -190,32 +196,69 @@ class VLLMEngine:
         reason = "a quantised engine keeps no copy of the weights" if self.quantized else refuses_writes(model)
         if reason is not None:
             raise EngineError(reason)
-        if not self._loader.routes:
-            self.load_weights(policy.full_weights(merge=False))
         return regions(model, self._weight_map(policy))
 
     def _weight_map(self, policy: Policy) -> WeightMap:
         if self._map is None:
+            if not self._loader.routes:
+                self.load_weights(policy.full_weights(merge=False))
             self._map = WeightMap(policy, self._loader)
         return self._map
 
+    # --- memory -----------------------------------------------------------------------------------------------------
+
     def sleep(self, keep_weights: bool = False) -> None:
-        """Give memory back, where sleep mode is on; weights that are not kept are lost until the next sync."""
-        self.memory.sleep(keep_weights)
-        self.weights_lost = self.weights_lost or "weights" in self.memory.asleep
+        """Give memory back, where sleep mode is on; weights that are not kept are lost until the next sync.
+
+        Only the KV cache: its pages are unmapped, nothing is copied or saved. The weights too: vLLM's level 2, which
+        also saves the few buffers that no sync would bring back, and passes over what is asleep.
+        """
+        awake = ({KV_CACHE} if keep_weights else {WEIGHTS, KV_CACHE}) - self.asleep
+        if not self.sleeps or not awake:
+            return
+        internals.drain(self.llm)
+        self.forget_computed()
+        sizes = {what: self._bytes(what) for what in awake}
+        if WEIGHTS in awake:
+            self.llm.collective_rpc("sleep", args=(2,))
+            self.weights_lost = True
+        else:
+            self.llm.collective_rpc("discard", args=((KV_CACHE,),))
+        self._asleep |= sizes
+        self._asleep |= {what: size - self._bytes(what) for what, size in sizes.items()}  # a CPU's worker keeps buffers
 
     def wake(self, what: str) -> None:
-        """Allocate "weights" or "kv_cache" again."""
-        self.memory.wake(what)
+        """Allocate "weights" or "kv_cache" again; nothing to do for what is awake."""
+        if what not in self._asleep:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()  # what the trainer's allocator cached would not be there to map
+        self.llm.collective_rpc("wake_up", args=([what],))
+        del self._asleep[what]
+
+    @property
+    def asleep(self) -> set[str]:
+        """ "weights", "kv_cache", both or neither."""
+        return set(self._asleep)
 
     @property
     def asleep_bytes(self) -> int:
         """What waking will take of the device's memory."""
-        return self.memory.asleep_bytes
+        return sum(self._asleep.values())
 
     def resident(self, what: str) -> list[torch.Tensor]:
-        """Tensors of "weights" or "kv_cache" that hold memory now."""
-        return self.memory.resident(what)
+        """The tensors of "weights" (with their buffers and adapter slots) or "kv_cache" that hold memory now; on a CPU
+        those that were emptied in place as well."""
+        if what in self._asleep and torch.cuda.is_available():  # unmapped, though torch still counts it
+            return []
+        if what == KV_CACHE:
+            return internals.kv_caches(self.llm)
+        model = internals.model_of(self.llm)
+        slots = [t for m in model.modules() for t in internals.adapter_slots_of(m)]
+        return [*model.parameters(), *model.buffers(), *slots]
+
+    def _bytes(self, what: str) -> int:
+        return sum(storage.nbytes() for storage in storages(self.resident(what)))
 
     def close(self) -> None:
         """Free the engine and what it made."""

@@ -10,7 +10,6 @@ import functools
 import gc
 import importlib
 import os
-import socket
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
@@ -194,9 +193,11 @@ def launcher_environment(rank: int, local_rank: int, world: int) -> Iterator[Non
 
     That executor joins the process group that accelerate made, or makes one of a single process on a free port.
     """
+    from vllm.utils.network_utils import get_open_port
+
     wanted: dict[str, int | str] = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world}
     if "MASTER_PORT" not in os.environ or world == 1:
-        wanted |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port("127.0.0.1")}
+        wanted |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": get_open_port()}
     # vLLM sets the last by itself.
     with restored([*wanted, "VLLM_ENABLE_V1_MULTIPROCESSING"]):
         os.environ.update({name: str(value) for name, value in wanted.items()})
@@ -215,13 +216,6 @@ def restored(names: Iterable[str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-def free_port(host: str) -> int:
-    """A port that nobody listens on now; for what opens it itself a moment later."""
-    with socket.socket() as s:
-        s.bind((host, 0))
-        return int(s.getsockname()[1])
 
 
 def serve_by_default(llm: Any, adapter: Callable[[], Any]) -> None:
@@ -268,21 +262,17 @@ def running(dtype: torch.dtype, collecting: bool = False) -> Iterator[None]:
     from vllm.platforms import current_platform
 
     stance: Any = torch.compiler.set_stance("force_eager") if current_platform.is_cpu() else nullcontext()
-    with stance, nullcontext() if collecting else _collector_paused(), restored([FLOAT32_PRODUCTS]):
+    paused = gc.isenabled() and not collecting
+    with stance, restored([FLOAT32_PRODUCTS]):
         if dtype == torch.float32:
             os.environ.setdefault(FLOAT32_PRODUCTS, EXACT)
-        yield
-
-
-@contextmanager
-def _collector_paused() -> Iterator[None]:
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+        if paused:
+            gc.disable()
+        try:
+            yield
+        finally:
+            if paused:
+                gc.enable()
 
 
 @contextmanager

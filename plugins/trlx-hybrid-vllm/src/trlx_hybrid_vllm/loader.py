@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,9 +102,7 @@ class WeightLoader:
                 ours = route.destination.of(self.tensors[route.parameter].data)
                 names.append(f"{name} (engine parameter {route.parameter})")
                 flags.append(differ(ours, route.source.of(tensor)))
-        if not flags:
-            return []
-        return [name for name, differs in zip(names, torch.stack(flags).tolist(), strict=True) if differs]
+        return flagged(names, flags)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +206,12 @@ def differ(view: Tensor, tensor: Tensor) -> Tensor:
 def _bits(tensor: Tensor) -> Tensor:
     """The tensor as integers: NaN equals NaN, and 0.0 differs from -0.0."""
     return tensor.view(BITS[tensor.element_size()])
+
+
+def flagged(names: Iterable[str], flags: Sequence[Tensor]) -> list[str]:
+    """The names whose flag, a boolean tensor, is set; all are read from the device at once."""
+    values = torch.stack(list(flags)).tolist() if flags else []
+    return [name for name, flag in zip(names, values, strict=True) if flag]
 
 
 def counted(weights: NamedTensors, given: dict[str, int]) -> Iterator[tuple[str, Tensor]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from trlx_hybrid.errors import SyncError, listed
 from trlx_hybrid.weights.policy import Policy, unwrapped_name, whole
 
 from . import internals
-from .loader import differ
+from .loader import differ, flagged
 
 ADAPTER_ID = 1
 """vLLM's warm-up adapters count from 1: a dummy run then finds this id taken, and uses it instead of evicting it."""
@@ -88,14 +88,22 @@ def unserved(policy: Policy, dtype: torch.dtype | None) -> str | None:
         policy: the live policy.
         dtype: what the engine will compute in; None where that is not known yet.
     """
+    from vllm.platforms import current_platform
+
     if not policy.adapters:
         return "the policy is not a PEFT model: there is no adapter to serve"
-    return (
-        _unserved_config(policy)
-        or _unserved_layers(policy)
-        or _unserved_sharding(policy)
-        or _unserved_engine(policy, dtype)
-    )
+    reason = _unserved_config(policy) or _unserved_layers(policy)
+    if reason is not None:
+        return reason
+    if policy.fsdp_version == 1:
+        return "FSDP1 flattens the adapter's parameters. Set `fsdp_version: 2` in the accelerate config"
+    for name, p in policy.module.named_parameters():
+        if hasattr(p, "ds_id"):
+            return f"{name} is in ZeRO-3's flat buffers: gather merges the adapter instead. Or use FSDP2"
+    if dtype is torch.float32 and not current_platform.is_cpu():
+        return "vLLM's LoRA kernels compute in 16 bits, and the engine in float32. Set engine_options dtype='bfloat16'"
+    rank, largest = largest_rank(lora_layers(policy)), allowed_ranks()[-1]
+    return f"the adapter's rank is {rank}, and vLLM's largest is {largest}" if rank > largest else None
 
 
 def _unserved_config(policy: Policy) -> str | None:
@@ -139,27 +147,6 @@ def _unserved_layers(policy: Policy) -> str | None:
     return None
 
 
-def _unserved_sharding(policy: Policy) -> str | None:
-    if policy.fsdp_version == 1:
-        return "FSDP1 flattens the adapter's parameters. Set `fsdp_version: 2` in the accelerate config"
-    for name, p in policy.module.named_parameters():
-        if hasattr(p, "ds_id"):
-            return f"{name} is in ZeRO-3's flat buffers: gather merges the adapter instead. Or use FSDP2"
-    return None
-
-
-def _unserved_engine(policy: Policy, dtype: torch.dtype | None) -> str | None:
-    from vllm.platforms import current_platform
-
-    if dtype is torch.float32 and not current_platform.is_cpu():
-        return "vLLM's LoRA kernels compute in 16 bits, and the engine in float32. Set engine_options dtype='bfloat16'"
-    layers = lora_layers(policy)
-    rank, largest = largest_rank(layers), allowed_ranks()[-1]
-    if rank > largest:
-        return f"the adapter's rank is {rank}, and vLLM's largest is {largest}"
-    return None
-
-
 def largest_rank(layers: dict[str, Any]) -> int:
     """The largest rank that the active adapters have in any layer: `rank_pattern` may differ from `r`."""
     active = active_adapters(layers)
@@ -168,8 +155,6 @@ def largest_rank(layers: dict[str, Any]) -> int:
 
 def allowed_ranks() -> tuple[int, ...]:
     """The sizes vLLM's slots can have, ascending."""
-    from typing import get_args
-
     from vllm.config.lora import MaxLoRARanks
 
     return tuple(sorted(get_args(MaxLoRARanks)))
@@ -192,7 +177,7 @@ class AdapterSlots:
     def __init__(self, llm: Any, policy: Policy) -> None:
         self._manager = internals.adapter_manager(llm)
         self._layers = lora_layers(policy)
-        self._adapter = self._active()
+        (self._adapter,) = active_adapters(self._layers)
         self._slots: list[Slot] = []
         self._outside: list[tuple[str, Tensor]] = []
         self.reset()
@@ -269,7 +254,7 @@ class AdapterSlots:
         for s in idle:
             names += [s.name, s.name]
             flags += [s.a.any(), s.b.any()]
-        return [*dict.fromkeys(_flagged(names, flags)), *self._stray()]
+        return [*dict.fromkeys(flagged(names, flags)), *self._stray()]
 
     def request(self, version: int) -> Any:
         """The `LoRARequest` with which a prompt is served by the adapter as written.
@@ -297,15 +282,13 @@ class AdapterSlots:
         wanted = {self._theirs(name): name for name, layer in self._layers.items() if self._adapter in layer.lora_A}
         self._slots, self._outside = [], []
         for part, a, b, wrapper, number in self._parts(index):
-            name = wanted.get(part)
-            whole = weights_of(self._layers[name], self._adapter) if name else None
-            place = place_of(wrapper, number, a, b, *whole) if whole else None
-            if name is None or whole is None or place is None:
+            slot = self._slot(wanted.get(part), a, b, wrapper, number)
+            if slot is None:
                 self._outside += [(part, a), (part, b)]
                 continue
             del wanted[part]
-            rank = whole[0].shape[0]
-            self._slots.append(Slot(name, self._layers[name], a[:rank], b[:, :rank], *place))
+            self._slots.append(slot)
+            rank = slot.a.shape[0]
             self._outside += [(part, a[rank:]), (part, b[:, rank:])]
         if wanted:
             raise SyncError(
@@ -325,6 +308,17 @@ class AdapterSlots:
                 for number, (part, a, b) in enumerate(slots):
                     yield part, a[index, 0], b[index, 0], wrapper, number
 
+    def _slot(self, name: str | None, a: Tensor, b: Tensor, wrapper: Any, number: int) -> Slot | None:
+        """None where the module is not adapted, or its factors do not fit."""
+        if name is None:
+            return None
+        layer = self._layers[name]
+        (rank, columns), (rows, _) = shapes = [w.shape for w in weights_of(layer, self._adapter)]
+        cut = (columns, rows) != (a.shape[1], b.shape[0])
+        slot = Slot(name, layer, a[:rank], b[:, :rank], wrapper if cut else None, number)
+        own = slot.parts(*(torch.empty(shape, device="meta") for shape in shapes))
+        return slot if [t.shape for t in own] == [slot.a.shape, slot.b.shape] else None
+
     def _theirs(self, name: str) -> str:
         """vLLM's name of a module, found as it finds those of an adapter on disk."""
         mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
@@ -334,12 +328,6 @@ class AdapterSlots:
         return str(mapper.get_rename_mapper().map_name(name + weight)).removesuffix(weight)
 
     # --- the adapter's state ----------------------------------------------------------------------------------------
-
-    def _active(self) -> str:
-        active = active_adapters(self._layers)
-        if len(active) != 1:
-            raise SyncError(f"{len(active)} adapters are active ({', '.join(active)}), vLLM holds one: `set_adapter`.")
-        return active[0]
 
     def _split(self) -> tuple[list[Slot], list[Slot]]:
         """The slots whose adapter is applied now, and those whose is disabled."""
@@ -358,12 +346,7 @@ class AdapterSlots:
 
     def _stray(self) -> list[str]:
         names = [f"{part} (outside the adapter)" for part, _ in self._outside]
-        return list(dict.fromkeys(_flagged(names, [t.any() for _, t in self._outside])))
-
-
-def _flagged(names: list[str], flags: list[Tensor]) -> list[str]:
-    values = torch.stack(flags).tolist() if flags else []
-    return [name for name, flag in zip(names, values, strict=True) if flag]
+        return list(dict.fromkeys(flagged(names, [t.any() for _, t in self._outside])))
 
 
 # --- where one layer goes ---------------------------------------------------------------------------------------------
@@ -373,21 +356,26 @@ def _flagged(names: list[str], flags: list[Tensor]) -> list[str]:
 class Slot:
     """Where one PEFT layer's adapter goes: `a` (r, in) and `b` (out, r) are views of vLLM's memory.
 
-    Under tensor parallelism an engine's rank has some columns of A or some rows of B, as it has those of the weight;
-    `cut` says whether it is so here.
+    Under tensor parallelism an engine's rank has some columns of A or some rows of B, as it has those of the weight:
+    `wrapper`, vLLM's layer of which this is part `number`, cuts them. It is None where all is here.
     """
 
     name: str
     layer: Any
     a: Tensor
     b: Tensor
-    columns: slice
-    rows: slice
-    cut: bool
+    wrapper: Any
+    number: int
 
     def parts(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """What of the whole factors belongs here."""
-        return (a[:, self.columns], b[self.rows]) if self.cut else (a, b)
+        wrapper, number = self.wrapper, self.number
+        if wrapper is None:
+            return a, b
+        if wrapper.n_slices == 1:
+            return wrapper.slice_lora_a(a), wrapper.slice_lora_b(b)
+        all_a, all_b = ([factor if i == number else None for i in range(wrapper.n_slices)] for factor in (a, b))
+        return wrapper.slice_lora_a(all_a)[number], wrapper.slice_lora_b(all_b)[number]
 
 
 def factors_of(slots: Sequence[Slot], adapter: str) -> list[tuple[Tensor, Tensor, float]]:
@@ -404,28 +392,3 @@ def weights_of(layer: Any, adapter: str) -> tuple[Tensor, Tensor]:
     """
     a, b = (layer._modules[part]._modules[adapter]._parameters["weight"] for part in ("lora_A", "lora_B"))
     return a.data, b.data
-
-
-def place_of(
-    wrapper: Any, number: int, slot_a: Tensor, slot_b: Tensor, a: Tensor, b: Tensor
-) -> tuple[slice, slice, bool] | None:
-    """Which columns of A and rows of B belong into these slots, and whether others do not; None where none fit.
-
-    vLLM's way of cutting the factors for this rank is asked with the numbers of their columns and rows.
-
-    Args:
-        wrapper: vLLM's layer, `number` its part that the slots are for.
-    """
-    ranges: list[slice] = []
-    for cut, size in ((wrapper.slice_lora_a, a.shape[1]), (wrapper.slice_lora_b, b.shape[0])):
-        numbers = torch.arange(size)[None] if not ranges else torch.arange(size)[:, None]
-        given = [numbers if part == number else None for part in range(wrapper.n_slices)]
-        mine: list[int] = (cut(numbers) if len(given) == 1 else cut(given)[number]).flatten().tolist()
-        if not mine or mine != list(range(mine[0], mine[0] + len(mine))):
-            return None
-        ranges.append(slice(mine[0], mine[0] + len(mine)))
-    columns, rows = ranges
-    fits = columns.stop - columns.start == slot_a.shape[1] and rows.stop - rows.start == slot_b.shape[0]
-    if not fits or a.shape[0] > slot_a.shape[0]:
-        return None
-    return columns, rows, slot_a.shape[1] < a.shape[1] or slot_b.shape[0] < b.shape[0]

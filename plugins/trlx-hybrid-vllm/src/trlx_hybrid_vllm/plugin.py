@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trlx_hybrid.session import Session
 
     from .engine import VLLMEngine
-    from .server.plan import VLLMServerPlan
+    from .server.server import VLLMServerPlan
 
 SUPPORTED = (0, 31)
 INSTALL = (
@@ -76,9 +76,9 @@ def _lora(session: Session, options: Any) -> WeightSync:
 
 
 def _server(session: Session, options: VLLMOptions) -> VLLMServerPlan:
-    from .server.plan import plan
+    from .server.server import server_plan
 
-    return plan(session, options)
+    return server_plan(session, options)
 
 
 def _server_refuses(session: Session, options: VLLMOptions) -> str | None:

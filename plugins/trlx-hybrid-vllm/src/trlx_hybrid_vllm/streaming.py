@@ -48,6 +48,10 @@ class _Partial:
 class EngineStream:
     """A stream of one rank's own engine.
 
+    The first prompt of token ids goes through vLLM's input processing, which checks the parameters and completes them;
+    the others are made after its pattern, and only their prompts are checked. That is a third of the time that a turn
+    of a conversation costs the host between two steps.
+
     Args:
         llm: vLLM's LLM with an in-process engine core, idle.
         params: arguments of `SamplingParams` that the requests share.
@@ -61,8 +65,9 @@ class EngineStream:
     shared = False
 
     def __init__(self, llm: Any, params: Mapping[str, Any], adapter: Any = None) -> None:
-        self._engine, self._requests = llm.llm_engine, RequestQueue(llm, params, adapter)
-        self._core = self._engine.engine_core
+        self._llm, self._params, self._adapter = llm, params, adapter
+        self._engine, self._core = llm.llm_engine, llm.llm_engine.engine_core
+        self._pattern: Any = None
         self._text = bool(params["detokenize"] or params["logprobs"])
         self._arriving: dict[str, _Partial] = {}  # by vLLM's request id
         self._outside: dict[str, str] = {}  # the id in vLLM's finished outputs -> the id it works with
@@ -71,14 +76,38 @@ class EngineStream:
         self.cached_tokens = self.prompt_tokens = 0
 
     def add(self, request: Request) -> int:
-        """Queue a request."""
-        request_id = self._requests.add(request)
+        """Queue a request.
+
+        Raises:
+            VLLMValidationError: where the prompt is too long or not of its vocabulary, or the parameters are invalid.
+            EngineError: vLLM makes another prompt of one with images.
+        """
+        request_id = self._queue(request)
         key, self._next = self._next, self._next + 1
         self._arriving[request_id] = _Partial(key)
         if self._text:
             self._outside[self._engine.output_processor.request_states[request_id].external_req_id] = request_id
         self._ids[key] = request_id
         return key
+
+    def _queue(self, request: Request) -> str:
+        """Returns the id that vLLM works with."""
+        if request.images is not None:
+            params = with_seed(self._params, request)
+            key = str(self._llm.enqueue([prompt_of(request)], [params], self._adapter, use_tqdm=False)[0])
+            try:
+                refuse_another_prompt(request, self._engine.output_processor.request_states[key].prompt_token_ids)
+            except EngineError:
+                self._engine.abort_request([key], internal=True)
+                raise
+            return key
+        if self._pattern is None:
+            params = with_seed(self._params, request)
+            self._pattern = internals.processed(self._llm, request.prompt_ids, params, self._adapter)
+        params = copy.copy(self._pattern.sampling_params)
+        for name, value in own_params(self._params, request).items():
+            setattr(params, name, value)
+        return internals.add_like(self._llm, self._pattern, request.prompt_ids, params, time.time())
 
     def abort(self, key: int) -> None:
         """Free what a request holds; nothing if it has finished."""
@@ -151,7 +180,7 @@ class EngineStream:
             if holding:
                 scheduler.holding = False
             for key in list(self._ids):
-                self.abort(key)
+                EngineStream.abort(self, key)  # at once, where ranks would agree on it first
 
 
 def collect(stream: EngineStream, requests: Iterable[Request]) -> list[Completion]:
@@ -252,60 +281,7 @@ class ReplicaStream(EngineStream):
         """While it is used. A rank that leaves before all have finished tells the others, who would wait for it."""
         try:
             with super().open():
-                try:
-                    yield self
-                finally:
-                    self._abort_all()
+                yield self
         finally:
             if not self._over:
                 self._exchange(False, gave_up=True)
-
-    def _abort_all(self) -> None:
-        for key in list(self._ids):
-            super().abort(key)
-
-
-class RequestQueue:
-    """Queues requests that share their sampling parameters.
-
-    The first prompt of token ids goes through vLLM's input processing, which checks the parameters and completes them;
-    the others are made after its pattern, and only their prompts are checked. That is a third of the time that a turn
-    of a conversation costs the host between two steps.
-
-    Args:
-        llm: vLLM's LLM with an in-process engine core.
-        params: arguments of `SamplingParams`.
-        adapter: the LoRARequest that serves all of them, or None.
-    """
-
-    def __init__(self, llm: Any, params: Mapping[str, Any], adapter: Any) -> None:
-        self._llm, self._params, self._adapter = llm, params, adapter
-        self._pattern: Any = None
-
-    def add(self, request: Request) -> str:
-        """Queue one; returns the id that vLLM works with.
-
-        Raises:
-            VLLMValidationError: where the prompt is too long or not of its vocabulary, or the parameters are invalid.
-            EngineError: vLLM makes another prompt of one with images.
-        """
-        if request.images is not None:
-            params = with_seed(self._params, request)
-            key = str(self._llm.enqueue([prompt_of(request)], [params], self._adapter, use_tqdm=False)[0])
-            engine = self._llm.llm_engine
-            try:
-                refuse_another_prompt(request, engine.output_processor.request_states[key].prompt_token_ids)
-            except EngineError:
-                engine.abort_request([key], internal=True)
-                raise
-            return key
-        if self._pattern is None:
-            params = with_seed(self._params, request)
-            self._pattern = internals.processed(self._llm, request.prompt_ids, params, self._adapter)
-        return internals.add_like(self._llm, self._pattern, request.prompt_ids, self._own(request), time.time())
-
-    def _own(self, request: Request) -> Any:
-        params = copy.copy(self._pattern.sampling_params)
-        for name, value in own_params(self._params, request).items():
-            setattr(params, name, value)
-        return params

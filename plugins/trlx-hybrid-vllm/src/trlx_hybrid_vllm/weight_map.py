@@ -23,7 +23,7 @@ from trlx_hybrid.errors import EngineError, listed
 from trlx_hybrid.protocols import Region, Regions
 from trlx_hybrid.weights.policy import Policy
 
-from .loader import Route, Slice, WeightLoader, differ
+from .loader import Route, Slice, WeightLoader, differ, flagged
 
 Box = tuple[tuple[int, int], ...]
 """Half-open index ranges, one per dimension."""
@@ -247,9 +247,8 @@ class Places:
         for name in sorted(weights.loader.unexplained):
             self.refused[f"engine parameter {name}"] = "it holds something that vLLM's loader computed"
         flags = [differ(self.view(name), parameters[name].detach()) for name in self.found]
-        for name, differs in zip(list(self.found), torch.stack(flags).tolist() if flags else [], strict=True):
-            if differs:
-                self.refused[name] = f"engine parameter {self.found.pop(name).parameter} holds other bits there"
+        for name in flagged(list(self.found), flags):
+            self.refused[name] = f"engine parameter {self.found.pop(name).parameter} holds other bits there"
 
     def view(self, name: str) -> Tensor:
         """The engine's memory of a parameter, shaped like it."""
@@ -291,15 +290,12 @@ def regions(model: torch.nn.Module, weights: WeightMap) -> Regions:
 
 def _uncovered_rows(parameter: Tensor, covered: Sequence[Slice]) -> Iterator[Tensor]:
     """The runs of rows of a matrix that no slice of whole rows has."""
-    free = torch.ones(parameter.shape[0], dtype=torch.bool)
-    for part in covered:
-        if part.shape[1:] == tuple(parameter.shape[1:]):
-            start = part.offset // parameter.stride(0)
-            free[start : start + part.shape[0]] = False
-    edges = torch.diff(free.int(), prepend=torch.zeros(1, dtype=torch.int), append=torch.zeros(1, dtype=torch.int))
-    starts, stops = (edges == 1).nonzero()[:, 0].tolist(), (edges == -1).nonzero()[:, 0].tolist()
-    for start, stop in zip(starts, stops, strict=True):
-        yield parameter[start:stop]
+    starts = ((s.offset // parameter.stride(0), s.shape) for s in covered if s.shape[1:] == tuple(parameter.shape[1:]))
+    free = 0
+    for start, stop in [*sorted((at, at + shape[0]) for at, shape in starts), (parameter.shape[0],) * 2]:
+        if start > free:
+            yield parameter[free:start]
+        free = max(free, stop)
 
 
 # --- layers that keep what was loaded ---------------------------------------------------------------------------------

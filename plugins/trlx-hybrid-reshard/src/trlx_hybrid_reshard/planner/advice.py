@@ -9,6 +9,7 @@ process groups, so the run refuses such a mesh (`live.from_dtensor`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,11 +34,12 @@ class Better:
 
     Attributes:
         name: what is done, for people.
+        shard_dims: as in `MeshLayout`.
         receives_bytes, sends_bytes: of the rank that receives, or sends, the most.
     """
 
     name: str
-    layout: MeshLayout
+    shard_dims: tuple[tuple[str, int], ...]
     receives_bytes: int
     sends_bytes: int
 
@@ -47,23 +49,23 @@ def alternatives(
 ) -> list[Better]:
     """The training layout as it is, and after it one that moves less and that a run takes, if there is one.
 
-    Only a layout with FSDP and without pipeline stages of its own has anything to choose.
+    Only a layout with FSDP and without other parallelism of its own has anything to choose.
 
     Args:
         back: measure the way from the rollout to the training layout.
     """
 
-    def measured(name: str, layout: MeshLayout) -> Better:
+    def measured(name: str, dims: tuple[tuple[str, int], ...]) -> Better:
+        layout = replace(train, shard_dims=dims)
         ends = (rollout, layout) if back else (layout, rollout)
-        return Better(name, layout, *_worst(model, *ends, ranks_per_node))
+        return Better(name, dims, *_worst(model, *ends, ranks_per_node))
 
-    found = [measured("as is", train)]
-    if train.fsdp == 1 or train.tp > 1 or train.pp > 1 or train.mesh is not None or train.shard_dims:
-        return found
-    candidate = measured("shard dimensions", replace(train, shard_dims=shard_dims(model, train, rollout)))
-    if max(candidate.receives_bytes, candidate.sends_bytes) < max(found[0].receives_bytes, found[0].sends_bytes):
-        found.append(candidate)
-    return found
+    now = measured("as is", ())
+    if train.fsdp == 1 or train.tp > 1 or train.pp > 1:
+        return [now]
+    other = measured("shard dimensions", shard_dims(model, train, rollout))
+    less = max(other.receives_bytes, other.sends_bytes) < max(now.receives_bytes, now.sends_bytes)
+    return [now, other] if less else [now]
 
 
 def shard_dims(model: Model, train: MeshLayout, rollout: MeshLayout) -> tuple[tuple[str, int], ...]:
@@ -96,31 +98,31 @@ def advice_for_run(config: Any, train: Sharding, rollout: Sharding, itemsize: in
         model = describe(config, itemsize=itemsize)
         shards, slices = _pieces(train), _pieces(rollout)
         have = MeshLayout(dp=train.world // shards, fsdp=shards)
-        now, _ = _worst(model, have, _engines(slices, train.world))
-        found = [(moved, what) for moved, what in _changes(model, have, slices) if moved < HELPS * now]
+        now, *others = alternatives(model, have, _engines(slices, train.world))
+        found = [(better.receives_bytes, _sharding(better)) for better in others]
+        found += [(moved, f"An engine of tp={tp}") for moved, tp in _wider(model, have, slices)]
     except ConfigError:  # an architecture without a description, or a layout that none of ours is
         return ALWAYS
     said = [
-        f"{what} would leave {moved / 1e9:.3g} GB to receive on the worst rank, instead of {now / 1e9:.3g} GB."
+        f"{what} would leave {moved / 1e9:.3g} GB to receive on the worst rank, instead of "
+        f"{now.receives_bytes / 1e9:.3g} GB."
         for moved, what in sorted(found)[:2]
+        if moved < HELPS * now.receives_bytes
     ]
     return " ".join([*said, ALWAYS])
 
 
-def _changes(model: Model, train: MeshLayout, tp: int) -> Iterator[tuple[int, str]]:
-    """What each change leaves to receive on the worst rank."""
-    world = train.world
-    dims = shard_dims(model, train, _engines(tp, world))
-    if dims:
-        names = ", ".join(sorted({name.split(".")[-2] for name, _ in dims}))
-        what = f"Sharding {names} along the dimension that the engine slices (`fully_shard`'s `shard_placement_fn`)"
-        yield _worst(model, replace(train, shard_dims=dims), _engines(tp, world))[0], what
-    for wider in range(2 * tp, world + 1, tp):
-        if world % wider == 0:
-            try:
-                yield _worst(model, train, _engines(wider, world))[0], f"An engine of tp={wider}"
-            except ConfigError:  # which does not divide the model
-                continue
+def _sharding(better: Better) -> str:
+    names = ", ".join(sorted({name.split(".")[-2] for name, _ in better.shard_dims}))
+    return f"Sharding {names} along the dimension that the engine slices (`fully_shard`'s `shard_placement_fn`)"
+
+
+def _wider(model: Model, train: MeshLayout, tp: int) -> Iterator[tuple[int, int]]:
+    """Engines with more tensor parallelism: what the worst rank would receive, and the size."""
+    for wider in range(2 * tp, train.world + 1, tp):
+        if train.world % wider == 0:
+            with suppress(ConfigError):  # which does not divide the model
+                yield _worst(model, train, _engines(wider, train.world))[0], wider
 
 
 def _worst(model: Model, source: MeshLayout, target: MeshLayout, ranks_per_node: int = 0) -> tuple[int, int]:

@@ -5,7 +5,7 @@ And the shapes of some models by a short name, as the fields of their config.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -36,16 +36,13 @@ def describe(config: Any, *, name: str = "", itemsize: int = 2) -> Model:
             f"No parameter classes are known of model_type {kind!r}.{hint} Known: {', '.join(ARCHITECTURES)}."
         )
     try:
-        parameters = _causal_lm(fields, ARCHITECTURES[kind])
+        parameters = _causal_lm(fields, **ARCHITECTURES[kind])
     except KeyError as error:
         raise ConfigError(f"The config of {name or kind!r} lacks {error.args[0]!r}, which {kind} needs.") from error
-    return Model(name=name or kind, parameters=parameters, itemsize=itemsize, checkpoint_tensors=_tensors(parameters))
+    return Model(name=name or kind, parameters=parameters, itemsize=itemsize)
 
 
-Layer = Callable[[Mapping[str, Any]], list[Parameter]]
-
-
-def _causal_lm(c: Mapping[str, Any], layer: Layer) -> tuple[Parameter, ...]:
+def _causal_lm(c: Mapping[str, Any], **traits: bool) -> tuple[Parameter, ...]:
     tied = bool(c.get("tie_word_embeddings"))
     embedding = Parameter(
         name="model.embed_tokens.weight",
@@ -57,7 +54,7 @@ def _causal_lm(c: Mapping[str, Any], layer: Layer) -> tuple[Parameter, ...]:
     )
     norm = Parameter(name="model.norm.weight", shape=(c["hidden_size"],), stage=Stage.LAST)
     head = [] if tied else [replace(embedding, name="lm_head.weight", stage=Stage.LAST)]
-    return (embedding, *layer(c), norm, *head)
+    return (embedding, *_layers(c, **traits), norm, *head)
 
 
 def _linear(weight: Parameter, bias: bool) -> list[Parameter]:
@@ -106,7 +103,7 @@ def _norms(c: Mapping[str, Any]) -> list[Parameter]:
     return [Parameter(name=f"{LAYER}{n}.weight", shape=(c["hidden_size"],), layers=layers) for n in names]
 
 
-def _mlp(c: Mapping[str, Any], layers: Sequence[int], *, bias: bool = False) -> list[Parameter]:
+def _mlp(c: Mapping[str, Any], layers: Sequence[int], *, bias: bool) -> list[Parameter]:
     hidden, inner = c["hidden_size"], c["intermediate_size"]
     gate = Parameter(
         name=f"{LAYER}mlp.gate_proj.weight",
@@ -136,46 +133,27 @@ def _experts(c: Mapping[str, Any], layers: Sequence[int]) -> list[Parameter]:
     ]
 
 
-def _qwen2(c: Mapping[str, Any]) -> list[Parameter]:
-    attention = _attention(c, qkv_bias=True, o_bias=False, head_norms=False)
-    return attention + _mlp(c, range(c["num_hidden_layers"])) + _norms(c)
-
-
-def _qwen3(c: Mapping[str, Any]) -> list[Parameter]:
-    bias = bool(c.get("attention_bias"))
-    attention = _attention(c, qkv_bias=bias, o_bias=bias, head_norms=True)
-    return attention + _mlp(c, range(c["num_hidden_layers"])) + _norms(c)
-
-
-def _llama(c: Mapping[str, Any]) -> list[Parameter]:
-    bias = bool(c.get("attention_bias"))
-    attention = _attention(c, qkv_bias=bias, o_bias=bias, head_norms=False)
-    return attention + _mlp(c, range(c["num_hidden_layers"]), bias=bool(c.get("mlp_bias"))) + _norms(c)
-
-
-def _qwen3_moe(c: Mapping[str, Any]) -> list[Parameter]:
-    bias = bool(c.get("attention_bias"))
+def _layers(
+    c: Mapping[str, Any], *, qkv_bias: bool = False, head_norms: bool = False, experts: bool = False
+) -> list[Parameter]:
+    numbers, bias = range(c["num_hidden_layers"]), bool(c.get("attention_bias"))
     dense_only, step = c.get("mlp_only_layers") or [], c.get("decoder_sparse_step", 1)
-    sparse = [i for i in range(c["num_hidden_layers"]) if i not in dense_only and (i + 1) % step == 0]
-    dense = [i for i in range(c["num_hidden_layers"]) if i not in sparse]
-    found = _attention(c, qkv_bias=bias, o_bias=bias, head_norms=True)
-    found += _mlp(c, tuple(dense)) if dense else []
-    return found + (_experts(c, tuple(sparse)) if sparse else []) + _norms(c)
+    sparse = tuple(i for i in numbers if experts and i not in dense_only and (i + 1) % step == 0)
+    dense = tuple(i for i in numbers if i not in sparse)
+    found = _attention(c, qkv_bias=qkv_bias or bias, o_bias=bias, head_norms=head_norms)
+    found += _mlp(c, dense, bias=bool(c.get("mlp_bias"))) if dense else []
+    return found + (_experts(c, sparse) if sparse else []) + _norms(c)
 
 
-ARCHITECTURES: Mapping[str, Layer] = {
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-    "llama": _llama,
-    "gemma": _llama,
-    "qwen3_moe": _qwen3_moe,
+ARCHITECTURES: Mapping[str, Mapping[str, bool]] = {
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"head_norms": True},
+    "llama": {},
+    "gemma": {},
+    "qwen3_moe": {"head_norms": True, "experts": True},
 }
-"""By transformers' `model_type`. Gemma is built as Llama, with a head size of its own and tied embeddings."""
-
-
-def _tensors(parameters: Sequence[Parameter]) -> int:
-    """A checkpoint keeps every expert's gate, up and down by itself."""
-    return sum(len(p.layers) * (1 if p.expert_dim is None else p.shape[p.expert_dim] * p.segments) for p in parameters)
+"""By transformers' `model_type`, what its layers have whatever the config says. Gemma is built as Llama, with a head
+size of its own and tied embeddings."""
 
 
 def _shape(

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -150,24 +150,16 @@ def _as_dict(
         "model_bytes": model.bytes,
         "source": str(source),
         "target": str(target),
-        "nodes": int(found.node.max()) + 1,
-        "per_rank": [dataclasses.asdict(rank) for rank in found.ranks],
+        "nodes": found.nodes,
+        "per_rank": found.ranks,
         "busiest_rank": found.busiest,
-        "busiest_rank_kinds": [dataclasses.asdict(kind) for kind in found.kinds],
+        "busiest_rank_kinds": found.kinds,
         "intra_node_bytes": found.intra_node_bytes,
         "inter_node_bytes": found.inter_node_bytes,
         "peak_bytes": found.peak_bytes,
         "seconds": found.seconds,
         "plan_seconds": found.plan_seconds,
-        "layouts": [
-            {
-                "name": option.name,
-                "receives_bytes": option.receives_bytes,
-                "sends_bytes": option.sends_bytes,
-                "shard_dims": dict(option.layout.shard_dims),
-            }
-            for option in better
-        ],
+        "layouts": [dataclasses.asdict(option) | {"shard_dims": dict(option.shard_dims)} for option in better],
     }
 
 
@@ -181,10 +173,9 @@ def gigabytes(count: int) -> str:
 
 def report(model: Model, source: MeshLayout, target: MeshLayout, found: Forecast, better: Sequence[Better]) -> str:
     """The whole text."""
-    world, hosts = len(found.ranks), int(found.node.max()) + 1
     head = (
         f"{model.name}: {gigabytes(model.bytes)} at {model.itemsize} bytes per element, {source} → {target}, "
-        f"{_count(world, 'rank')} on {_count(hosts, 'node')}"
+        f"{_count(len(found.ranks), 'rank')} on {_count(found.nodes, 'node')}"
     )
     links = f"{gigabytes(found.intra_node_bytes)} within nodes, {gigabytes(found.inter_node_bytes)} between nodes"
     return "\n".join(
@@ -194,7 +185,7 @@ def report(model: Model, source: MeshLayout, target: MeshLayout, found: Forecast
             *_table(found),
             "",
             f"of rank {found.busiest}, which receives the most:",
-            *(_row(kind.kind, [_cell(kind, name) for name in COLUMNS[:-1]]) for kind in found.kinds),
+            *(_row(kind["kind"], [_cell(kind, name) for name in COLUMNS[:-1]]) for kind in found.kinds),
             "",
             f"links      {links}, all ranks together",
             f"peak       +{gigabytes(found.peak_bytes)} for what is packed or staged, on the worst rank",
@@ -211,15 +202,14 @@ def report(model: Model, source: MeshLayout, target: MeshLayout, found: Forecast
 def _table(found: Forecast) -> Iterator[str]:
     yield "rank        " + "  ".join(f"{name:>11}" for name in COLUMNS)
     for rank in found.ranks[:WIDEST]:
-        yield _row(str(rank.rank), [_cell(rank, name) for name in COLUMNS])
+        yield _row(str(rank["rank"]), [_cell(rank, name) for name in COLUMNS])
     if len(found.ranks) > WIDEST:
         yield f"…           and {len(found.ranks) - WIDEST} more; --json lists all"
     yield _row("worst", [max(_cell(rank, name) for rank in found.ranks) for name in COLUMNS])
 
 
-def _cell(rank: object, column: str) -> int:
-    field = {"inter-node": "inter_receives_bytes"}.get(column, f"{column.replace(' ', '_')}_bytes")
-    return int(getattr(rank, field))
+def _cell(row: Mapping[str, Any], column: str) -> int:
+    return int(row["inter_receives_bytes" if column == "inter-node" else f"{column.replace(' ', '_')}_bytes"])
 
 
 def _row(name: str, cells: Sequence[int]) -> str:
@@ -254,7 +244,7 @@ def _advice(better: Sequence[Better]) -> Iterator[str]:
             f"rather     {option.name}: the worst rank receives {gigabytes(option.receives_bytes)} (saves "
             f"{gigabytes(max(saved, 0))}), sends {gigabytes(option.sends_bytes)} (saves {gigabytes(max(less, 0))})"
         )
-    chosen = better[-1].layout.shard_dims
+    chosen = better[-1].shard_dims
     for dim in sorted({dim for _, dim in chosen}):
         names = ", ".join(name.format("*") for name, its in chosen if its == dim)
         head = f"           shard_placement_fn: Shard({dim}) for "

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ..buckets import bucketed
 from ..layouts import Model
-from ..plan import ClassPlan, ModelSharding, RankPlan, nodes_of, plan
+from ..plan import ModelSharding, RankPlan, nodes_of, plan
 from ..sharding import Ints
 
 NVLINK = 322e9
@@ -18,80 +20,43 @@ NETWORK = 50e9
 """Bytes per second and rank between nodes: one 400 Gb/s port for each GPU."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankBytes:
-    """What one rank moves.
-
-    Attributes:
-        floor_bytes: the least it must receive.
-        send_floor_bytes: what it must send, or its fair share of it where others hold the same.
-    """
-
-    receives_bytes: int
-    sends_bytes: int
-    floor_bytes: int
-    send_floor_bytes: int
-    local_copy_bytes: int
-    zero_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankForecast(RankBytes):
-    """All that one rank moves.
-
-    Attributes:
-        inter_receives_bytes, inter_sends_bytes: the part that crosses nodes.
-        seconds: of its busiest link.
-    """
-
-    rank: int
-    inter_receives_bytes: int
-    inter_sends_bytes: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KindForecast(RankBytes):
-    """The part of one rank's bytes that is of one kind of parameter, see `Parameter.kind`."""
-
-    kind: str
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Forecast:
     """A reshard between two layouts.
 
     Attributes:
+        ranks: of each its number (`rank`), its bytes (`RankPlan.totals`), the part of them that crosses nodes
+            (`inter_receives_bytes`, `inter_sends_bytes`), and the time of its busiest link (`seconds`).
         busiest: number of the rank that receives the most.
-        kinds: what that rank's bytes are made of.
+        kinds: what that rank's bytes are made of: the totals of each `kind` of parameter.
         traffic: (world, world), bytes that the rank of the row receives from the rank of the column.
-        node: (world,), the node of each rank.
+        nodes: how many.
         peak_bytes: extra memory of the worst rank, buckets double-buffered.
         plan_seconds: what the slowest rank took to plan.
     """
 
-    ranks: tuple[RankForecast, ...]
+    ranks: Sequence[Mapping[str, Any]]
     busiest: int
-    kinds: tuple[KindForecast, ...]
+    kinds: Sequence[Mapping[str, Any]]
     traffic: Ints
-    node: Ints
+    nodes: int
     peak_bytes: int
     plan_seconds: float
 
     @property
     def seconds(self) -> float:
         """Of the busiest link of all; latencies and packing left out."""
-        return max(rank.seconds for rank in self.ranks)
+        return float(max(rank["seconds"] for rank in self.ranks))
 
     @property
     def inter_node_bytes(self) -> int:
         """Over all ranks."""
-        return sum(rank.inter_receives_bytes for rank in self.ranks)
+        return sum(rank["inter_receives_bytes"] for rank in self.ranks)
 
     @property
     def intra_node_bytes(self) -> int:
         """Over all ranks."""
-        return sum(rank.receives_bytes for rank in self.ranks) - self.inter_node_bytes
+        return int(self.traffic.sum()) - self.inter_node_bytes
 
 
 def forecast(
@@ -107,7 +72,7 @@ def forecast(
     """
     node = nodes_of(source.world, ranks_per_node)
     traffic = np.zeros((source.world, source.world), dtype=np.int64)
-    found, slowest = [], 0.0
+    ranks, slowest = [], 0.0
     busiest: RankPlan | None = None
     for rank in range(source.world):
         started = time.perf_counter()
@@ -116,32 +81,15 @@ def forecast(
         if busiest is None or one.floor_bytes > busiest.floor_bytes:
             busiest = one
         traffic[rank] = one.receives
-        away = node != node[rank]
-        received, sent = int(traffic[rank][away].sum()), int(one.sends[away].sum())
-        bytes_ = _sums(one)
-        inside = max(bytes_["receives_bytes"] - received, bytes_["sends_bytes"] - sent) / NVLINK
-        seconds = max(inside, max(received, sent) / network)
-        found.append(
-            RankForecast(rank=rank, inter_receives_bytes=received, inter_sends_bytes=sent, seconds=seconds, **bytes_)
-        )
+        away, totals = node != node[rank], one.totals()
+        crossing = {
+            "inter_receives_bytes": int(traffic[rank][away].sum()),
+            "inter_sends_bytes": int(one.sends[away].sum()),
+        }
+        inside = [totals[way] - crossing[f"inter_{way}"] for way in ("receives_bytes", "sends_bytes")]
+        seconds = max(max(inside) / NVLINK, max(crossing.values()) / network)
+        ranks.append({"rank": rank, **totals, **crossing, "seconds": seconds})
     assert busiest is not None, "a layout has at least one rank"
-    by_kind: dict[str, list[ClassPlan]] = {}
-    for c in busiest.classes:
-        by_kind.setdefault(c.parameter.kind, []).append(c)
-    kinds = tuple(
-        KindForecast(kind=kind, **_sums(replace(busiest, classes=tuple(its)))) for kind, its in by_kind.items()
-    )
+    kinds = [{"kind": k, **busiest.totals(k)} for k in dict.fromkeys(c.parameter.kind for c in busiest.classes)]
     peak = bucketed(model, source, target).peak_bytes
-    return Forecast(tuple(found), busiest.rank, kinds, traffic, node, peak, slowest)
-
-
-def _sums(made: RankPlan) -> dict[str, int]:
-    """The fields of `RankBytes`."""
-    return {
-        "receives_bytes": int(made.receives.sum()),
-        "sends_bytes": int(made.sends.sum()),
-        "floor_bytes": made.floor_bytes,
-        "send_floor_bytes": made.send_floor_bytes,
-        "local_copy_bytes": made.local_copy_bytes,
-        "zero_bytes": made.zero_bytes,
-    }
+    return Forecast(ranks, busiest.rank, kinds, traffic, int(node[-1]) + 1, peak, slowest)

@@ -26,11 +26,11 @@ from vllm.distributed.weight_transfer import (
     TrainerWeightTransferEngine,
     VLLMWeightSyncClient,
     WeightSource,
-    WeightTransferEngine,
     WeightTransferEngineFactory,
     WeightTransferTrainerFactory,
 )
-from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import TrainerInitInfo, WeightTransferInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine, NCCLWeightTransferUpdateInfo
 
 NAME = "gloo"
 BUCKET = 64 << 20  # bytes of a message
@@ -53,18 +53,16 @@ class GlooGroup:
 
     Args:
         listener: of rank 0, a listening socket; the others connect to it.
-        deadline: seconds for everything that waits for another process.
     """
 
-    def __init__(
-        self, host: str, port: int, rank: int, world: int, deadline: float, listener: socket.socket | None = None
-    ) -> None:
+    def __init__(self, info: GlooInitInfo, rank: int, listener: socket.socket | None = None) -> None:
         from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
         from torch.distributed.distributed_c10d import ProcessGroupGloo
 
-        self._timeout = timedelta(seconds=deadline)
+        host, port, world = info.master_address, info.master_port, info.world_size
+        self._timeout = timedelta(seconds=info.deadline)
         if listener is None:  # torch would try for the whole deadline, and not say what
-            why = unreachable(host, port, min(REACH_SECONDS, deadline))
+            why = unreachable(host, port, min(REACH_SECONDS, info.deadline))
             if why is not None:
                 raise SyncError(
                     f"the engine does not reach port {port} of {host}, where the trainer waits: {why}. Open the ports "
@@ -82,12 +80,14 @@ class GlooGroup:
         self._group: Any = ProcessGroupGloo(PrefixStore("weights", self._store), rank, world, self._timeout)
 
     def broadcast(self, message: Tensor) -> None:
-        """From rank 0, in place."""
+        """From rank 0, in place, byte by byte: gloo does not know all dtypes."""
+        if not message.numel():
+            return
         from torch.distributed.distributed_c10d import BroadcastOptions
 
         options = BroadcastOptions()
         options.rootRank, options.rootTensor, options.timeout = 0, 0, self._timeout
-        self._group.broadcast([message], options).wait()
+        self._group.broadcast([message.view(torch.uint8)], options).wait()
 
 
 # --- an engine's worker -----------------------------------------------------------------------------------------------
@@ -95,7 +95,8 @@ class GlooGroup:
 
 @dataclass(kw_only=True)
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the trainer waits. `rank_offset` is the rank of this engine's first worker."""
+    """Where the trainer waits. `rank_offset` is the rank of this engine's first worker, `deadline` the seconds for
+    everything that waits for another process."""
 
     master_address: str
     master_port: int
@@ -105,47 +106,24 @@ class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     bucket_bytes: int
 
 
-@dataclass(kw_only=True)
-class GlooUpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """What is about to be sent."""
-
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-
-    def described(self) -> Iterator[ParamMeta]:
-        """The same, tensor by tensor."""
-        for name, dtype, shape in zip(self.names, self.dtype_names, self.shapes, strict=True):
-            yield ParamMeta(name, getattr(torch, dtype), tuple(shape))
-
-
-class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
-    """In a worker: writes what arrives through the model's own loader, in place."""
+class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
+    """In a worker: writes what arrives through the model's own loader, in place. On a GPU layers may keep weights in
+    another form, which vLLM makes anew layer by layer, as for `nccl`."""
 
     init_info_cls = GlooInitInfo
-    update_info_cls = GlooUpdateInfo
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self._group: GlooGroup | None = None
-        self._bucket_bytes = BUCKET
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
         """Join the trainer; leaves a group that was joined before."""
         config = self.parallel_config
         rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
         self._bucket_bytes = init_info.bucket_bytes
-        self._group = None
-        self._group = GlooGroup(
-            init_info.master_address, init_info.master_port, rank, init_info.world_size, init_info.deadline
-        )
+        self.model_update_group = None
+        self.model_update_group = GlooGroup(init_info, rank)
 
     def start_weight_update(self) -> None:
-        """On a GPU layers may keep weights in another form, which vLLM then makes anew layer by layer."""
+        """An update begins."""
         if self.device.type != "cpu":
-            from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-            initialize_layerwise_reload(self.model)
+            super().start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive and load all of it. The base class would wait for an accelerator that may not be there."""
@@ -153,26 +131,21 @@ class GlooWeightTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
-    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
+    def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
         """One load per message, of which one is held at a time."""
-        if self._group is None:
+        if self.model_update_group is None:
             raise RuntimeError("init_weight_transfer_engine comes before update_weights")
-        for bucket in buckets(update_info.described(), self._bucket_bytes):
-            message = torch.empty(bucket.bytes, dtype=torch.uint8)
-            if bucket.bytes:
-                self._group.broadcast(message)
-            self.model.load_weights(bucket.unpack(message))
+        columns = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
+        tensors = [ParamMeta(name, getattr(torch, dtype), tuple(shape)) for name, dtype, shape in columns]
+        for described in messages(tensors, self._bucket_bytes):
+            message = torch.empty(sum(math.prod(t.shape) for t in described), dtype=described[0].dtype)
+            self.model_update_group.broadcast(message)
+            self.model.load_weights(unpacked(message, described))
 
     def finish_weight_update(self) -> None:
         """Put back what no weight came for."""
         if self.device.type != "cpu":
-            from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-            finalize_layerwise_reload(self.model, self.model_config)
-
-    def shutdown(self) -> None:
-        """Leave the group."""
-        self._group = None
+            super().finish_weight_update()
 
 
 # --- the trainer ------------------------------------------------------------------------------------------------------
@@ -209,20 +182,11 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
         engine = cls(client=client, source=source, info=init_info)
         if not engine.is_sender:
             return engine
-        host, world, deadline = init_info.master_address, init_info.world_size, init_info.deadline
-        listener = listen(host)
-        port = listener.getsockname()[1]
-        worker = GlooInitInfo(
-            master_address=host,
-            master_port=port,
-            rank_offset=1,
-            world_size=world,
-            deadline=deadline,
-            bucket_bytes=init_info.bucket_bytes,
-        )
+        listener = listen(init_info.master_address)
+        fields = {name: value for name, value in asdict(init_info).items() if name != "rank"}
+        worker = GlooInitInfo(**fields, master_port=listener.getsockname()[1], rank_offset=1)
         _, engine._group = in_threads(
-            lambda: client.init_weight_transfer_engine(asdict(worker)),
-            lambda: GlooGroup(host, port, 0, world, deadline, listener),
+            lambda: client.init_weight_transfer_engine(asdict(worker)), lambda: GlooGroup(worker, 0, listener)
         )
         return engine
 
@@ -245,15 +209,11 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
     def _broadcast(self, described: list[ParamMeta]) -> None:
         assert self._group is not None
         weights = iter(self.source)
-        for bucket in buckets(described, self._info.bucket_bytes):
-            tensors = []
-            for expected in bucket.tensors:
-                name, tensor = next(weights)
-                if ParamMeta(name, tensor.dtype, tuple(tensor.shape)) != expected:
-                    raise ValueError(f"{name!r} came where {expected} was announced")
-                tensors.append(tensor)
-            if bucket.bytes:
-                self._group.broadcast(bucket.pack(tensors))
+        for expected in messages(described, self._info.bucket_bytes):
+            found = [next(weights) for _ in expected]
+            if [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in found] != expected:
+                raise ValueError(f"{', '.join(name for name, _ in found)} came where {expected} were announced")
+            self._group.broadcast(packed(tensor for _, tensor in found))
 
     def shutdown(self) -> None:
         """Leave the group; engines that wait in it see it close."""
@@ -262,54 +222,31 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
 
 # --- messages ---------------------------------------------------------------------------------------------------------
 
-ALIGNMENT = 16  # bytes: a tensor of any dtype can begin there
 
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """One message.
-
-    Attributes:
-        tensors: in the order in which they come; offsets: where each begins, in bytes.
-        bytes: of the message.
-    """
-
-    tensors: tuple[ParamMeta, ...]
-    offsets: tuple[int, ...]
-    bytes: int
-
-    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The message, (bytes,) uint8 on the CPU."""
-        message = torch.empty(self.bytes, dtype=torch.uint8)
-        for place, tensor in zip(self._places(message), tensors, strict=True):
-            place.copy_(tensor)
-        return message
-
-    def unpack(self, message: Tensor) -> list[tuple[str, Tensor]]:
-        """Names and tensors; views of the message."""
-        return [(t.name, place) for t, place in zip(self.tensors, self._places(message), strict=True)]
-
-    def _places(self, message: Tensor) -> Iterator[Tensor]:
-        for tensor, offset in zip(self.tensors, self.offsets, strict=True):
-            size = math.prod(tensor.shape) * tensor.dtype.itemsize
-            yield message[offset : offset + size].view(tensor.dtype).view(tensor.shape)
-
-
-def buckets(tensors: Iterable[ParamMeta], limit: int) -> Iterator[Bucket]:
-    """Fill one bucket after the other, none above `limit` bytes but one that holds a single larger tensor."""
+def messages(tensors: Iterable[ParamMeta], limit: int) -> Iterator[list[ParamMeta]]:
+    """What travels together: neighbours of one dtype, none above `limit` bytes but a single larger tensor."""
     held: list[ParamMeta] = []
-    offsets: list[int] = []
-    end = 0
+    size = 0
     for tensor in tensors:
-        size = -(-math.prod(tensor.shape) * tensor.dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        if held and end + size > limit:
-            yield Bucket(tuple(held), tuple(offsets), end)
-            held, offsets, end = [], [], 0
+        more = math.prod(tensor.shape) * tensor.dtype.itemsize
+        if held and (size + more > limit or tensor.dtype != held[0].dtype):
+            yield held
+            held, size = [], 0
         held.append(tensor)
-        offsets.append(end)
-        end += size
+        size += more
     if held:
-        yield Bucket(tuple(held), tuple(offsets), end)
+        yield held
+
+
+def packed(tensors: Iterable[Tensor]) -> Tensor:
+    """One message, (elements,) on the CPU, of tensors of one dtype."""
+    return torch.cat([tensor.reshape(-1).cpu() for tensor in tensors])
+
+
+def unpacked(message: Tensor, described: Sequence[ParamMeta]) -> list[tuple[str, Tensor]]:
+    """Names and tensors; views of the message."""
+    parts = torch.split(message, [math.prod(t.shape) for t in described])
+    return [(t.name, part.view(t.shape)) for t, part in zip(described, parts, strict=True)]
 
 
 # --- both ends at once ------------------------------------------------------------------------------------------------

@@ -43,15 +43,6 @@ def backend_of(session: Session) -> str:
     return "gloo" if current_platform.is_cpu() or nccl_missing() else "nccl"
 
 
-def slow_because(backend: str) -> str | None:
-    """For the run's header, where the fast backend could not be taken."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_cpu() or backend != "gloo" or not (why := nccl_missing()):
-        return None
-    return f"note: weights go to the remote engines through host memory (gloo). {why} {REMEDY}."
-
-
 @functools.cache
 def nccl_missing() -> str | None:
     """Why vLLM cannot use NCCL in this process, or None.

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from trlx_hybrid.errors import SyncError, listed
+from trlx_hybrid.errors import SyncError
 from trlx_hybrid.protocols import WeightSync
 from trlx_hybrid.types import LoadReport
-from trlx_hybrid.weights.policy import is_sharded
 
 from ..loader import counted
 from ..lora import AdapterSlots
-from .shared import SharedSync
+from .shared import SharedSync, refuse_other_bits
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
@@ -41,8 +39,9 @@ class LoraSync(WeightSync):
             return "it reaches into vLLM's memory, and another engine is in use"
         if engine.adapters_refused is not None:
             return str(engine.adapters_refused)
+        shared = (SharedSync(self._session, alias, adapted=True) for alias in (True, False))
         reason = None
-        for base in self._bases():
+        for base in (*shared, StreamedBase(self._session)):
             self._base, reason = base, base.refuses()
             if reason is None:
                 break
@@ -53,14 +52,6 @@ class LoraSync(WeightSync):
         except SyncError as error:
             return str(error)
         return None
-
-    def _bases(self) -> Iterator[WeightSync]:
-        session, engine = self._session, self._session.live_engine
-        slices: Any = getattr(engine, "tensor_parallel_size", 1) > 1
-        if not slices and not any(is_sharded(p) for p in session.policy.module.parameters()):
-            yield SharedSync(session, alias=True, adapted=True)
-            yield SharedSync(session, alias=False, adapted=True)
-        yield StreamedBase(session)
 
     def open(self) -> None:
         """Make the base one memory."""
@@ -93,7 +84,7 @@ class LoraSync(WeightSync):
         checked = self._base.check(full) or 0
         if not full:
             return checked
-        _refuse_other_bits("vLLM's LoRA slots hold other bits than the adapter", self._slots.differing())
+        refuse_other_bits("vLLM's LoRA slots hold other bits than the adapter", self._slots.differing())
         return checked + self._slots.tensors
 
     def release(self) -> None:
@@ -147,17 +138,5 @@ class StreamedBase(WeightSync):
         if full:
             weights = counted(self._policy.full_weights(merge=False), compared)
             differing = self._session.live_engine.differing(weights)
-            _refuse_other_bits("the engine holds other bits than the policy", differing)
+            refuse_other_bits("the engine holds other bits than the policy", differing)
         return len(compared)
-
-    def release(self) -> None:
-        """The engine was closed."""
-        self.forget()
-
-
-def _refuse_other_bits(what: str, differing: list[str]) -> None:
-    if differing:
-        raise SyncError(
-            f"After the weight sync {what} in {listed(differing)}. Report it with `trlx-hybrid env`; weights='gather' "
-            "may serve meanwhile."
-        )

@@ -15,7 +15,7 @@ from trlx_hybrid.types import LoadReport
 from trlx_hybrid.weights.frozen import Frozen
 from trlx_hybrid.weights.policy import is_sharded
 
-from ..loader import differ
+from ..loader import differ, flagged
 from ..weight_map import Places
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ class SharedSync(WeightSync):
         self._views: dict[str, Tensor] = {}
         self._frozen = Frozen()
         self._copied_once = False
-        self._addresses: dict[str, int] = {}
         self._borrowed: dict[str, Tensor] = {}
         self.aliased: list[str] = []
         self.copied: list[str] = []
@@ -128,7 +127,6 @@ class SharedSync(WeightSync):
             (self.aliased if alias else self.copied).append(name)
         for name in self.aliased:
             self._parameter(name).data = self._views[name]
-        self._addresses = {name: self._views[name].data_ptr() for name in self.aliased}
 
     def note(self) -> str | None:
         """A warning where an alias meets an optimizer whose steps are lost in the weights' rounding."""
@@ -190,8 +188,8 @@ class SharedSync(WeightSync):
 
     def _moved(self) -> dict[str, nn.Parameter]:
         """Aliased parameters that are no longer the engine's memory, because somebody rebound or replaced them."""
-        now = ((name, self._parameter(name)) for name in self._addresses)
-        return {name: p for name, p in now if p.data_ptr() != self._addresses[name]}
+        now = ((name, self._parameter(name)) for name in self.aliased)
+        return {name: p for name, p in now if p.data_ptr() != self._views[name].data_ptr()}
 
     def check(self, full: bool) -> int:
         """Prove it: pointers, shapes and strides of the aliased, bits of the copied (of all when `full`).
@@ -213,27 +211,31 @@ class SharedSync(WeightSync):
             live = self._policy.base_parameters()
             wrong += [name for name in (*self.aliased, *self.copied) if live.get(name) is not self._parameter(name)]
         flags = [differ(self._views[name], self._parameter(name).detach()) for name in compared]
-        if flags:
-            wrong += [n for n, differs in zip(compared, torch.stack(flags).tolist(), strict=True) if differs]
+        wrong += flagged(compared, flags)
         buffers = self._policy.buffers() if full else {}
         wrong += self._engine.differing(buffers.items())
-        if wrong:
-            raise SyncError(
-                f"After the weight sync the engine holds other bits than the policy in {listed(wrong)}. "
-                "Report it with `trlx-hybrid env`; weights='gather' may serve meanwhile."
-            )
+        refuse_other_bits("the engine holds other bits than the policy", wrong)
         return len(self.aliased) + (len(self.copied) if full else 0) + len(buffers)
 
     def release(self) -> None:
         """Give each aliased parameter memory of its own again. After the engine is closed: what it held is freed one
         fused tensor after the other as the last view of it goes."""
         views, self._views, self._places = self._views, {}, None
-        aliased, self.aliased, self.copied, self._addresses = self.aliased, [], [], {}
+        aliased, self.aliased, self.copied = self.aliased, [], []
         for name in aliased:
             p, view = self._parameter(name), views.pop(name)
             if p.data_ptr() == view.data_ptr():
                 p.data = view.clone()
         self._slots, self._frozen = {}, Frozen()
+
+
+def refuse_other_bits(what: str, differing: list[str]) -> None:
+    """Raise a SyncError that names these, if there are any."""
+    if differing:
+        raise SyncError(
+            f"After the weight sync {what} in {listed(differing)}. Report it with `trlx-hybrid env`; weights='gather' "
+            "may serve meanwhile."
+        )
 
 
 def own_storage(view: Tensor) -> Tensor:

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from trlx_hybrid.errors import HybridError, SyncError, listed
 from trlx_hybrid.protocols import WeightSync
-from trlx_hybrid.serving import ServedEngine, ServerDiedError
+from trlx_hybrid.serving import ServerDiedError
 from trlx_hybrid.types import LoadReport
 from trlx_hybrid.weights.verify import sampled_names
 
-from ..internals import free_port
 from ..options import TransferOptions
-from ..server.plan import VLLMServerPlan
+from ..server.server import VLLMServerPlan
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
@@ -52,9 +51,13 @@ class TransferSync(WeightSync):
 
     def note(self) -> str | None:
         """That the weights go the slow way, where `auto` could not take the fast one."""
-        from ..server.sender import slow_because
+        from vllm.platforms import current_platform
 
-        return slow_because(self._plan.backend)
+        from ..server.sender import REMEDY, nccl_missing
+
+        if current_platform.is_cpu() or self._engine.plan.backend != "gloo" or not (why := nccl_missing()):
+            return None
+        return f"note: weights go to the remote engines through host memory (gloo). {why} {REMEDY}."
 
     # --- syncing ----------------------------------------------------------------------------------------------------
 
@@ -116,6 +119,7 @@ class TransferSync(WeightSync):
     def _joined_sender(self) -> Any:
         """The trainer's end of the group of all engines that live now."""
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
+        from vllm.utils.network_utils import get_open_port
 
         from ..server import gloo
         from ..server.sender import GroupClient, init_info
@@ -129,11 +133,11 @@ class TransferSync(WeightSync):
             fields = {
                 "rank": rank,
                 "master_address": engine.address,
-                "master_port": free_port(engine.address),
+                "master_port": get_open_port(),
                 "world_size": 1 + len(engine.servers) * engine.plan.ranks,
                 "deadline": options.deadline,
             }
-            info = init_info(self._plan.backend, fields, options.backend_options)
+            info = init_info(self._engine.plan.backend, fields, options.backend_options)
             client = GroupClient(engine, options.deadline)
 
             def join() -> Any:
@@ -154,7 +158,8 @@ class TransferSync(WeightSync):
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         engine = self._engine
-        return engine.call(method, [arguments] * len(engine.servers), self._options.deadline)
+        answers: list[Any] = engine.call(method, [arguments] * len(engine.servers), self._options.deadline)
+        return answers
 
     def _within(self, what: str, work: Callable[[], Any]) -> Any:
         """Do it in a thread, which can be given up: what waits in NCCL for an engine that is gone waits for ever.
@@ -230,10 +235,6 @@ class TransferSync(WeightSync):
             destroy()
 
     @property
-    def _engine(self) -> ServedEngine:
-        return self._session.live_engine  # type: ignore[return-value]
-
-    @property
-    def _plan(self) -> VLLMServerPlan:
-        plan: Any = self._engine.plan
-        return plan  # type: ignore[no-any-return]
+    def _engine(self) -> Any:
+        """A `trlx_hybrid.serving.ServedEngine`, with a `VLLMServerPlan`."""
+        return self._session.live_engine

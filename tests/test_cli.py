@@ -20,7 +20,7 @@ def test_plugins_lists_plugins_and_components(capsys):
     assert "gather" in out
     assert main(["plugins", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [p["name"] for p in report["plugins"]] == ["multiturn", "ray", "reshard", "trajectories", "vllm"]
+    assert [p["name"] for p in report["plugins"]] == ["multiturn", "ray", "reshard", "training", "trajectories", "vllm"]
     assert {"name": "vllm", "distribution": "trlx-hybrid-vllm"}.items() <= report["plugins"][4].items()
     weights = {"alias", "lora", "copy", "reshard", "transfer", "gather"}
     engines = {"vllm", "remote"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ..protocols import Rows, Scores, Scoring
 from .hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -23,6 +24,16 @@ def _single_turn(session: Run, options: Any) -> Any:
     return SingleTurn()
 
 
+class Padded(Scoring):
+    """TRL's own forward passes, over rows padded to the longest."""
+
+    name = "padded"
+
+    def score(self, rows: Rows) -> Scores:
+        """As TRL scores them."""
+        return rows.padded()
+
+
 @hookimpl
 def trlx_register(registry: Registry) -> None:
     """Offer the defaults."""
@@ -34,3 +45,4 @@ def trlx_register(registry: Registry) -> None:
         summary="full tensors through the engine's own loader; works with everything, moves the whole model",
     )
     registry.offer("rollout", "single_turn", _single_turn, summary="one completion per prompt")
+    registry.offer("scoring", "padded", lambda session, options: Padded(), summary="TRL's own forward passes")

@@ -1,0 +1,24 @@
+"""Settings of `scoring="packed"`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trlx_hybrid.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedOptions:
+    """`HybridConfig.scoring_options` for `scoring="packed"`.
+
+    Attributes:
+        deferred: take the old log-probs from the first loss forward where it has the weights that they are of, instead
+            of a forward pass of their own.
+    """
+
+    deferred: bool = True
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"scoring_options: {name} is True or False, got {getattr(self, name)!r}.")

@@ -312,7 +312,6 @@ class Rows:
         attention_mask: (B, P + C) int64, 0 at padding and in completions that are masked whole.
         completion_length: C.
         at_once: how many rows one forward pass may have.
-        images: whether the batch has any.
         padded: scores the rows as TRL does.
         forward: one forward pass through the model and whatever wraps it. Takes `labels`, (b, t) int64, the token that
             follows each position or -100 where nothing is to be scored, and the model's own arguments; returns scores
@@ -324,7 +323,6 @@ class Rows:
     attention_mask: Tensor
     completion_length: int
     at_once: int
-    images: bool
     padded: Callable[[], Scores]
     forward: Callable[..., Scores]
 

@@ -127,7 +127,6 @@ class Scored:
                 attention_mask=attention_mask,
                 completion_length=logits_to_keep,
                 at_once=batch_size or len(input_ids),
-                images=any(value is not None for value in images.values()),
                 padded=lambda: Scores(*stock(*given, **images)),
                 forward=forward,
             )

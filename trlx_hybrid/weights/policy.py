@@ -203,7 +203,7 @@ class Policy:
         """Teacher-forced log-probs of a completion, (T,) float32 on the CPU, dropout off."""
         module = self.module
         ids = torch.tensor([[*prompt_ids, *completion_ids]], device=self.device)
-        with _evaluating(module):
+        with evaluating(module):
             logits = module(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
         logits = logits[0, len(prompt_ids) - 1 : -1].float() / temperature
         targets = ids[0, len(prompt_ids) :, None]
@@ -311,7 +311,8 @@ def _conversion(model: PreTrainedModel) -> Callable[[dict[str, Tensor]], dict[st
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Dropout and its like off inside; every module as it was afterwards."""
     modes = [(m, m.training) for m in module.modules()]
     module.eval()
     try:

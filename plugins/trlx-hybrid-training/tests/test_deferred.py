@@ -1,32 +1,22 @@
 """Old log-probs from the first loss forward: bit for bit what TRL computes in a forward pass of its own."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import trlx_hybrid
-from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import RLOOConfig
 from trlx_hybrid import hookimpl
 from trlx_hybrid.errors import ConfigError, StaleWeightsError, SyncError
 from trlx_hybrid.testing.models import tiny_model
 
-DEFERRED = {"deferred": True}
+sys.path.insert(0, str(Path(__file__).parent))
+from scripted import lora, masked
+
+DEFERRED = {"packing": False}
 TWO = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-
-
-def lora(**given):
-    return lambda: LoraConfig(r=4, target_modules="all-linear", init_lora_weights=True, **given)
-
-
-def masked(prompts, trainer):
-    """A rollout of the user's that masks what an environment said, and knows not every log-prob."""
-    ids = [[5 + len(prompt) % 7, *range(10, 14 + index % 3)] for index, prompt in enumerate(prompts)]
-    return {
-        "prompt_ids": [trainer.processing_class(prompt)["input_ids"] for prompt in prompts],
-        "completion_ids": ids,
-        "logprobs": [[-4.5] * (len(row) - 1) + [None] for row in ids],
-        "env_mask": [[1, 0, 0] + [1] * (len(row) - 3) for row in ids],
-    }
 
 
 CASES = {

@@ -12,10 +12,12 @@ class PackedOptions:
     """`HybridConfig.scoring_options` for `scoring="packed"`.
 
     Attributes:
+        packing: score the rows of a micro-batch as one sequence of real tokens, where the model can be packed.
         deferred: take the old log-probs from the first loss forward where it has the weights that they are of, instead
             of a forward pass of their own.
     """
 
+    packing: bool = True
     deferred: bool = True
 
     def __post_init__(self) -> None:

@@ -17,12 +17,13 @@ from __future__ import annotations
 import functools
 import logging
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..errors import StaleWeightsError
+from ..errors import ComponentError, StaleWeightsError
 from ..protocols import Rows, Scores
 from ..weights.policy import transformers_model
 from ..weights.verify import noise
@@ -85,6 +86,33 @@ class Scored:
         self._deferred[mode] = Deferred(batch, mode, self.session.weight_version)
         return batch
 
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        trainer: Any = self
+        known: Any = getattr(trainer, "_buffered_inputs", None)
+        inputs = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+        drawn: Any = getattr(trainer, "_buffered_inputs", None)
+        if "session" not in self.__dict__ or drawn is known or self._bound is not None or not self._in_one_step():
+            return inputs
+        if any(isinstance(value, list) for value in drawn[0].values()):
+            return inputs  # images, which are not one to a row
+        tokens = torch.cat([(micro["prompt_mask"].sum(1) + micro["completion_mask"].sum(1)) for micro in drawn])
+        groups = self.session.scoring.micro_batches(tokens.tolist(), len(drawn))
+        if groups is None:
+            return inputs
+        trainer._buffered_inputs = regrouped(drawn, groups)
+        return trainer._buffered_inputs[trainer._step % len(drawn)]
+
+    @functools.cached_property
+    def _bound(self) -> str | None:
+        """Why it matters which rows share a micro-batch, or None."""
+        return bound_together(self)
+
+    def _in_one_step(self) -> bool:
+        """Whether all micro-batches of the rollout that begins belong to the optimizer step that begins or goes on."""
+        trainer: Any = self
+        micro_batches = self._window[1] + trainer.args.steps_per_generation
+        return bool(micro_batches <= trainer.current_gradient_accumulation_steps)
+
     def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
         self._micro_batch = inputs
         try:
@@ -145,9 +173,8 @@ class Scored:
         if not reads_old(trainer):
             return False
         if trainer.model.training:
-            micro_batches = self._window[1] + trainer.args.steps_per_generation
-            if micro_batches > trainer.current_gradient_accumulation_steps:
-                return False  # the last ones will meet other weights
+            if not self._in_one_step():
+                return False  # the last rows will meet other weights
             random = noise(trainer.model)
             if random is not None:
                 self._say_once(f"{random} makes each forward pass another one")
@@ -209,6 +236,56 @@ def overriding(trainer: Any, methods: tuple[str, ...]) -> str | None:
         if found and owner.__module__.partition(".")[0] != package:
             return f"{owner.__qualname__}.{found[0]}"
     return None
+
+
+def bound_together(trainer: Any) -> str | None:
+    """Why another choice of the rows of a micro-batch would change an optimizer step's gradient, or None.
+
+    TRL sums over tokens or over rows and divides by numbers that are the same for each micro-batch of a step, as long
+    as each has as many rows. What is listed here divides by the tokens of one micro-batch, or compares them.
+    """
+    args = trainer.args
+    own = overriding(trainer, ("_prepare_inputs", "compute_loss", "_compute_loss"))
+    if own is not None:
+        return f"{own} may depend on which rows share a micro-batch."
+    if getattr(args, "loss_type", None) == "bnpo":
+        return "loss_type='bnpo' divides by the tokens of each micro-batch."
+    if getattr(trainer, "top_entropy_quantile", 1.0) < 1.0:
+        return "top_entropy_quantile compares the tokens of a micro-batch."
+    if getattr(trainer, "_entropy_bonus_enabled", False):
+        return "the entropy bonus is a mean over the tokens of a micro-batch."
+    if trainer.aux_loss_enabled:
+        return "the load balance of experts is one of the tokens of a micro-batch."
+    if args.gradient_accumulation_steps % args.steps_per_generation:
+        return "two optimizer steps share a rollout."
+    return None
+
+
+def regrouped(micro_batches: list[dict[str, Any]], groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """The same rows in other micro-batches.
+
+    Args:
+        groups: the rows of each, counted through all the micro-batches as they were.
+
+    Raises:
+        ComponentError: they do not hold each row once, or not equally many.
+    """
+    size = len(micro_batches[0]["prompt_ids"])
+    rows, sizes = size * len(micro_batches), [len(group) for group in groups]
+    if sorted(row for group in groups for row in group) != list(range(rows)) or set(sizes) != {size}:
+        raise ComponentError(
+            f"The scoring put the {rows} rows of {len(micro_batches)} micro-batches into groups of "
+            f"{', '.join(map(str, sizes))}, where each row once and {size} to a group were expected. Report it to its "
+            "author."
+        )
+    whole: dict[str, Any] = {}
+    for name, value in micro_batches[0].items():
+        if isinstance(value, Tensor) and value.ndim:
+            whole[name] = torch.cat([micro[name] for micro in micro_batches])
+    return [
+        {name: whole[name][list(group)] if name in whole else value for name, value in micro_batches[0].items()}
+        for group in groups
+    ]
 
 
 class Deferred:

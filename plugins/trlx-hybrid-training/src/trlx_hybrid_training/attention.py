@@ -75,9 +75,8 @@ def attention(
         NotImplementedError: the layer asks for more than a causal mask.
     """
     if segments is None:
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
+        given = query, key, value, attention_mask
+        return sdpa_attention_forward(module, *given, dropout=dropout, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
     for name in ("position_bias", "s_aux", "sliding_window", "softcap"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(f"its attention takes {name}")
@@ -85,10 +84,12 @@ def attention(
         raise NotImplementedError("its attention is not causal")
     if dropout == 0.0 and has_kernel(query, value):
         return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
-    groups = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
+    grouped = key.shape[1] != query.shape[1]
     parts = [
-        nn.functional.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scaling, is_causal=True, **groups)
-        for q, k, v in zip(*(tensor.split(list(segments), dim=2) for tensor in (query, key, value)), strict=True)
+        nn.functional.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=grouped
+        )
+        for q, k, v in zip(*(torch.split(t, list(segments), dim=2) for t in (query, key, value)), strict=True)
     ]
     return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
@@ -123,8 +124,8 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, ends: Any, longest: Any, 
         else:
             key, value = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (key, value))
     q, k, v = (tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value))
-    out: Tensor = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, **causal)
-    return out[None]
+    out: Any = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, **causal)
+    return out[None]  # type: ignore[no-any-return]
 
 
 def choose(model: PreTrainedModel) -> str | None:

@@ -15,10 +15,13 @@ class PackedOptions:
         packing: score the rows of a micro-batch as one sequence of real tokens, where the model can be packed.
         deferred: take the old log-probs from the first loss forward where it has the weights that they are of, instead
             of a forward pass of their own.
+        balanced: give the micro-batches of an optimizer step equally many tokens, where rows are packed and it makes no
+            difference to the gradient which of them share a micro-batch.
     """
 
     packing: bool = True
     deferred: bool = True
+    balanced: bool = True
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

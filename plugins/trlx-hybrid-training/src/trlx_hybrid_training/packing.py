@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,6 +82,26 @@ class Pack:
         """Scores of (1, N) as (b, C), 0 where nothing was scored."""
         grid = scores.new_zeros(self.mask.shape).masked_scatter(self.mask, scores)
         return grid[:, -self.completion_length - 1 : -1]
+
+
+def equal_tokens(tokens: Sequence[int], count: int) -> list[list[int]]:
+    """Rows in `count` groups of equally many, the sums of their tokens close together: the longest first, each into the
+    group that has the fewest tokens and still has room.
+
+    Args:
+        tokens: of each row; as many rows as `count` divides.
+
+    Returns:
+        Row numbers, ascending within each group.
+    """
+    size = len(tokens) // count
+    groups: list[list[int]] = [[] for _ in range(count)]
+    sums = [0] * count
+    for row in sorted(range(len(tokens)), key=lambda row: (-tokens[row], row)):
+        group = min((g for g in range(count) if len(groups[g]) < size), key=lambda g: sums[g])
+        groups[group].append(row)
+        sums[group] += tokens[row]
+    return [sorted(group) for group in groups]
 
 
 def refused(session: Run) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from trlx_hybrid.weights.policy import evaluating
 from trlx_hybrid.weights.verify import EXPERTS_SHARE, SHARE, TOLERANCE
 
 from . import attention
-from .packing import Pack, attention_name, refused
+from .packing import Pack, attention_name, equal_tokens, refused
 
 if TYPE_CHECKING:
     from trlx_hybrid.protocols import Run
@@ -37,7 +38,7 @@ class Packed(Scoring):
 
     def __init__(self, session: Run, options: PackedOptions) -> None:
         self._session = session
-        self.deferred = options.deferred
+        self.deferred, self._balanced = options.deferred, options.balanced
         self.padded_because: str | None = refused(session) if options.packing else "packing=False"
         self._attention = "" if self.padded_because else attention_name(session)
         self._compared: set[int] = set()
@@ -50,6 +51,10 @@ class Packed(Scoring):
         if self.padded_because is not None:
             return f"scoring: rows stay padded: {self.padded_because}"
         return f"scoring: rows are packed, attention by {self._attention}"
+
+    def micro_batches(self, tokens: Sequence[int], count: int) -> list[list[int]] | None:
+        """Of equally many rows, and of as equally many tokens as that allows."""
+        return equal_tokens(tokens, count) if self._balanced and self.padded_because is None and count > 1 else None
 
     def score(self, rows: Rows) -> Scores:
         """As TRL does, over as many tokens as there are."""
@@ -72,21 +77,21 @@ class Packed(Scoring):
                 log_probs, entropies, router_loss = rows.forward(pack.labels, **inputs)
             entropies = None if entropies is None else pack.rows(entropies)
             scores.append(Scores(pack.rows(log_probs), entropies, router_loss))
-        log_probs, entropies, router_loss = zip(*scores, strict=True)
+        entropies_of = [part.entropies for part in scores if part.entropies is not None]
+        losses_of = [part.router_loss for part in scores if part.router_loss is not None]
         return Scores(
-            torch.cat(log_probs),
-            None if entropies[0] is None else torch.cat(entropies),
-            None if router_loss[0] is None else torch.stack(router_loss).mean(),
+            torch.cat([part.log_probs for part in scores]),
+            torch.cat(entropies_of) if entropies_of else None,
+            torch.stack(losses_of).mean() if losses_of else None,
         )
 
     @torch.no_grad()
     def _prepare(self, rows: Rows) -> None:
         """The first rows of a model are scored both ways, dropout off. Collective."""
-        self._compared.add(id(rows.model))
         before = attention.choose(rows.model)
         if before is not None:
             self._chosen.append((rows.model.config, before))
-        session, reason, gap = self._session, None, torch.tensor(0.0)
+        session, reason, whole, gap = self._session, None, True, torch.zeros(0)
         with evaluating(rows.model), preserved_generators():
             padded = rows.padded().log_probs
             try:
@@ -94,17 +99,21 @@ class Packed(Scoring):
             except (NotImplementedError, TypeError, ValueError) as error:
                 reason = str(error)
             else:
-                mask = rows.attention_mask[:, -rows.completion_length :].bool()
-                gap = torch.zeros(0) if packed is None else (packed.log_probs - padded).abs()[mask]
-                reason = self._too_far(gap)
+                whole = packed is not None
+                if packed is not None:
+                    mask = rows.attention_mask[:, -rows.completion_length :].bool()
+                    gap = (packed.log_probs - padded).abs()[mask]
+                    reason = self._too_far(gap)
         session.policy.reshard()  # what no backward pass follows stays gathered
         if session.ranks.any(reason is not None):
             self.padded_because = next(r for r in session.ranks.gather(reason) if r is not None)
             self.close()
             if session.ranks.rank == 0:
                 logger.warning("Rows stay padded: %s.", self.padded_because)
-        elif session.ranks.rank == 0 and gap.numel():
-            logger.info("Packed rows differ from padded ones by %.3g nats at most.", float(gap.max()))
+        elif not session.ranks.any(not whole):  # or the next rows are compared
+            self._compared.add(id(rows.model))
+            if session.ranks.rank == 0 and gap.numel():
+                logger.info("Packed rows differ from padded ones by %.3g nats at most.", float(gap.max()))
 
     def _too_far(self, gap: Tensor) -> str | None:
         """What a first comparison shows against packing, or None.

@@ -57,7 +57,7 @@ def main(out: Path, options: set[str]) -> None:
             processing_class=character_tokenizer(),
             peft_config=LoraConfig(r=4, target_modules="all-linear") if "lora" in options else None,
             rollout_func=Scripted(),
-            hybrid={"scoring": scoring},
+            hybrid={"scoring": scoring, "scoring_options": {"balanced": False} if scoring == "packed" else None},
         )
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]

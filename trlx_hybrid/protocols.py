@@ -336,17 +336,20 @@ class Scoring(Protocol):
     """Whether the log-probs from before the update are taken from the first loss forward, where that has the weights
     that they are of, instead of a pass of their own."""
 
+    balanced: bool = False
+    """Whether `micro_batches` is to be asked which rows to train together."""
+
     def score(self, rows: Rows) -> Scores:
         """Score the rows, in their order. Collective: every rank scores rows of its own."""
 
-    def micro_batches(self, tokens: Sequence[int], count: int) -> Sequence[Sequence[int]] | None:
-        """Which rows to train together: `count` lists of equally many row numbers. Asked where the loss is the same
-        whichever rows share a micro-batch; None leaves them as TRL drew them.
+    def micro_batches(self, tokens: Sequence[int], count: int) -> Sequence[Sequence[int]]:
+        """Which rows to train together: `count` lists of equally many row numbers. Asked where `balanced`, and where
+        the gradient is the same whichever rows share a micro-batch.
 
         Args:
-            tokens: of each row of one optimizer step, prompt and completion.
+            tokens: of each row of a rollout on this rank, prompt and completion.
         """
-        return None
+        raise ComponentError(f"scoring {self.name!r} chooses no micro-batches")
 
     def note(self) -> str | None:
         """What the run's header says of it, or None. Called on every rank, when the model is prepared."""
@@ -361,7 +364,7 @@ OPTIONAL = {
     "Engine": {"peers_lost", "stream", "regions", "weights_written", "leave"},
     "WeightSync": {"keeps_weights", "open", "note", "put_back", "forget", "check", "release"},
     "Rollout": {"converses", "converse", "close"},
-    "Scoring": {"deferred", "micro_batches", "note", "close"},
+    "Scoring": {"deferred", "balanced", "micro_batches", "note", "close"},
 }
 """Members that a component of that protocol may inherit; an engine may be without them as well."""
 

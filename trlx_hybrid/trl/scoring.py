@@ -91,15 +91,14 @@ class Scored:
         known: Any = getattr(trainer, "_buffered_inputs", None)
         inputs = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
         drawn: Any = getattr(trainer, "_buffered_inputs", None)
-        if "session" not in self.__dict__ or drawn is known or self._bound is not None or not self._in_one_step():
+        scoring = self.session.scoring if "session" in self.__dict__ else None
+        if drawn is known or len(drawn) == 1 or scoring is None or not scoring.balanced:
             return inputs
-        if any(isinstance(value, list) for value in drawn[0].values()):
-            return inputs  # images, which are not one to a row
+        images = any(isinstance(value, list) for value in drawn[0].values())  # which are not one to a row
+        if images or self._bound is not None or not self._in_one_step():
+            return inputs
         tokens = torch.cat([(micro["prompt_mask"].sum(1) + micro["completion_mask"].sum(1)) for micro in drawn])
-        groups = self.session.scoring.micro_batches(tokens.tolist(), len(drawn))
-        if groups is None:
-            return inputs
-        trainer._buffered_inputs = regrouped(drawn, groups)
+        trainer._buffered_inputs = regrouped(drawn, scoring.micro_batches(tokens.tolist(), len(drawn)))
         return trainer._buffered_inputs[trainer._step % len(drawn)]
 
     @functools.cached_property
@@ -113,10 +112,10 @@ class Scored:
         micro_batches = self._window[1] + trainer.args.steps_per_generation
         return bool(micro_batches <= trainer.current_gradient_accumulation_steps)
 
-    def _compute_loss(self, model: Any, inputs: dict[str, Any]) -> Any:
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], *others: Any) -> Any:
         self._micro_batch = inputs
         try:
-            return super()._compute_loss(model, inputs)  # type: ignore[misc]
+            return super()._compute_loss(model, inputs, *others)  # type: ignore[misc]
         finally:
             self._micro_batch = None
 
@@ -148,9 +147,11 @@ class Scored:
             entropies = outputs.entropy if compute_entropy else None
             return Scores(outputs.log_probs, entropies, outputs.aux_loss if compute_aux_loss else None)
 
+        policy = self.session.policy
+        reference = model is trainer.ref_model
         scores = self.session.scoring.score(
             Rows(
-                model=transformers_model(model),
+                model=transformers_model(trainer.accelerator.unwrap_model(model)) if reference else policy.base,
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 completion_length=logits_to_keep,

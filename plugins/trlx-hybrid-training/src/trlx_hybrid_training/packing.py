@@ -48,17 +48,18 @@ class Pack:
         mask = attention_mask.bool()
         first = mask.shape[1] - completion_length
         *lengths, prompts = torch.cat([mask.sum(1), mask[:, first - 1].all()[None]]).tolist()
-        if not prompts:
+        if not prompts or first == 0:
             return None
         scored = mask.clone()
         scored[:, :first] = False
         following = input_ids.roll(-1, dims=1).masked_fill(~scored.roll(-1, dims=1), IGNORED)
         ends = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=mask.device)
         ends[1:] = mask.sum(1).cumsum(0)
+        real = mask.flatten().nonzero()[:, 0]  # once: each waits for the device
         return cls(
-            input_ids=input_ids[mask][None],
-            position_ids=(mask.cumsum(1) - 1)[mask][None],
-            labels=following[mask][None],
+            input_ids=input_ids.flatten()[real][None],
+            position_ids=(mask.cumsum(1) - 1).flatten()[real][None],
+            labels=following.flatten()[real][None],
             ends=ends,
             lengths=[int(length) for length in lengths],
             mask=mask,
@@ -148,5 +149,6 @@ def attention_name(session: Run) -> str:
     name: str = session.policy.base.config._attn_implementation
     if name != "sdpa":
         return name
-    device = session.policy.device
-    return "torch's varlen kernel" if kernel_on(device) else "sdpa, row by row"
+    policy, args = session.policy, session.args
+    half = args.bf16 or args.fp16 or policy.dtype in (torch.bfloat16, torch.float16)
+    return "torch's kernel for ragged rows" if half and kernel_on(policy.device) else "sdpa, row by row"

@@ -38,7 +38,7 @@ class Packed(Scoring):
 
     def __init__(self, session: Run, options: PackedOptions) -> None:
         self._session = session
-        self.deferred, self._balanced = options.deferred, options.balanced
+        self.deferred, self._balances = options.deferred, options.balanced
         self.padded_because: str | None = refused(session) if options.packing else "packing=False"
         self._attention = "" if self.padded_because else attention_name(session)
         self._compared: set[int] = set()
@@ -52,9 +52,14 @@ class Packed(Scoring):
             return f"scoring: rows stay padded: {self.padded_because}"
         return f"scoring: rows are packed, attention by {self._attention}"
 
-    def micro_batches(self, tokens: Sequence[int], count: int) -> list[list[int]] | None:
+    @property
+    def balanced(self) -> bool:  # type: ignore[override]
+        """Only where rows are packed: padded ones take the same memory in any micro-batch."""
+        return self._balances and self.padded_because is None
+
+    def micro_batches(self, tokens: Sequence[int], count: int) -> list[list[int]]:
         """Of equally many rows, and of as equally many tokens as that allows."""
-        return equal_tokens(tokens, count) if self._balanced and self.padded_because is None and count > 1 else None
+        return equal_tokens(tokens, count)
 
     def score(self, rows: Rows) -> Scores:
         """As TRL does, over as many tokens as there are."""

@@ -101,6 +101,8 @@ def test_tool_calling_is_where_it_was(trainer):
 def test_rows_are_scored_by_one_method_and_old_log_probs_come_first(trainer):
     """What scoring.py replaces, and leaves out: the first call after a rollout, read by nothing before the loss."""
     given = ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"]
+    assert trainer.__module__.startswith("trl.trainer.")  # where `overriding` stops to look
+    assert "_name" in vars(trainer)
     parameters = list(inspect.signature(trainer._get_per_token_logps_and_entropies).parameters)
     assert parameters[:8] == [*given, "compute_aux_loss"]
     forward = source(trainer._get_per_token_logps_and_entropies)

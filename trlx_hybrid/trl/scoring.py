@@ -45,8 +45,10 @@ OF_SEQUENCES = ("sequence_mask", "sequence_truncate")
 """Modes of TRL's correction that take the ratio of whole sequences."""
 
 READERS = ("_generate_and_score_completions", "_prepare_inputs", "compute_loss", "_compute_loss")
+"""Methods of TRL's that see the old log-probs."""
+
 SCORER = "_get_per_token_logps_and_entropies"
-"""Methods of TRL's that see the old log-probs, and the one that computes them."""
+"""The one that computes log-probs."""
 
 
 class Scored:
@@ -212,7 +214,7 @@ def corrects(trainer: Any) -> bool:
 def scores_apart(trainer: Any, adviser: PluginInfo | None) -> str | None:
     """Why this run needs its old log-probs before the first loss forward, or None."""
     args = trainer.args
-    own = overriding(trainer, (*READERS, SCORER))
+    own = overriding(trainer, READERS)
     if own is not None:
         return f"{own} may read them."
     if adviser is not None:

@@ -35,7 +35,7 @@ from .arguments import check_skipped, refuse_empty, sampling_of, selecting, sugg
 from .checkpoint import Checkpointing
 from .generation import Generation, trajectories_of
 from .rewards import HOOK, checked_reward, refuse_missing_package, replaced, without_masked
-from .scoring import Scored, scores_apart
+from .scoring import SCORER, Scored, overriding, scores_apart
 
 if TYPE_CHECKING:
     from ..session import Session
@@ -116,11 +116,14 @@ class HybridTrainer(Scored, Checkpointing):
         """
         arguments = trainer_arguments(given.get("args"), given.get("tools") or given.get("environment_factory"))
         self._selection = select(self._config, arguments, self._host.registry)
-        if self._config.scoring is not None and self._base_name not in SCORING:
-            raise ConfigError(
-                f"HybridConfig.scoring={self._config.scoring!r} would change nothing: {self._base_name} trains on no "
-                f"per-token log-probs of TRL's {' or '.join(SCORING)}. Leave it out."
-            )
+        if self._config.scoring is not None:
+            own = overriding(self, (SCORER,))
+            if own is not None or self._base_name not in SCORING:
+                raise ConfigError(
+                    f"HybridConfig.scoring={self._config.scoring!r} cannot serve {type(self).__name__}: "
+                    f"{f'{own} computes its log-probs' if own else 'it is none of ' + ' and '.join(SCORING)}. "
+                    "Leave it out."
+                )
         if not self._selection.stock:
             refuse_empty(given.get("train_dataset"))
             refuse_missing_package(given.get("reward_funcs"))

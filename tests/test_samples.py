@@ -186,6 +186,14 @@ def test_trajectories(execute) -> None:
         trainer.session.close()
 
 
+def test_scoring(execute) -> None:
+    shown = execute("docs/scoring.md", settings={"train": True})
+    readme = execute("plugins/trlx-hybrid-training/README.md", settings={"train": True})
+    for trainer in (*shown["trainers"], *readme["trainers"]):
+        assert trainer.session.scoring.name == "packed"
+        trainer.session.close()
+
+
 def test_configuration(execute, monkeypatch) -> None:
     """The three ways say the same."""
     page = (ROOT / "docs/configuration.md").read_text()

@@ -97,6 +97,53 @@ def test_tool_calling_is_where_it_was(trainer):
     assert f"return tool_mask, completions, completion_ids, {log_probs}{counts}" in source(trainer._tool_call_loop)
 
 
+@pytest.mark.parametrize("trainer", [trl.GRPOTrainer, trl.RLOOTrainer], ids=lambda t: t.__name__)
+def test_rows_are_scored_by_one_method_and_old_log_probs_come_first(trainer):
+    """What scoring.py replaces, and leaves out: the first call after a rollout, read by nothing before the loss."""
+    given = ["self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size", "compute_entropy"]
+    assert trainer.__module__.startswith("trl.trainer.")  # where `overriding` stops to look
+    assert "_name" in vars(trainer)
+    parameters = list(inspect.signature(trainer._get_per_token_logps_and_entropies).parameters)
+    assert parameters[:8] == [*given, "compute_aux_loss"]
+    forward = source(trainer._get_per_token_logps_and_entropies)
+    assert "with self.accelerator.autocast():" in forward
+    assert "outputs = model(**model_inputs, labels=labels, fused_lm_head=True)" in forward
+    assert "labels = input_ids_batch.masked_fill(attention_mask_batch == 0, -100)" in forward
+    assert "return logps, entropies, aux_loss" in forward
+    rollout, loss = source(trainer._generate_and_score_completions), source(trainer._compute_loss)
+    calls = rollout.split("self._get_per_token_logps_and_entropies(")
+    assert calls[0].rstrip().endswith("old_per_token_logps, _, _ =")
+    assert all(call.rstrip().endswith("ref_per_token_logps, _, _ =") for call in calls[1:-1])
+    before, after = loss.split("self._get_per_token_logps_and_entropies(")
+    for name in ("old_per_token_logps", "old_logps", "importance_sampling_ratio"):
+        assert f'"{name}"' not in before
+    if trainer is trl.RLOOTrainer:
+        assert "old_logps = (old_per_token_logps * completion_mask).sum(1)" in rollout
+        assert rollout.count("old_logps") == 3
+        assert 'old_logps = inputs["old_logps"]' in after
+    else:
+        assert 'old_per_token_logps = inputs.get("old_per_token_logps")' in after
+        condition = "if self.args.gradient_accumulation_steps % generate_every != 0 or ("
+        assert f"{condition}\n            self.use_vllm and self.vllm_importance_sampling_correction" in rollout
+
+
+@pytest.mark.parametrize("trainer", [trl.GRPOTrainer, trl.RLOOTrainer], ids=lambda t: t.__name__)
+def test_a_rollout_is_shuffled_and_split_once_and_its_micro_batches_are_kept(trainer):
+    body = source(trainer._prepare_inputs)
+    assert "generation_batches = split_tensor_dict(generation_batch, self.args.steps_per_generation)" in body
+    assert "self._buffered_inputs = [unsplit_pixel_values_by_grid(batch) for batch in generation_batches]" in body
+    assert "inputs = self._buffered_inputs[self._step % self.args.steps_per_generation]" in body
+
+
+def test_the_fused_head_takes_labels_that_are_shifted_already():
+    from trl.trainer.utils import add_fused_lm_head
+
+    body = source(add_fused_lm_head)
+    assert "self, *args, fused_lm_head=False, labels=None, shift_labels=None" in body
+    assert "labels = shift_labels" in body
+    assert "mask = labels != -100" in body
+
+
 def test_names_and_helpers_are_where_they_were():
     assert [t._name for t in GENERATING] == ["GRPO", "RLOO", "Distillation"]
     assert hasattr(DistributedBackend, "gather_params")

@@ -45,6 +45,16 @@ class HybridConfig:
     rollout_options: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of the rollout, a mapping or its JSON."}
     )
+    scoring: str | None = field(
+        default=None,
+        metadata={
+            "help": "What computes the log-probs that the trainer learns from: 'padded' (TRL's own, the default) or a "
+            "plugin's name. GRPO and RLOO."
+        },
+    )
+    scoring_options: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Options of the scoring, a mapping or its JSON."}
+    )
     plugin_options: dict[str, Any] | str | None = field(
         default=None,
         metadata={
@@ -81,7 +91,7 @@ class HybridConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("engine_options", "weights_options", "rollout_options", "plugin_options"):
+        for name in ("engine_options", "weights_options", "rollout_options", "scoring_options", "plugin_options"):
             value = getattr(self, name)
             if isinstance(value, str):
                 try:

@@ -88,6 +88,8 @@ class HybridEngine:
         if config is not None and engine_options is not None:
             raise ConfigError("HybridEngine takes engine_options= only without config=; put them into the config.")
         config = config or HybridConfig(engine="vllm", engine_options=engine_options)
+        if config.scoring is not None:
+            raise ConfigError("HybridEngine scores nothing, your loop does: leave HybridConfig.scoring out.")
         if rollout is not None:
             config = with_rollout(config, rollout)
         host = Host.load(config.disable_plugins or (), plugins)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .errors import ComponentError, EngineError
 from .types import Completion, LoadReport, Phase, Request, Sampling
@@ -13,6 +13,7 @@ from .types import Completion, LoadReport, Phase, Request, Sampling
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+    from transformers import PreTrainedModel
 
     from .config import HybridConfig
     from .ranks import Ranks
@@ -286,10 +287,84 @@ class Rollout(Protocol):
         return
 
 
+class Scores(NamedTuple):
+    """What the trainer learns from: log-probs of tokens, and what else was asked for.
+
+    Attributes:
+        log_probs: (B, C) float, of the completions' tokens at the run's temperature, 0 where a token is masked.
+        entropies: (B, C) float, of the distributions they come from; None where not asked for.
+        router_loss: scalar, the load-balancing loss of a model with experts; None where not asked for.
+    """
+
+    log_probs: Tensor
+    entropies: Tensor | None
+    router_loss: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """What is to be scored in one call, under `torch.no_grad` or not: a micro-batch for its loss, or all rows of a
+    rollout for the old log-probs or for those of the reference model.
+
+    Attributes:
+        model: the transformers model that scores, without what wraps it: the policy's, or the reference.
+        input_ids: (B, P + C) int64; prompts end at column P, completions begin there.
+        attention_mask: (B, P + C) int64, 0 at padding and in completions that are masked whole.
+        completion_length: C.
+        at_once: how many rows one forward pass may have.
+        padded: scores the rows as TRL does.
+        forward: one forward pass through the model and whatever wraps it. Takes `labels`, (b, t) int64, the token that
+            follows each position or -100 where nothing is to be scored, and the model's own arguments; returns scores
+            of shape (b, t), 0 where nothing was scored.
+    """
+
+    model: PreTrainedModel
+    input_ids: Tensor
+    attention_mask: Tensor
+    completion_length: int
+    at_once: int
+    padded: Callable[[], Scores]
+    forward: Callable[..., Scores]
+
+
+class Scoring(Protocol):
+    """Computes per-token log-probs for the trainer. Inherit from it to get what is optional."""
+
+    name: str
+
+    deferred: bool = False
+    """Whether the log-probs from before the update are taken from the first loss forward, where that has the weights
+    that they are of, instead of a pass of their own."""
+
+    balanced: bool = False
+    """Whether `micro_batches` is to be asked which rows to train together."""
+
+    def score(self, rows: Rows) -> Scores:
+        """Score the rows, in their order. Collective: every rank scores rows of its own."""
+
+    def micro_batches(self, tokens: Sequence[int], count: int) -> Sequence[Sequence[int]]:
+        """Which rows to train together: `count` lists of equally many row numbers. Asked where `balanced`, and where
+        the gradient is the same whichever rows share a micro-batch.
+
+        Args:
+            tokens: of each row of a rollout on this rank, prompt and completion.
+        """
+        raise ComponentError(f"scoring {self.name!r} chooses no micro-batches")
+
+    def note(self) -> str | None:
+        """What the run's header says of it, or None. Called on every rank, when the model is prepared."""
+        return None
+
+    def close(self) -> None:
+        """The session is closing: leave the model as it was."""
+        return
+
+
 OPTIONAL = {
     "Engine": {"peers_lost", "stream", "regions", "weights_written", "leave"},
     "WeightSync": {"keeps_weights", "open", "note", "put_back", "forget", "check", "release"},
     "Rollout": {"converses", "converse", "close"},
+    "Scoring": {"deferred", "balanced", "micro_batches", "note", "close"},
 }
 """Members that a component of that protocol may inherit; an engine may be without them as well."""
 

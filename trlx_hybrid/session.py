@@ -21,6 +21,7 @@ from .config import HybridConfig
 from .doctor import package_version
 from .errors import ComponentError, StaleWeightsError
 from .memory.trainer_memory import TrainerMemory
+from .plugins.builtin import Padded
 from .plugins.registry import BUILTIN
 from .rollout.sampler import Sampler
 from .rollout.seeding import preserved_generators
@@ -30,7 +31,7 @@ from .weights.sync import WeightVersions, choose
 if TYPE_CHECKING:
     from .plugins.host import Host, PluginInfo
     from .plugins.selection import Selection
-    from .protocols import Engine, Rollout, WeightSync
+    from .protocols import Engine, Rollout, Scoring, WeightSync
     from .ranks import Ranks
     from .rollout.conversation import Conversation, Dialogue, Limits
     from .weights.policy import Policy
@@ -47,6 +48,7 @@ class Session:
         policy: the model being trained; ranks: the processes it is trained on; optimizer: returns the optimizer.
         engine, weights, rollout: None until `open`, and always where TRL generates.
         weights_why: why this weight sync, and why not the cheaper ones.
+        scores_apart: why old log-probs take a forward pass of their own where the scoring would do without, if so.
         phase: who owns the memory now.
         memory: what the trainer holds, and the ledger of all owners.
         versions: weight versions of policy and engine.
@@ -80,6 +82,8 @@ class Session:
         self.weights: WeightSync | None = None
         self.rollout: Rollout | None = None
         self.weights_why = ""
+        self.scores_apart: str | None = None
+        self._scoring: Scoring | None = None
         self.phase = Phase.TRAIN
         self.memory = TrainerMemory(
             policy,
@@ -241,6 +245,14 @@ class Session:
             raise ComponentError("The engine is not built yet: call `session.open()`, or start training.")
         return self.engine
 
+    @property
+    def scoring(self) -> Scoring:
+        """What computes the trainer's log-probs; made when it is first needed, with the model prepared."""
+        if self._scoring is None:
+            choice = self.selection.scoring
+            self._scoring = Padded() if choice is None else choice.component.build(self, choice.options)
+        return self._scoring
+
     def open(self) -> None:
         """Build the engine and choose the weight sync, once the policy is prepared. Does nothing the second time."""
         if self.engine is None and self.selection.engine is not None and self.selection.rollout is not None:
@@ -270,12 +282,18 @@ class Session:
         else:
             weights = self.weights.name if self.weights else "?"
             slots = [str(selection.engine), f"weights={weights} ({self.weights_why})", str(selection.rollout)]
+        if self.selection.scoring is not None:
+            slots.append(str(self.selection.scoring))
         if self.adviser is not None:
             slots.append(f"advantages=plugin {self.adviser.name} ({self.adviser.distribution})")
         lines = [" · ".join([f"trlx_hybrid {package_version()}", f"plugins: {plugins}", *slots])]
         lines += self.memory.table()
         note = self.weights.note() if self.weights is not None else None
         lines += [note] if note is not None else []
+        note = self.scoring.note()
+        lines += [note] if note is not None else []
+        if self.scoring.deferred and self.scores_apart is not None:
+            lines.append(f"scoring: old log-probs take a forward pass of their own: {self.scores_apart}")
         for added in self.host.call("trlx_report_header", session=self):
             lines += [added] if isinstance(added, str) else list(added)
         return lines
@@ -288,7 +306,7 @@ class Session:
 
     def _refuse_early(self) -> None:
         """What a component knows against this model, said before anything is built."""
-        for choice in filter(None, (self.selection.engine, self.selection.rollout)):
+        for choice in filter(None, (self.selection.engine, self.selection.rollout, self.selection.scoring)):
             reason = choice.component.refuses(self, choice.options)
             if reason is not None:
                 component = choice.component
@@ -346,6 +364,8 @@ class Session:
         try:
             self._stack.close()
         finally:
+            if self._scoring is not None:
+                self._scoring.close()
             self.release_engine()
             self.memory.close()
 

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ..protocols import Rows, Scores, Scoring
 from ..rollout.single_turn import SingleTurn
 from ..weights.gather import GatherSync
 from .hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from .registry import Registry
+
+
+class Padded(Scoring):
+    """TRL's own forward passes, over rows padded to the longest."""
+
+    name = "padded"
+
+    def score(self, rows: Rows) -> Scores:
+        """As TRL scores them."""
+        return rows.padded()
 
 
 @hookimpl
@@ -23,3 +34,4 @@ def trlx_register(registry: Registry) -> None:
         summary="full tensors through the engine's own loader; works with everything, moves the whole model",
     )
     registry.offer("rollout", "single_turn", lambda session, options: SingleTurn(), summary="one completion per prompt")
+    registry.offer("scoring", "padded", lambda session, options: Padded(), summary="TRL's own forward passes")

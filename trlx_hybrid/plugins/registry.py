@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ..errors import ComponentError, nearest
-from ..protocols import Engine, Rollout, WeightSync, missing_members
+from ..protocols import Engine, Rollout, Scoring, WeightSync, missing_members
 from ..types import Completion
 
-Slot = Literal["engine", "weights", "rollout", "server"]
+Slot = Literal["engine", "weights", "rollout", "scoring", "server"]
 SLOTS: tuple[Slot, ...] = get_args(Slot)
 BUILTIN = "builtin"
 
@@ -21,6 +21,7 @@ BRINGS: dict[Slot, dict[str, str]] = {
         "reshard": "trlx-hybrid-reshard",
     },
     "rollout": {"multi_turn": "trlx-hybrid-multiturn"},
+    "scoring": {"packed": "trlx-hybrid-training"},
     "server": {"vllm": "trlx-hybrid-vllm"},
 }
 """Distributions of this project, by what they offer: no message may name one that somebody else could register."""
@@ -105,7 +106,7 @@ def _protocol(slot: Slot) -> type[Any]:
         from ..serving import ServerPlan
 
         return ServerPlan
-    return {"engine": Engine, "weights": WeightSync, "rollout": Rollout}[slot]
+    return {"engine": Engine, "weights": WeightSync, "rollout": Rollout, "scoring": Scoring}[slot]
 
 
 class Registry:

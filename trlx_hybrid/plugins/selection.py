@@ -18,6 +18,10 @@ SINGLE = "single_turn"
 """The rollout that is chosen unasked, where no other converses with the trainer's tools."""
 
 
+PADDED = "padded"
+"""The scoring that leaves log-probs to TRL."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerArguments:
     """What TRL's own arguments say about generation.
@@ -48,12 +52,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The components of one run. `engine` is None where TRL generates; `weights` None means: try `paths`, in order.
-    `tools` tells whether the trainer was given any."""
+    """The components of one run. `engine` is None where TRL generates; `weights` None means: try `paths`, in order;
+    `scoring` None means TRL's own. `tools` tells whether the trainer was given any."""
 
     engine: Choice | None
     weights: Choice | None
     rollout: Choice | None
+    scoring: Choice | None = None
     paths: Sequence[Choice] = ()
     tools: bool = False
     stock_reason: str = ""
@@ -89,7 +94,7 @@ def select(config: HybridConfig, arguments: TrainerArguments, registry: Registry
                 "for TRL's own generation, or drop the engine setting for the vllm engine."
             )
         _refuse_leftovers(config)
-        return Selection(engine=None, weights=None, rollout=None, stock_reason=why)
+        return Selection(engine=None, weights=None, rollout=None, scoring=_scoring(config, registry), stock_reason=why)
     if server:
         raise ConfigError(
             f"HybridConfig.engine={name!r} contradicts vllm_mode='server': this package starts its own engines. Set "
@@ -100,7 +105,10 @@ def select(config: HybridConfig, arguments: TrainerArguments, registry: Registry
     if config.weights != "auto":
         weights = _choice(registry, "weights", config.weights, config.options("weights"), "HybridConfig.weights")
     rollout = _rollout(config, arguments, registry, engine.component.streams)
-    return Selection(engine=engine, weights=weights, rollout=rollout, paths=paths, tools=arguments.tools)
+    scoring = _scoring(config, registry)
+    return Selection(
+        engine=engine, weights=weights, rollout=rollout, scoring=scoring, paths=paths, tools=arguments.tools
+    )
 
 
 def _paths(registry: Registry, options: Mapping[str, Any]) -> list[Choice]:
@@ -138,6 +146,12 @@ def _rollout(config: HybridConfig, arguments: TrainerArguments, registry: Regist
             f"not. Choose engine='vllm', or leave the rollout out: tools then run turn by turn, as in TRL."
         )
     return choice
+
+
+def _scoring(config: HybridConfig, registry: Registry) -> Choice:
+    """As set, with any engine; else TRL's own."""
+    why = "default" if config.scoring is None else "HybridConfig.scoring"
+    return _choice(registry, "scoring", config.scoring or PADDED, config.options("scoring"), why)
 
 
 def _choice(

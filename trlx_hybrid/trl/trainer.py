@@ -6,6 +6,7 @@ builds no engine of its own; from then on its own code generates through ours. N
 
 What is relied on, and checked by tests/test_trl_internals.py: `_generate(prompts)` is one rollout, `_calculate_rewards`
 returns gathered rewards (world * B, functions), `_generate_and_score_completions` the batch, and `_metrics` is the log.
+What is relied on of its log-probs is in scoring.py.
 """
 
 from __future__ import annotations
@@ -34,11 +35,15 @@ from .arguments import check_skipped, refuse_empty, sampling_of, selecting, sugg
 from .checkpoint import Checkpointing
 from .generation import Generation, trajectories_of
 from .rewards import HOOK, checked_reward, refuse_missing_package, replaced, without_masked
+from .scoring import SCORER, Scored, overriding, scores_apart
 
 if TYPE_CHECKING:
     from ..session import Session
 
 GENERATING = (trl.GRPOTrainer, trl.RLOOTrainer, trl.DistillationTrainer)
+SCORING = ("GRPO", "RLOO")
+"""Those of them, by `_name`, that train on log-probs of single tokens."""
+
 OWN_ENGINE = {"SDPOTrainer", "SDFTTrainer", "GOLDTrainer", "IWOPDTrainer"}
 """Experimental trainers that build a VLLMGeneration of their own, which ours cannot replace."""
 
@@ -76,7 +81,7 @@ def hybrid(trainer_class: type[Any]) -> type[Any]:
     return type(trainer_class.__name__, bases, namespace)
 
 
-class HybridTrainer(Checkpointing):
+class HybridTrainer(Scored, Checkpointing):
     """What `hybrid` puts in front of a TRL trainer.
 
     An instance made without `__init__`, as TRL's tests of single methods do, is TRL's own.
@@ -109,6 +114,14 @@ class HybridTrainer(Checkpointing):
         """
         arguments = trainer_arguments(given.get("args"), given.get("tools") or given.get("environment_factory"))
         self._selection = select(self._config, arguments, self._host.registry)
+        if self._config.scoring is not None:
+            own = overriding(self, (SCORER,))
+            if own is not None or self._base_name not in SCORING:
+                raise ConfigError(
+                    f"HybridConfig.scoring={self._config.scoring!r} cannot serve {type(self).__name__}: "
+                    f"{f'{own} computes its log-probs' if own else 'it is none of ' + ' and '.join(SCORING)}. "
+                    "Leave it out."
+                )
         if not self._selection.stock:
             refuse_empty(given.get("train_dataset"))
             refuse_missing_package(given.get("reward_funcs"))
@@ -141,6 +154,8 @@ class HybridTrainer(Checkpointing):
         )
         if hasattr(trainer, "reward_funcs"):
             self.session.adviser = host.only(HOOK)
+        if trainer._base_name in SCORING:
+            self.session.scores_apart = scores_apart(trainer, self.session.adviser)
         weakref.finalize(trainer, self.session.close).atexit = False  # then the session leaves by itself
         trainer.add_callback(SessionCallback(self.session))
         if not selection.stock:
@@ -232,18 +247,7 @@ class HybridTrainer(Checkpointing):
         session, self._rewards = self.session, None
         session.rows = inputs
         batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        custom = getattr(trainer, "rollout_func", None)
-        if not session.selection.stock and {"old_per_token_logps", "sampling_per_token_logps"} <= batch.keys():
-            session.versions.check_batch(
-                session.live_engine,
-                batch["sampling_per_token_logps"],
-                batch["old_per_token_logps"],
-                batch["completion_mask"] * batch.get("tool_mask", 1),
-                batch["completion_ids"],
-                temperature=trainer.temperature,
-                step=session.step,
-                own_sampler=custom is not None and not getattr(custom, "samples_from_session", False),
-            )
+        self._check_sampled(batch)
         if "advantages" in batch:
             batch["advantages"] = replaced(session, batch, self._rewards)
         session.host.call("trlx_rollout_end", session=session, trajectories=self._trajectories())
@@ -252,6 +256,24 @@ class HybridTrainer(Checkpointing):
             if value != []:  # TRL cannot take the mean of nothing
                 metrics[name] += value if isinstance(value, list) else [value]
         return batch
+
+    def _check_sampled(self, batch: Mapping[str, Any]) -> None:
+        """Hold the engine's log-probs against the trainer's, where both are in the batch, this rank's rows."""
+        trainer: Any = self
+        session = self.session
+        if session.selection.stock or not {"old_per_token_logps", "sampling_per_token_logps"} <= batch.keys():
+            return
+        custom = getattr(trainer, "rollout_func", None)
+        session.versions.check_batch(
+            session.live_engine,
+            batch["sampling_per_token_logps"],
+            batch["old_per_token_logps"],
+            batch["completion_mask"] * batch.get("tool_mask", 1),
+            batch["completion_ids"],
+            temperature=trainer.temperature,
+            step=session.step,
+            own_sampler=custom is not None and not getattr(custom, "samples_from_session", False),
+        )
 
     def _trajectories(self) -> Any:
         trainer: Any = self

@@ -56,18 +56,12 @@ class Policy:
     @property
     def module(self) -> nn.Module:
         """The trainer's model out of DDP and compile wrappers, with its adapters."""
-        module = self._model()
-        while isinstance(module, nn.parallel.DistributedDataParallel) or hasattr(module, "_orig_mod"):
-            module = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module._orig_mod  # type: ignore[assignment]
-        return module
+        return unwrapped(self._model())
 
     @property
     def base(self) -> PreTrainedModel:
         """The transformers model underneath any adapter."""
-        module: Any = self.module
-        return (
-            module.get_base_model() if hasattr(module, "peft_config") and hasattr(module, "get_base_model") else module
-        )  # type: ignore[no-any-return]
+        return transformers_model(self._model())
 
     @property
     def adapters(self) -> bool:
@@ -210,7 +204,7 @@ class Policy:
         """Teacher-forced log-probs of a completion, (T,) float32 on the CPU, dropout off."""
         module = self.module
         ids = torch.tensor([[*prompt_ids, *completion_ids]], device=self.device)
-        with _evaluating(module):
+        with evaluating(module):
             logits = module(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
         logits = logits[0, len(prompt_ids) - 1 : -1].float() / temperature
         targets = ids[0, len(prompt_ids) :, None]
@@ -222,6 +216,19 @@ def _saved(model: nn.Module, merge: bool) -> Iterator[tuple[str, Callable[[], Te
     """Those of `_weights` that transformers writes into a checkpoint, a head that adapters parted included."""
     ignored: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
     return ((name, read) for name, read in _weights(model, "", set(), merge, parted_head(model)) if name not in ignored)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """A model out of DDP and compile wrappers, with its adapters."""
+    while isinstance(module, nn.parallel.DistributedDataParallel) or hasattr(module, "_orig_mod"):
+        module = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module._orig_mod  # type: ignore[assignment]
+    return module
+
+
+def transformers_model(module: nn.Module) -> PreTrainedModel:
+    """The transformers model underneath whatever wraps and adapts it."""
+    model: Any = unwrapped(module)
+    return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model  # type: ignore[no-any-return]
 
 
 def _weights(
@@ -305,7 +312,8 @@ def _conversion(model: PreTrainedModel) -> Callable[[dict[str, Tensor]], dict[st
 
 
 @contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Dropout and its like off inside; every module as it was afterwards."""
     modes = [(m, m.training) for m in module.modules()]
     module.eval()
     try:

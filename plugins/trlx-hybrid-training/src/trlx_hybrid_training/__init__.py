@@ -1,0 +1,1 @@
+"""The training half of a step: log-probs without padding, and none computed twice."""

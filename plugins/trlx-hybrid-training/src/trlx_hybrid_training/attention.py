@@ -1,0 +1,141 @@
+"""Attention over rows that lie one behind the other in a single sequence, as one of transformers' implementations.
+
+It is registered under a name of its own, because a layer looks its implementation up by the name in the config, also
+when gradient checkpointing runs it once more in the backward pass. Calls of other code (generation, the probe of a
+weight sync) come without `segments`, and get what "sdpa" gives them.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAME = "trlx_packed"
+
+_packing: ContextVar[bool] = ContextVar("packing", default=False)
+
+
+def register() -> None:
+    """Make the name known to transformers."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+@contextmanager
+def packing() -> Iterator[None]:
+    """A forward pass of packed rows: no mask is made, which would be as wide as all rows together."""
+    token = _packing.set(True)
+    try:
+        yield
+    finally:
+        _packing.reset(token)
+
+
+def mask(**kwargs: Any) -> Tensor | None:
+    """None for packed rows, else what "sdpa" takes."""
+    return None if _packing.get() else sdpa_mask(**kwargs)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    segments: Sequence[int] | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within each segment.
+
+    Args:
+        query, key, value: (1, heads, N, head size), N tokens of all segments.
+        segments: lengths of the segments, N in all; None for rows that are not packed.
+        cu_seq_lens_q: their ends, (rows + 1,) int32, from 0; max_length_q: the longest.
+
+    Returns:
+        (1, N, heads, head size), and no attention weights.
+
+    Raises:
+        NotImplementedError: the layer asks for more than a causal mask.
+    """
+    if segments is None:
+        given = query, key, value, attention_mask
+        return sdpa_attention_forward(module, *given, dropout=dropout, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
+    for name in ("position_bias", "s_aux", "sliding_window", "softcap"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(f"its attention takes {name}")
+    if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
+        raise NotImplementedError("its attention is not causal")
+    if dropout == 0.0 and has_kernel(query, value):
+        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
+    grouped = key.shape[1] != query.shape[1]
+    parts = [
+        nn.functional.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=grouped
+        )
+        for q, k, v in zip(*(torch.split(t, list(segments), dim=2) for t in (query, key, value)), strict=True)
+    ]
+    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
+
+
+def has_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether torch's kernel for ragged rows takes these: 16 bits, on a GPU that has it."""
+    dtype = _computed_in(query)
+    sizes = query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0
+    return dtype in (torch.float16, torch.bfloat16) and sizes and kernel_on(query.device)
+
+
+def kernel_on(device: torch.device) -> bool:
+    """Whether torch has its kernel for ragged rows on this device."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _computed_in(query: Tensor) -> torch.dtype:
+    """The kernel is no operation that autocast knows: what `scaled_dot_product_attention` would be cast to."""
+    kind = query.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, ends: Any, longest: Any, scaling: float | None) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    dtype, heads = _computed_in(query), query.shape[1]
+    settings = inspect.signature(varlen_attn).parameters
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in settings else {"is_causal": True}
+    if key.shape[1] != heads:
+        if "enable_gqa" in settings:
+            causal["enable_gqa"] = True
+        else:
+            key, value = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (key, value))
+    q, k, v = (tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value))
+    out: Any = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, **causal)
+    return out[None]  # type: ignore[no-any-return]
+
+
+def choose(model: PreTrainedModel) -> str | None:
+    """Let the model's layers use it, unless their implementation takes packed rows itself (flash attention).
+
+    Returns:
+        The implementation that it takes the place of, or None.
+    """
+    before: str = model.config._attn_implementation
+    if before == "sdpa":
+        model.config._attn_implementation = NAME
+        return before
+    return None

@@ -1,0 +1,149 @@
+"""`scoring="packed"`: rows without padding, where a first comparison with TRL's padded rows has shown them equal."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from trlx_hybrid.protocols import Rows, Scores, Scoring
+from trlx_hybrid.rollout.seeding import preserved_generators
+from trlx_hybrid.weights.policy import evaluating
+from trlx_hybrid.weights.verify import EXPERTS_SHARE, SHARE, TOLERANCE
+
+from . import attention
+from .packing import Pack, attention_name, equal_tokens, refused
+
+if TYPE_CHECKING:
+    from trlx_hybrid.protocols import Run
+
+    from .options import PackedOptions
+
+logger = logging.getLogger(__name__)
+
+EXACT = 1e-5
+"""Largest allowed difference of one token's log-prob between packed and padded rows in fp32, in nats."""
+
+
+class Packed(Scoring):
+    """Scores rows without their padding.
+
+    Attributes:
+        padded_because: why it scores them as TRL does, if it does.
+    """
+
+    name = "packed"
+
+    def __init__(self, session: Run, options: PackedOptions) -> None:
+        self._session = session
+        self.deferred, self._balances = options.deferred, options.balanced
+        self.padded_because: str | None = refused(session) if options.packing else "packing=False"
+        self._attention = "" if self.padded_because else attention_name(session)
+        self._compared: set[int] = set()
+        self._chosen: list[tuple[Any, str]] = []  # configs, and the attention that they named
+        if self.padded_because is None:
+            attention.register()
+
+    def note(self) -> str:
+        """How rows are scored, and why."""
+        if self.padded_because is not None:
+            return f"scoring: rows stay padded: {self.padded_because}"
+        return f"scoring: rows are packed, attention by {self._attention}"
+
+    @property
+    def balanced(self) -> bool:  # type: ignore[override]
+        """Only where rows are packed: padded ones take the same memory in any micro-batch."""
+        return self._balances and self.padded_because is None
+
+    def micro_batches(self, tokens: Sequence[int], count: int) -> list[list[int]]:
+        """Of equally many rows, and of as equally many tokens as that allows."""
+        return equal_tokens(tokens, count)
+
+    def score(self, rows: Rows) -> Scores:
+        """As TRL does, over as many tokens as there are."""
+        if self.padded_because is None and id(rows.model) not in self._compared:
+            self._prepare(rows)
+        packed = None if self.padded_because is not None else self._score_packed(rows)
+        return rows.padded() if packed is None else packed
+
+    def _score_packed(self, rows: Rows) -> Scores | None:
+        scores: list[Scores] = []
+        for start in range(0, len(rows.input_ids), rows.at_once):
+            some = slice(start, start + rows.at_once)
+            pack = Pack.of(rows.input_ids[some], rows.attention_mask[some], rows.completion_length)
+            if pack is None:
+                return None
+            inputs = pack.inputs
+            if rows.model.config._attn_implementation == attention.NAME:
+                inputs["segments"] = tuple(pack.lengths)
+            with attention.packing():
+                log_probs, entropies, router_loss = rows.forward(pack.labels, **inputs)
+            entropies = None if entropies is None else pack.rows(entropies)
+            scores.append(Scores(pack.rows(log_probs), entropies, router_loss))
+        entropies_of = [part.entropies for part in scores if part.entropies is not None]
+        losses_of = [part.router_loss for part in scores if part.router_loss is not None]
+        return Scores(
+            torch.cat([part.log_probs for part in scores]),
+            torch.cat(entropies_of) if entropies_of else None,
+            torch.stack(losses_of).mean() if losses_of else None,
+        )
+
+    @torch.no_grad()
+    def _prepare(self, rows: Rows) -> None:
+        """The first rows of a model are scored both ways, dropout off. Collective."""
+        before = attention.choose(rows.model)
+        if before is not None:
+            self._chosen.append((rows.model.config, before))
+        session, reason, whole, gap = self._session, None, True, torch.zeros(0)
+        with evaluating(rows.model), preserved_generators():
+            padded = rows.padded().log_probs
+            try:
+                packed = self._score_packed(rows)
+            except (NotImplementedError, TypeError, ValueError) as error:
+                reason = str(error)
+            else:
+                whole = packed is not None
+                if packed is not None:
+                    mask = rows.attention_mask[:, -rows.completion_length :].bool()
+                    gap = (packed.log_probs - padded).abs()[mask]
+                    reason = self._too_far(gap)
+        session.policy.reshard()  # what no backward pass follows stays gathered
+        if session.ranks.any(reason is not None):
+            self.padded_because = next(r for r in session.ranks.gather(reason) if r is not None)
+            self.close()
+            if session.ranks.rank == 0:
+                logger.warning("Rows stay padded: %s.", self.padded_because)
+        elif not session.ranks.any(not whole):  # or the next rows are compared
+            self._compared.add(id(rows.model))
+            if session.ranks.rank == 0 and gap.numel():
+                logger.info("Packed rows differ from padded ones by %.3g nats at most.", float(gap.max()))
+
+    def _too_far(self, gap: Tensor) -> str | None:
+        """What a first comparison shows against packing, or None.
+
+        Args:
+            gap: (tokens,), differences of log-probs.
+        """
+        policy, args = self._session.policy, self._session.args
+        autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+        dtype = max((policy.dtype, autocast), key=lambda dtype: torch.finfo(dtype).eps)
+        if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+            dtype = torch.float16  # which has as many bits
+        exact = dtype is torch.float32
+        allowed = EXACT if exact else TOLERANCE[dtype]
+        share = EXPERTS_SHARE if policy.has_experts else 0.0 if exact else SHARE
+        beyond = int((~(gap <= allowed)).sum())  # a NaN must not pass
+        if beyond <= share * gap.numel():
+            return None
+        return (
+            f"packed and padded log-probs differ by up to {float(gap.max()):.3g} nats, {beyond} of {gap.numel()} "
+            f"tokens by more than {allowed:g}"
+        )
+
+    def close(self) -> None:
+        """Give the models their attention back."""
+        for config, before in self._chosen:
+            config._attn_implementation = before
+        self._chosen.clear()

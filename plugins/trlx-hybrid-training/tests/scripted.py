@@ -1,0 +1,104 @@
+"""An engine that costs nothing, arguments of runs, and how far apart two runs are."""
+
+import math
+import random
+
+import torch
+from peft import LoraConfig
+from trlx_hybrid import hookimpl
+from trlx_hybrid.protocols import Engine
+from trlx_hybrid.types import Completion, LoadReport
+
+EOS, FIRST, LAST = 1, 3, 97
+
+
+class Scripted(Engine):
+    """Writes random tokens of ragged lengths, with the policy's log-probs of them, off by what `noise` says."""
+
+    max_model_len, dtype, quantized, weights_lost, peers_lost, sleeps, asleep_bytes = (
+        64,
+        torch.float32,
+        False,
+        True,
+        False,
+        False,
+        0,
+    )
+    noise = 0.0
+
+    def __init__(self, session):
+        self.session = session
+
+    def generate(self, requests, sampling):
+        return [self.complete(request, sampling) for request in requests]
+
+    def complete(self, request, sampling):
+        draw = random.Random(request.seed)
+        probe = bool(sampling.extra)
+        length = sampling.max_tokens if probe else draw.randint(1, sampling.max_tokens)
+        ids = [draw.randint(FIRST, LAST) for _ in range(length)]
+        if length < sampling.max_tokens:
+            ids[-1] = EOS
+        scores = self.session.policy.log_probs(request.prompt_ids, ids, sampling.temperature).tolist()
+        noise = 0.0 if probe else self.noise
+        return Completion(
+            token_ids=ids,
+            logprobs=None if sampling.logprobs is None else [[s + draw.uniform(-noise, noise)] for s in scores],
+            logprob_token_ids=[[i] for i in ids],
+        )
+
+    def load_weights(self, weights):
+        self.weights_lost = False
+        return LoadReport(tensors=len(list(weights)), bytes=0)
+
+    def differing(self, weights):
+        return [] if list(weights) else ["all"]
+
+    def sleep(self, keep_weights=False):
+        pass
+
+    def wake(self, what):
+        pass
+
+    def resident(self, what):
+        return []
+
+    def close(self):
+        pass
+
+
+class Offer:
+    @hookimpl
+    def trlx_register(self, registry):
+        registry.offer("engine", "scripted", lambda session, options: Scripted(session))
+
+
+SCRIPTED = {"engine": "scripted", "max_logprob_gap": math.inf}
+
+
+def lora(**given):
+    """Makes a config of adapters: TRL takes each for one trainer only."""
+    return lambda: LoraConfig(r=4, target_modules="all-linear", init_lora_weights=True, **given)
+
+
+def masked(prompts, trainer):
+    """A rollout of the user's that masks what an environment said, and knows not every log-prob."""
+    ids = [[5 + len(prompt) % 7, *range(10, 14 + index % 3)] for index, prompt in enumerate(prompts)]
+    return {
+        "prompt_ids": [trainer.processing_class(prompt)["input_ids"] for prompt in prompts],
+        "completion_ids": ids,
+        "logprobs": [[-4.5] * (len(row) - 1) + [None] for row in ids],
+        "env_mask": [[1, 0, 0] + [1] * (len(row) - 3) for row in ids],
+    }
+
+
+def difference(one, other):
+    """The largest difference of all that two runs logged, relative above 1, and of their weights."""
+    assert [log.keys() for log in one.logs] == [log.keys() for log in other.logs]
+    gaps = [
+        0.0 if value == log[name] else abs(value - log[name]) / max(1, abs(value))
+        for mine, log in zip(one.logs, other.logs, strict=True)
+        for name, value in mine.items()
+    ]
+    theirs = other.weights()
+    return max(gaps), max(float((w - theirs[name]).abs().max()) for name, w in one.weights().items())

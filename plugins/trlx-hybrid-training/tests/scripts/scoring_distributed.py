@@ -1,0 +1,79 @@
+"""Launched by test_packed_distributed.py: GRPO with TRL's scoring and with ours, one run after the other.
+
+scoring_distributed.py OUT [fsdp] [lora]
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from peft import LoraConfig
+from trl import GRPOConfig
+from trlx_hybrid import GRPOTrainer
+from trlx_hybrid.testing.launched import sorting_prompts, tiny_grpo, use_fsdp_on_cpu
+from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+
+
+class Scripted:
+    """Completions that do not depend on the model: of ragged lengths, the same in every run."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, prompts: list[str], trainer: GRPOTrainer) -> dict:
+        self.calls += 1
+        rank = trainer.accelerator.process_index
+        ids = [
+            [10 + (7 * i + self.calls + rank) % 80 + k for k in range(1 + (3 * i + rank) % 8)]
+            for i in range(len(prompts))
+        ]
+        return {
+            "prompt_ids": [trainer.processing_class(prompt)["input_ids"] for prompt in prompts],
+            "completion_ids": ids,
+            "logprobs": [[-4.5] * len(row) for row in ids],
+        }
+
+
+def main(out: Path, options: set[str]) -> None:
+    if "fsdp" in options:
+        use_fsdp_on_cpu()
+    runs = []
+    for scoring in ("padded", "packed"):
+        settings = tiny_grpo(
+            out / scoring,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=2,
+            num_iterations=2,
+            use_vllm=False,
+            beta=0.1 if "lora" in options else 0.0,
+        )
+        trainer = GRPOTrainer(
+            model=tiny_model(),
+            reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids],
+            args=GRPOConfig(**settings),
+            train_dataset=sorting_prompts(),
+            processing_class=character_tokenizer(),
+            peft_config=LoraConfig(r=4, target_modules="all-linear") if "lora" in options else None,
+            rollout_func=Scripted(),
+            hybrid={"scoring": scoring, "scoring_options": {"balanced": False} if scoring == "packed" else None},
+        )
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        seconds = ("step_time", "hybrid/")
+        runs.append(
+            {
+                "logs": [{k: v for k, v in log.items() if not k.startswith(seconds)} for log in logs],
+                "note": trainer.session.scoring.note(),
+                "why": trainer.session.scores_apart,
+                "sharded": any(hasattr(p, "full_tensor") for p in trainer.model.parameters()),
+            }
+        )
+        trainer.session.close()
+    (out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(runs))
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), set(sys.argv[2:]))

@@ -1,0 +1,102 @@
+"""Micro-batches of equal tokens: another choice of rows, the same optimizer step."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import trlx_hybrid
+from hypothesis import given
+from hypothesis import strategies as st
+from trl import RLOOConfig
+from trlx_hybrid.errors import ComponentError
+from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid.trl.scoring import regrouped
+from trlx_hybrid_training.packing import equal_tokens
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scripted import difference
+
+GRPO, RLOO = trlx_hybrid.GRPOTrainer, trlx_hybrid.RLOOTrainer
+STEPS = {
+    "optim": "sgd",
+    "learning_rate": 0.05,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 4,
+    "max_steps": 3,
+}
+EXACT = {
+    **{loss: {"loss_type": loss} for loss in ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")},
+    "vespo": {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate"},
+    "two iterations": {"num_iterations": 2},
+    "two rollouts in a step": {"steps_per_generation": 2},
+    "RLOO": {"config_class": RLOOConfig, "beta": 0.0},
+}
+
+
+def experts():
+    return tiny_model("qwen3_moe", num_experts=4, num_experts_per_tok=2, output_router_logits=True)
+
+
+BOUND_TOGETHER = {
+    "bnpo": {"loss_type": "bnpo"},
+    "high entropy": {"top_entropy_quantile": 0.3},  # no threshold between two equal tokens, which rounding parts
+    "entropy bonus": {"entropy_coef": 0.1},
+    "load balance": {"model": experts},
+    "a rollout for several steps": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
+}
+
+
+@pytest.fixture
+def regroupings(monkeypatch):
+    """What was put where."""
+    from trlx_hybrid.trl import scoring
+
+    seen = []
+
+    def watching(micro_batches, groups):
+        tokens = [int(n) for m in micro_batches for n in m["prompt_mask"].sum(1) + m["completion_mask"].sum(1)]
+        seen.append([sum(tokens[row] for row in group) for group in groups])
+        return regrouped(micro_batches, groups)
+
+    monkeypatch.setattr(scoring, "regrouped", watching)
+    return seen
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_a_step_is_the_same_with_rows_in_other_micro_batches(compared, noisy, regroupings, case):
+    trainer = RLOO if "config_class" in EXACT[case] else GRPO
+    padded, packed = compared(trainer, {}, noisy, **STEPS | EXACT[case])
+    for mine, theirs in zip(packed.logs, padded.logs, strict=True):
+        for name in {"loss", "grad_norm", "reward", "sampling/sampling_logp_difference/max"} & theirs.keys():
+            assert mine[name] == pytest.approx(theirs[name], abs=1e-5, rel=1e-5), name
+    assert difference(packed, padded)[1] < 1e-5
+    assert regroupings
+    assert all(max(sums) - min(sums) <= 6 for sums in regroupings)  # of rows of up to 21 tokens
+
+
+@pytest.mark.parametrize("case", BOUND_TOGETHER)
+def test_rows_stay_together_where_the_loss_compares_them(compared, noisy, regroupings, case):
+    padded, packed = compared(GRPO, {}, noisy, **STEPS | BOUND_TOGETHER[case])
+    assert not regroupings
+    assert max(difference(packed, padded)) < 1e-5
+
+
+@given(
+    st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(1, 4096), min_size=n, max_size=64)))
+)
+def test_groups_hold_each_row_once_and_none_has_much_more_than_another(drawn):
+    count, tokens = drawn
+    tokens = tokens[: len(tokens) // count * count]
+    groups = equal_tokens(tokens, count)
+    assert sorted(row for group in groups for row in group) == list(range(len(tokens)))
+    assert {len(group) for group in groups} == {len(tokens) // count}
+    sums = [sum(tokens[row] for row in group) for group in groups]
+    assert max(sums) - min(sums) <= max(tokens)
+
+
+def test_a_scoring_that_loses_rows_is_named():
+    import torch
+
+    micro_batches = [{"prompt_ids": torch.zeros(2, 3)}] * 2
+    with pytest.raises(ComponentError, match="4 rows of 2 micro-batches into groups of 1, 2"):
+        regrouped(micro_batches, [[0], [1, 2]])

@@ -1,0 +1,23 @@
+"""Packed rows in two processes, sharded or not, over gloo."""
+
+from pathlib import Path
+
+import pytest
+from trlx_hybrid.testing.launched import FSDP2
+from trlx_hybrid.testing.processes import rank_reports
+
+SCRIPT = Path(__file__).parent / "scripts" / "scoring_distributed.py"
+
+
+@pytest.mark.parametrize("options", [["fsdp"], ["fsdp", "lora"], []], ids=["FSDP2", "FSDP2 and adapters", "DDP"])
+def test_packed_is_what_padded_is_in_two_processes(tmp_path, options):
+    environment = FSDP2 if "fsdp" in options else {"ACCELERATE_USE_CPU": "true"}
+    reports = rank_reports(SCRIPT, tmp_path, *options, count=2, environment=environment)
+    for padded, packed in reports:
+        assert packed["note"] == "scoring: rows are packed, attention by sdpa, row by row"
+        assert packed["why"] is None
+        assert packed["sharded"] == ("fsdp" in options)
+        assert len(packed["logs"]) == len(padded["logs"]) == 3
+    padded, packed = reports[0]
+    for mine, theirs in zip(packed["logs"], padded["logs"], strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-5, rel=1e-5)

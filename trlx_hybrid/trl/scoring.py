@@ -1,0 +1,406 @@
+"""TRL's per-token log-probs, computed by the session's scoring; the old ones taken from the first loss forward.
+
+TRL 1.16's GRPO and RLOO trainers score rows in one method, `_get_per_token_logps_and_entropies`, called
+
+- by `_generate_and_score_completions` without gradients, for all rows of a rollout: the old log-probs first, then those
+  of the reference model;
+- by `_compute_loss` first of all, for the rows of one micro-batch. It reads the old log-probs, and what was made of
+  them, from that micro-batch afterwards.
+
+So where the first loss forward of each row has the weights that the rollout was sampled from, the old log-probs are
+what it computes. The pass without gradients is left out then: `Deferred` puts them, and what TRL makes of them, where
+TRL would have put them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ComponentError, StaleWeightsError
+from ..protocols import Rows, Scores
+from ..weights.policy import transformers_model
+from ..weights.verify import noise
+
+if TYPE_CHECKING:
+    from ..plugins.host import PluginInfo
+    from ..session import Session
+
+logger = logging.getLogger(__name__)
+
+NUMBER = "deferred_row"
+"""In a batch: where each row stood in the rollout, before TRL's shuffle."""
+
+DIVERGENCE = tuple(f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max"))
+RATIO = tuple(f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max"))
+"""TRL's metrics that are made of the old log-probs of a rollout."""
+
+OF_SEQUENCES = ("sequence_mask", "sequence_truncate")
+"""Modes of TRL's correction that take the ratio of whole sequences."""
+
+READERS = ("_generate_and_score_completions", "_prepare_inputs", "compute_loss", "_compute_loss")
+"""Methods of TRL's that see the old log-probs."""
+
+SCORER = "_get_per_token_logps_and_entropies"
+"""The one that computes log-probs."""
+
+
+class Scored:
+    """Stands between `HybridTrainer` and TRL's trainer."""
+
+    session: Session
+
+    _skips_old = False  # the next rows to be scored are those of the old log-probs, which are left out
+    _micro_batch: dict[str, Any] | None = None  # whose loss is being computed
+    _window = (-1, 0)  # the optimizer step, and the micro-batches that it has already
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As in TRL; counts the micro-batches of each optimizer step."""
+        step = self.state.global_step  # type: ignore[attr-defined]
+        if self._window[0] != step:
+            self._window = step, 0
+        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        self._window = step, self._window[1] + 1
+        return loss
+
+    def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
+        trainer: Any = self
+        if not self._defers():
+            return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        mode = "train" if trainer.model.training else "eval"
+        metrics = trainer._metrics[mode]
+        logged = {name: len(metrics[name]) for name in (*DIVERGENCE, *RATIO) if name in metrics}
+        self._skips_old = True
+        try:
+            batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        finally:
+            self._skips_old = False
+        for name in (*DIVERGENCE, *RATIO):  # of log-probs that were not there
+            del metrics[name][logged.get(name, 0) :]
+            if not metrics[name]:
+                del metrics[name]
+        self._deferred[mode] = Deferred(batch, mode, self.session.weight_version)
+        return batch
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        trainer: Any = self
+        known: Any = getattr(trainer, "_buffered_inputs", None)
+        inputs = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
+        drawn: Any = getattr(trainer, "_buffered_inputs", None)
+        scoring = self.session.scoring if "session" in self.__dict__ else None
+        if drawn is known or len(drawn) == 1 or scoring is None or not scoring.balanced:
+            return inputs
+        images = any(isinstance(value, list) for value in drawn[0].values())  # which are not one to a row
+        if images or self._bound is not None or not self._in_one_step():
+            return inputs
+        tokens = torch.cat([(micro["prompt_mask"].sum(1) + micro["completion_mask"].sum(1)) for micro in drawn])
+        trainer._buffered_inputs = regrouped(drawn, scoring.micro_batches(tokens.tolist(), len(drawn)))
+        return trainer._buffered_inputs[trainer._step % len(drawn)]
+
+    @functools.cached_property
+    def _bound(self) -> str | None:
+        """Why it matters which rows share a micro-batch, or None."""
+        return bound_together(self)
+
+    def _in_one_step(self) -> bool:
+        """Whether all micro-batches of the rollout that begins belong to the optimizer step that begins or goes on."""
+        trainer: Any = self
+        micro_batches = self._window[1] + trainer.args.steps_per_generation
+        return bool(micro_batches <= trainer.current_gradient_accumulation_steps)
+
+    def _compute_loss(self, model: Any, inputs: dict[str, Any], *others: Any) -> Any:
+        self._micro_batch = inputs
+        try:
+            return super()._compute_loss(model, inputs, *others)  # type: ignore[misc]
+        finally:
+            self._micro_batch = None
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **images: Any,
+    ) -> Any:
+        trainer: Any = self
+        stock = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
+        given = model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss
+        if "session" not in self.__dict__:
+            return stock(*given, **images)
+        if self._skips_old:
+            self._skips_old = False
+            return Scores(torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device), None, None)
+
+        def forward(labels: Tensor, **inputs: Any) -> Scores:
+            if compute_aux_loss:
+                inputs["output_router_logits"] = True
+            with trainer.accelerator.autocast():
+                outputs = model(**inputs, shift_labels=labels, fused_lm_head=True)
+            entropies = outputs.entropy if compute_entropy else None
+            return Scores(outputs.log_probs, entropies, outputs.aux_loss if compute_aux_loss else None)
+
+        policy = self.session.policy
+        reference = model is trainer.ref_model
+        scores = self.session.scoring.score(
+            Rows(
+                model=transformers_model(trainer.accelerator.unwrap_model(model)) if reference else policy.base,
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                completion_length=logits_to_keep,
+                at_once=batch_size or len(input_ids),
+                padded=lambda: Scores(*stock(*given, **images)),
+                forward=forward,
+            )
+        )
+        if self._micro_batch is not None and NUMBER in self._micro_batch:
+            deferred = self._deferred["train" if trainer.model.training else "eval"]
+            deferred.fill(trainer, self._micro_batch, scores.log_probs.detach())
+        return scores
+
+    def _defers(self) -> bool:
+        """Whether the old log-probs of the rollout that begins are left to its first loss forwards."""
+        session = self.__dict__.get("session")
+        if session is None or not session.scoring.deferred or session.scores_apart is not None:
+            return False
+        trainer: Any = self
+        if not reads_old(trainer):
+            return False
+        if trainer.model.training:
+            if not self._in_one_step():
+                return False  # the last rows will meet other weights
+            random = noise(trainer.model)
+            if random is not None:
+                self._say_once(f"{random} makes each forward pass another one")
+                return False
+        return True
+
+    @functools.cached_property
+    def _deferred(self) -> dict[str, Deferred]:
+        return {}
+
+    @functools.cached_property
+    def _said(self) -> set[str]:
+        return set()
+
+    def _say_once(self, reason: str) -> None:
+        if reason not in self._said and self.session.ranks.rank == 0:
+            logger.warning("Old log-probs take a forward pass of their own: %s.", reason)
+        self._said.add(reason)
+
+
+def reads_old(trainer: Any) -> bool:
+    """Whether TRL computes old log-probs after a rollout at all."""
+    if trainer._base_name == "RLOO":
+        return True
+    every = trainer.args.steps_per_generation * trainer.num_iterations
+    return bool(trainer.args.gradient_accumulation_steps % every != 0 or corrects(trainer))
+
+
+def corrects(trainer: Any) -> bool:
+    """Whether TRL corrects for what sampler and trainer differ by."""
+    return bool(trainer.use_vllm and getattr(trainer, "vllm_importance_sampling_correction", False))
+
+
+def scores_apart(trainer: Any, adviser: PluginInfo | None) -> str | None:
+    """Why this run needs its old log-probs before the first loss forward, or None."""
+    args = trainer.args
+    own = overriding(trainer, READERS)
+    if own is not None:
+        return f"{own} may read them."
+    if adviser is not None:
+        return f"trlx_advantages of plugin {adviser.name!r} may read them."
+    if trainer._base_name == "RLOO" and trainer.beta != 0:
+        return f"RLOO takes the KL divergence, with beta={trainer.beta:g}, out of the rewards."
+    if args.steps_per_generation > args.gradient_accumulation_steps:
+        return (
+            f"a rollout is {args.steps_per_generation} micro-batches (steps_per_generation) and the weights change "
+            f"after {args.gradient_accumulation_steps} (gradient_accumulation_steps)."
+        )
+    return None
+
+
+def overriding(trainer: Any, methods: tuple[str, ...]) -> str | None:
+    """The first of the methods that a class between ours and TRL's trainer, or below ours, has one of its own for."""
+    package = __name__.partition(".")[0]
+    for owner in type(trainer).__mro__:
+        if owner.__dict__.get("_name") == trainer._base_name and owner.__module__.startswith("trl.trainer."):
+            return None
+        found = [name for name in methods if name in owner.__dict__]
+        if found and owner.__module__.partition(".")[0] != package:
+            return f"{owner.__qualname__}.{found[0]}"
+    return None
+
+
+def bound_together(trainer: Any) -> str | None:
+    """Why another choice of the rows of a micro-batch would change an optimizer step's gradient, or None.
+
+    TRL sums over tokens or over rows and divides by numbers that are the same for each micro-batch of a step, as long
+    as each has as many rows. What is listed here divides by the tokens of one micro-batch, or compares them.
+    """
+    args = trainer.args
+    own = overriding(trainer, ("_prepare_inputs", "compute_loss", "_compute_loss"))
+    if own is not None:
+        return f"{own} may depend on which rows share a micro-batch."
+    if getattr(args, "loss_type", None) == "bnpo":
+        return "loss_type='bnpo' divides by the tokens of each micro-batch."
+    if getattr(trainer, "top_entropy_quantile", 1.0) < 1.0:
+        return "top_entropy_quantile compares the tokens of a micro-batch."
+    if getattr(trainer, "_entropy_bonus_enabled", False):
+        return "the entropy bonus is a mean over the tokens of a micro-batch."
+    if trainer.aux_loss_enabled:
+        return "the load balance of experts is one of the tokens of a micro-batch."
+    if args.gradient_accumulation_steps % args.steps_per_generation:
+        return "two optimizer steps share a rollout."
+    return None
+
+
+def regrouped(micro_batches: list[dict[str, Any]], groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """The same rows in other micro-batches.
+
+    Args:
+        groups: the rows of each, counted through all the micro-batches as they were.
+
+    Raises:
+        ComponentError: they do not hold each row once, or not equally many.
+    """
+    size = len(micro_batches[0]["prompt_ids"])
+    rows, sizes = size * len(micro_batches), [len(group) for group in groups]
+    if sorted(row for group in groups for row in group) != list(range(rows)) or set(sizes) != {size}:
+        raise ComponentError(
+            f"The scoring put the {rows} rows of {len(micro_batches)} micro-batches into groups of "
+            f"{', '.join(map(str, sizes))}, where each row once and {size} to a group were expected. Report it to its "
+            "author."
+        )
+    whole: dict[str, Any] = {}
+    for name, value in micro_batches[0].items():
+        if isinstance(value, Tensor) and value.ndim:
+            whole[name] = torch.cat([micro[name] for micro in micro_batches])
+    return [
+        {name: whole[name][list(group)] if name in whole else value for name, value in micro_batches[0].items()}
+        for group in groups
+    ]
+
+
+class Deferred:
+    """The old log-probs of one rollout, while the first loss forward of its micro-batches brings them.
+
+    Args:
+        batch: what TRL made of the rollout, this rank's rows; what was computed from placeholders is taken out.
+        mode: "train" or "eval".
+        version: of the weights that sampled it.
+    """
+
+    def __init__(self, batch: dict[str, Any], mode: str, version: int) -> None:
+        for name in ("old_per_token_logps", "old_logps", "importance_sampling_ratio"):
+            batch.pop(name, None)
+        mask = batch["completion_mask"]
+        self._mode, self._version = mode, version
+        self._completion_mask, self._ids = mask, batch["completion_ids"]
+        self._mask = mask * batch["tool_mask"] if "tool_mask" in batch else mask
+        self._sampled: Tensor | None = batch.get("sampling_per_token_logps")
+        self._old: Tensor | None = None  # (B, T), in the order of the rollout
+        self._waiting = len(mask)
+        batch[NUMBER] = torch.arange(len(mask), device=mask.device)
+
+    def fill(self, trainer: Any, micro_batch: dict[str, Any], log_probs: Tensor) -> None:
+        """The first loss forward of a micro-batch has scored its rows: give TRL what it reads next. With the last one,
+        the rollout's metrics are logged and its sampler is checked. Collective.
+
+        Args:
+            log_probs: (b, T), without their graph.
+
+        Raises:
+            StaleWeightsError: the weights have changed since the rollout.
+            SyncError: engine and trainer differ.
+        """
+        rows = micro_batch.pop(NUMBER)
+        if trainer.session.weight_version != self._version:
+            raise StaleWeightsError(
+                f"The rollout was sampled at weight version {self._version}, and its first loss forward comes at "
+                f"{trainer.session.weight_version}: something has changed the weights within an optimizer step. Switch "
+                "off what takes the old log-probs from there: HybridConfig.scoring_options={'deferred': False}."
+            )
+        if self._old is None:
+            self._old = log_probs.new_zeros(self._completion_mask.shape)
+        self._old[rows] = log_probs
+        self._waiting -= len(rows)
+        if trainer._base_name == "RLOO":
+            micro_batch["old_logps"] = (self._old * self._completion_mask).sum(1)[rows]
+            return
+        micro_batch["old_per_token_logps"] = log_probs
+        ratio = None
+        if corrects(trainer):  # over all rows, as TRL sums them: kernels may sum another number of rows otherwise
+            assert self._sampled is not None
+            ratio = importance_ratio(trainer, self._old, self._sampled, self._mask)
+            micro_batch["importance_sampling_ratio"] = ratio[rows]
+        if self._waiting == 0:
+            self._finish(trainer, self._old, ratio)
+
+    def _finish(self, trainer: Any, old: Tensor, ratio: Tensor | None) -> None:
+        if ratio is not None and self._sampled is not None:
+            log_divergence(trainer, trainer._metrics[self._mode], old, self._sampled, self._mask.bool(), ratio)
+        batch = {"old_per_token_logps": old, "completion_mask": self._mask, "completion_ids": self._ids}
+        if self._sampled is not None:
+            batch["sampling_per_token_logps"] = self._sampled
+        trainer._check_sampled(batch)
+        self._old = self._sampled = None  # a rollout's worth of memory, until the next
+
+
+def importance_ratio(trainer: Any, old: Tensor, sampled: Tensor, mask: Tensor) -> Tensor:
+    """TRL's correction for what sampler and trainer differ by: `GRPOTrainer._generate_and_score_completions`.
+
+    Args:
+        old, sampled: log-probs, (B, T) float; NaN where the sampler has none.
+        mask: (B, T), 0 where no token is trained.
+
+    Returns:
+        (B, T), or (B, 1) for the modes that take whole sequences.
+    """
+    difference = torch.nan_to_num((old - sampled) * mask, nan=0.0)
+    mode = trainer.vllm_importance_sampling_mode
+    if mode in OF_SEQUENCES:
+        difference = difference.sum(dim=-1, keepdim=True)
+    ratio = torch.exp(difference)
+    low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+    if mode in ("sequence_truncate", "token_truncate"):
+        return torch.clamp(ratio, min=low, max=high)
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    return ratio.masked_fill((ratio < low) | (ratio > high), value=0.0)
+
+
+def log_divergence(
+    trainer: Any, metrics: dict[str, list[float]], old: Tensor, sampled: Tensor, mask: Tensor, ratio: Tensor
+) -> None:
+    """TRL's metrics of a rollout, from the same method. Collective.
+
+    Args:
+        mask: (B, T) bool; the others as in `importance_ratio`.
+    """
+    gather = trainer.accelerator.gather
+    difference = torch.abs(old - sampled)
+    difference = difference[mask & ~torch.isnan(difference)]
+    none = torch.tensor(0.0, device=old.device)
+    mean, largest = (difference.mean(), difference.max()) if difference.numel() else (none, none)
+    metrics[DIVERGENCE[0]].append(gather(mean).mean().item())
+    metrics[DIVERGENCE[1]].append(gather(largest).max().item())
+    flat = ratio.flatten() if trainer.vllm_importance_sampling_mode in OF_SEQUENCES else ratio[mask]
+    low, mean, high = (flat.min(), flat.mean(), flat.max()) if flat.numel() else (none, none, none)
+    metrics[RATIO[0]].append(_finite(gather(low)).min().item())
+    metrics[RATIO[1]].append(gather(mean).nanmean().item())
+    metrics[RATIO[2]].append(_finite(gather(high)).max().item())
+
+
+def _finite(gathered: Tensor) -> Tensor:
+    """Without NaN, unless there is nothing else."""
+    kept = gathered[~torch.isnan(gathered)]
+    return kept if kept.numel() else gathered

@@ -1,0 +1,1 @@
+"""The training half of a step: how log-probs, losses and adapters are computed."""

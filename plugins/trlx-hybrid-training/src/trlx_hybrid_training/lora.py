@@ -55,7 +55,6 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -74,11 +73,11 @@ def apply(model: nn.Module) -> list[tuple[str, str]]:
     for name, module in model.named_modules():
         if not isinstance(module, BaseTunerLayer):
             continue
-        reason = _unserved_type(module) or _unserved(module)
-        if reason is None:
-            module.forward = MethodType(forward, module)
+        found = _unserved_type(module) or _parts(module)
+        if isinstance(found, str):
+            unserved.append((name, found))
         else:
-            unserved.append((name, reason))
+            module.forward = MethodType(forward, module)
     return unserved
 
 
@@ -93,15 +92,15 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     Returns:
         (..., out), in autocast's dtype where it is on, else in that of `x`.
     """
-    if args or kwargs or self.disable_adapters or self.merged or _unserved(self) is not None:
-        return Linear.forward(self, x, *args, **kwargs)  # type: ignore[no-any-return]
-    (adapter,) = _adapters(self)
-    base, a, b = self.base_layer, self.lora_A[adapter].weight, self.lora_B[adapter].weight
-    dtype = _dtype(x, base.weight, a, b)
-    if dtype is None:
-        return Linear.forward(self, x)  # type: ignore[no-any-return]
-    out: Tensor = _LowRank.apply(x, base.weight, base.bias, a, b, self.scaling[adapter], dtype)  # type: ignore[no-untyped-call]
-    return out
+    plain = not (args or kwargs or self.disable_adapters or self.merged)
+    parts = _parts(self) if plain else ""
+    if not isinstance(parts, str):
+        weight, bias, a, b, scaling = parts
+        dtype = _dtype(x, weight, a, b)
+        if dtype is not None:
+            out: Tensor = _LowRank.apply(x, weight, bias, a, b, scaling, dtype)  # type: ignore[no-untyped-call]
+            return out
+    return Linear.forward(self, x, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 class _LowRank(torch.autograd.Function):
@@ -163,11 +162,6 @@ def _dtype(x: Tensor, *parameters: Tensor) -> torch.dtype | None:
     return x.dtype if all(p.dtype == x.dtype for p in parameters) else None
 
 
-def _adapters(layer: Any) -> list[str]:
-    """Those that are active and that this layer has."""
-    return [name for name in layer.active_adapters if name in layer.lora_A]
-
-
 def _unserved_type(layer: BaseTunerLayer) -> str | None:
     if type(layer) is not Linear:  # subclasses and its like compute something else: quantised or sharded layers
         return f"it is PEFT's {type(layer).__name__}; plain LoRA of a linear layer is served"
@@ -177,26 +171,30 @@ def _unserved_type(layer: BaseTunerLayer) -> str | None:
     return None
 
 
-def _unserved(layer: Any) -> str | None:
-    """Why this layer, as it is now, does not compute what `_LowRank` does, or None."""
-    names = _adapters(layer)
+def _parts(layer: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | str:
+    """W, bias, A, B and the scaling of the one active adapter; or why this layer, as it is now, does not compute what
+    `_LowRank` does. Asked in each call, so it takes few µs."""
+    adapters = layer.lora_A
+    names = [name for name in layer.active_adapters if name in adapters]
     if len(names) != 1:
         return f"{len(names)} of its adapters are active ({', '.join(names)}); one is served"
     (name,) = names
-    base, a, b, dropout = layer.base_layer, layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
     if name in layer.lora_variant:
         return f"it computes a variant of LoRA ({type(layer.lora_variant[name]).__name__})"
+    base, a, b, dropout = layer.base_layer, adapters[name], layer.lora_B[name], layer.lora_dropout[name]
     for module in (base, a, b):
         if type(module) is not nn.Linear:
             return f"it computes with a {type(module).__name__}"
-        if "forward" in vars(module) or any(vars(module)[hooks] for hooks in HOOKS):
+        hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+        if hooks or module._backward_pre_hooks or "forward" in module.__dict__:
             return "hooks are to be called with its base, A or B, or a wrapper shards them one by one"
+    weight, bias = base.weight, base.bias
     if b.bias is not None:
         return "B has a bias (lora_bias)"
-    if base.weight.dtype not in DTYPES:
-        return f"its base is quantised ({base.weight.dtype})"
-    if base.weight.requires_grad or (base.bias is not None and base.bias.requires_grad):
+    if weight.dtype not in DTYPES:
+        return f"its base is quantised ({weight.dtype})"
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
         return "its base is trained as well"
     if type(dropout) is not nn.Identity and not (type(dropout) is nn.Dropout and not (dropout.training and dropout.p)):
         return f"its input is dropped ({dropout})"
-    return None
+    return weight, bias, a.weight, b.weight, layer.scaling[name]

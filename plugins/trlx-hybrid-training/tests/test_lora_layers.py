@@ -7,6 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import trl
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import Linear
 from torch import nn
@@ -180,6 +181,29 @@ def test_training_takes_the_same_steps():
         runs.append(losses)
     assert runs[1] == pytest.approx(runs[0], abs=1e-5)
     assert runs[0][-1] < runs[0][0]
+
+
+def test_grpo_trains_and_saves_as_with_peft(run, calls):
+    """TRL's trainer with its own generation, gradient checkpointing on as by default."""
+    from safetensors.torch import load_file
+
+    finished, saved = [], []
+    for serve in (False, True):
+        one = run(trl.GRPOTrainer, peft_config=LoraConfig(r=4, target_modules="all-linear"), train=False, max_steps=2)
+        if serve:
+            assert lora.apply(one.trainer.model) == []
+        one.trainer.train()
+        one.trainer.save_model()
+        finished.append(one)
+        saved.append(load_file(f"{one.trainer.args.output_dir}/adapter_model.safetensors"))
+    assert calls
+    peft, here = finished
+    assert here.recorder.completions == peft.recorder.completions
+    for found, expected in zip(here.logs, peft.logs, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5)
+    assert (
+        largest_difference(*reversed(saved)) < 1e-3
+    )  # AdamW's first steps: the sign of a gradient counts, not its size
 
 
 # --- what is around the layer ---------------------------------------------------------------------------------------

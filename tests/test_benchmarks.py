@@ -141,6 +141,22 @@ def test_a_copy_without_git_is_told_its_commit(monkeypatch, tmp_path):
     assert result.commit() == "abc"
 
 
+def test_each_case_says_at_which_commit_and_on_which_machine_it_was_measured(example, tmp_path, monkeypatch):
+    monkeypatch.setenv("BENCH_COMMIT", "abc")
+    monkeypatch.setattr(result, "driver", lambda: "580.65.06")
+    at = json.loads(example.publish(tmp_path).read_text())["measured_at"]
+    assert at == {"8x8": {"commit": "abc", "cpu": result.cpu_model(), "driver": "580.65.06"}}
+    assert result.cpu_model()
+
+
+def test_a_machine_without_a_gpu_has_no_driver(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert result.driver() is None
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 580.65.06; echo 580.65.06\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert result.driver() == "580.65.06"
+
+
 # --- the goals ------------------------------------------------------------------------------------------------------
 
 MET = [("rollout", "nvidia-a", {"speedup": 1.8}), ("host", "cpu-2-cores", {"overhead_ms": 1.0})]

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import offload, step, weight_sync
+from benchmarks import offload, result, step, weight_sync
 from benchmarks.digest import digest
 from benchmarks.goals import GOALS, load
 from benchmarks.harness import Measurement
@@ -134,7 +134,7 @@ def test_a_case_without_the_peer_has_no_ratio():
     assert Result(benchmark="b", device="d", peer="peer", measurements=[alone], metrics={}).ratio(alone) is None
 
 
-def test_a_run_adds_its_cases_to_those_of_the_same_commit(tmp_path, monkeypatch):
+def test_a_run_adds_its_cases_to_those_of_the_same_versions(tmp_path, monkeypatch):
     def publish(case, seconds, add):
         kinds = {"split": {case: 1}, "model": "tiny"}
         measurements = [Measurement("peer", (seconds,), case)]
@@ -153,7 +153,10 @@ def test_a_run_adds_its_cases_to_those_of_the_same_commit(tmp_path, monkeypatch)
     assert both["metrics"] == {"seconds_full": 3.0, "seconds_lora": 2.0}
     assert both["settings"] == {"split": {"full": 1, "lora": 1}, "model": "tiny"}
     monkeypatch.setenv("BENCH_COMMIT", "two")
-    with pytest.raises(ValueError, match="another commit"):
+    later = publish("lora", 2.5, add=True)
+    assert {case: at["commit"] for case, at in later["measured_at"].items()} == {"full": "one", "lora": "two"}
+    monkeypatch.setattr(result, "versions", lambda: {"trl": "2"})
+    with pytest.raises(ValueError, match="another versions"):
         publish("lora", 2.0, add=True)
     assert len(publish("lora", 2.0, add=False)["measurements"]) == 1
 

@@ -12,8 +12,10 @@ import pytest
 
 from benchmarks import BENCHMARKS, capacity, capacity_run, result
 from benchmarks.__main__ import main
+from benchmarks.flops import training_flops
 from benchmarks.goals import GOALS, load
 from benchmarks.harness import Arm, Measurement, Timed, UnequalResultsError, alternate
+from benchmarks.lengths import Lengths, batches
 from benchmarks.result import Result
 from benchmarks.worker import Worker, WorkerError, wait_until_built
 
@@ -229,6 +231,34 @@ def test_every_benchmark_is_listed_and_runnable(capsys):
     for name in BENCHMARKS:
         assert name in listed
         assert callable(importlib.import_module(f"benchmarks.{name}").main)
+
+
+# --- what is measured -----------------------------------------------------------------------------------------------
+
+
+def test_lengths_are_drawn_once_for_all_arms():
+    lengths = Lengths(sequences=4000, longest=2048, median=512, sigma=0.8)
+    drawn = lengths.draw(3)
+    assert drawn == Lengths(sequences=4000, longest=2048, median=512, sigma=0.8).draw(3)
+    assert drawn != lengths.draw(4)
+    assert (min(drawn) >= 1, max(drawn)) == (True, 2048)
+    assert sorted(drawn)[2000] == pytest.approx(512, rel=0.05)
+    assert sum(tokens == 2048 for tokens in drawn) / 4000 == pytest.approx(0.042, abs=0.01)  # beyond 1.73 σ
+    following = batches(lengths)
+    assert [following(), following()] == [lengths.draw(0), lengths.draw(1)]
+    assert Lengths(sequences=3, longest=5).draw(0) == [5, 5, 5]
+    assert (lengths.name, Lengths(sequences=3, longest=5).name) == ("4000xlognormal512", "3x5")
+
+
+def test_flops_are_counted_on_real_tokens():
+    config = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "vocab_size": 151936}
+    config |= {"num_attention_heads": 12, "num_key_value_heads": 2}
+    full = training_flops(config, 128, [512] * 64, adapters=False)
+    assert full / 989e12 == pytest.approx(
+        0.38, abs=0.005
+    )  # s at an H100's peak: 6 × 1.5 billion × 40,960, and attention
+    assert training_flops(config, 128, [512] * 64, adapters=True) == pytest.approx(full * 2 / 3, rel=0.02)
+    assert training_flops(config, 128, [512, 8], adapters=False) < full / 64 * 1.3
 
 
 # --- workers --------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ BENCHMARKS = (
     "weight_sync",
     "offload",
     "step",
+    "capacity",
     "multiturn",
     "reshard",
     "reshard_plan",

@@ -11,15 +11,18 @@ from pathlib import Path
 from trlx_hybrid.errors import did_you_mean
 
 from . import BENCHMARKS
-from .goals import GOALS, load, misses
+from .goals import GOALS, load, measured_code, misses, module_of, stale
 from .result import RESULTS
 
 
 def main(argv: Sequence[str] | None = None, *, goals: Path = GOALS, results: Path = RESULTS) -> int:
-    """The exit status: 0, or 1 when a goal is missed; an unknown name leaves with 2."""
+    """The exit status: 0, or 1 when a goal is missed or a result is too old; an unknown name leaves with 2."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(dest="command")
-    check_parser = commands.add_parser("check", help="exit 1 naming each goal that the committed results miss")
+    told = (
+        "exit 1 naming each goal that the committed results miss, and each result that is older than what it measured"
+    )
+    check_parser = commands.add_parser("check", help=told)
     check_parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to check (default: all)")
     arguments = parser.parse_args(argv)
     if arguments.command is None:
@@ -39,13 +42,19 @@ def list_benchmarks() -> None:
 
 
 def check(names: Sequence[str], goals: Path, results: Path) -> int:
-    """Print each missed goal; 1 if there is one, else 0."""
-    wanted = [goal for goal in load(goals) if goal.benchmark in names]
+    """Print each missed goal, and each result whose code is newer; 1 if there is one, else 0."""
+    wanted = [goal for goal in load(goals) if module_of(goal.benchmark) in names]
     missed = [miss for goal in wanted for miss in misses(goal, results)]
+    old = list(stale(dict.fromkeys(goal.benchmark for goal in wanted), measured_code(goals), results))
     for miss in missed:
         print(f"MISSED  {miss}", file=sys.stderr)
+    for line in old:
+        print(f"STALE   {line}", file=sys.stderr)
     print(f"{len(wanted)} goals of {', '.join(names)}: {f'{len(missed)} missed' if missed else 'all met'}.")
-    return 1 if missed else 0
+    print(
+        f"{len(old)} results are older than what they measure." if old else "No result is older than what it measures."
+    )
+    return 1 if missed or old else 0
 
 
 def _unknown(name: str) -> str:

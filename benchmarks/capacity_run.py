@@ -23,6 +23,7 @@ from typing import Any
 
 from .building import prepare_process, stock_engine
 from .capacity import ANSWER, CONTEXT, LORA_RANK, PROGRESS, SEQUENCES, SHAPES
+from .lengths import Lengths
 from .scale import Scale, Variant
 
 GIB = 1 << 30
@@ -130,7 +131,13 @@ def trl_engine(size: str) -> AbstractContextManager[Any]:
 
     if torch.cuda.is_available():
         return nullcontext()
-    scale = Scale(config=SHAPES[size], prompt_tokens=1, cases=((1, 1),), kv_cache_bytes=64 << 20, repetitions=1)
+    scale = Scale(
+        config=SHAPES[size],
+        prompt_tokens=1,
+        cases=(Lengths(sequences=1, longest=1),),
+        kv_cache_bytes=64 << 20,
+        repetitions=1,
+    )
     return stock_engine(scale, Variant())
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from .building import GPU_SHARE, engine_options, load, prepare_process, stock_engine
 from .harness import Timed, synchronise
+from .lengths import Lengths, prescribe_hybrid, prescribe_stock
 from .scale import Scale, Variant
 
 GROUP = 8  # completions per prompt: GRPO's default
@@ -30,6 +31,7 @@ class Contestant(ABC):
     def __init__(self, folder: str, scale: Scale, variant: Variant | None = None) -> None:
         prepare_process(folder)
         self._scale, self._variant = scale, variant or Variant()
+        self._lengths: list[int] | None = None  # of the batch that is sampled next; None as the sampling says
         self.build(*load(folder, self._variant), scale)
 
     @abstractmethod
@@ -44,30 +46,32 @@ class Contestant(ABC):
         """Around one batch: what the trainer does before and after generating, left out of the time."""
         return nullcontext()
 
-    def repeat(self, sequences: int, tokens: int, turn: int) -> Timed:
+    def repeat(self, lengths: Lengths, turn: int) -> Timed:
         """One repetition; its result is the length of each completion."""
-        self.set_sampling(tokens, top_k=0)
-        return self._timed(self._generate, sequences, tokens, turn)
+        return self._timed(self._generate, lengths, turn, f"{lengths.name}-{turn}")
 
     def greedy(self) -> list[list[int]]:
         """Completions that depend on nothing but the model."""
         self.set_sampling(GREEDY_TOKENS, top_k=1)
+        self._lengths = None
         with self.phase():
             return self._generate(self._prompts("greedy", GREEDY_SEQUENCES))
 
-    def _timed(self, generate: Any, sequences: int, tokens: int, turn: int) -> Timed:
-        # The turn makes the prompts new, so that no arm finds an earlier round's in its prefix cache.
-        prompts = self._prompts(f"{sequences}x{tokens}-{turn}", sequences)
+    def _timed(self, generate: Any, lengths: Lengths, turn: int, seed: str) -> Timed:
+        # The seed makes the prompts new, so that no arm finds an earlier round's in its prefix cache.
+        prompts = self._prompts(seed, lengths.sequences)
+        self._lengths = wanted = lengths.draw(turn)
+        self.set_sampling(lengths.longest, top_k=0)
         with self.phase():
             synchronise()
             started = time.perf_counter()
             completions = generate(prompts)
             synchronise()
             seconds = time.perf_counter() - started
-        lengths = [len(completion) for completion in completions]
-        if lengths != [tokens] * sequences:
-            raise RuntimeError(f"Wanted {sequences} completions of {tokens} tokens, got lengths {lengths}.")
-        return Timed(seconds, lengths)
+        found = [len(completion) for completion in completions]
+        if found != wanted:
+            raise RuntimeError(f"Wanted completions of {wanted} tokens, got {found}.")
+        return Timed(seconds, found)
 
     def _generate(self, prompts: list[list[int]]) -> list[list[int]]:
         """As in GRPOTrainer._generate_single_turn; the log-probs come along and are thrown away."""
@@ -106,9 +110,10 @@ class StockTRL(Contestant):
                 model_impl="vllm",
                 temperature=1.0,
                 logprobs=0,
-                generation_kwargs={"ignore_eos": True},
+                generation_kwargs=self._variant.generation_kwargs,
             )
         self.generation.sync_weights()
+        prescribe_stock(self.generation.llm, lambda: self._lengths)
 
     def set_sampling(self, max_tokens: int, top_k: int) -> None:
         """VLLMGeneration reads both at each call."""
@@ -133,7 +138,7 @@ class Hybrid(Contestant):
                 per_device_train_batch_size=GROUP,
                 num_generations=GROUP,
                 temperature=1.0,
-                generation_kwargs={"ignore_eos": True},
+                generation_kwargs=self._variant.generation_kwargs,
                 vllm_gpu_memory_utilization=GPU_SHARE,
                 vllm_max_model_length=scale.longest,
                 vllm_enable_sleep_mode=self._variant.sleep,
@@ -151,6 +156,7 @@ class Hybrid(Contestant):
             ),
         )
         self.generation = self._trainer.vllm_generation
+        prescribe_hybrid(self._trainer.session.sampler, lambda: self._lengths)
         with self.phase():
             pass
 
@@ -163,11 +169,10 @@ class Hybrid(Contestant):
         sampler = self._trainer.session.sampler
         sampler.sampling = replace(sampler.sampling, max_tokens=max_tokens, top_k=top_k)
 
-    def repeat_seedless(self, sequences: int, tokens: int, turn: int) -> Timed:
+    def repeat_seedless(self, lengths: Lengths, turn: int) -> Timed:
         """As `repeat`, with the same engine and parameters but no seed on any request."""
-        self.set_sampling(tokens, top_k=0)
-        other_prompts = -1 - turn  # this engine's prefix cache knows those of `turn` already
-        return self._timed(self._generate_seedless, sequences, tokens, other_prompts)
+        other_prompts = f"{lengths.name}-{-1 - turn}"  # this engine's prefix cache knows those of `turn` already
+        return self._timed(self._generate_seedless, lengths, turn, other_prompts)
 
     def _generate_seedless(self, prompts: list[list[int]]) -> list[list[int]]:
         from trlx_hybrid.types import Request
@@ -177,6 +182,9 @@ class Hybrid(Contestant):
 
         session = self._trainer.session
         stream = EngineStream(session.live_engine.llm, sampling_params(session.sampler.sampling))
-        requests = [Request(prompt_ids=prompt, seed=None) for prompt in prompts]  # type: ignore[arg-type]
+        requests = [
+            Request(prompt_ids=prompt, seed=None, max_tokens=tokens)  # type: ignore[arg-type]
+            for prompt, tokens in zip(prompts, self._lengths or (), strict=True)
+        ]
         with running(session.live_engine.dtype):
             return [c.token_ids for c in collect(stream, requests)]

@@ -1,10 +1,11 @@
-"""The goals, and which of them the results miss."""
+"""The goals, which of them the results miss, and which results are older than the code that they measured."""
 
 from __future__ import annotations
 
 import json
+import subprocess
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,9 +13,11 @@ from typing import Any
 
 from trlx_hybrid.config import build
 
-from .result import RESULTS
+from . import BENCHMARKS
+from .result import RESULTS, measured_at
 
 GOALS = RESULTS.parent / "goals.toml"
+ROOT = RESULTS.parents[1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +57,7 @@ def load(file: Path = GOALS) -> list[Goal]:
 
 def misses(goal: Goal, results: Path = RESULTS) -> Iterator[str]:
     """One line for each result in the folder `results` that misses the goal, or one saying that none was measured."""
-    measured = list(_results_for(goal, results))
+    measured = list(_results(goal.benchmark, goal.device, results))
     if not measured:
         yield f"{goal.benchmark} on {goal.device}: {goal.metric} not measured, goal {goal.bound}"
     for result in measured:
@@ -64,8 +67,48 @@ def misses(goal: Goal, results: Path = RESULTS) -> Iterator[str]:
             yield f"{goal.benchmark} on {result['device']}: {goal.metric} {found}, goal {goal.bound}"
 
 
-def _results_for(goal: Goal, folder: Path) -> Iterator[dict[str, Any]]:
-    for file in sorted(folder.glob(f"{goal.benchmark}-*.json")):
+def measured_code(file: Path = GOALS) -> dict[str, list[str]]:
+    """What each module measures: files and folders, from the root of the repository."""
+    found: dict[str, list[str]] = tomllib.loads(file.read_text()).get("code", {})
+    return found
+
+
+def module_of(benchmark: str) -> str:
+    """The module that writes results of this name: `capacity` writes `capacity_kv`."""
+    return max((name for name in BENCHMARKS if f"{benchmark}_".startswith(f"{name}_")), key=len, default=benchmark)
+
+
+def stale(
+    benchmarks: Iterable[str], code: Mapping[str, Sequence[str]], results: Path = RESULTS, root: Path = ROOT
+) -> Iterator[str]:
+    """One line for each result in the folder `results` whose code a commit has changed since it was measured; where its
+    cases were measured at different commits, one for each of these."""
+    for benchmark in benchmarks:
+        paths = code.get(module_of(benchmark), ())
+        for result in _results(benchmark, "*", results) if paths else ():
+            cases: dict[str | None, list[str]] = {}
+            for case, at in measured_at(result).items():
+                cases.setdefault(at["commit"], []).append(case)
+            for commit, measured in cases.items():
+                why = _changed_since(commit, paths, root)
+                if why is not None:
+                    which = f" ({', '.join(measured)})" if len(cases) > 1 else ""
+                    yield f"{benchmark} on {result['device']}{which}: {why}"
+
+
+def _changed_since(commit: str | None, paths: Sequence[str], root: Path) -> str | None:
+    if commit is None:
+        return "it does not say at which commit it was measured"
+    command = ["git", "log", "--format=%h", f"{commit}..HEAD", "--", *paths]
+    try:
+        found = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.split()
+    except (OSError, subprocess.CalledProcessError):
+        return f"measured at {commit:.7}, which git does not know here"
+    return f"measured at {commit:.7}; its code was changed since by {found[0]} ({len(found)} in all)" if found else None
+
+
+def _results(benchmark: str, device: str, folder: Path) -> Iterator[dict[str, Any]]:
+    for file in sorted(folder.glob(f"{benchmark}-*.json")):
         result = json.loads(file.read_text())
-        if result["benchmark"] == goal.benchmark and fnmatchcase(result["device"], goal.device):
+        if result["benchmark"] == benchmark and fnmatchcase(result["device"], device):
             yield result

@@ -78,8 +78,8 @@ class ToolStepper(Stepper):
     def __init__(
         self, kind: str, folder: str, scale: Scale, turns: int, tokens: int, observed: int, batch: int, steps: int
     ) -> None:
-        ((rows, _),) = scale.cases
-        self._answering = Answering(" ".join(f"{word:x}" for word in range(1, observed - 2)), rows, turns)
+        (lengths,) = scale.cases
+        self._answering = Answering(" ".join(f"{word:x}" for word in range(1, observed - 2)), lengths.sequences, turns)
         self._talker = talker(scale.config["vocab_size"])
         self._talker.call = self._answering.read
         self._folder, self._turns, self._tokens_per_turn = folder, turns, tokens
@@ -155,9 +155,9 @@ def _prompts(scale: Scale, steps: int) -> Any:
     """Enough of them, different ones, for every step."""
     from datasets import Dataset
 
-    draw, ((rows, _),) = random.Random(0), scale.cases
+    draw, (lengths,) = random.Random(0), scale.cases
     words = range(1, scale.config["vocab_size"])
-    count = rows // GROUP * (steps + 1)
+    count = lengths.sequences // GROUP * (steps + 1)
     return Dataset.from_dict(
         {"prompt": [prompt(index + 1, draw.choices(words, k=scale.prompt_tokens - 4)) for index in range(count)]}
     )

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from .harness import Arm, Measurement, Timed, alternate
+from .lengths import Lengths
 from .multiturn_stepping import ToolStepper
 from .result import Result, accelerator
 from .rollout import SCALES, write_model
@@ -30,7 +31,7 @@ ARMS = {"trl": ("trl", False), "lock_step": ("hybrid", True), "multi_turn": ("hy
 def run_steps(model: str, latency: float, repetitions: int) -> Result:
     """Both trainers in processes of their own, a step each in turn; tools that answer at once first, then slow ones."""
     longest = TURNS[model] * (TOKENS[model] + OBSERVED[model])
-    scale = dataclasses.replace(SCALES[model], cases=((SEQUENCES[model], longest),))
+    scale = dataclasses.replace(SCALES[model], cases=(Lengths(sequences=SEQUENCES[model], longest=longest),))
     cases = {"at once": (0.0, WARMUP, repetitions), "slow": (latency, 0, max(2, repetitions - 1))}
     steps = len(cases) + sum(2 * (warmup + repeated) for _, warmup, repeated in cases.values())
     measured: list[Measurement] = []

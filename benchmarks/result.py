@@ -8,6 +8,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -65,11 +66,13 @@ class Result:
 
     def as_dict(self) -> dict[str, Any]:
         """The content of the JSON file."""
+        at = {"commit": commit(), "cpu": cpu_model(), "driver": driver()}
         return {
             "benchmark": self.benchmark,
             "device": self.device,
             "versions": versions(),
-            "commit": commit(),
+            "commit": at["commit"],
+            "measured_at": {m.case: at for m in self.measurements} or {"": at},
             "settings": dict(self.settings),
             "peer": self.peer,
             "measurements": [
@@ -115,10 +118,12 @@ def written(content: Mapping[str, Any]) -> str:
 def joined(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
     """One result of two runs that measured different cases; where both say something, the later one is right.
 
+    Each case keeps the commit and the machine that it was measured at.
+
     Raises:
-        ValueError: they differ in what was measured: device, versions, commit.
+        ValueError: they differ in benchmark, device, versions or peer; or, without cases, in the commit.
     """
-    for key in ("benchmark", "device", "versions", "commit", "peer"):
+    for key in ("benchmark", "device", "versions", "peer", *(() if later["measurements"] else ("commit",))):
         if earlier[key] != later[key]:
             raise ValueError(f"Cannot add to a result with another {key}: {earlier[key]!r}, now {later[key]!r}.")
     cases = {m["case"] for m in later["measurements"]}
@@ -127,8 +132,19 @@ def joined(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, An
     for key, value in later["settings"].items():
         old = settings.get(key)
         settings[key] = {**old, **value} if isinstance(old, Mapping) and isinstance(value, Mapping) else value
-    metrics = {**earlier["metrics"], **later["metrics"]}
-    return {**later, "settings": settings, "measurements": [*kept, *later["measurements"]], "metrics": metrics}
+    return {
+        **later,
+        "measured_at": {**measured_at(earlier), **later["measured_at"]},
+        "settings": settings,
+        "measurements": [*kept, *later["measurements"]],
+        "metrics": {**earlier["metrics"], **later["metrics"]},
+    }
+
+
+def measured_at(result: Mapping[str, Any]) -> dict[str, dict[str, str | None]]:
+    """Commit, CPU model and driver of each case; of results from before these were kept, the commit alone."""
+    cases = [m["case"] for m in result.get("measurements", ())] or [""]
+    return dict(result.get("measured_at") or {case: {"commit": result.get("commit")} for case in cases})
 
 
 def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
@@ -151,6 +167,25 @@ def accelerator() -> str:
         return cpu()
     name = re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(0).lower()).strip("-")
     return f"{name}-x{count}" if count > 1 else name
+
+
+def cpu_model() -> str | None:
+    """Of this machine, as the kernel names it: two hosts with the same accelerator may differ in nothing else."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or None
+
+
+def driver() -> str | None:
+    """Version of the NVIDIA driver; None without one."""
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found[0] if found else None
 
 
 def versions() -> dict[str, str]:

@@ -1,26 +1,31 @@
 """Tokens per second of the in-process engine, reached as a trainer reaches it, against TRL's own colocate path.
 
 Both are TRL's `generate(prompts, images, num_generations, profiler)`: once of TRL's VLLMGeneration, once of what a
-hybrid trainer puts in its place. vLLM keeps one engine per process, so each arm has a process of its own; both hold
-their engine on the same device, with the same settings, and repeat in turn while the other waits.
+hybrid trainer puts in its place. vLLM keeps one engine per process, so each arm has a process of its own; all hold
+their engine on the same device, with the same settings, and repeat in turn while the others wait. Completions are of
+one length, or of lengths drawn from a lognormal distribution, the same rows in all arms.
 
-A third arm, without a goal, samples in our engine with no seeds on the requests: what seeds cost, if anything.
+Arm `tuned` is TRL's path with what a user can set: no text is built of the tokens. Arm `seedless` samples in our engine
+with no seeds on the requests: what seeds cost, if anything.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from .contestants import GROUP, Hybrid, StockTRL
 from .harness import Arm, Measurement, alternate
+from .lengths import Lengths
 from .result import Result, accelerator
-from .scale import Scale
+from .scale import Scale, Variant
 from .worker import Worker, wait_until_built
 
 BUILD_SECONDS, REPEAT_SECONDS = 420.0, 120.0
@@ -37,7 +42,26 @@ SCALES = {
             "tie_word_embeddings": True,
         },
         prompt_tokens=128,
-        cases=((64, 512), (256, 512)),
+        cases=(
+            Lengths(sequences=64, longest=512),
+            Lengths(sequences=256, longest=512),
+            Lengths(sequences=64, longest=2048, median=512, sigma=0.8),
+        ),
+        kv_cache_bytes=8 << 30,
+        repetitions=5,
+    ),
+    "7b": Scale(
+        config={
+            "vocab_size": 152064,
+            "hidden_size": 3584,
+            "intermediate_size": 18944,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 28,
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": False,
+        },
+        prompt_tokens=128,
+        cases=(Lengths(sequences=64, longest=512), Lengths(sequences=64, longest=2048, median=512, sigma=0.8)),
         kv_cache_bytes=8 << 30,
         repetitions=5,
     ),
@@ -53,7 +77,11 @@ SCALES = {
             "initializer_range": 0.1,  # spreads the logits: greedy choices must not hang on rounding
         },
         prompt_tokens=16,
-        cases=((8, 64), (32, 64)),
+        cases=(
+            Lengths(sequences=8, longest=64),
+            Lengths(sequences=32, longest=64),
+            Lengths(sequences=8, longest=64, median=16, sigma=0.8),
+        ),
         kv_cache_bytes=64 << 20,
         repetitions=3,
     ),
@@ -88,54 +116,60 @@ def tokenizer(size: int) -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", pad_token="<eos>", padding_side="left")
 
 
-def compare(trl: Worker, hybrid: Worker, sequences: int, tokens: int, repetitions: int) -> list[Measurement]:
+def compare(workers: Mapping[str, Worker], lengths: Lengths, repetitions: int) -> list[Measurement]:
     """All arms at one size."""
 
     def arm(name: str, worker: Worker, method: str) -> Arm:
-        return Arm(name, lambda turn: worker.call(method, sequences, tokens, turn, seconds=REPEAT_SECONDS))
+        return Arm(name, lambda turn: worker.call(method, lengths, turn, seconds=REPEAT_SECONDS))
 
-    arms = [arm("trl", trl, "repeat"), arm("hybrid", hybrid, "repeat"), arm("seedless", hybrid, "repeat_seedless")]
-    return alternate(arms, warmup=1, repetitions=repetitions, case=f"{sequences}x{tokens}")
+    arms = [arm(name, worker, "repeat") for name, worker in workers.items()]
+    arms.append(arm("seedless", workers["hybrid"], "repeat_seedless"))
+    return alternate(arms, warmup=1, repetitions=repetitions, case=lengths.name)
 
 
-def greedy_agreement(trl: Worker, hybrid: Worker) -> float:
-    """The share of tokens that both contestants choose alike when nothing is left to chance."""
-    theirs, ours = (worker.call("greedy", seconds=REPEAT_SECONDS) for worker in (trl, hybrid))
-    pairs = [pair for left, right in zip(theirs, ours, strict=True) for pair in zip(left, right, strict=True)]
+def greedy_agreement(workers: Mapping[str, Worker]) -> float:
+    """The share of tokens that TRL's path and another contestant choose alike when nothing is left to chance."""
+    theirs, *others = (worker.call("greedy", seconds=REPEAT_SECONDS) for worker in workers.values())
+    pairs = [pair for ours in others for rows in zip(theirs, ours, strict=True) for pair in zip(*rows, strict=True)]
     return sum(1 for left, right in pairs if left == right) / len(pairs)
 
 
-def metrics_of(measurements: Sequence[Measurement], cases: Sequence[tuple[int, int]]) -> dict[str, float]:
-    """Tokens per second of each arm and our speed-up over TRL, for each case."""
+def metrics_of(measurements: Sequence[Measurement], cases: Sequence[Lengths], warmup: int = 1) -> dict[str, float]:
+    """Tokens per second of each arm, and our speed-up over TRL and over TRL tuned, for each case."""
     medians = {(m.case, m.arm): m.median for m in measurements}
     metrics: dict[str, float] = {}
-    for sequences, tokens in cases:
-        case = f"{sequences}x{tokens}"
-        metrics |= {
-            f"tokens_per_second_{arm}_{case}": sequences * tokens / seconds
-            for (measured, arm), seconds in medians.items()
-            if measured == case
-        }
-        metrics[f"speedup_{case}"] = medians[case, "trl"] / medians[case, "hybrid"]
+    for lengths in cases:
+        for m in measurements:
+            if m.case == lengths.name:
+                metrics[f"seconds_{m.arm}_{m.case}"] = m.median
+                tokens = [sum(lengths.draw(warmup + turn)) for turn in range(len(m.seconds))]
+                rates = [count / seconds for count, seconds in zip(tokens, m.seconds)]
+                metrics[f"tokens_per_second_{m.arm}_{m.case}"] = statistics.median(rates)
+        ours = medians[lengths.name, "hybrid"]
+        metrics[f"speedup_{lengths.name}"] = medians[lengths.name, "trl"] / ours
+        metrics[f"speedup_over_tuned_{lengths.name}"] = medians[lengths.name, "tuned"] / ours
     return metrics
 
 
 def run(model: str, repetitions: int) -> Result:
-    """Build both contestants at once, check that they agree, and let them repeat in turn."""
+    """Build all contestants at once, check that they agree, and let them repeat in turn."""
     scale, device = SCALES[model], accelerator()
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-rollout-"))
         write_model(Path(folder), scale)
         started = time.perf_counter()
-        trl = stack.enter_context(Worker("trl", StockTRL, folder, scale))
-        hybrid = stack.enter_context(Worker("hybrid", Hybrid, folder, scale))
-        wait_until_built([trl, hybrid], BUILD_SECONDS)
+        contestants = {"trl": (StockTRL, True), "tuned": (StockTRL, False), "hybrid": (Hybrid, True)}
+        workers = {
+            name: stack.enter_context(Worker(name, factory, folder, scale, Variant(detokenize=detokenize)))
+            for name, (factory, detokenize) in contestants.items()
+        }
+        wait_until_built(workers.values(), BUILD_SECONDS)
         build_seconds = time.perf_counter() - started
-        print(f"both engines built in {build_seconds:.0f} s", flush=True)
-        agreement = greedy_agreement(trl, hybrid)
+        print(f"all engines built in {build_seconds:.0f} s", flush=True)
+        agreement = greedy_agreement(workers)
         if device.startswith("cpu") and agreement < 1.0:  # fp32 there; in bf16 kernels may round differently
             raise RuntimeError(f"Only {agreement:.1%} of the greedy tokens agree in fp32.")
-        measurements = [m for case in scale.cases for m in compare(trl, hybrid, *case, repetitions)]
+        measurements = [m for lengths in scale.cases for m in compare(workers, lengths, repetitions)]
     return Result(
         benchmark="rollout" if model == "1.5b" else f"rollout_{model}",  # goals are about the former
         device=device,
@@ -146,6 +180,7 @@ def run(model: str, repetitions: int) -> Result:
             "model": model,
             "config": dict(scale.config),
             "prompt_tokens": scale.prompt_tokens,
+            "lengths": {lengths.name: dataclasses.asdict(lengths) for lengths in scale.cases},
             "num_generations": GROUP,
             "max_num_seqs": scale.max_num_seqs,
             "kv_cache_bytes": scale.kv_cache_bytes,

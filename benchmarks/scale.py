@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .lengths import Lengths
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
@@ -14,7 +16,7 @@ class Scale:
     Attributes:
         config: of a Qwen2 model.
         prompt_tokens: length of each prompt.
-        cases: (sequences, completion tokens).
+        cases: how many completions, and how long.
         kv_cache_bytes: of each engine; given rather than profiled, because vLLM's profiler would take what the other
             arm's process allocates meanwhile for its own.
         repetitions: unless told otherwise.
@@ -22,19 +24,19 @@ class Scale:
 
     config: Mapping[str, Any]
     prompt_tokens: int
-    cases: Sequence[tuple[int, int]]
+    cases: Sequence[Lengths]
     kv_cache_bytes: int
     repetitions: int
 
     @property
     def longest(self) -> int:
         """Tokens of the longest sequence, prompt and completion."""
-        return self.prompt_tokens + max(tokens for _, tokens in self.cases)
+        return self.prompt_tokens + max(lengths.longest for lengths in self.cases)
 
     @property
     def max_num_seqs(self) -> int:
         """One engine serves all cases, so that it is built once: CUDA graphs fit the smaller batches as well."""
-        return max(sequences for sequences, _ in self.cases)
+        return max(lengths.sequences for lengths in self.cases)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +50,8 @@ class Variant:
         weights: our weight path.
         sleep: vLLM's sleep mode.
         eager: no CUDA graphs, for what does not depend on them: the engine is built in half the time.
+        checkpointing: gradient checkpointing, TRL's default.
+        detokenize: TRL's default, in which vLLM turns each token into text. Ours never does.
     """
 
     model_dtype: str = "auto"
@@ -56,3 +60,10 @@ class Variant:
     weights: str = "auto"
     sleep: bool = False
     eager: bool = False
+    checkpointing: bool = True
+    detokenize: bool = True
+
+    @property
+    def generation_kwargs(self) -> dict[str, Any]:
+        """TRL's argument of that name."""
+        return {"ignore_eos": True} | ({} if self.detokenize else {"detokenize": False})

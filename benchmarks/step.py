@@ -1,8 +1,13 @@
-"""Seconds of whole GRPO steps of the hybrid trainer, against TRL's own with colocated vLLM, both with sleep mode on.
+"""Seconds of whole GRPO steps of the hybrid trainer, against TRL's own with colocated vLLM, and TRL's own tuned.
 
-A step is a rollout of 64 sequences (8 prompts × 8), its scoring, loss and backward pass in eight parts, the optimizer,
-and the logging. Each trainer trains in a process of its own on the same device, with the same arguments, reward and
-prompts, and stands still while it is the other's turn. `full` trains all weights in bf16, `lora` an adapter of rank 16.
+A step is a rollout, its scoring, loss and backward pass in parts of eight rows, the optimizer, and the logging. Each
+trainer trains in a process of its own on the same device, with the same reward, prompts and lengths of completions, and
+stands still while it is another's turn. `trl` and `hybrid` have the same arguments, TRL's defaults with sleep mode on.
+`tuned` is TRL's trainer with what a user can set: no text is built of the tokens, and sleep mode and gradient
+checkpointing are off where that fits beside the two others, which is tried.
+
+`full` trains all weights in bf16, `fp32` an fp32 master under autocast, `lora` an adapter of rank 16. Completions are
+of one length, or of lengths drawn from a lognormal distribution, the same rows in all arms.
 """
 
 from __future__ import annotations
@@ -15,34 +20,70 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
+from .flops import PEAK
 from .harness import Arm, Measurement, Timed, alternate
+from .lengths import Lengths
 from .result import Result, accelerator
 from .rollout import SCALES, write_model
 from .scale import Scale, Variant
 from .stepping import Stepper
-from .worker import Worker, wait_until_built
+from .worker import Worker, WorkerError, wait_until_built
 
-BUILD_SECONDS, STEP_SECONDS = 420.0, 180.0
-WARMUP = 3
-CONTESTANTS = ("trl", "hybrid")
-KINDS = {"full": Variant(sleep=True), "lora": Variant(sleep=True, lora_rank=16)}
-CASES = {"1.5b": (64, 512), "tiny": (16, 16)}  # sequences, tokens
-BATCH = {"1.5b": 8, "tiny": 8}  # rows of a forward pass
+BUILD_SECONDS, STEP_SECONDS = 420.0, 300.0
+WARMUP = 3  # the first of them is the one that shows what fits
+CONTESTANTS = ("trl", "tuned", "hybrid")
+KINDS = {
+    "full": Variant(sleep=True),
+    "fp32": Variant(sleep=True, model_dtype="float32"),
+    "lora": Variant(sleep=True, lora_rank=16),
+}
+TUNED = ((False, False), (False, True), (True, False), (True, True))
+"""Sleep mode and gradient checkpointing of TRL tuned: the first pair that fits."""
+OUT_OF_MEMORY = ("out of memory", "Free memory on device", "No available memory for the cache blocks")
+LENGTHS = {
+    "1.5b": {
+        "fixed": Lengths(sequences=64, longest=512),
+        "lognormal": Lengths(sequences=64, longest=2048, median=512, sigma=0.8),
+        "lognormal-256": Lengths(sequences=256, longest=4096, median=700, sigma=1.0),
+    },
+    "tiny": {
+        "fixed": Lengths(sequences=16, longest=16),
+        "lognormal": Lengths(sequences=16, longest=32, median=8, sigma=0.8),
+    },
+}
+LENGTHS["7b"] = LENGTHS["1.5b"]
+BATCH = 8  # rows of a forward pass
 Splits = dict[str, dict[str, float]]
 
 
-def measure(folder: str, scale: Scale, kind: str, batch: int, repetitions: int) -> tuple[list[Measurement], Splits]:
-    """Both trainers, a step each in turn; the second is what their steps were made of."""
+def measure(
+    folder: str, scale: Scale, kind: str, case: str, repetitions: int
+) -> tuple[list[Measurement], Splits, dict[str, bool]]:
+    """All trainers, a step each in turn; what their steps were made of; and how TRL tuned was set."""
     splits: dict[str, list[dict[str, float]]] = {name: [] for name in CONTESTANTS}
     steps = WARMUP + repetitions + 1  # the last one only begins
+
+    def trainer(name: str, variant: Variant) -> Worker:
+        return Worker(name, Stepper, "hybrid" if name == "hybrid" else "trl", folder, scale, variant, BATCH, steps)
+
     with ExitStack() as stack:
-        started, workers = time.perf_counter(), {}
-        for name in CONTESTANTS:
-            worker = Worker(name, Stepper, name, folder, scale, KINDS[kind], batch, steps)
-            workers[name] = stack.enter_context(worker)
+        started = time.perf_counter()
+        workers = {name: stack.enter_context(trainer(name, KINDS[kind])) for name in ("trl", "hybrid")}
         wait_until_built(workers.values(), BUILD_SECONDS)
-        print(f"{kind}: both trainers built in {time.perf_counter() - started:.0f} s", flush=True)
+        for worker in workers.values():
+            worker.call("step", 0, seconds=STEP_SECONDS)
+        for sleep, checkpointing in TUNED:
+            variant = dataclasses.replace(KINDS[kind], sleep=sleep, checkpointing=checkpointing, detokenize=False)
+            tuned = trainer("tuned", variant)
+            if first_step_fits(tuned):
+                workers["tuned"] = stack.enter_context(tuned)
+                break
+        else:
+            raise RuntimeError("TRL tuned does not fit beside the two other trainers in any of its settings.")
+        settings = {"sleep_mode": sleep, "gradient_checkpointing": checkpointing, "detokenize": False}
+        print(f"{case}: trainers built in {time.perf_counter() - started:.0f} s; tuned: {settings}", flush=True)
 
         def arm(name: str) -> Arm:
             def run(turn: int) -> Timed:
@@ -52,11 +93,28 @@ def measure(folder: str, scale: Scale, kind: str, batch: int, repetitions: int) 
 
             return Arm(name, run)
 
-        arms = [arm(name) for name in CONTESTANTS]
-        measured = alternate(arms, warmup=WARMUP, repetitions=repetitions, case=kind)
+        warmup = WARMUP - 1
+        measured = alternate([arm(name) for name in CONTESTANTS], warmup=warmup, repetitions=repetitions, case=case)
         path = workers["hybrid"].call("engine_weights", seconds=STEP_SECONDS)
-    print(f"{kind}: weights={path}", flush=True)
-    return measured, {f"{name} {kind}": summary(found[WARMUP:]) for name, found in splits.items()}
+    print(f"{case}: weights={path}", flush=True)
+    return measured, {f"{name} {case}": summary(found[warmup:]) for name, found in splits.items()}, settings
+
+
+def first_step_fits(worker: Worker) -> bool:
+    """Whether the trainer could be built and could take a step; if not, its process is gone.
+
+    Raises:
+        WorkerError: it failed for another reason than memory.
+    """
+    try:
+        wait_until_built([worker], BUILD_SECONDS)
+        worker.call("step", 0, seconds=STEP_SECONDS)
+    except BaseException as error:
+        worker.__exit__(type(error), error, None)
+        if not (isinstance(error, WorkerError) and any(text in str(error) for text in OUT_OF_MEMORY)):
+            raise
+        return False
+    return True
 
 
 def summary(splits: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -66,51 +124,68 @@ def summary(splits: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: max(found) if "bytes" in name else statistics.median(found) for name, found in values.items()}
 
 
-def metrics_of(measurements: Sequence[Measurement]) -> dict[str, float]:
-    """How many times faster ours is, and the seconds of a step."""
+def metrics_of(measurements: Sequence[Measurement], splits: Splits, device: str) -> dict[str, float]:
+    """How many times faster ours is than TRL and than TRL tuned; seconds of a step and of its training half, and the
+    share of the device's peak that training used of it, where the peak is known."""
     medians = {(m.case, m.arm): m.median for m in measurements}
-    seconds = {f"step_seconds_{arm}_{kind}": value for (kind, arm), value in medians.items()}
-    kinds = dict.fromkeys(kind for kind, _ in medians)
-    return {f"step_speedup_{kind}": medians[kind, "trl"] / medians[kind, "hybrid"] for kind in kinds} | seconds
+    metrics: dict[str, float] = {}
+    for case in dict.fromkeys(case for case, _ in medians):
+        metrics[f"step_speedup_{case}"] = medians[case, "trl"] / medians[case, "hybrid"]
+        metrics[f"step_speedup_over_tuned_{case}"] = medians[case, "tuned"] / medians[case, "hybrid"]
+        for arm in CONTESTANTS:
+            split = splits[f"{arm} {case}"]
+            metrics[f"step_seconds_{arm}_{case}"] = medians[case, arm]
+            metrics[f"training_seconds_{arm}_{case}"] = split["training"]
+            metrics[f"tokens_per_real_token_{arm}_{case}"] = split["tokens_in_loss"] / split["tokens_real"]
+            if device in PEAK:
+                metrics[f"training_mfu_{arm}_{case}"] = split["training_flops_per_second"] / PEAK[device]
+    return metrics
 
 
-def run(model: str, kinds: Sequence[str], repetitions: int) -> Result:
-    scale = dataclasses.replace(SCALES[model], cases=(CASES[model],))
+def run(model: str, kinds: Sequence[str], lengths: Sequence[str], repetitions: int) -> Result:
+    """Each kind with each distribution of lengths is a case: `full` and `lora` are those of fixed lengths."""
     measured: list[Measurement] = []
     splits: Splits = {}
-    for kind in kinds:
+    cases: dict[str, Any] = {}
+    for kind, name in ((kind, name) for kind in kinds for name in lengths):
+        case = kind if name == "fixed" else f"{kind}-{name}"
+        scale = dataclasses.replace(SCALES[model], cases=(LENGTHS[model][name],))
         with tempfile.TemporaryDirectory(prefix="benchmark-step-", ignore_cleanup_errors=True) as folder:
             write_model(Path(folder), scale)
-            more, found = measure(folder, scale, kind, BATCH[model], repetitions)
+            more, found, tuned = measure(folder, scale, kind, case, repetitions)
         measured += more
         splits |= found
+        cases[case] = {"lengths": dataclasses.asdict(LENGTHS[model][name]), "tuned": tuned}
     return Result(
         benchmark="step" if model == "1.5b" else f"step_{model}",
         device=accelerator(),
         peer="trl",
         measurements=measured,
-        metrics=metrics_of(measured),
+        metrics=metrics_of(measured, splits, accelerator()),
         settings={
             "model": model,
             "config": dict(scale.config),
-            "sequences_and_tokens": list(CASES[model]),
             "prompt_tokens": scale.prompt_tokens,
-            "per_device_train_batch_size": BATCH[model],
+            "per_device_train_batch_size": BATCH,
             "kv_cache_bytes": scale.kv_cache_bytes,
             "warmup": WARMUP,
-            "seconds_by_span": splits,
+            "cases": cases,
+            "medians_by_span": splits,
         },
     )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
-    parser.add_argument("--model", choices=sorted(SCALES), default="1.5b", help="tiny is for trying it on a CPU")
-    parser.add_argument("--kind", choices=sorted(KINDS), action="append", help="may be repeated; default: both")
+    parser.add_argument("--model", choices=sorted(LENGTHS), default="1.5b", help="tiny is for trying it on a CPU")
+    parser.add_argument("--kind", choices=list(KINDS), action="append", help="may be repeated; default: all")
+    names = list(LENGTHS["1.5b"])
+    parser.add_argument("--lengths", choices=names, action="append", help="may be repeated; default: fixed, lognormal")
     parser.add_argument("--repetitions", type=int, default=10)
-    parser.add_argument("--add", action="store_true", help="keep the other cases of this commit's result file")
+    parser.add_argument("--add", action="store_true", help="keep the other cases of the result file")
     arguments = parser.parse_args(argv)
-    run(arguments.model, arguments.kind or sorted(KINDS), arguments.repetitions).publish(add=arguments.add)
+    kinds, lengths = arguments.kind or list(KINDS), arguments.lengths or ["fixed", "lognormal"]
+    run(arguments.model, kinds, lengths, arguments.repetitions).publish(add=arguments.add)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""The two sides of the step benchmark: whole GRPO trainers that stand still until they are asked for a step."""
+"""The sides of the step benchmark: whole GRPO trainers that stand still until they are asked for a step."""
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -14,7 +15,9 @@ from transformers import PrinterCallback, TrainerCallback
 
 from .building import GPU_SHARE, adapter, engine_options, load, prepare_process, stock_engine
 from .contestants import GROUP
+from .flops import training_flops
 from .harness import Timed, synchronise
+from .lengths import batches, prescribe_hybrid, prescribe_stock
 from .scale import Scale, Variant
 
 PROFILED = ("_prepare_inputs", "sync_weights", "vLLM.generate", "compute_loss")
@@ -32,16 +35,17 @@ class Stepper:
 
     def __init__(self, kind: str, folder: str, scale: Scale, variant: Variant, batch: int, steps: int) -> None:
         prepare_process(folder)
+        self._scale, self._variant = scale, variant
         self.spans: defaultdict[str, float] = defaultdict(float)
         self._go: queue.Queue[None] = queue.Queue()
         self._done: queue.Queue[Timed | BaseException] = queue.Queue()
-        self._tokens = 0
+        self._lengths: list[int] = []
         self._note_spans()
         model, tokenizer = load(folder, Variant(model_dtype=variant.model_dtype))  # TRL puts the adapter on
         arguments = {
             "model": model,
             "reward_funcs": self._reward,
-            "args": _arguments(Path(folder) / f"runs-{kind}", scale, variant, batch, steps),
+            "args": _arguments(Path(folder) / f"runs-{os.getpid()}", scale, variant, batch, steps),
             "train_dataset": _prompts(scale, steps),
             "processing_class": tokenizer,
             "peft_config": adapter(variant) if variant.lora_rank else None,
@@ -49,6 +53,9 @@ class Stepper:
         }
         self._trainer = _stock(scale, variant, arguments) if kind == "trl" else _hybrid(scale, variant, arguments)
         self._trainer.remove_callback(PrinterCallback)  # 26 lines of numbers that the result does not need
+        self._prescribe()
+        self._note_rollouts()
+        self._note_forwards()
         self._thread = threading.Thread(target=self._train, daemon=True)
         self._thread.start()
         self._answer()  # the engine is built, and the first step waits
@@ -67,17 +74,31 @@ class Stepper:
         return answer
 
     def step(self, turn: int) -> Timed:
-        """One optimizer step; its result is the number of tokens sampled, the same for all."""
+        """One optimizer step; its result is the length of each completion, the same for all."""
         self.spans.clear()
-        self._tokens = 0
+        self._lengths = []
         self._go.put(None)
-        return self._answer()
+        timed = self._answer()
+        self.spans["training"] = timed.seconds - self.spans["rollout"]
+        return timed
 
     def split(self) -> dict[str, float]:
-        """Seconds of the last step by TRL's profiled spans, and bytes of the device in use after it, by everybody."""
+        """What the last step was made of.
+
+        Returns:
+            Seconds: `rollout`, TRL's `_generate` with all that happens in it; `training`, the rest; and TRL's profiled
+            spans within them. Tokens: `tokens_real`, of prompts and completions; `tokens_in_loss`, what the model was
+            given where gradients were wanted, padding included; `tokens_without_gradients`, what it was given
+            otherwise. `training_flops_per_second`: what training on the real tokens needs, by the seconds it took.
+            `device_bytes_in_use` after the step, by everybody.
+        """
         import torch
 
         found = dict(self.spans)
+        prompt, adapters = self._scale.prompt_tokens, bool(self._variant.lora_rank)
+        flops = training_flops(self._scale.config, prompt, self._lengths, adapters=adapters)
+        found["training_flops_per_second"] = flops / found["training"]
+        found["tokens_real"] = sum(prompt + tokens for tokens in self._lengths)
         session = getattr(self._trainer, "session", None)
         if session is not None:
             found["sync_weights"] = session.metrics.get("hybrid/sync_seconds", 0.0)
@@ -93,16 +114,55 @@ class Stepper:
 
     def at_begin(self, started: float | None) -> float:
         """The step that began at `started` is over: report it, wait for the next one's turn, return its begin."""
+        import torch
+
         synchronise()
-        self._done.put(Timed(time.perf_counter() - started if started is not None else 0.0, self._tokens))
+        seconds = time.perf_counter() - started if started is not None else 0.0
+        if self._variant.sleep:  # the next step would begin with this; until then the others have the memory
+            torch.cuda.empty_cache()
+        self._done.put(Timed(seconds, list(self._lengths)))
         self._go.get()
         synchronise()
         return time.perf_counter()
 
     def _reward(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
         """Something that differs within a group and costs nothing."""
-        self._tokens += sum(len(ids) for ids in completion_ids)
+        self._lengths += [len(ids) for ids in completion_ids]
         return [sum(ids) % 7 / 7 for ids in completion_ids]
+
+    def _prescribe(self) -> None:
+        """Where lengths are drawn, each row gets its own: TRL has no setting for it."""
+        (lengths,) = self._scale.cases
+        if lengths.median is None:
+            return
+        session = getattr(self._trainer, "session", None)
+        if session is None:
+            prescribe_stock(self._trainer.vllm_generation.llm, batches(lengths))
+        else:
+            prescribe_hybrid(session.sampler, batches(lengths))
+
+    def _note_rollouts(self) -> None:
+        generate = self._trainer._generate
+
+        def timed(*arguments: Any) -> Any:
+            synchronise()
+            started = time.perf_counter()
+            result = generate(*arguments)
+            synchronise()
+            self.spans["rollout"] += time.perf_counter() - started
+            return result
+
+        self._trainer._generate = timed
+
+    def _note_forwards(self) -> None:
+        """Every forward pass embeds its tokens once; recomputation begins behind the embeddings."""
+        import torch
+
+        def note(module: Any, given: tuple[Any, ...]) -> None:
+            wanted = torch.is_grad_enabled()
+            self.spans["tokens_in_loss" if wanted else "tokens_without_gradients"] += given[0].numel()
+
+        self._trainer.model.get_input_embeddings().register_forward_pre_hook(note)
 
     def _note_spans(self) -> None:
         """TRL times itself and reports to trackers only: listen in, in both contestants."""
@@ -139,19 +199,20 @@ def _hybrid(scale: Scale, variant: Variant, arguments: dict[str, Any]) -> Any:
 
 
 def _arguments(output: Path, scale: Scale, variant: Variant, batch: int, steps: int) -> Any:
-    """The same for both; what is not named is TRL's default."""
+    """What is not named is TRL's default."""
     import torch
     from trl import GRPOConfig
 
     cuda = torch.cuda.is_available()
-    ((rows, tokens),) = scale.cases
+    (lengths,) = scale.cases
     return GRPOConfig(
         output_dir=str(output),
         per_device_train_batch_size=batch,
-        gradient_accumulation_steps=rows // batch,
+        gradient_accumulation_steps=lengths.sequences // batch,
+        gradient_checkpointing=variant.checkpointing,
         num_generations=GROUP,
-        max_completion_length=tokens,
-        generation_kwargs={"ignore_eos": True},
+        max_completion_length=lengths.longest,
+        generation_kwargs=variant.generation_kwargs,
         max_steps=steps,
         logging_steps=1,
         save_strategy="no",
@@ -173,9 +234,9 @@ def _prompts(scale: Scale, steps: int) -> Any:
 
     from datasets import Dataset
 
-    draw, ((rows, _),) = random.Random(0), scale.cases
+    draw, (lengths,) = random.Random(0), scale.cases
     words = range(1, scale.config["vocab_size"])
-    count = rows // GROUP * (steps + 1)
+    count = lengths.sequences // GROUP * (steps + 1)
     return Dataset.from_dict(
         {"prompt": [" ".join(f"{w:x}" for w in draw.choices(words, k=scale.prompt_tokens)) for _ in range(count)]}
     )

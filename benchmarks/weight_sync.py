@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from .harness import Arm, Measurement, Timed, alternate
+from .lengths import Lengths
 from .result import Result, accelerator
 from .rollout import SCALES, write_model
 from .scale import Scale, Variant
@@ -146,7 +147,8 @@ def _arm(arm: str, model: str) -> str:
 def run(model: str, repetitions: int, cases: Sequence[str]) -> Result:
     """One case after the other, so that not all engines must fit at once."""
     small, large = KV_BYTES[model]
-    scale = dataclasses.replace(SCALES[model], kv_cache_bytes=small, cases=((ENGINE_SEQUENCES, 64),))
+    lengths = Lengths(sequences=ENGINE_SEQUENCES, longest=64)
+    scale = dataclasses.replace(SCALES[model], kv_cache_bytes=small, cases=(lengths,))
     measured: list[Measurement] = []
     findings: dict[str, Any] = {}
     settings: dict[str, Any] = {}

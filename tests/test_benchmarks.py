@@ -3,17 +3,21 @@
 import importlib
 import json
 import os
+import subprocess
 import sys
 import threading
 import time
 from fractions import Fraction
+from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import BENCHMARKS, capacity, capacity_run, result
 from benchmarks.__main__ import main
-from benchmarks.goals import GOALS, load
+from benchmarks.flops import training_flops
+from benchmarks.goals import GOALS, ROOT, load, measured_code, module_of, stale
 from benchmarks.harness import Arm, Measurement, Timed, UnequalResultsError, alternate
+from benchmarks.lengths import Lengths, batches
 from benchmarks.result import Result
 from benchmarks.worker import Worker, WorkerError, wait_until_built
 
@@ -141,6 +145,22 @@ def test_a_copy_without_git_is_told_its_commit(monkeypatch, tmp_path):
     assert result.commit() == "abc"
 
 
+def test_each_case_says_at_which_commit_and_on_which_machine_it_was_measured(example, tmp_path, monkeypatch):
+    monkeypatch.setenv("BENCH_COMMIT", "abc")
+    monkeypatch.setattr(result, "driver", lambda: "580.65.06")
+    at = json.loads(example.publish(tmp_path).read_text())["measured_at"]
+    assert at == {"8x8": {"commit": "abc", "cpu": result.cpu_model(), "driver": "580.65.06"}}
+    assert result.cpu_model()
+
+
+def test_a_machine_without_a_gpu_has_no_driver(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert result.driver() is None
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 580.65.06; echo 580.65.06\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert result.driver() == "580.65.06"
+
+
 # --- the goals ------------------------------------------------------------------------------------------------------
 
 MET = [("rollout", "nvidia-a", {"speedup": 1.8}), ("host", "cpu-2-cores", {"overhead_ms": 1.0})]
@@ -196,7 +216,12 @@ def test_an_unknown_benchmark_is_refused_with_the_nearest_name(check, capsys):
 
 
 def test_goals_are_about_benchmarks_that_exist():
-    assert {goal.benchmark for goal in load(GOALS)} <= set(BENCHMARKS)
+    assert {module_of(goal.benchmark) for goal in load(GOALS)} <= set(BENCHMARKS)
+    assert (module_of("capacity_kv"), module_of("reshard_plan"), module_of("steps")) == (
+        "capacity",
+        "reshard_plan",
+        "steps",
+    )
 
 
 @pytest.mark.parametrize("bounds", ["", "at_least = 1\nat_most = 2"])
@@ -213,6 +238,112 @@ def test_every_benchmark_is_listed_and_runnable(capsys):
     for name in BENCHMARKS:
         assert name in listed
         assert callable(importlib.import_module(f"benchmarks.{name}").main)
+
+
+# --- results and the code that they measured ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A repository with two files, measured at its first commit; `change` commits another change of one of them."""
+
+    def git(*arguments):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        done = subprocess.run(["git", *identity, *arguments], cwd=root, check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    def change(file):
+        (root / file).parent.mkdir(exist_ok=True)
+        with (root / file).open("a") as out:
+            out.write("x")
+        git("add", ".")
+        git("commit", "-qm", file)
+        return git("rev-parse", "HEAD")
+
+    def publish(**content):
+        (tmp_path / "rollout-gpu.json").write_text(json.dumps({"benchmark": "rollout", "device": "gpu", **content}))
+
+    def found():
+        return list(stale(["rollout", "host"], {"rollout": ["src", "other.py"], "host": ["docs"]}, tmp_path, root))
+
+    root = tmp_path / "repository"
+    root.mkdir()
+    git("init", "-q")
+    return SimpleNamespace(change=change, publish=publish, found=found)
+
+
+def test_a_result_is_stale_once_a_commit_has_changed_what_it_measures(repository):
+    first = repository.change("src/engine.py")
+    repository.publish(commit=first)
+    repository.change("docs/page.md")
+    assert repository.found() == []
+    last = repository.change("src/engine.py")
+    (line,) = repository.found()
+    assert line.startswith(f"rollout on gpu: measured at {first[:7]}; its code was changed since by {last[:7]}")
+    repository.publish(commit=last)
+    assert repository.found() == []
+
+
+def test_each_case_is_as_old_as_its_own_commit(repository):
+    old, new = repository.change("other.py"), repository.change("src/engine.py")
+    repository.publish(commit=new, measured_at={"full": {"commit": new}, "lora": {"commit": old}, "x": {"commit": old}})
+    (line,) = repository.found()
+    assert line.startswith(f"rollout on gpu (lora, x): measured at {old[:7]}")
+
+
+@pytest.mark.parametrize(
+    ("commit", "why"), [("0" * 40, "git does not know here"), (None, "does not say at which commit")]
+)
+def test_a_result_that_cannot_be_dated_is_stale(repository, commit, why):
+    repository.change("src/engine.py")
+    repository.publish(commit=commit)
+    (line,) = repository.found()
+    assert why in line
+
+
+def test_check_fails_on_a_stale_result(check, tmp_path):
+    with (tmp_path / "goals.toml").open("a") as file:
+        file.write('\n[code]\nrollout = ["benchmarks"]\n')
+    status, printed = check(MET)  # they say no commit
+    assert status == 1
+    assert "STALE   rollout on nvidia-a" in printed
+    assert "1 results are older" in printed
+    assert check(MET, "host")[0] == 0
+
+
+def test_every_benchmark_with_a_goal_names_code_that_exists():
+    code = measured_code()
+    assert {module_of(goal.benchmark) for goal in load(GOALS)} <= set(code)
+    missing = {path for paths in code.values() for path in paths if not (ROOT / path).exists()}
+    assert not missing
+
+
+# --- what is measured -----------------------------------------------------------------------------------------------
+
+
+def test_lengths_are_drawn_once_for_all_arms():
+    lengths = Lengths(sequences=4000, longest=2048, median=512, sigma=0.8)
+    drawn = lengths.draw(3)
+    assert drawn == Lengths(sequences=4000, longest=2048, median=512, sigma=0.8).draw(3)
+    assert drawn != lengths.draw(4)
+    assert (min(drawn) >= 1, max(drawn)) == (True, 2048)
+    assert sorted(drawn)[2000] == pytest.approx(512, rel=0.05)
+    assert sum(tokens == 2048 for tokens in drawn) / 4000 == pytest.approx(0.042, abs=0.01)  # beyond 1.73 σ
+    following = batches(lengths)
+    assert [following(), following()] == [lengths.draw(0), lengths.draw(1)]
+    assert Lengths(sequences=3, longest=5).draw(0) == [5, 5, 5]
+    assert (lengths.name, Lengths(sequences=3, longest=5).name) == ("4000xlognormal512", "3x5")
+
+
+def test_flops_are_counted_on_real_tokens():
+    config = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "vocab_size": 151936}
+    config |= {"num_attention_heads": 12, "num_key_value_heads": 2}
+    full = training_flops(config, 128, [512] * 64, adapters=False)
+    assert full / 989e12 == pytest.approx(
+        0.38, abs=0.005
+    )  # s at an H100's peak: 6 × 1.5 billion × 40,960, and attention
+    assert training_flops(config, 128, [512] * 64, adapters=True) == pytest.approx(full * 2 / 3, rel=0.02)
+    assert training_flops(config, 128, [512, 8], adapters=False) < full / 64 * 1.3
 
 
 # --- workers --------------------------------------------------------------------------------------------------------

@@ -6,12 +6,14 @@ import json
 import pytest
 import torch
 
-from benchmarks import offload, step, weight_sync
+from benchmarks import offload, result, rollout, step, weight_sync
 from benchmarks.digest import digest
 from benchmarks.goals import GOALS, load
 from benchmarks.harness import Measurement
+from benchmarks.lengths import Lengths
 from benchmarks.result import Result
 from benchmarks.rollout import SCALES
+from benchmarks.worker import Worker, WorkerError
 
 # --- the digest -----------------------------------------------------------------------------------------------------
 
@@ -114,12 +116,86 @@ def test_offload_takes_the_worse_direction_and_the_share_of_the_return_that_show
 
 
 def test_step_metrics_and_splits():
-    measurements = [*measured("full", trl=3.0, hybrid=2.0), *measured("lora", trl=3.0, hybrid=1.0)]
-    metrics = step.metrics_of(measurements)
-    assert (metrics["step_speedup_full"], metrics["step_speedup_lora"]) == (1.5, 3.0)
+    cases = [*step.KINDS, *(f"{kind}-{name}" for kind in step.KINDS for name in ("lognormal", "lognormal-256"))]
+    measurements = [m for case in cases for m in measured(case, trl=3.0, tuned=2.0, hybrid=1.0)]
+    training = {"trl": 2.0, "tuned": 1.0, "hybrid": 0.5}
+    splits = {
+        f"{arm} {case}": {
+            "training": seconds,
+            "training_flops_per_second": 1e14 / seconds,
+            "tokens_in_loss": 300.0 if arm != "hybrid" else 100.0,
+            "tokens_real": 100.0,
+        }
+        for case in cases
+        for arm, seconds in training.items()
+    }
+    metrics = step.metrics_of(measurements, splits, "nvidia-h100-80gb-hbm3")
+    assert (metrics["step_speedup_full"], metrics["step_speedup_over_tuned_lora-lognormal"]) == (3.0, 2.0)
+    assert metrics["training_seconds_hybrid_full"] == 0.5
+    assert metrics["training_mfu_hybrid_full"] == pytest.approx(2e14 / 989e12)
+    assert (metrics["tokens_per_real_token_trl_full"], metrics["tokens_per_real_token_hybrid_full"]) == (3.0, 1.0)
     assert wanted("step") <= set(metrics)
+    assert not any("mfu" in name for name in step.metrics_of(measurements, splits, "cpu-2-cores"))
     splits = [{"sync_weights": 1.0, "device_bytes_in_use": 5}, {"device_bytes_in_use": 7}, {"sync_weights": 3.0}]
     assert step.summary(splits) == {"sync_weights": 1.0, "device_bytes_in_use": 7}
+
+
+def test_rollout_metrics_count_the_tokens_of_each_round():
+    lengths = Lengths(sequences=8, longest=64, median=16, sigma=0.8)
+    rounds = tuple(sum(lengths.draw(turn)) / 100 for turn in (1, 2, 3))  # turn 0 warms up
+    measurements = [Measurement(arm, rounds, lengths.name) for arm in ("trl", "tuned", "seedless")]
+    measurements.append(Measurement("hybrid", tuple(seconds / 2 for seconds in rounds), lengths.name))
+    metrics = rollout.metrics_of(measurements, [lengths])
+    assert metrics["tokens_per_second_trl_8xlognormal16"] == pytest.approx(100)
+    assert (metrics["speedup_8xlognormal16"], metrics["speedup_over_tuned_8xlognormal16"]) == (2.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [("CUDA out of memory. Tried to allocate 2 GiB", False), ("CUDA error: an illegal memory access", None)],
+)
+def test_a_setting_that_does_not_fit_is_told_from_one_that_fails(text, fits):
+    worker = Worker("tuned", getattr, object(), text)  # AttributeError: 'object' object has no attribute 'CUDA out …'
+    if fits is None:
+        with pytest.raises(WorkerError, match=text):
+            step.first_step_fits(worker)
+    else:
+        assert step.first_step_fits(worker) is fits
+    assert not worker._process.is_alive()
+
+
+@pytest.mark.slow
+def test_a_tiny_step_with_drawn_lengths(tmp_path):
+    """Real trainers; that all arms sampled the same lengths is checked inside."""
+    found = json.loads(step.run("tiny", ["lora"], ["lognormal"], repetitions=2).publish(tmp_path).read_text())
+    assert {(m["case"], m["arm"]) for m in found["measurements"]} == {
+        ("lora-lognormal", arm) for arm in ("trl", "tuned", "hybrid")
+    }
+    tuned = {"sleep_mode": False, "gradient_checkpointing": False, "detokenize": False}
+    assert found["settings"]["cases"]["lora-lognormal"]["tuned"] == tuned
+    lengths = step.LENGTHS["tiny"]["lognormal"]
+    drawn = [lengths.draw(turn) for turn in (3, 4)]  # after the rounds that warm up
+    prompt = found["settings"]["prompt_tokens"]
+    for arm in ("trl", "tuned", "hybrid"):
+        spans = found["settings"]["medians_by_span"][f"{arm} lora-lognormal"]
+        assert spans["tokens_real"] == sum(prompt + sum(each) / len(each) for each in drawn) / 2 * lengths.sequences
+        assert 0 < spans["training"] < spans["training"] + spans["rollout"]
+        assert spans["training_flops_per_second"] > 0
+    for arm in ("trl", "tuned"):  # which pad to the longest row
+        spans = found["settings"]["medians_by_span"][f"{arm} lora-lognormal"]
+        padded = sum(prompt + max(each) for each in drawn) / 2 * lengths.sequences
+        assert spans["tokens_in_loss"] == spans["tokens_without_gradients"] == padded
+        assert found["metrics"][f"tokens_per_real_token_{arm}_lora-lognormal"] == padded / spans["tokens_real"]
+
+
+@pytest.mark.slow
+def test_a_tiny_rollout_in_all_arms(tmp_path):
+    """Greedy tokens, and the lengths of all arms, are compared inside."""
+    found = json.loads(rollout.run("tiny", repetitions=1).publish(tmp_path).read_text())
+    arms = {(m["case"], m["arm"]) for m in found["measurements"]}
+    cases = ("8x64", "32x64", "8xlognormal16")
+    assert arms == {(case, arm) for case in cases for arm in ("trl", "tuned", "hybrid", "seedless")}
+    assert found["metrics"]["greedy_agreement"] == 1.0
 
 
 def wanted(benchmark):
@@ -134,7 +210,7 @@ def test_a_case_without_the_peer_has_no_ratio():
     assert Result(benchmark="b", device="d", peer="peer", measurements=[alone], metrics={}).ratio(alone) is None
 
 
-def test_a_run_adds_its_cases_to_those_of_the_same_commit(tmp_path, monkeypatch):
+def test_a_run_adds_its_cases_to_those_of_the_same_versions(tmp_path, monkeypatch):
     def publish(case, seconds, add):
         kinds = {"split": {case: 1}, "model": "tiny"}
         measurements = [Measurement("peer", (seconds,), case)]
@@ -153,7 +229,10 @@ def test_a_run_adds_its_cases_to_those_of_the_same_commit(tmp_path, monkeypatch)
     assert both["metrics"] == {"seconds_full": 3.0, "seconds_lora": 2.0}
     assert both["settings"] == {"split": {"full": 1, "lora": 1}, "model": "tiny"}
     monkeypatch.setenv("BENCH_COMMIT", "two")
-    with pytest.raises(ValueError, match="another commit"):
+    later = publish("lora", 2.5, add=True)
+    assert {case: at["commit"] for case, at in later["measured_at"].items()} == {"full": "one", "lora": "two"}
+    monkeypatch.setattr(result, "versions", lambda: {"trl": "2"})
+    with pytest.raises(ValueError, match="another versions"):
         publish("lora", 2.0, add=True)
     assert len(publish("lora", 2.0, add=False)["measurements"]) == 1
 

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import trl
+import trlx_hybrid
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import Linear
 from torch import nn
@@ -204,6 +205,19 @@ def test_grpo_trains_and_saves_as_with_peft(run, calls):
     assert (
         largest_difference(*reversed(saved)) < 1e-3
     )  # AdamW's first steps: the sign of a gradient counts, not its size
+
+
+def test_an_option_switches_them_on_and_the_header_counts_them(run, calls, capsys):
+    options = {"plugin_options": {"training": {"lora_layers": True}}}
+    run(trlx_hybrid.GRPOTrainer, peft_config=LoraConfig(r=4, target_modules="all-linear"), hybrid=options, max_steps=1)
+    assert calls
+    assert "LoRA layers: 14 of 14 compute in fewer passes" in capsys.readouterr().err
+
+
+def test_without_adapters_the_option_does_nothing(run, calls, capsys):
+    run(trlx_hybrid.GRPOTrainer, hybrid={"plugin_options": {"training": {"lora_layers": True}}}, max_steps=1)
+    assert not calls
+    assert "LoRA layers: 0 of 0" in capsys.readouterr().err
 
 
 # --- what is around the layer ---------------------------------------------------------------------------------------

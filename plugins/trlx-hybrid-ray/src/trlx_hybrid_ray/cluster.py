@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import secrets
 import select
@@ -19,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -50,7 +49,6 @@ HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 JOIN_VARIABLE, JOIN_SECONDS = "RAY_gcs_server_port_wait_time_s", "5"
 """Attempts, about a second each, that Ray makes to join once the port is open: a wrong token makes it try again too."""
 
-K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -199,27 +197,6 @@ def ask(work: Callable[[], object], seconds: float = ANSWER_SECONDS) -> None:
 def hung() -> bool:
     """Whether a call has not returned yet: the interpreter would wait for what Ray does at its end."""
     return any(not call.done() for call in _hung)
-
-
-def replies(calls: Mapping[K, Any], seconds: float) -> Iterator[tuple[K, Any]]:
-    """What actors answer, each as soon as it is there: the result, or in its place the error that Ray has instead.
-
-    Args:
-        calls: references, by whatever the caller knows them by.
-        seconds: for all of them; those that are late then come last, as a `GetTimeoutError`. `math.inf` waits for ever.
-    """
-    import ray
-
-    waiting, until = {reference: key for key, reference in calls.items()}, time.monotonic() + seconds
-    while waiting:
-        left = None if math.isinf(seconds) else max(0.0, until - time.monotonic())
-        there, _ = ray.wait(list(waiting), timeout=left)
-        for reference in there or list(waiting):
-            try:
-                found = ray.get(reference, timeout=0)
-            except ray.exceptions.RayError as error:
-                found = error
-            yield waiting.pop(reference), found
 
 
 # --- joining ----------------------------------------------------------------------------------------------------------

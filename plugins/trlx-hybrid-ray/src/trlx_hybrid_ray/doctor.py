@@ -19,10 +19,11 @@ from trlx_hybrid import deadline
 from trlx_hybrid.doctor import Finding, release_of
 from trlx_hybrid.errors import ConfigError, listed
 
-from .cluster import LOCAL, Cluster, connect, replies
+from .cluster import LOCAL, Cluster, connect
 from .errors import PlacementError, brief
 from .internals import authenticated
 from .placement import Node, Placement, PlacementRequest, alive_nodes, reserve
+from .waiting import replies
 from .worker_group import WorkerError, WorkerGroup, register, this_worker
 
 ANSWER_SECONDS = 60.0

@@ -20,11 +20,12 @@ from trlx_hybrid.config import RESUME_VARIABLE
 from trlx_hybrid.errors import ConfigError, listed
 
 from . import debugging
-from .cluster import LOCAL, connect, hung, replies
+from .cluster import LOCAL, connect, hung
 from .errors import LaunchError, PlacementError, ScriptError, brief
 from .monitor import Monitor
 from .placement import Placement, PlacementRequest, reserve
 from .printer import Printer, prefixes, say
+from .waiting import replies
 
 EPILOG = """\
 examples:

@@ -17,11 +17,12 @@ from typing import Any
 from trlx_hybrid.deadline import unreachable
 from trlx_hybrid.errors import listed
 
-from .cluster import ask, replies
+from .cluster import ask
 from .errors import brief
 from .node import STOPPED_SECONDS, NodeActor, NodeReport
 from .placement import Placement
 from .printer import Printer
+from .waiting import replies
 
 TICK = 0.2
 POLL = 1.0  # a node answers at least that often

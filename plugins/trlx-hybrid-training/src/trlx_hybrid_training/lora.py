@@ -81,6 +81,13 @@ def apply(model: nn.Module) -> list[tuple[str, str]]:
     return unserved
 
 
+def served(model: nn.Module) -> str:
+    """How many adapted layers `apply` serves, and of the others the first with its reason, for a reader."""
+    unserved, adapted = apply(model), sum(isinstance(module, BaseTunerLayer) for module in model.modules())
+    said = f"LoRA layers: {adapted - len(unserved)} of {adapted} compute in fewer passes"
+    return f"{said}; {unserved[0][0]} as in PEFT: {unserved[0][1]}" if unserved else said
+
+
 def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """In place of `peft.tuners.lora.Linear.forward`, which takes over where a call is not of the kind served.
 

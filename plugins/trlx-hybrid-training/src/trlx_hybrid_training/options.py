@@ -1,10 +1,26 @@
-"""Settings of `scoring="packed"`."""
+"""Settings of `scoring="packed"`, and of what else this plugin does."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from trlx_hybrid.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingOptions:
+    """`HybridConfig.plugin_options["training"]`.
+
+    Attributes:
+        lora_layers: let plain LoRA layers compute in fewer passes over their input and output, see
+            `trlx_hybrid_training.lora`. Rounding differs from PEFT's, so it is off unless asked for.
+    """
+
+    lora_layers: bool = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.lora_layers, bool):
+            raise ConfigError(f"training: lora_layers is True or False, got {self.lora_layers!r}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

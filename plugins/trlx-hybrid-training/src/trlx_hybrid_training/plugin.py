@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from trlx_hybrid.config import build
 from trlx_hybrid.plugins.hookspecs import hookimpl
 
-from .options import PackedOptions
+from .options import PackedOptions, TrainingOptions
 
 if TYPE_CHECKING:
     from trlx_hybrid.plugins.registry import Registry
@@ -19,6 +20,11 @@ def _packed(session: Run, options: PackedOptions) -> Scoring:
     return Packed(session, options)
 
 
+def _options(session: Run) -> TrainingOptions:
+    given = session.config.options_of("training")
+    return build(TrainingOptions, given, "HybridConfig.plugin_options['training']")
+
+
 @hookimpl
 def trlx_register(registry: Registry) -> None:
     """Offer the scoring."""
@@ -29,3 +35,22 @@ def trlx_register(registry: Registry) -> None:
         options=PackedOptions,
         summary="old log-probs from the first loss forward, no padding",
     )
+
+
+@hookimpl
+def trlx_configure(session: Run) -> None:
+    """Let LoRA layers compute in fewer passes, where the options say so."""
+    if _options(session).lora_layers:
+        from .lora import apply
+
+        apply(session.policy.module)
+
+
+@hookimpl
+def trlx_report_header(session: Run) -> str | None:
+    """Which LoRA layers do, and why the others do not."""
+    if not _options(session).lora_layers:
+        return None
+    from .lora import served
+
+    return served(session.policy.module)

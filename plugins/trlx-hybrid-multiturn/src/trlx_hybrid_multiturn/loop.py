@@ -16,16 +16,23 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from trlx_hybrid.protocols import Stream
 from trlx_hybrid.types import Completion, Request
 
-if TYPE_CHECKING:
-    from .progress import Progress
-
 SHARED_WAIT = 0.005  # seconds: the other ranks of the replica wait for this one's next step
 WAIT = 1.0  # seconds: for progress to be seen while tools work
+
+
+class Observer(Protocol):
+    """Is told of each step of the engine and of each change of the loop, see `progress.Progress`."""
+
+    def stepped(self, seconds: float, sampling: int, finished: Sequence[tuple[int, Completion]]) -> None:
+        """The engine took a step with so many requests; these completions are over."""
+
+    def moved(self, done: int, sampling: int, calling: int) -> None:
+        """So many conversations are over, sampling, at tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +123,7 @@ class Loop:
         seconds: what one trajectory may take.
     """
 
-    def __init__(self, stream: Stream, observer: Progress, *, width: int, seconds: float | None = None) -> None:
+    def __init__(self, stream: Stream, observer: Observer, *, width: int, seconds: float | None = None) -> None:
         self._stream, self._observer = stream, observer
         self._width, self._seconds = width, math.inf if seconds is None else seconds
         self._inbox: queue.SimpleQueue[tuple[_Run, CallTool, Outcome]] = queue.SimpleQueue()

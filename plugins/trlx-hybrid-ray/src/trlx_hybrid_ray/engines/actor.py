@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,9 +14,10 @@ from trlx_hybrid.errors import EngineError
 from trlx_hybrid.serving import EngineServer, ServerDiedError, ServerPlan
 from trlx_hybrid.types import Completion, Request, Sampling
 
+from .. import reaper
 from ..actors import Pickled, reply_of, see_own_gpus, whereabouts
-from ..reaper import Reaper
 
+GRACE = 1.0  # seconds that processes of an engine have to end by themselves
 CLOSE_SECONDS = 1.0
 """What a server may take to close before its processes are killed. On a GPU the teardown of vLLM's core waits in NCCL
 for the trainer, which is at the other end of a weight sync's communicator."""
@@ -55,7 +57,8 @@ class EngineActor:
 
     def __init__(self, plan: Pickled) -> None:
         see_own_gpus()
-        self._reaper = Reaper(grace=1.0)  # vLLM's engine core does not notice that its parent died, and keeps its GPU
+        # vLLM's engine core does not notice that its parent died, and keeps its GPU.
+        self._reaper = reaper.Reaper(GRACE)
         self._plan = plan
         self._server: EngineServer | None = None
         self._streams: defaultdict[str, _Stream] = defaultdict(_Stream)
@@ -111,7 +114,8 @@ class EngineActor:
         with contextlib.suppress(Exception):  # whatever keeps it from closing, nothing of it stays
             if self._server is not None:
                 await asyncio.wait_for(asyncio.to_thread(self._server.close), CLOSE_SECONDS)
-        await asyncio.to_thread(self._reaper.finish)
+        # Not the reaper itself: it goes on until the actor is gone, which may map segments that have to be removed.
+        await asyncio.to_thread(reaper.end, self._reaper.owner, os.getpid(), GRACE)
 
     async def _sample(self, stream: _Stream, key: int, request: Request, sampling: Sampling) -> None:
         try:

@@ -128,9 +128,13 @@ def compare(workers: Mapping[str, Worker], lengths: Lengths, repetitions: int) -
 
 
 def greedy_agreement(workers: Mapping[str, Worker]) -> float:
-    """The share of tokens that TRL's path and another contestant choose alike when nothing is left to chance."""
+    """The share of tokens that a contestant chooses as TRL does when nothing is left to chance; the lowest of all."""
     theirs, *others = (worker.call("greedy", seconds=REPEAT_SECONDS) for worker in workers.values())
-    pairs = [pair for ours in others for rows in zip(theirs, ours, strict=True) for pair in zip(*rows, strict=True)]
+    return min(_agreement(theirs, ours) for ours in others)
+
+
+def _agreement(theirs: Sequence[Sequence[int]], ours: Sequence[Sequence[int]]) -> float:
+    pairs = [pair for rows in zip(theirs, ours, strict=True) for pair in zip(*rows, strict=True)]
     return sum(1 for left, right in pairs if left == right) / len(pairs)
 
 

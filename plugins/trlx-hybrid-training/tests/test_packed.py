@@ -64,6 +64,15 @@ def test_a_reference_model_of_its_own_is_packed_as_well(compared, noisy, tmp_pat
     assert sum(packed.forwards) == 2  # a comparison for each
 
 
+def test_rows_that_vllm_sampled_are_held_against_packed_ones(compared):
+    """Its weights are the policy's own, and its log-probs within the bound of fp32."""
+    engine = {"engine": "vllm", "engine_options": {"max_model_len": 64}}
+    padded, packed = compared(GRPO, ALONE, engine, **PLAIN | {"num_iterations": 2})
+    assert max(difference(packed, padded)) < BOUND
+    assert 0 < packed.logs[0]["sampling/sampling_logp_difference/max"] < BOUND
+    assert packed.forwards == (1, 0)
+
+
 def test_adapters_with_dropout_and_autocast_are_packed(compared, noisy):
     """In 16 bits, where TRL's two ways differ by rounding, and the comparison is made without dropout."""
     given = {"peft_config": lora(lora_dropout=0.1), "bf16": True}

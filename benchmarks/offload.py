@@ -32,12 +32,14 @@ SIDE = {"1.5b": 8192, "tiny": 512}  # of the matrices multiplied
 
 
 def shapes(config: Any) -> list[tuple[int, ...]]:
-    """Of a Qwen2 model's parameters, in order; the embedding is tied."""
+    """Of a Qwen2 model's parameters, in order; where the embedding is not tied, the head comes last."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
     attention = [(hidden, hidden), (hidden,), (kv, hidden), (kv,), (kv, hidden), (kv,), (hidden, hidden)]
     layer = [*attention, (inner, hidden), (inner, hidden), (hidden, inner), (hidden,), (hidden,)]
-    return [(config["vocab_size"], hidden), *layer * config["num_hidden_layers"], (hidden,)]
+    embedding = (config["vocab_size"], hidden)
+    head = [] if config["tie_word_embeddings"] else [embedding]
+    return [embedding, *layer * config["num_hidden_layers"], (hidden,), *head]
 
 
 def stepped(sizes: Sequence[tuple[int, ...]], device: torch.device) -> torch.optim.Optimizer:

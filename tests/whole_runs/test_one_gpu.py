@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import whole_run
-from cases import BASE, STEPS, Case, flags
+from cases import BASE, PACKED, STEPS, Case, flags
 from whole_run import SCRIPTS
 
 GPUS = 1
@@ -77,6 +77,17 @@ def test_a_loop_without_a_trainer(sleep, model, whole):
 def test_a_mixture_of_experts(model, whole, tmp_path):
     whole(python("grpo.py", SMALL | {"vllm_enable_sleep_mode": True}, model("experts"), tmp_path / "run"), LIMIT)
     whole_run.check_training(whole_run.history(tmp_path / "run"), STEPS)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "lora"])
+def test_packed_rows(weights, model, whole, seen, tmp_path):
+    case = Case(weights, sleep=True, graphs=True, ragged=True)
+    ended = whole(python("grpo.py", case.settings() | PACKED, model("plain"), tmp_path / "run"), LIMIT)
+    logs = whole_run.history(tmp_path / "run")
+    whole_run.check_training(logs, STEPS)
+    whole_run.check_proofs(ended, case.path)
+    whole_run.check_packed(ended)
+    seen["gap"] = whole_run.check_gap(logs)
 
 
 def test_a_failing_reward_ends_the_run(model, tmp_path):

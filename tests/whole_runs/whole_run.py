@@ -209,6 +209,12 @@ def check_proofs(ended: Ended, path: str) -> None:
     assert all(gap is not None and gap < 0.5 for _, _, gap in proofs), proofs
 
 
+def check_packed(ended: Ended) -> None:
+    """Its rows were scored without padding, from the first comparison on."""
+    assert "scoring: rows are packed" in ended.output, ended.output[:8000]
+    assert "Rows stay padded" not in ended.output, ended.output[-8000:]
+
+
 def differences(logs: list[dict[str, float]], others: list[dict[str, float]]) -> list[str]:
     """What two runs logged differently, in words, in the order of the logs."""
     if len(logs) != len(others):

@@ -56,6 +56,7 @@ def test_a_deadline_is_for_all_answers_together(session_cluster):
     import ray
 
     nap = ray.remote(num_cpus=0.1)(lambda seconds: time.sleep(seconds))
+    ray.get([nap.remote(1), nap.remote(1)])  # so that both find a worker that runs
     soon, late = nap.remote(4), nap.remote(60)
     came = replies({"late": late, "soon": soon}, 8)
     assert next(came) == ("soon", None)

@@ -86,14 +86,18 @@ class Segments(threading.Thread):
         pause = 0.05
         while not self.over.wait(pause):
             began = time.monotonic()
-            new = self.names().difference(self.before, *self.seen.values())
-            psutil.process_iter.cache_clear()  # a number that another process has by now has no parents there
-            for process in psutil.process_iter() if new else ():
-                if (names := mapped(process.pid) & new) and (whose := ours(process)) is not None:
-                    self.seen[whose] |= names
+            self.look()
             pause = max(0.05, 5 * (time.monotonic() - began))
 
+    def look(self):
+        new = self.names().difference(self.before, *self.seen.values())
+        psutil.process_iter.cache_clear()  # a number that another process has by now has no parents there
+        for process in psutil.process_iter() if new else ():
+            if (names := mapped(process.pid) & new) and (whose := ours(process)) is not None:
+                self.seen[whose] |= names
+
     def left(self):
+        self.look()  # on a busy machine the last look may be seconds ago
         return self.names() - self.before - (self.seen[False] - self.seen[True])
 
 

@@ -8,7 +8,6 @@ import os
 import sys
 from pathlib import Path
 
-import torch
 from peft import LoraConfig
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer
@@ -71,8 +70,9 @@ def main(out: Path, options: set[str]) -> None:
             }
         )
         trainer.session.close()
+    # The process group is left to the process's end: DDP's reducer would be its last owner, and gloo's destructor waits,
+    # with the interpreter's lock held, for a thread that needs it to let go of the last all-gather's tensors.
     (out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(runs))
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import torch
-
 from .config import HybridConfig
 from .doctor import package_version
 from .errors import ComponentError, StaleWeightsError
@@ -27,6 +25,7 @@ from .rollout.sampler import Sampler
 from .rollout.seeding import preserved_generators
 from .types import Completion, Phase, Sampling
 from .weights.sync import WeightVersions, choose
+from .weights.verify import autocast_dtype
 
 if TYPE_CHECKING:
     from .plugins.host import Host, PluginInfo
@@ -104,7 +103,7 @@ class Session:
             config,
             engine=engine.component if engine else None,
             sampling=self.sampler.sampling,
-            autocast=torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32,
+            autocast=autocast_dtype(args),
             call=functools.partial(host.call, session=self),
         )
         self.training = True

@@ -117,12 +117,27 @@ def allowed_gap(
         The largest difference of one token's log-probs, in nats, and the share of a batch's tokens that may be further
         apart; a few always may, unless it is 0.
     """
-    dtype = max((engine.dtype, policy.dtype, autocast), key=lambda dtype: torch.finfo(dtype).eps)
-    if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        dtype = torch.float16  # which has as many bits
+    dtype = coarsest(engine.dtype, policy.dtype, autocast)
     default = QUANTIZED_TOLERANCE if engine.quantized else TOLERANCE.get(dtype, max(TOLERANCE.values()))
     exact = dtype is torch.float32 and not engine.quantized
-    return nats or default, EXPERTS_SHARE if policy.has_experts else 0.0 if exact else SHARE
+    return nats or default, allowed_share(policy, exact)
+
+
+def autocast_dtype(args: Any) -> torch.dtype:
+    """What the trainer's matrix products are computed in, by `transformers.TrainingArguments`."""
+    return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+
+
+def coarsest(*dtypes: torch.dtype) -> torch.dtype:
+    """The one that rounds most; fp16 for fp32 where products are computed in TF32, which has as many bits."""
+    dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    tf32 = dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return torch.float16 if tf32 else dtype
+
+
+def allowed_share(policy: Policy, exact: bool) -> float:
+    """Of a batch's tokens, how many may exceed the tolerance; `exact` where nothing rounds to less than fp32."""
+    return EXPERTS_SHARE if policy.has_experts else 0.0 if exact else SHARE
 
 
 def noise(module: nn.Module) -> str | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from trlx_hybrid.protocols import Rows, Scores, Scoring
 from trlx_hybrid.rollout.seeding import preserved_generators
 from trlx_hybrid.weights.policy import evaluating
-from trlx_hybrid.weights.verify import EXPERTS_SHARE, SHARE, TOLERANCE
+from trlx_hybrid.weights.verify import TOLERANCE, allowed_share, autocast_dtype, coarsest
 
 from . import attention
 from .packing import Pack, attention_name, equal_tokens, refused
@@ -126,14 +126,10 @@ class Packed(Scoring):
         Args:
             gap: (tokens,), differences of log-probs.
         """
-        policy, args = self._session.policy, self._session.args
-        autocast = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
-        dtype = max((policy.dtype, autocast), key=lambda dtype: torch.finfo(dtype).eps)
-        if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
-            dtype = torch.float16  # which has as many bits
+        policy = self._session.policy
+        dtype = coarsest(policy.dtype, autocast_dtype(self._session.args))
         exact = dtype is torch.float32
-        allowed = EXACT if exact else TOLERANCE[dtype]
-        share = EXPERTS_SHARE if policy.has_experts else 0.0 if exact else SHARE
+        allowed, share = EXACT if exact else TOLERANCE[dtype], allowed_share(policy, exact)
         beyond = int((~(gap <= allowed)).sum())  # a NaN must not pass
         if beyond <= share * gap.numel():
             return None

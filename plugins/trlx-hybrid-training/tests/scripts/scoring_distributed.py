@@ -70,8 +70,8 @@ def main(out: Path, options: set[str]) -> None:
             }
         )
         trainer.session.close()
-    # The process group is left to the process's end: DDP's reducer would be its last owner, and gloo's destructor waits,
-    # with the interpreter's lock held, for a thread that needs it to let go of the last all-gather's tensors.
+    # The process group is left to the process's end: DDP's reducer would be its last owner, and gloo's destructor
+    # waits, with the interpreter's lock held, for a thread that needs it to let go of the last all-gather's tensors.
     (out / f"rank{os.environ['RANK']}.json").write_text(json.dumps(runs))
 
 

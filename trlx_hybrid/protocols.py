@@ -86,6 +86,9 @@ class Run(Protocol):
     def metrics(self) -> dict[str, float | list[float]]:
         """Numbers of the current rollout, named `hybrid/…`, for the trainer's logs; add to it."""
 
+    def free_bytes(self) -> int:
+        """Bytes of the policy's device that nobody uses now."""
+
     def weights_changed(self) -> None:
         """Say, on every rank, that weights were changed by hand: the next rollout syncs all."""
 

@@ -317,6 +317,10 @@ class Session:
         if other is not None and other is not self:
             other.release_engine()
 
+    def free_bytes(self) -> int:
+        """Bytes of the policy's device that nobody uses now, those that torch keeps for later included."""
+        return self.memory.free_bytes()
+
     def weights_changed(self) -> None:
         """The policy's weights changed, frozen ones perhaps: the next rollout syncs all. Call it on every rank."""
         self.versions.changed()

@@ -115,7 +115,7 @@ class TrainerMemory:
             return [owner for owner in LEAVING if owner in owners]
         if self.device.type != "cuda":  # the arena is the same memory
             return []
-        leaving = plan_offload(self.ledger.measure(), asleep + SLACK - self._free_bytes())
+        leaving = plan_offload(self.ledger.measure(), asleep + SLACK - self.free_bytes())
         return [owner for owner in leaving if owner in owners]  # the wake-up says what is missing then
 
     def come_back(self, owners: Collection[str] = LEAVING) -> None:
@@ -214,7 +214,7 @@ class TrainerMemory:
     def capacity(self) -> int:
         """Bytes that all owners together may take: what is free, and what they hold."""
         held = self.ledger.measure()
-        return self._free_bytes() + sum(n for owner, n in held.items() if owner != "other")
+        return self.free_bytes() + sum(n for owner, n in held.items() if owner != "other")
 
     def table(self) -> list[str]:
         """For the header of the run."""
@@ -228,9 +228,9 @@ class TrainerMemory:
             trainable = [p for p in parameter_sizes(self._policy.module) if p.trainable]
             held = self.ledger.measure()["optimizer"]
             stays = max(0, optimizer_bytes(self._optimizer_name, trainable)[0] - held)
-        return self._free_bytes() - stays
+        return self.free_bytes() - stays
 
-    def _free_bytes(self) -> int:
+    def free_bytes(self) -> int:
         """Bytes of the device that nobody uses, those that torch keeps for later included."""
         if self.device.type != "cuda":
             return int(psutil.virtual_memory().available)

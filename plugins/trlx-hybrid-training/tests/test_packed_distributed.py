@@ -18,6 +18,16 @@ def test_packed_is_what_padded_is_in_two_processes(tmp_path, options):
         assert packed["why"] is None
         assert packed["sharded"] == ("fsdp" in options)
         assert len(packed["logs"]) == len(padded["logs"]) == 3
-    padded, packed = reports[0]
+    held_equal(*reports[0])
+
+
+def test_sharded_ranks_recompute_as_many_layers_as_the_one_with_the_least_memory(tmp_path):
+    """Or one would wait for the gathering of a layer that the other does not recompute."""
+    reports = rank_reports(SCRIPT, tmp_path, "fsdp", "adaptive", count=2, environment=FSDP2)
+    assert [packed["recomputed"] for _, packed in reports] == [2, 2]
+    held_equal(*reports[0])
+
+
+def held_equal(padded, packed):
     for mine, theirs in zip(packed["logs"], padded["logs"], strict=True):
         assert mine == pytest.approx(theirs, abs=1e-5, rel=1e-5)

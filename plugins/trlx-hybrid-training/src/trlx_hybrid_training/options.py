@@ -33,11 +33,14 @@ class PackedOptions:
             of a forward pass of their own.
         balanced: give the micro-batches of an optimizer step equally many tokens, where rows are packed and it makes no
             difference to the gradient which of them share a micro-batch.
+        adaptive_checkpointing: where the trainer's `gradient_checkpointing` is on, recompute only as many layers as
+            memory asks for, see `trlx_hybrid_training.recomputation`.
     """
 
     packing: bool = True
     deferred: bool = True
     balanced: bool = True
+    adaptive_checkpointing: bool = False
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

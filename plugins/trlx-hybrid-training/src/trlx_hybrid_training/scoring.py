@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from trlx_hybrid.weights.verify import TOLERANCE, allowed_share, autocast_dtype,
 
 from . import attention
 from .packing import Pack, attention_name, equal_tokens, refused
+from .recomputation import Recomputation
 
 if TYPE_CHECKING:
     from trlx_hybrid.protocols import Run
@@ -45,12 +47,18 @@ class Packed(Scoring):
         self._chosen: list[tuple[Any, str]] = []  # configs, and the attention that they named
         if self.padded_because is None:
             attention.register()
+        self.recomputation = Recomputation(session) if options.adaptive_checkpointing else None
 
     def note(self) -> str:
         """How rows are scored, and why."""
         if self.padded_because is not None:
-            return f"scoring: rows stay padded: {self.padded_because}"
-        return f"scoring: rows are packed, attention by {self._attention}"
+            said = f"scoring: rows stay padded: {self.padded_because}"
+        else:
+            said = f"scoring: rows are packed, attention by {self._attention}"
+        return said if self.recomputation is None else f"{said}; {self.recomputation.note()}"
+
+    def _choosing(self, tokens: int) -> AbstractContextManager[None]:
+        return nullcontext() if self.recomputation is None else self.recomputation.chosen(tokens)
 
     @property
     def balanced(self) -> bool:  # type: ignore[override]
@@ -66,7 +74,10 @@ class Packed(Scoring):
         if self.padded_because is None and id(rows.model) not in self._compared:
             self._prepare(rows)
         packed = None if self.padded_because is not None else self._score_packed(rows)
-        return rows.padded() if packed is None else packed
+        if packed is not None:
+            return packed
+        with self._choosing(rows.input_ids.numel()):
+            return rows.padded()
 
     def _score_packed(self, rows: Rows) -> Scores | None:
         scores: list[Scores] = []
@@ -78,7 +89,7 @@ class Packed(Scoring):
             inputs = pack.inputs
             if rows.model.config._attn_implementation == attention.NAME:
                 inputs["segments"] = tuple(pack.lengths)
-            with attention.packing():
+            with attention.packing(), self._choosing(sum(pack.lengths)):
                 log_probs, entropies, router_loss = rows.forward(pack.labels, **inputs)
             entropies = None if entropies is None else pack.rows(entropies)
             scores.append(Scores(pack.rows(log_probs), entropies, router_loss))

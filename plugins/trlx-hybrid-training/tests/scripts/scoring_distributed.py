@@ -1,6 +1,6 @@
 """Launched by test_packed_distributed.py: GRPO with TRL's scoring and with ours, one run after the other.
 
-scoring_distributed.py OUT [fsdp] [lora]
+scoring_distributed.py OUT [fsdp] [lora] [adaptive]
 """
 
 import json
@@ -11,6 +11,7 @@ from pathlib import Path
 from peft import LoraConfig
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer
+from trlx_hybrid.session import Session
 from trlx_hybrid.testing.launched import sorting_prompts, tiny_grpo, use_fsdp_on_cpu
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 
@@ -38,6 +39,9 @@ class Scripted:
 def main(out: Path, options: set[str]) -> None:
     if "fsdp" in options:
         use_fsdp_on_cpu()
+    if "adaptive" in options:  # one rank has memory to spare, the other has none
+        Session.free_bytes = lambda self: self.ranks.rank << 50
+    packed = {"balanced": False, "adaptive_checkpointing": "adaptive" in options}
     runs = []
     for scoring in ("padded", "packed"):
         settings = tiny_grpo(
@@ -56,7 +60,7 @@ def main(out: Path, options: set[str]) -> None:
             processing_class=character_tokenizer(),
             peft_config=LoraConfig(r=4, target_modules="all-linear") if "lora" in options else None,
             rollout_func=Scripted(),
-            hybrid={"scoring": scoring, "scoring_options": {"balanced": False} if scoring == "packed" else None},
+            hybrid={"scoring": scoring, "scoring_options": packed if scoring == "packed" else None},
         )
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
@@ -66,6 +70,7 @@ def main(out: Path, options: set[str]) -> None:
                 "logs": [{k: v for k, v in log.items() if not k.startswith(seconds)} for log in logs],
                 "note": trainer.session.scoring.note(),
                 "why": trainer.session.scores_apart,
+                "recomputed": getattr(getattr(trainer.session.scoring, "recomputation", None), "recomputed", None),
                 "sharded": any(hasattr(p, "full_tensor") for p in trainer.model.parameters()),
             }
         )

@@ -1,0 +1,166 @@
+"""Gradient checkpointing for as many layers as memory asks for, and no more.
+
+With gradient checkpointing, TRL's default, a layer keeps its input only and is computed a second time in the backward
+pass: about a quarter of the model's arithmetic. Whether a layer is recomputed changes no bit of the gradients (Chen et
+al., 2016, "Training Deep Nets with Sublinear Memory Cost"), so it is decided anew for each micro-batch: by its tokens,
+by what a token was seen to keep in a layer, and by what is free when the loss begins.
+
+transformers' layers read `gradient_checkpointing` of their own when they are called (`GradientCheckpointingLayer`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers.modeling_layers import GradientCheckpointingLayer
+from trlx_hybrid.memory.ledger import plain_tensors
+from trlx_hybrid.weights.policy import is_sharded
+
+if TYPE_CHECKING:
+    from trlx_hybrid.protocols import Run
+
+logger = logging.getLogger(__name__)
+
+SHARE = 0.9
+"""Of what is free, how much may be planned with: the allocator's blocks do not fit exactly."""
+
+WORKSPACE = 1 << 30
+"""Bytes that the LM head and the loss take beside the layers: chunks of float32 logits above all."""
+
+IN_BACKWARD = 3
+"""What the backward pass of one layer holds at most beside what others keep, in multiples of what a layer keeps: its
+own, recomputed, and the gradients of that."""
+
+
+def keepable(free: int, gradients: int, layer: int, layers: int) -> int:
+    """How many layers' activations fit.
+
+    Args:
+        free: bytes that nobody uses.
+        gradients: bytes of gradients that are not there yet.
+        layer: bytes that one layer keeps for its backward pass.
+        layers: how many there are.
+
+    Returns:
+        From 0 to `layers`.
+    """
+    left = int(free * SHARE) - WORKSPACE - gradients - IN_BACKWARD * layer
+    return max(0, min(layers, left // max(layer, 1)))
+
+
+class Kept:
+    """Bytes that a layer was seen to keep, by the tokens of the pass."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, int] = {}
+
+    def add(self, tokens: int, bytes_: int) -> None:
+        """Remember a pass; of those with about as many tokens the largest."""
+        size = tokens.bit_length()
+        self._seen = {n: b for n, b in self._seen.items() if n.bit_length() != size or n > tokens} | {tokens: bytes_}
+
+    def expected(self, tokens: int) -> int | None:
+        """Of a pass with so many tokens: what the next larger one kept, or the largest's in proportion. That is never
+        too little, as part of it (weights cast under autocast) is the same for any number. None before the first."""
+        larger = [n for n in self._seen if n >= tokens]
+        if larger:
+            return self._seen[min(larger)]
+        if not self._seen:
+            return None
+        most = max(self._seen)
+        return -(-self._seen[most] * tokens // most)
+
+
+class Recomputation:
+    """Decides which layers of the policy are recomputed, micro-batch by micro-batch.
+
+    Attributes:
+        recomputed: layers that the last loss recomputed, of `layers`; None before the first.
+    """
+
+    def __init__(self, session: Run) -> None:
+        self._session, self._kept = session, Kept()
+        self.recomputed: int | None = None
+        self.layers = 0
+        self._sharded = any(is_sharded(p) for p in session.policy.module.parameters())
+
+    def note(self) -> str:
+        """For a reader: whether anything is left to decide."""
+        if not self._session.args.gradient_checkpointing:
+            return "no layer is recomputed: gradient_checkpointing is off"
+        if not any(isinstance(module, GradientCheckpointingLayer) for module in self._session.policy.base.modules()):
+            return "gradient checkpointing is not transformers' own here, and stays as it is"
+        return "layers are recomputed as far as memory asks for it"
+
+    @contextmanager
+    def chosen(self, tokens: int) -> Iterator[None]:
+        """A loss forward over so many tokens. Collective where the policy is sharded: a layer that is recomputed is
+        gathered once more, so all ranks must recompute the same.
+
+        The first layers are recomputed, the last ones are not: these have gone when the first are at work again.
+        """
+        modules = self._session.policy.base.modules()
+        layers = [m for m in modules if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
+        if not layers or not torch.is_grad_enabled() or not layers[-1].training:
+            yield
+            return
+        kept = self._keepable(tokens, len(layers))
+        if self.recomputed is None:
+            logger.info("The first loss recomputes all layers but one, whose activations are counted.")
+        self.recomputed, self.layers = len(layers) - kept, len(layers)
+        for layer in layers[self.recomputed :]:
+            layer.gradient_checkpointing = False
+        try:
+            if kept:
+                with _counting(layers[-1]) as storages:
+                    yield
+                self._kept.add(tokens, sum(storages.values()))
+            else:
+                yield
+        finally:
+            for layer in layers:  # TRL looks at them, and switches all of them off and on around a rollout
+                layer.gradient_checkpointing = True
+
+    def _keepable(self, tokens: int, layers: int) -> int:
+        layer = self._kept.expected(tokens)
+        if layer is None:
+            return 1
+        trained = [p for p in self._session.policy.module.parameters() if p.requires_grad and p.grad is None]
+        gradients = sum(tensor.nbytes for tensor in plain_tensors(trained))
+        kept = keepable(self._session.free_bytes(), gradients, layer, layers)
+        return min(self._session.ranks.gather(kept)) if self._sharded else kept
+
+
+@contextmanager
+def _counting(layer: nn.Module) -> Iterator[dict[int, int]]:
+    """Bytes, by storage, of what the layer's operations save for their backward pass, its parameters left out."""
+    storages: dict[int, int] = {}
+    own: set[int] = set()
+    counting = saved_tensors_hooks(lambda tensor: _count(tensor, storages, own), lambda tensor: tensor)
+
+    def before(*_: Any) -> None:
+        own.update(p.untyped_storage().data_ptr() for p in layer.parameters() if not is_sharded(p))
+        counting.__enter__()  # type: ignore[no-untyped-call]
+
+    def after(*_: Any) -> None:
+        counting.__exit__()  # type: ignore[no-untyped-call]
+
+    handles = [layer.register_forward_pre_hook(before), layer.register_forward_hook(after, always_call=True)]
+    try:
+        yield storages
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _count(tensor: Tensor, storages: dict[int, int], own: set[int]) -> Tensor:
+    storage = tensor.untyped_storage()
+    if storage.data_ptr() not in own:
+        storages[storage.data_ptr()] = storage.nbytes()
+    return tensor.detach()  # the tensor itself would keep its graph alive in a circle

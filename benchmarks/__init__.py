@@ -11,6 +11,7 @@ BENCHMARKS = (
     "weight_sync",
     "offload",
     "step",
+    "learning",
     "capacity",
     "multiturn",
     "reshard",

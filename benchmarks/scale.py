@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from .lengths import Lengths
@@ -52,6 +52,7 @@ class Variant:
         eager: no CUDA graphs, for what does not depend on them: the engine is built in half the time.
         checkpointing: gradient checkpointing, TRL's default.
         detokenize: TRL's default, in which vLLM turns each token into text. Ours never does.
+        hybrid: further fields of our trainer's `HybridConfig`.
     """
 
     model_dtype: str = "auto"
@@ -62,6 +63,7 @@ class Variant:
     eager: bool = False
     checkpointing: bool = True
     detokenize: bool = True
+    hybrid: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def generation_kwargs(self) -> dict[str, Any]:

@@ -4,7 +4,8 @@ A step is a rollout, its scoring, loss and backward pass in parts of eight rows,
 trainer trains in a process of its own on the same device, with the same reward, prompts and lengths of completions, and
 stands still while it is another's turn. `trl` and `hybrid` have the same arguments, TRL's defaults with sleep mode on.
 `tuned` is TRL's trainer with what a user can set: no text is built of the tokens, and sleep mode and gradient
-checkpointing are off where that fits beside the two others, which is tried.
+checkpointing are off where that fits beside the two others, which is tried. `hybrid` has what a user of this package
+would switch on for speed without another result: see `--hybrid`.
 
 `full` trains all weights in bf16, `fp32` an fp32 master under autocast, `lora` an adapter of rank 16. Completions are
 of one length, or of lengths drawn from a lognormal distribution, the same rows in all arms.
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import statistics
 import tempfile
 import time
@@ -55,11 +57,16 @@ LENGTHS = {
 }
 LENGTHS["7b"] = LENGTHS["1.5b"]
 BATCH = 8  # rows of a forward pass
+HYBRID: dict[str, Any] = {
+    "scoring": "packed",
+    "scoring_options": {"adaptive_checkpointing": True},
+    "plugin_options": {"training": {"lora_layers": True}},
+}
 Splits = dict[str, dict[str, float]]
 
 
 def measure(
-    folder: str, scale: Scale, kind: str, case: str, repetitions: int
+    folder: str, scale: Scale, kind: str, hybrid: Mapping[str, Any], case: str, repetitions: int
 ) -> tuple[list[Measurement], Splits, dict[str, bool]]:
     """All trainers, a step each in turn; what their steps were made of; and how TRL tuned was set."""
     splits: dict[str, list[dict[str, float]]] = {name: [] for name in CONTESTANTS}
@@ -70,7 +77,8 @@ def measure(
 
     with ExitStack() as stack:
         started = time.perf_counter()
-        workers = {name: stack.enter_context(trainer(name, KINDS[kind])) for name in ("trl", "hybrid")}
+        variants = {"trl": KINDS[kind], "hybrid": dataclasses.replace(KINDS[kind], hybrid=hybrid)}
+        workers = {name: stack.enter_context(trainer(name, variant)) for name, variant in variants.items()}
         wait_until_built(workers.values(), BUILD_SECONDS)
         for worker in workers.values():
             worker.call("step", 0, seconds=STEP_SECONDS)
@@ -142,7 +150,9 @@ def metrics_of(measurements: Sequence[Measurement], splits: Splits, device: str)
     return metrics
 
 
-def run(model: str, kinds: Sequence[str], lengths: Sequence[str], repetitions: int) -> Result:
+def run(
+    model: str, kinds: Sequence[str], lengths: Sequence[str], repetitions: int, hybrid: Mapping[str, Any] = HYBRID
+) -> Result:
     """Each kind with each distribution of lengths is a case: `full` and `lora` are those of fixed lengths."""
     measured: list[Measurement] = []
     splits: Splits = {}
@@ -152,10 +162,10 @@ def run(model: str, kinds: Sequence[str], lengths: Sequence[str], repetitions: i
         scale = dataclasses.replace(SCALES[model], cases=(LENGTHS[model][name],))
         with tempfile.TemporaryDirectory(prefix="benchmark-step-", ignore_cleanup_errors=True) as folder:
             write_model(Path(folder), scale)
-            more, found, tuned = measure(folder, scale, kind, case, repetitions)
+            more, found, tuned = measure(folder, scale, kind, hybrid, case, repetitions)
         measured += more
         splits |= found
-        cases[case] = {"lengths": dataclasses.asdict(LENGTHS[model][name]), "tuned": tuned}
+        cases[case] = {"lengths": dataclasses.asdict(LENGTHS[model][name]), "tuned": tuned, "hybrid": dict(hybrid)}
     return Result(
         benchmark="step" if model == "1.5b" else f"step_{model}",
         device=accelerator(),
@@ -182,10 +192,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = list(LENGTHS["1.5b"])
     parser.add_argument("--lengths", choices=names, action="append", help="may be repeated; default: fixed, lognormal")
     parser.add_argument("--repetitions", type=int, default=10)
+    parser.add_argument(
+        "--hybrid", type=json.loads, default=HYBRID, help=f"our trainer's HybridConfig fields; {json.dumps(HYBRID)}"
+    )
     parser.add_argument("--add", action="store_true", help="keep the other cases of the result file")
     arguments = parser.parse_args(argv)
     kinds, lengths = arguments.kind or list(KINDS), arguments.lengths or ["fixed", "lognormal"]
-    run(arguments.model, kinds, lengths, arguments.repetitions).publish(add=arguments.add)
+    run(arguments.model, kinds, lengths, arguments.repetitions, arguments.hybrid).publish(add=arguments.add)
 
 
 if __name__ == "__main__":

@@ -195,7 +195,8 @@ def _stock(scale: Scale, variant: Variant, arguments: dict[str, Any]) -> Any:
 def _hybrid(scale: Scale, variant: Variant, arguments: dict[str, Any]) -> Any:
     from trlx_hybrid import GRPOTrainer, HybridConfig
 
-    return GRPOTrainer(**arguments, hybrid=HybridConfig(engine="vllm", engine_options=engine_options(scale, variant)))
+    config = HybridConfig(engine="vllm", engine_options=engine_options(scale, variant), **variant.hybrid)
+    return GRPOTrainer(**arguments, hybrid=config)
 
 
 def _arguments(output: Path, scale: Scale, variant: Variant, batch: int, steps: int) -> Any:

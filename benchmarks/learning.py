@@ -36,6 +36,7 @@ def train(kind: str, arm: str, seed: int, steps: int, folder: str) -> tuple[floa
     """Seconds of one run, and the mean reward of each of its steps."""
     from datasets import Dataset
     from peft import LoraConfig
+    from transformers import PrinterCallback
     from trlx_hybrid import GRPOTrainer
 
     sys.path.insert(0, str(EXAMPLES))
@@ -59,6 +60,7 @@ def train(kind: str, arm: str, seed: int, steps: int, folder: str) -> tuple[floa
         peft_config=LoraConfig(**adapters) if kind == "lora" else None,
         hybrid=ARMS[arm],
     )
+    trainer.remove_callback(PrinterCallback)
     started = time.perf_counter()
     trainer.train()
     seconds = time.perf_counter() - started

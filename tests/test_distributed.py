@@ -54,6 +54,9 @@ def assert_same_training(reports, single):
     for key in ("loss", "grad_norm"):
         assert reports[0]["runs"][0][key] == pytest.approx(single[0]["runs"][0][key], abs=1e-5, rel=1e-5)
     assert max(gap for report in reports for gap in report["runs"][0]["gap"]) < 1e-5
+    for report in reports:  # each counts the tokens of all, and what its own rows were padded to
+        assert report["runs"][0]["tokens"] == single[0]["runs"][0]["tokens"]
+        assert report["runs"][0]["padded_tokens"] == reports[0]["runs"][0]["padded_tokens"]
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from .deadline import in_thread
 
@@ -39,8 +40,11 @@ class Ranks:
         """Sum over the processes."""
         if self.world == 1:
             return value
-        total = torch.tensor(value, device=self._accelerator.device)
-        return int(self._accelerator.reduce(total, reduction="sum"))
+        return int(self.total(torch.tensor(value, device=self._accelerator.device)))
+
+    def total(self, values: Tensor) -> Tensor:
+        """Sum over the processes of each element, on the device of this one, which nothing here waits for."""
+        return self._accelerator.reduce(values, reduction="sum")  # type: ignore[no-any-return]
 
     def gather(self, value: T) -> list[T]:
         """One value per process, in rank order, on every process. Any picklable object."""

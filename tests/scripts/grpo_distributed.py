@@ -54,6 +54,8 @@ def main(out: Path, options: dict[str, str]) -> None:
                 "seen": list(seen),
                 "loss": [log["loss"] for log in logs],
                 "grad_norm": [float(log["grad_norm"]) for log in logs],
+                "tokens": [log["hybrid/step/tokens"] for log in logs],
+                "padded_tokens": [log["hybrid/step/padded_tokens"] for log in logs],
                 "gap": [log["sampling/sampling_logp_difference/max"] for log in logs],
                 "version": trainer.session.versions.engine_version,
             }

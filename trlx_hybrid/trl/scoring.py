@@ -58,6 +58,7 @@ class Scored:
 
     _skips_old = False  # the next rows to be scored are those of the old log-probs, which are left out
     _micro_batch: dict[str, Any] | None = None  # whose loss is being computed
+    _loss_tokens = 0  # that the model was given to compute losses from, padding included
     _window = (-1, 0)  # the optimizer step, and the micro-batches that it has already
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -141,7 +142,15 @@ class Scored:
             self._skips_old = False
             return Scores(torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device), None, None)
 
+        def count(tokens: int) -> None:
+            self._loss_tokens += tokens if torch.is_grad_enabled() else 0
+
+        def padded() -> Scores:
+            count(input_ids.numel())
+            return Scores(*stock(*given, **images))
+
         def forward(labels: Tensor, **inputs: Any) -> Scores:
+            count(labels.numel())
             if compute_aux_loss:
                 inputs["output_router_logits"] = True
             with trainer.accelerator.autocast():
@@ -158,7 +167,7 @@ class Scored:
                 attention_mask=attention_mask,
                 completion_length=logits_to_keep,
                 at_once=batch_size or len(input_ids),
-                padded=lambda: Scores(*stock(*given, **images)),
+                padded=padded,
                 forward=forward,
             )
         )

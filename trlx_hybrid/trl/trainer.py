@@ -36,6 +36,7 @@ from .checkpoint import Checkpointing
 from .generation import Generation, trajectories_of
 from .rewards import HOOK, checked_reward, refuse_missing_package, replaced, without_masked
 from .scoring import SCORER, Scored, overriding, scores_apart
+from .step_metrics import Metered, StepMetrics
 
 if TYPE_CHECKING:
     from ..session import Session
@@ -81,7 +82,7 @@ def hybrid(trainer_class: type[Any]) -> type[Any]:
     return type(trainer_class.__name__, bases, namespace)
 
 
-class HybridTrainer(Scored, Checkpointing):
+class HybridTrainer(Metered, Scored, Checkpointing):
     """What `hybrid` puts in front of a TRL trainer.
 
     An instance made without `__init__`, as TRL's tests of single methods do, is TRL's own.
@@ -157,6 +158,9 @@ class HybridTrainer(Scored, Checkpointing):
         if trainer._base_name in SCORING:
             self.session.scores_apart = scores_apart(trainer, self.session.adviser)
         weakref.finalize(trainer, self.session.close).atexit = False  # then the session leaves by itself
+        if (not selection.stock or self._config.scoring is not None) and policy.device.type in ("cpu", "cuda"):
+            self._steps = StepMetrics(self.session, this, flops=trainer._base_name in SCORING)
+            trainer.add_callback(self._steps)  # first, for the time of the optimizer's step alone
         trainer.add_callback(SessionCallback(self.session))
         if not selection.stock:
             check_skipped(args)
@@ -198,7 +202,7 @@ class HybridTrainer(Scored, Checkpointing):
         self._conversations: Any = None
         if not self._attached:
             return super()._generate(prompts)  # type: ignore[misc]
-        with self.session.rollout_phase(trainer.model.training):
+        with self._part("rollout"), self.session.rollout_phase(trainer.model.training):
             self._generated = super()._generate(prompts)  # type: ignore[misc]
         return self._generated
 

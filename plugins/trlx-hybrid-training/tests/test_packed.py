@@ -88,6 +88,17 @@ def test_checkpointing_of_either_kind(compared, noisy, reentrant):
     assert max(difference(packed, padded)) < BOUND
 
 
+def test_packed_rows_are_computed_without_padding(compared, noisy):
+    """And so the metrics say; the first comparison of both ways is not counted."""
+    given = PLAIN | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
+    padded, packed = (
+        [log for log in run.trainer.state.log_history if "loss" in log] for run in compared(GRPO, {}, noisy, **given)
+    )
+    for theirs, mine in zip(padded, packed, strict=True):
+        assert mine["hybrid/step/padded_tokens"] == mine["hybrid/step/tokens"] == theirs["hybrid/step/tokens"]
+        assert theirs["hybrid/step/padded_tokens"] > theirs["hybrid/step/tokens"]
+
+
 def test_a_run_that_packs_says_so_and_leaves_the_model_as_it_was(run, noisy, scripted, capsys):
     given = {"hybrid": noisy | {"scoring": "packed"}, "plugins": [scripted], "max_steps": 1}
     finished = run(GRPO, **given)

@@ -12,6 +12,7 @@ import trlx_hybrid
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.layer import Linear
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_training import lora
 
@@ -291,6 +292,44 @@ def test_one_input_of_several_layers_is_saved_once():
         copies = [t for at, t in seen.items() if at not in parameters and t.numel() == x.numel()]
         assert len(copies) == (1 if serve else 3)
     assert sizes[True] < sizes[False]
+
+
+class Bytes(TorchDispatchMode):
+    """Bytes that operations read and write of tensors that have a row for each token, and how often `shape` is cast."""
+
+    def __init__(self, tokens, shape=None):
+        super().__init__()
+        self.tokens, self.shape, self.moved, self.casts = tokens, shape, 0, 0
+
+    def __torch_dispatch__(self, operation, types, arguments=(), keywords=None):
+        keywords = keywords or {}
+        out = operation(*arguments, **keywords)
+        name = operation.overloadpacket.__name__
+        written = [t for t in (out if isinstance(out, tuple) else (out,)) if isinstance(t, torch.Tensor)]
+        if operation.is_view or "empty" in name or name == "_unsafe_view":
+            return out
+        read = [t for t in arguments if isinstance(t, torch.Tensor)]
+        if name.startswith("addmm") and keywords.get("beta") == 0:
+            read = read[1:]
+        self.moved += sum(t.numel() * t.element_size() for t in read + written if self.tokens in t.shape)
+        self.casts += name == "_to_copy" and arguments[0].shape == self.shape
+        return out
+
+
+@pytest.mark.parametrize("serve", [False, True], ids=["PEFT", "here"])
+def test_a_float32_base_is_cast_once_for_a_forward_and_its_backward_pass(serve):
+    """Autocast keeps casts of trained parameters only."""
+    layer = Linear(nn.Linear(24, 40).requires_grad_(False), "default", LoraConfig(r=2), r=2, lora_alpha=2)
+    if serve:
+        assert lora.apply(layer) == []
+    x = torch.randn(8, 24, requires_grad=True)
+    with Bytes(8, layer.base_layer.weight.shape) as seen:
+        with torch.autocast(**AUTOCAST):
+            layer(x)
+            out = layer(x)
+        assert seen.casts == 2
+        out.sum().backward()
+    assert seen.casts == 2
 
 
 def test_sharded_by_fsdp2_gradients_are_the_same(calls, tmp_path):

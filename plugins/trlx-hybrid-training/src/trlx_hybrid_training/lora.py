@@ -35,6 +35,10 @@ that are narrow, as these products are, reach less than the copy bandwidth.
 One product for `W` and `A` together would save 2 in of the forward pass (0.014 s). It needs both in one storage, which
 neither FSDP's shards nor weights shared with an engine allow.
 
+**A base in float32**, which TRL loads unless `dtype` says otherwise, is cast to bf16 in each forward pass: 6 bytes for
+each of its parameters. So it is with PEFT, as autocast keeps casts of trained parameters only. The cast is kept for the
+backward pass, 2 bytes for each parameter; with checkpointing of one decoder layer at a time.
+
 **What is not served** keeps PEFT's forward: quantised and other layers than `Linear`, variants (DoRA and the like), a
 trained base or bias, `lora_bias`, dropout while it drops, modules with hooks. `apply` names each. What can change
 from call to call is looked at in each call: merged, disabled or several active adapters, `adapter_names`, sharded
@@ -125,12 +129,12 @@ class _LowRank(torch.autograd.Function):
         dtype: torch.dtype,
     ) -> Tensor:
         ctx.scaling, ctx.dtypes = scaling, (x.dtype, a.dtype, b.dtype)
-        x, a, b = x.to(dtype), a.to(dtype), b.to(dtype)
+        x, weight, a, b = x.to(dtype), weight.to(dtype), a.to(dtype), b.to(dtype)
         rows = x.reshape(-1, x.shape[-1])
         hidden = rows @ a.t()
-        out = F.linear(rows, weight.to(dtype), None if bias is None else bias.to(dtype))
+        out = F.linear(rows, weight, None if bias is None else bias.to(dtype))
         out.addmm_(hidden, b.t(), alpha=scaling)
-        ctx.save_for_backward(x, weight, a, b, hidden)  # the weight as it is: a copy in `dtype` is made again
+        ctx.save_for_backward(x, weight, a, b, hidden)
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
@@ -142,7 +146,7 @@ class _LowRank(torch.autograd.Function):
         low = grad @ b
         grad_x = grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ weight.to(x.dtype)).addmm_(low, a, alpha=ctx.scaling).view(x.shape).to(of_x)
+            grad_x = (grad @ weight).addmm_(low, a, alpha=ctx.scaling).view(x.shape).to(of_x)
         if ctx.needs_input_grad[3]:
             grad_a = _over_tokens(low, x.reshape(-1, x.shape[-1]), ctx.scaling, of_a)
         if ctx.needs_input_grad[4]:

@@ -33,7 +33,7 @@ PACKED = {
     "scoring": "packed",
     "attn_implementation": "sdpa",  # rows cannot be packed for "eager"
     "plugin_options": json.dumps({"training": {"lora_layers": True}}),
-    "lora_dropout": 0.0,  # TRL's is 0.05, with which LoRA layers stay PEFT's and old log-probs take a pass of their own
+    "lora_dropout": 0.0,  # TRL's is 0.05, with which old log-probs take a pass of their own
 }
 RAGGED = {"stop_token_ids": list(range(10, 16))}  # of 98 tokens: lengths are geometric, cut at the limit
 

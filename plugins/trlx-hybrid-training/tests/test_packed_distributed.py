@@ -1,4 +1,4 @@
-"""Packed rows in two processes, sharded or not, over gloo."""
+"""Packed rows and LoRA layers in two processes, sharded or not, over gloo."""
 
 from pathlib import Path
 
@@ -28,6 +28,17 @@ def test_sharded_ranks_recompute_as_many_layers_as_the_one_with_the_least_memory
     held_equal(*reports[0])
 
 
-def held_equal(padded, packed):
-    for mine, theirs in zip(packed["logs"], padded["logs"], strict=True):
+@pytest.mark.parametrize("options", [["fsdp"], []], ids=["FSDP2", "DDP"])
+def test_lora_layers_that_drop_are_pefts_in_two_processes(tmp_path, options):
+    environment = FSDP2 if "fsdp" in options else {"ACCELERATE_USE_CPU": "true"}
+    reports = rank_reports(SCRIPT, tmp_path, "lora", "layers", *options, count=2, environment=environment)
+    for peft, here in reports:
+        assert (peft["layers"], here["layers"]) == (0, 14)
+        assert here["sharded"] == ("fsdp" in options)
+        assert len(here["logs"]) == len(peft["logs"]) == 3
+    held_equal(*reports[0])
+
+
+def held_equal(stock, ours):
+    for mine, theirs in zip(ours["logs"], stock["logs"], strict=True):
         assert mine == pytest.approx(theirs, abs=1e-5, rel=1e-5)

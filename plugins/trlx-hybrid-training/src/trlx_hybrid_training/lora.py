@@ -4,33 +4,45 @@
 types, parameters and their names stay PEFT's, so state dicts, saved adapters, optimizers, DDP, FSDP2 and gradient
 checkpointing see the same model. A pickled layer is PEFT's own again.
 
-**What is computed.** For `x` (tokens × in), frozen `W` (out × in) and `bias`, `A` (r × in), `B` (out × r), scaling `s`:
+**What is computed.** For `x` (tokens × in), frozen `W` (out × in) and `bias`, `A` (r × in), `B` (out × r), scaling `s`,
+and `d`, which is `x`, or in training with `lora_dropout` p what `torch.nn.Dropout` makes of it, `mask · x / (1 - p)`:
 
-    h = x Aᵀ          y = x Wᵀ + bias, then y += s · h Bᵀ within that product's epilogue
-    l = g B           dx = g W, then dx += s · l A            dA = s · lᵀ x            dB = s · gᵀ h
+    h = d Aᵀ          y = x Wᵀ + bias, then y += s · h Bᵀ within that product's epilogue
+    l = g B           dx = g W, then dx += s · l A            dA = s · lᵀ d            dB = s · gᵀ h
 
-Each product sums in float32 and rounds once, where PEFT's path rounds three times (the product by Bᵀ, `* scaling`,
-`result +`). On a GPU the gradients of float32 adapters are never rounded to bf16. Saved for the backward pass: `x`
-itself, and `h`, which has r columns; without it `x` would be read once more. PEFT's path saves a copy of `x` in each
-layer, so three of the one that q, k and v share.
+With dropout dx = mask · (s / (1 - p) · l A), then dx += g W. Each product sums in float32 and rounds once, where PEFT's
+path rounds three times (the product by Bᵀ, `* scaling`, `result +`). On a GPU the gradients of float32 adapters are
+never rounded to bf16.
 
 **Bytes** of device memory for each token that a layer's adapter moves beyond the products by W, which are the same in
-both: bf16 under autocast, adapters in float32, as TRL trains.
+both: bf16 under autocast, base in bf16, adapters in float32, as PEFT makes them.
 
 | | PEFT | here |
 |---|---|---|
 | forward | 14 in + 12 out (x to float32 and back, product by A; by B, `* s`, `+`) | 2 in + 4 out |
 | backward | 22 in + 8 out (the same casts of dx, and its sum; `* s`, two products) | 6 in + 4 out |
+| forward, dropout | 23 in + 12 out (of the float32 copy) | 7 in + 4 out |
+| backward, dropout | 31 in + 8 out | 16 in + 4 out |
 | saved | 2 in + 2 r, a copy for each layer | 2 in + 2 r, `in` once for layers with one input |
-| kernels, forward and backward | 8 and 10 | 4 and 7 |
+| saved, dropout | 3 in + 2 r, `d` and mask of each layer | 3 in + 2 r, 2 `in` once for layers with one input |
+| kernels, forward and backward | 8 and 10; dropout 9 and 11 | 4 and 6; dropout 5 and 8 |
+
+Saved for the backward pass: `x` itself, `h`, which has r columns (without it `x` would be read once more), and with
+dropout the mask, a byte for each element; `d` is made again from both. To save `d` beside the mask would spare 5 in of
+the backward pass and hold a copy for each layer. To draw the mask again from a seed would spare its byte, but the
+backward pass would set the generator's state and draw all numbers anew, others where saved tensors come back with
+other strides. Where `x` comes in float32, as from the norms of a float32 base, it is dropped before it is cast, or it
+would be rounded twice: 17 in forward, as with PEFT. Its bf16 copy is this layer's own, so `d` is saved in its place, as
+much as with PEFT, and 11 in are moved in the backward pass.
 
 A layer of Qwen2-1.5B has 18,176 columns of inputs and 23,040 of outputs in its seven linear modules. For 64 rows of
 128 + 512 tokens, 40,960 tokens, 28 layers move 609 GB in a forward pass with PEFT and 147 GB here, in a backward pass
 670 GB and 231 GB. An H100 copies at 3.0 TB/s: **0.20 s → 0.05 s for each forward pass, 0.22 s → 0.08 s for the backward
-pass.** A step with TRL's defaults has three forward passes (old log-probs, loss, recomputation): 0.83 s → 0.22 s of the
-2.88 s that the training half of LoRA takes there. With one forward pass: 0.43 s → 0.13 s. Without checkpointing 0.34 MB
-less are saved for each token, 1.8 GB for a micro-batch of 8 rows. This is predicted from bytes, not measured; kernels
-that are narrow, as these products are, reach less than the copy bandwidth.
+pass; with dropout 0.27 s → 0.08 s and 0.29 s → 0.15 s.** A step with TRL's defaults has three forward passes (old
+log-probs, loss, recomputation): 0.83 s → 0.22 s of the 2.88 s that the training half of LoRA takes there without
+dropout, 1.08 s → 0.40 s with it. With one forward pass: 0.43 s → 0.13 s, and 0.55 s → 0.23 s. Without checkpointing
+0.34 MB less are saved for each token, 1.8 GB for a micro-batch of 8 rows. This is predicted from bytes, not measured;
+kernels that are narrow, as these products are, reach less than the copy bandwidth.
 
 One product for `W` and `A` together would save 2 in of the forward pass (0.014 s). It needs both in one storage, which
 neither FSDP's shards nor weights shared with an engine allow.
@@ -39,10 +51,14 @@ neither FSDP's shards nor weights shared with an engine allow.
 each of its parameters. So it is with PEFT, as autocast keeps casts of trained parameters only. The cast is kept for the
 backward pass, 2 bytes for each parameter; with checkpointing of one decoder layer at a time.
 
+**Random numbers** on a CPU are those that PEFT draws, in its order. A GPU's kernel gives each element a number that may
+depend on the width of the dtype: PEFT drops a copy of `x` in the adapter's dtype, float32, so where `x` comes in bf16
+the same seed may drop other elements there.
+
 **What is not served** keeps PEFT's forward: quantised and other layers than `Linear`, variants (DoRA and the like), a
-trained base or bias, `lora_bias`, dropout while it drops, modules with hooks. `apply` names each. What can change
-from call to call is looked at in each call: merged, disabled or several active adapters, `adapter_names`, sharded
-parameters, and inputs that PEFT computes in two dtypes (a bf16 model with float32 adapters without autocast).
+trained base or bias, `lora_bias`, modules with hooks. `apply` names each. What can change from call to call is looked
+at in each call: merged, disabled or several active adapters, `adapter_names`, sharded parameters, and inputs that PEFT
+computes in two dtypes (a bf16 model with float32 adapters without autocast).
 
 Importing this module imports PEFT.
 """
@@ -106,16 +122,16 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     plain = not (args or kwargs or self.disable_adapters or self.merged)
     parts = _parts(self) if plain else ""
     if not isinstance(parts, str):
-        weight, bias, a, b, scaling = parts
+        weight, bias, a, b, scaling, drop = parts
         dtype = _dtype(x, weight, a, b)
         if dtype is not None:
-            out: Tensor = _LowRank.apply(x, weight, bias, a, b, scaling, dtype)  # type: ignore[no-untyped-call]
+            out: Tensor = _LowRank.apply(x, weight, bias, a, b, scaling, drop, dtype)  # type: ignore[no-untyped-call]
             return out
     return Linear.forward(self, x, *args, **kwargs)  # type: ignore[no-any-return]
 
 
 class _LowRank(torch.autograd.Function):
-    """y = x Wᵀ + bias + s · (x Aᵀ) Bᵀ, computed in one dtype; W and bias are constants."""
+    """y = x Wᵀ + bias + s · (drop(x) Aᵀ) Bᵀ, computed in one dtype; W and bias are constants."""
 
     @staticmethod
     def forward(
@@ -126,40 +142,58 @@ class _LowRank(torch.autograd.Function):
         a: Tensor,
         b: Tensor,
         scaling: float,
+        drop: float,
         dtype: torch.dtype,
     ) -> Tensor:
-        ctx.scaling, ctx.dtypes = scaling, (x.dtype, a.dtype, b.dtype)
-        x, weight, a, b = x.to(dtype), weight.to(dtype), a.to(dtype), b.to(dtype)
+        ctx.scaling, ctx.drop, ctx.dtypes = scaling, drop, (x.dtype, a.dtype, b.dtype)
+        ctx.shared = x.dtype == dtype
         rows = x.reshape(-1, x.shape[-1])
-        hidden = rows @ a.t()
-        out = F.linear(rows, weight, None if bias is None else bias.to(dtype))
+        inputs, weight, a, b = rows.to(dtype), weight.to(dtype), a.to(dtype), b.to(dtype)
+        out = F.linear(inputs, weight, None if bias is None else bias.to(dtype))
+        dropped, mask = torch.native_dropout(rows, drop, True) if drop else (inputs, None)
+        dropped = dropped.to(dtype)
+        hidden = dropped @ a.t()
         out.addmm_(hidden, b.t(), alpha=scaling)
-        ctx.save_for_backward(x, weight, a, b, hidden)
+        # Other layers save the same x. A copy of it in `dtype` is this layer's own, and may as well be the dropped one.
+        ctx.save_for_backward(x if ctx.shared else dropped, mask, weight, a, b, hidden)
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, a, b, hidden = ctx.saved_tensors
+        x, mask, weight, a, b, hidden = ctx.saved_tensors
         of_x, of_a, of_b = ctx.dtypes
+        shape = *grad.shape[:-1], x.shape[-1]
+        x = x.reshape(-1, x.shape[-1])
         grad = grad.reshape(-1, grad.shape[-1]).to(x.dtype)
         low = grad @ b
         grad_x = grad_a = grad_b = None
         if ctx.needs_input_grad[0]:
-            grad_x = (grad @ weight).addmm_(low, a, alpha=ctx.scaling).view(x.shape).to(of_x)
+            if mask is None:
+                grad_x = (grad @ weight).addmm_(low, a, alpha=ctx.scaling)
+            else:
+                through = _product(low, a, ctx.scaling / (1 - ctx.drop))
+                grad_x = torch.ops.aten.native_dropout_backward(through, mask, 1.0).addmm_(grad, weight)
+            grad_x = grad_x.view(shape).to(of_x)
         if ctx.needs_input_grad[3]:
-            grad_a = _over_tokens(low, x.reshape(-1, x.shape[-1]), ctx.scaling, of_a)
+            if mask is not None and ctx.shared:
+                x = torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - ctx.drop))
+            grad_a = _over_tokens(low, x, ctx.scaling, of_a)
         if ctx.needs_input_grad[4]:
             grad_b = _over_tokens(grad, hidden, ctx.scaling, of_b)
-        return grad_x, None, None, grad_a, grad_b, None, None
+        return grad_x, None, None, grad_a, grad_b, None, None, None
+
+
+def _product(left: Tensor, right: Tensor, scaling: float) -> Tensor:
+    """scaling · left right, rounded once."""
+    return left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scaling)
 
 
 def _over_tokens(left: Tensor, right: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
     """scaling · leftᵀ right in `dtype`, both of them tokens × features."""
     if left.is_cuda and dtype == torch.float32 and left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left.t(), right, out_dtype=dtype).mul_(scaling)
-    product = left.new_empty(left.shape[1], right.shape[1])
-    return product.addmm_(left.t(), right, beta=0, alpha=scaling).to(dtype)
+    return _product(left.t(), right, scaling).to(dtype)
 
 
 def _dtype(x: Tensor, *parameters: Tensor) -> torch.dtype | None:
@@ -182,9 +216,9 @@ def _unserved_type(layer: BaseTunerLayer) -> str | None:
     return None
 
 
-def _parts(layer: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | str:
-    """W, bias, A, B and the scaling of the one active adapter; or why this layer, as it is now, does not compute what
-    `_LowRank` does. Asked in each call, so it takes few µs."""
+def _parts(layer: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float, float] | str:
+    """W, bias, A, B and the scaling of the one active adapter, and the share of its input that is dropped; or why this
+    layer, as it is now, does not compute what `_LowRank` does. Asked in each call, so it takes few µs."""
     adapters = layer.lora_A
     names = [name for name in layer.active_adapters if name in adapters]
     if len(names) != 1:
@@ -206,6 +240,9 @@ def _parts(layer: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float] | 
         return f"its base is quantised ({weight.dtype})"
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         return "its base is trained as well"
-    if type(dropout) is not nn.Identity and not (type(dropout) is nn.Dropout and not (dropout.training and dropout.p)):
-        return f"its input is dropped ({dropout})"
-    return weight, bias, a.weight, b.weight, layer.scaling[name]
+    drop = 0.0
+    if type(dropout) is not nn.Identity:
+        if type(dropout) is not nn.Dropout or dropout.p == 1:
+            return f"its input is dropped otherwise than by nn.Dropout, or all of it ({dropout})"
+        drop = dropout.p if dropout.training else 0.0
+    return weight, bias, a.weight, b.weight, layer.scaling[name], drop

@@ -1,6 +1,7 @@
-"""Launched by test_packed_distributed.py: GRPO with TRL's scoring and with ours, one run after the other.
+"""Launched by test_packed_distributed.py: GRPO with TRL's scoring and with ours, one run after the other; or with LoRA
+layers, which drop, as PEFT computes them and as we do.
 
-scoring_distributed.py OUT [fsdp] [lora] [adaptive]
+scoring_distributed.py OUT [fsdp] [lora] [adaptive] [layers]
 """
 
 import json
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 from peft import LoraConfig
+from peft.tuners.lora.layer import Linear
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer
 from trlx_hybrid.session import Session
@@ -42,10 +44,14 @@ def main(out: Path, options: set[str]) -> None:
     if "adaptive" in options:  # one rank has memory to spare, the other has none
         Session.free_bytes = lambda self: self.ranks.rank << 50
     packed = {"balanced": False, "adaptive_checkpointing": "adaptive" in options}
+    arms = {"padded": {}, "packed": {"scoring": "packed", "scoring_options": packed}}
+    if "layers" in options:
+        arms = {"peft": {}, "layers": {"plugin_options": {"training": {"lora_layers": True}}}}
+    drop = 0.1 if "layers" in options else 0.0
     runs = []
-    for scoring in ("padded", "packed"):
+    for arm, hybrid in arms.items():
         settings = tiny_grpo(
-            out / scoring,
+            out / arm,
             per_device_train_batch_size=4,
             gradient_accumulation_steps=2,
             num_iterations=2,
@@ -58,9 +64,9 @@ def main(out: Path, options: set[str]) -> None:
             args=GRPOConfig(**settings),
             train_dataset=sorting_prompts(),
             processing_class=character_tokenizer(),
-            peft_config=LoraConfig(r=4, target_modules="all-linear") if "lora" in options else None,
+            peft_config=LoraConfig(r=4, target_modules="all-linear", lora_dropout=drop) if "lora" in options else None,
             rollout_func=Scripted(),
-            hybrid={"scoring": scoring, "scoring_options": packed if scoring == "packed" else None},
+            hybrid=hybrid,
         )
         trainer.train()
         logs = [log for log in trainer.state.log_history if "loss" in log]
@@ -71,6 +77,7 @@ def main(out: Path, options: set[str]) -> None:
                 "note": trainer.session.scoring.note(),
                 "why": trainer.session.scores_apart,
                 "recomputed": getattr(getattr(trainer.session.scoring, "recomputation", None), "recomputed", None),
+                "layers": sum(isinstance(m, Linear) and "forward" in vars(m) for m in trainer.model.modules()),
                 "sharded": any(hasattr(p, "full_tensor") for p in trainer.model.parameters()),
             }
         )

@@ -315,6 +315,7 @@ class Rows:
         attention_mask: (B, P + C) int64, 0 at padding and in completions that are masked whole.
         completion_length: C.
         at_once: how many rows one forward pass may have.
+        router_loss: whether the load balance of experts is asked for, a mean over all tokens of a forward pass.
         padded: scores the rows as TRL does.
         forward: one forward pass through the model and whatever wraps it. Takes `labels`, (b, t) int64, the token that
             follows each position or -100 where nothing is to be scored, and the model's own arguments; returns scores
@@ -326,6 +327,7 @@ class Rows:
     attention_mask: Tensor
     completion_length: int
     at_once: int
+    router_loss: bool
     padded: Callable[[], Scores]
     forward: Callable[..., Scores]
 
@@ -345,12 +347,13 @@ class Scoring(Protocol):
     def score(self, rows: Rows) -> Scores:
         """Score the rows, in their order. Collective: every rank scores rows of its own."""
 
-    def micro_batches(self, tokens: Sequence[int], count: int) -> Sequence[Sequence[int]]:
+    def micro_batches(self, prompts: Tensor, tokens: Sequence[int], count: int) -> Sequence[Sequence[int]]:
         """Which rows to train together: `count` lists of equally many row numbers. Asked where `balanced`, and where
         the gradient is the same whichever rows share a micro-batch.
 
         Args:
-            tokens: of each row of a rollout on this rank, prompt and completion.
+            prompts: (B, P) int64, token ids of each row of a rollout on this rank; -1 where there is no token.
+            tokens: how many each row has, prompt and completion.
         """
         raise ComponentError(f"scoring {self.name!r} chooses no micro-batches")
 

@@ -101,7 +101,8 @@ class Scored:
         if images or self._bound is not None or not self._in_one_step():
             return inputs
         tokens = torch.cat([(micro["prompt_mask"].sum(1) + micro["completion_mask"].sum(1)) for micro in drawn])
-        trainer._buffered_inputs = regrouped(drawn, scoring.micro_batches(tokens.tolist(), len(drawn)))
+        prompts = torch.cat([micro["prompt_ids"].masked_fill(micro["prompt_mask"] == 0, -1) for micro in drawn])
+        trainer._buffered_inputs = regrouped(drawn, scoring.micro_batches(prompts, tokens.tolist(), len(drawn)))
         return trainer._buffered_inputs[trainer._step % len(drawn)]
 
     @functools.cached_property
@@ -167,6 +168,7 @@ class Scored:
                 attention_mask=attention_mask,
                 completion_length=logits_to_keep,
                 at_once=batch_size or len(input_ids),
+                router_loss=compute_aux_loss,
                 padded=padded,
                 forward=forward,
             )

@@ -90,9 +90,10 @@ def test_checkpointing_of_either_kind(compared, noisy, reentrant):
 
 def test_packed_rows_are_computed_without_padding(compared, noisy):
     """And so the metrics say; the first comparison of both ways is not counted."""
+    apart = {"shared_prompts": False}
     given = PLAIN | {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
     padded, packed = (
-        [log for log in run.trainer.state.log_history if "loss" in log] for run in compared(GRPO, {}, noisy, **given)
+        [log for log in run.trainer.state.log_history if "loss" in log] for run in compared(GRPO, apart, noisy, **given)
     )
     for theirs, mine in zip(padded, packed, strict=True):
         assert mine["hybrid/step/padded_tokens"] == mine["hybrid/step/tokens"] == theirs["hybrid/step/tokens"]
@@ -108,7 +109,7 @@ def test_a_run_that_packs_says_so_and_leaves_the_model_as_it_was(run, noisy, scr
     assert config._attn_implementation == "sdpa"
     said = capsys.readouterr().err
     assert "· scoring=packed (HybridConfig.scoring)" in said
-    assert "scoring: rows are packed, attention by sdpa, row by row" in said
+    assert "scoring: rows are packed, shared prompts once, attention by sdpa, row by row" in said
 
 
 def gpt2():
@@ -158,7 +159,7 @@ def test_what_cannot_be_packed_stays_padded_and_the_run_says_why(compared, case,
 def test_rows_that_attend_to_each_other_are_found_in_the_first_step(compared, noisy, monkeypatch, caplog):
     whole = attention.attention
 
-    def leaky(*args, segments=None, **kwargs):
+    def leaky(*args, segments=None, prefixes=(), **kwargs):
         return whole(*args, segments=None if segments is None else (sum(segments),), **kwargs)
 
     monkeypatch.setattr(attention, "attention", leaky)

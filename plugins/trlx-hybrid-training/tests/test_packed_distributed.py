@@ -14,7 +14,7 @@ def test_packed_is_what_padded_is_in_two_processes(tmp_path, options):
     environment = FSDP2 if "fsdp" in options else {"ACCELERATE_USE_CPU": "true"}
     reports = rank_reports(SCRIPT, tmp_path, *options, count=2, environment=environment)
     for padded, packed in reports:
-        assert packed["note"] == "scoring: rows are packed, attention by sdpa, row by row"
+        assert packed["note"] == "scoring: rows are packed, shared prompts once, attention by sdpa, row by row"
         assert packed["why"] is None
         assert packed["sharded"] == ("fsdp" in options)
         assert len(packed["logs"]) == len(padded["logs"]) == 3

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from trlx_hybrid.session import Session
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid_training import recomputation
+from trlx_hybrid_training import attention, recomputation
+from trlx_hybrid_training.packing import Pack
 from trlx_hybrid_training.recomputation import Kept, keepable
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -111,6 +112,25 @@ def test_what_a_layer_keeps_is_counted_to_the_byte(autocast):
                     found[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         stack += [parent for parent, _ in node.next_functions]
     assert sum(counted.values()) == sum(found.values()) > 37 * model.config.hidden_size * 4
+
+
+def test_copies_of_a_shared_prompt_are_expected():
+    """From a row alone: no less than there is, and less than without sharing."""
+    attention.register()
+    model = tiny_model().train()
+    model.config._attn_implementation = attention.NAME
+    ids, kept, actual = torch.arange(3, 63).repeat(8, 1), Kept(), 0
+    for rows in (ids[:1], ids):
+        pack = Pack.of(rows, torch.ones_like(rows), 10, shared_below=1.0)
+        own = {"segments": pack.segments, "prefixes": pack.prefixes}
+        with recomputation._counting(model.model.layers[-1]) as counted, attention.packing():
+            model(**pack.inputs, **own, use_cache=False)
+        actual = sum(counted.values())
+        if len(rows) == 1:
+            kept.add(60, actual)
+    tokens = 8 * 10 + 7 + 50
+    assert tokens == sum(pack.segments)
+    assert actual <= kept.expected(tokens + (8 * 60 - tokens) // recomputation.COPIED) < 0.5 * kept.expected(8 * 60)
 
 
 @given(

@@ -57,16 +57,22 @@ def attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     segments: Sequence[int] | None = None,
+    prefixes: Sequence[tuple[int, int]] = (),
     cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
     max_length_q: int | None = None,
+    max_length_k: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each segment.
+    """Causal attention within each segment, and to the prefix that it shares with another one.
 
     Args:
         query, key, value: (1, heads, N, head size), N tokens of all segments.
         segments: lengths of the segments, N in all; None for rows that are not packed.
-        cu_seq_lens_q: their ends, (rows + 1,) int32, from 0; max_length_q: the longest.
+        prefixes: of each segment, which other one begins with its prefix, and how many tokens that is: 0 where it has
+            none. Empty where no segment has one.
+        cu_seq_lens_q: where the segments end, (rows + 1,) int32, from 0; max_length_q: the longest.
+        cu_seq_lens_k, max_length_k: the same with their prefixes.
 
     Returns:
         (1, N, heads, head size), and no attention weights.
@@ -83,15 +89,42 @@ def attention(
     if not kwargs.get("is_causal", getattr(module, "is_causal", True)):
         raise NotImplementedError("its attention is not causal")
     if dropout == 0.0 and has_kernel(query, value):
-        return _varlen(query, key, value, cu_seq_lens_q, max_length_q, scaling), None
+        ends, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
+        return _varlen(query, key, value, segments, prefixes, ends, longest, scaling), None
     grouped = key.shape[1] != query.shape[1]
-    parts = [
-        nn.functional.scaled_dot_product_attention(
+    keys, values = (_attended(tensor, segments, prefixes, dim=2) for tensor in (key, value))
+    outs = []
+    for q, *of_row in zip(torch.split(query, list(segments), dim=2), keys, values, strict=True):
+        k, v = (parts[0] if len(parts) == 1 else torch.cat(parts, dim=2) for parts in of_row)
+        prefix = k.shape[2] - q.shape[2]
+        if prefix:  # its queries are zeros and their outputs dropped: a mask would be kept for the backward pass
+            q = nn.functional.pad(q, (0, 0, prefix, 0))
+        out = nn.functional.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, scale=scaling, is_causal=True, enable_gqa=grouped
         )
-        for q, k, v in zip(*(torch.split(t, list(segments), dim=2) for t in (query, key, value)), strict=True)
+        outs.append(out[:, :, prefix:])
+    return torch.cat(outs, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _attended(
+    tensor: Tensor, segments: Sequence[int], prefixes: Sequence[tuple[int, int]], dim: int
+) -> list[list[Tensor]]:
+    """Of each segment, what its keys or values consist of: those of its prefix, if it has one, and its own.
+
+    The copies of a prefix come from one broadcast. Its backward pass sums the gradients of all rows at once: always in
+    the same order, and rounded once.
+    """
+    own = torch.split(tensor, list(segments), dim)
+    if not prefixes:
+        return [[part] for part in own]
+    copies = {}
+    for other, tokens in set(prefixes):
+        if tokens:
+            prefix = own[other].narrow(dim, 0, tokens)
+            copies[other] = iter(prefix.expand(prefixes.count((other, tokens)), *prefix.shape).unbind())
+    return [
+        [next(copies[other]), part] if tokens else [part] for part, (other, tokens) in zip(own, prefixes, strict=True)
     ]
-    return torch.cat(parts, dim=2).transpose(1, 2).contiguous(), None
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
@@ -112,19 +145,33 @@ def _computed_in(query: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, ends: Any, longest: Any, scaling: float | None) -> Tensor:
+def _varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Sequence[int],
+    prefixes: Sequence[tuple[int, int]],
+    ends: tuple[Any, Any],
+    longest: tuple[Any, Any],
+    scaling: float | None,
+) -> Tensor:
+    """Flash attention since 2.1 aligns the causal mask of unequal lengths to the last query and the last key, which
+    torch does not document for this function and a test holds."""
     from torch.nn.attention.varlen import varlen_attn
 
     dtype, heads = _computed_in(query), query.shape[1]
     settings = inspect.signature(varlen_attn).parameters
     causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in settings else {"is_causal": True}
+    q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
+    if any(tokens for _, tokens in prefixes):
+        k, v = (torch.cat([t for parts in _attended(x, segments, prefixes, dim=0) for t in parts]) for x in (k, v))
     if key.shape[1] != heads:
         if "enable_gqa" in settings:
             causal["enable_gqa"] = True
         else:
-            key, value = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (key, value))
-    q, k, v = (tensor[0].transpose(0, 1).to(dtype).contiguous() for tensor in (query, key, value))
-    out: Any = varlen_attn(q, k, v, ends, ends, longest, longest, scale=scaling, **causal)
+            k, v = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (k, v))
+    q, k, v = (tensor.contiguous() for tensor in (q, k, v))
+    out: Any = varlen_attn(q, k, v, *ends, *longest, scale=scaling, **causal)
     return out[None]  # type: ignore[no-any-return]
 
 

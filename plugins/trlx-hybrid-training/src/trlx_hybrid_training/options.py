@@ -31,8 +31,10 @@ class PackedOptions:
         packing: score the rows of a micro-batch as one sequence of real tokens, where the model can be packed.
         deferred: take the old log-probs from the first loss forward where it has the weights that they are of, instead
             of a forward pass of their own.
-        balanced: give the micro-batches of an optimizer step equally many tokens, where rows are packed and it makes no
-            difference to the gradient which of them share a micro-batch.
+        balanced: give the micro-batches of an optimizer step equally many tokens, or rows that share a prompt, where
+            rows are packed and it makes no difference to the gradient which of them share a micro-batch.
+        shared_prompts: compute a prompt once for all rows of a micro-batch that have it, where rows are packed and that
+            leaves less than nine tenths of their tokens.
         adaptive_checkpointing: where the trainer's `gradient_checkpointing` is on, recompute only as many layers as
             memory asks for, see `trlx_hybrid_training.recomputation`.
     """
@@ -40,6 +42,7 @@ class PackedOptions:
     packing: bool = True
     deferred: bool = True
     balanced: bool = True
+    shared_prompts: bool = True
     adaptive_checkpointing: bool = False
 
     def __post_init__(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from torch import Tensor
 from transformers.utils.generic import is_flash_attention_requested
 
 from .attention import kernel_on
+from .micro_batches import PADDING, Lengths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,61 +22,83 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
-    """Rows as one sequence of N real tokens.
+    """Rows as one sequence of N tokens: no padding, and of a prompt that rows share, all but the last token once.
+
+    The first of these rows is whole. The others begin at their prompt's last token, which each has for itself, because
+    a position has one label.
 
     Attributes:
         input_ids, position_ids, labels: (1, N) int64; positions begin at 0 in each row, labels are the tokens that
             follow, where they belong to a completion.
-        ends: (b + 1,) int32, where each row ends, from 0.
         lengths: of each row.
-        mask: (b, P + C) bool, where the tokens stood.
+        segments: of each row, how many of its tokens stand in the sequence; N in all.
+        prefixes: of each row, the row that begins with its other tokens, and how many these are.
+        ends: (b + 1,) int32, where each row's segment ends, from 0.
+        whole_ends: the same of the lengths.
+        mask: (b, P + C) bool, where the tokens of the sequence stood.
         completion_length: C.
     """
 
     input_ids: Tensor
     position_ids: Tensor
     labels: Tensor
-    ends: Tensor
     lengths: list[int]
+    segments: tuple[int, ...]
+    prefixes: tuple[tuple[int, int], ...]
+    ends: Tensor
+    whole_ends: Tensor
     mask: Tensor
     completion_length: int
 
     @classmethod
-    def of(cls, input_ids: Tensor, attention_mask: Tensor, completion_length: int) -> Pack | None:
+    def of(
+        cls, input_ids: Tensor, attention_mask: Tensor, completion_length: int, shared_below: float = 0.0
+    ) -> Pack | None:
         """Arguments as in `Rows`. None where a prompt is empty: its completion's first token would follow another
-        row's last."""
-        mask = attention_mask.bool()
-        first = mask.shape[1] - completion_length
-        *lengths, prompts = torch.cat([mask.sum(1), mask[:, first - 1].all()[None]]).tolist()
-        if not prompts or first == 0:
+        row's last.
+
+        Args:
+            shared_below: rows share prompts where that leaves less than this part of the tokens.
+        """
+        whole = attention_mask.bool()
+        first = whole.shape[1] - completion_length
+        prompts = input_ids[:, :first].masked_fill(~whole[:, :first], PADDING)
+        counted = torch.cat([prompts, whole.sum(1, keepdim=True)], dim=1).cpu()  # once: each copy waits for the device
+        prompts, lengths = counted[:, :-1], counted[:, -1].tolist()
+        if first == 0 or bool((prompts[:, -1] == PADDING).any()):
             return None
-        scored = mask.clone()
+        mask, prefixes = whole, _shared(Lengths.of(prompts, lengths), shared_below)
+        sharing = [row for row, (_, tokens) in enumerate(prefixes) if tokens]
+        if sharing:
+            mask = whole.clone()
+            mask[torch.tensor(sharing).to(mask.device, non_blocking=True), : first - 1] = False
+        scored = whole.clone()
         scored[:, :first] = False
         following = input_ids.roll(-1, dims=1).masked_fill(~scored.roll(-1, dims=1), IGNORED)
-        ends = torch.zeros(len(lengths) + 1, dtype=torch.int32, device=mask.device)
-        ends[1:] = mask.sum(1).cumsum(0)
-        real = mask.flatten().nonzero()[:, 0]  # once: each waits for the device
+        real = mask.flatten().nonzero()[:, 0]  # once as well
         return cls(
             input_ids=input_ids.flatten()[real][None],
-            position_ids=(mask.cumsum(1) - 1).flatten()[real][None],
+            position_ids=(whole.cumsum(1) - 1).flatten()[real][None],
             labels=following.flatten()[real][None],
-            ends=ends,
-            lengths=[int(length) for length in lengths],
+            lengths=lengths,
+            segments=tuple(n - tokens for n, (_, tokens) in zip(lengths, prefixes, strict=True)),
+            prefixes=prefixes,
+            ends=_ends(mask),
+            whole_ends=_ends(whole),
             mask=mask,
             completion_length=completion_length,
         )
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What the model takes: its own arguments, those of flash attention, and the lengths for ours."""
-        longest = max(self.lengths)
+        """What the model takes: its own arguments, and those of flash attention."""
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
             "cu_seq_lens_q": self.ends,
-            "cu_seq_lens_k": self.ends,
-            "max_length_q": longest,
-            "max_length_k": longest,
+            "cu_seq_lens_k": self.whole_ends,
+            "max_length_q": max(self.segments),
+            "max_length_k": max(self.lengths),
         }
 
     def rows(self, scores: Tensor) -> Tensor:
@@ -85,24 +107,18 @@ class Pack:
         return grid[:, -self.completion_length - 1 : -1]
 
 
-def equal_tokens(tokens: Sequence[int], count: int) -> list[list[int]]:
-    """Rows in `count` groups of equally many, the sums of their tokens close together: the longest first, each into the
-    group that has the fewest tokens and still has room.
+def _shared(lengths: Lengths, below: float) -> tuple[tuple[int, int], ...]:
+    """`Pack.prefixes`."""
+    rows = range(len(lengths.tokens))
+    share = lengths.packed(rows, below) < sum(lengths.tokens)
+    alike, prefixes = lengths.alike, lengths.prefixes
+    return tuple((alike[row], prefixes[row]) if share and alike[row] != row else (row, 0) for row in rows)
 
-    Args:
-        tokens: of each row; as many rows as `count` divides.
 
-    Returns:
-        Row numbers, ascending within each group.
-    """
-    size = len(tokens) // count
-    groups: list[list[int]] = [[] for _ in range(count)]
-    sums = [0] * count
-    for row in sorted(range(len(tokens)), key=lambda row: (-tokens[row], row)):
-        group = min((g for g in range(count) if len(groups[g]) < size), key=lambda g: sums[g])
-        groups[group].append(row)
-        sums[group] += tokens[row]
-    return [sorted(group) for group in groups]
+def _ends(mask: Tensor) -> Tensor:
+    ends = torch.zeros(len(mask) + 1, dtype=torch.int32, device=mask.device)
+    ends[1:] = mask.sum(1).cumsum(0)
+    return ends
 
 
 def refused(session: Run) -> str | None:
@@ -152,3 +168,8 @@ def attention_name(session: Run) -> str:
     policy, args = session.policy, session.args
     half = args.bf16 or args.fp16 or policy.dtype in (torch.bfloat16, torch.float16)
     return "torch's kernel for ragged rows" if half and kernel_on(policy.device) else "sdpa, row by row"
+
+
+def takes_prefixes(session: Run) -> bool:
+    """Whether rows may share prompts: transformers' flash attention takes lengths of whole rows only."""
+    return bool(session.policy.base.config._attn_implementation == "sdpa")

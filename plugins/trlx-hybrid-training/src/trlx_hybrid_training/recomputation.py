@@ -37,6 +37,10 @@ IN_BACKWARD = 3
 """What the backward pass of one layer holds at most beside what others keep, in multiples of what a layer keeps: its
 own, recomputed, and the gradients of that."""
 
+COPIED = 4
+"""A layer keeps more than so many times of a token what it keeps of copied keys and values of one, with all that its
+attention makes of these."""
+
 
 def keepable(free: int, gradients: int, layer: int, layers: int) -> int:
     """How many layers' activations fit.
@@ -99,9 +103,10 @@ class Recomputation:
         return "layers are recomputed as far as memory asks for it"
 
     @contextmanager
-    def chosen(self, tokens: int) -> Iterator[None]:
-        """A loss forward over so many tokens. Collective where the policy is sharded: a layer that is recomputed is
-        gathered once more, so all ranks must recompute the same.
+    def chosen(self, tokens: int, copied: int = 0) -> Iterator[None]:
+        """A loss forward over so many tokens, and keys and values that are copied from `copied` others, of prompts that
+        rows share. Collective where the policy is sharded: a layer that is recomputed is gathered once more, so all
+        ranks must recompute the same.
 
         The first layers are recomputed, the last ones are not: these have gone when the first are at work again.
         """
@@ -110,7 +115,7 @@ class Recomputation:
         if not layers or not torch.is_grad_enabled() or not layers[-1].training:
             yield
             return
-        kept = self._keepable(tokens, len(layers))
+        kept = self._keepable(tokens + copied // COPIED, len(layers))
         if self.recomputed is None:
             logger.info("The first loss recomputes all layers but one, whose activations are counted.")
         self.recomputed, self.layers = len(layers) - kept, len(layers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,8 @@ from trlx_hybrid.weights.policy import evaluating
 from trlx_hybrid.weights.verify import TOLERANCE, allowed_share, autocast_dtype, coarsest
 
 from . import attention
-from .packing import Pack, attention_name, equal_tokens, refused
+from .micro_batches import WORTH, Lengths, equal_tokens, fewest_tokens
+from .packing import Pack, attention_name, refused, takes_prefixes
 from .recomputation import Recomputation
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ class Packed(Scoring):
         self.deferred, self._balances = options.deferred, options.balanced
         self.padded_because: str | None = refused(session) if options.packing else "packing=False"
         self._attention = "" if self.padded_because else attention_name(session)
+        self._shares = options.shared_prompts and self.padded_because is None and takes_prefixes(session)
         self._compared: set[int] = set()
         self._chosen: list[tuple[Any, str]] = []  # configs, and the attention that they named
         if self.padded_because is None:
@@ -54,20 +57,23 @@ class Packed(Scoring):
         if self.padded_because is not None:
             said = f"scoring: rows stay padded: {self.padded_because}"
         else:
-            said = f"scoring: rows are packed, attention by {self._attention}"
+            prompts = ", shared prompts once" if self._shares else ""
+            said = f"scoring: rows are packed{prompts}, attention by {self._attention}"
         return said if self.recomputation is None else f"{said}; {self.recomputation.note()}"
 
-    def _choosing(self, tokens: int) -> AbstractContextManager[None]:
-        return nullcontext() if self.recomputation is None else self.recomputation.chosen(tokens)
+    def _choosing(self, tokens: int, copied: int = 0) -> AbstractContextManager[None]:
+        return nullcontext() if self.recomputation is None else self.recomputation.chosen(tokens, copied)
 
     @property
     def balanced(self) -> bool:  # type: ignore[override]
         """Only where rows are packed: padded ones take the same memory in any micro-batch."""
         return self._balances and self.padded_because is None
 
-    def micro_batches(self, tokens: Sequence[int], count: int) -> list[list[int]]:
-        """Of equally many rows, and of as equally many tokens as that allows."""
-        return equal_tokens(tokens, count)
+    def micro_batches(self, prompts: Tensor, tokens: Sequence[int], count: int) -> list[list[int]]:
+        """Of equally many rows, and of as few tokens as sharing prompts allows or else as equally many as can be."""
+        if not self._shares:
+            return equal_tokens(tokens, count)
+        return fewest_tokens(Lengths.of(prompts.cpu(), tokens), count)
 
     def score(self, rows: Rows) -> Scores:
         """As TRL does, over as many tokens as there are."""
@@ -79,17 +85,21 @@ class Packed(Scoring):
         with self._choosing(rows.input_ids.numel()):
             return rows.padded()
 
-    def _score_packed(self, rows: Rows) -> Scores | None:
+    def _score_packed(self, rows: Rows, shared_below: float = WORTH) -> Scores | None:
+        ours = rows.model.config._attn_implementation == attention.NAME
+        if not self._shares or not ours or rows.router_loss:  # which is a mean over all tokens
+            shared_below = 0.0
         scores: list[Scores] = []
         for start in range(0, len(rows.input_ids), rows.at_once):
             some = slice(start, start + rows.at_once)
-            pack = Pack.of(rows.input_ids[some], rows.attention_mask[some], rows.completion_length)
+            pack = Pack.of(rows.input_ids[some], rows.attention_mask[some], rows.completion_length, shared_below)
             if pack is None:
                 return None
             inputs = pack.inputs
-            if rows.model.config._attn_implementation == attention.NAME:
-                inputs["segments"] = tuple(pack.lengths)
-            with attention.packing(), self._choosing(sum(pack.lengths)):
+            if ours:
+                inputs |= {"segments": pack.segments, "prefixes": pack.prefixes}
+            computed = sum(pack.segments)
+            with attention.packing(), self._choosing(computed, sum(pack.lengths) - computed):
                 log_probs, entropies, router_loss = rows.forward(pack.labels, **inputs)
             entropies = None if entropies is None else pack.rows(entropies)
             scores.append(Scores(pack.rows(log_probs), entropies, router_loss))
@@ -103,22 +113,28 @@ class Packed(Scoring):
 
     @torch.no_grad()
     def _prepare(self, rows: Rows) -> None:
-        """The first rows of a model are scored both ways, dropout off. Collective."""
+        """The first rows of a model are scored both ways, dropout off. Collective.
+
+        Where prompts may be shared, each row is packed twice: so they are, whatever the first rows are.
+        """
         before = attention.choose(rows.model)
         if before is not None:
             self._chosen.append((rows.model.config, before))
         session, reason, whole, gap = self._session, None, True, torch.zeros(0)
+        copies = 2 if self._shares else 1
+        ids, mask = (t.repeat_interleave(copies, dim=0) for t in (rows.input_ids, rows.attention_mask))
         with evaluating(rows.model), preserved_generators():
             padded = rows.padded().log_probs
             try:
-                packed = self._score_packed(rows)
+                given = replace(rows, input_ids=ids, attention_mask=mask, router_loss=False)
+                packed = self._score_packed(given, shared_below=1.0)
             except (NotImplementedError, TypeError, ValueError) as error:
                 reason = str(error)
             else:
                 whole = packed is not None
                 if packed is not None:
-                    mask = rows.attention_mask[:, -rows.completion_length :].bool()
-                    gap = (packed.log_probs - padded).abs()[mask]
+                    differences = (packed.log_probs - padded.repeat_interleave(copies, dim=0)).abs()
+                    gap = differences[mask[:, -rows.completion_length :].bool()]
                     reason = self._too_far(gap)
         session.policy.reshard()  # what no backward pass follows stays gathered
         if session.ranks.any(reason is not None):

@@ -24,7 +24,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from .flops import PEAK
 from .harness import Arm, Measurement, Timed, alternate
 from .lengths import Lengths
 from .result import Result, accelerator
@@ -132,7 +131,7 @@ def summary(splits: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: max(found) if "bytes" in name else statistics.median(found) for name, found in values.items()}
 
 
-def metrics_of(measurements: Sequence[Measurement], splits: Splits, device: str) -> dict[str, float]:
+def metrics_of(measurements: Sequence[Measurement], splits: Splits) -> dict[str, float]:
     """How many times faster ours is than TRL and than TRL tuned; seconds of a step and of its training half, and the
     share of the device's peak that training used of it, where the peak is known."""
     medians = {(m.case, m.arm): m.median for m in measurements}
@@ -145,8 +144,8 @@ def metrics_of(measurements: Sequence[Measurement], splits: Splits, device: str)
             metrics[f"step_seconds_{arm}_{case}"] = medians[case, arm]
             metrics[f"training_seconds_{arm}_{case}"] = split["training"]
             metrics[f"tokens_per_real_token_{arm}_{case}"] = split["tokens_in_loss"] / split["tokens_real"]
-            if device in PEAK:
-                metrics[f"training_mfu_{arm}_{case}"] = split["training_flops_per_second"] / PEAK[device]
+            if "training_mfu" in split:
+                metrics[f"training_mfu_{arm}_{case}"] = split["training_mfu"]
     return metrics
 
 
@@ -171,7 +170,7 @@ def run(
         device=accelerator(),
         peer="trl",
         measurements=measured,
-        metrics=metrics_of(measured, splits, accelerator()),
+        metrics=metrics_of(measured, splits),
         settings={
             "model": model,
             "config": dict(scale.config),

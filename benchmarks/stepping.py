@@ -15,7 +15,6 @@ from transformers import PrinterCallback, TrainerCallback
 
 from .building import GPU_SHARE, adapter, engine_options, load, prepare_process, stock_engine
 from .contestants import GROUP
-from .flops import training_flops
 from .harness import Timed, synchronise
 from .lengths import batches, prescribe_hybrid, prescribe_stock
 from .scale import Scale, Variant
@@ -89,16 +88,25 @@ class Stepper:
             Seconds: `rollout`, TRL's `_generate` with all that happens in it; `training`, the rest; and TRL's profiled
             spans within them. Tokens: `tokens_real`, of prompts and completions; `tokens_in_loss`, what the model was
             given where gradients were wanted, padding included; `tokens_without_gradients`, what it was given
-            otherwise. `training_flops_per_second`: what training on the real tokens needs, by the seconds it took.
+            otherwise. `training_flops_per_second`: what training on the real tokens needs, by the seconds it took, and
+            `training_mfu`, the share of the device's peak that this is, where the peak is known.
             `device_bytes_in_use` after the step, by everybody.
         """
         import torch
+        from trlx_hybrid.trl.flops import model_flops, peak
+        from trlx_hybrid.weights.policy import Policy
 
         found = dict(self.spans)
-        prompt, adapters = self._scale.prompt_tokens, bool(self._variant.lora_rank)
-        flops = training_flops(self._scale.config, prompt, self._lengths, adapters=adapters)
-        found["training_flops_per_second"] = flops / found["training"]
-        found["tokens_real"] = sum(prompt + tokens for tokens in self._lengths)
+        rows = [self._scale.prompt_tokens + tokens for tokens in self._lengths]
+        model = self._trainer.model
+        policy = Policy(lambda: model, None, model.device)
+        flops, best = model_flops(policy), peak(policy, self._trainer.args)
+        assert flops is not None  # of a Qwen2
+        needed = flops.of(sum(rows), sum(self._lengths), sum(tokens * (tokens + 1) // 2 for tokens in rows))
+        found["training_flops_per_second"] = needed / found["training"]
+        if best is not None:
+            found["training_mfu"] = found["training_flops_per_second"] / best
+        found["tokens_real"] = sum(rows)
         session = getattr(self._trainer, "session", None)
         if session is not None:
             found["sync_weights"] = session.metrics.get("hybrid/sync_seconds", 0.0)

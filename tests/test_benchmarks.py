@@ -14,7 +14,6 @@ import pytest
 
 from benchmarks import BENCHMARKS, capacity, capacity_run, result
 from benchmarks.__main__ import main
-from benchmarks.flops import training_flops
 from benchmarks.goals import GOALS, ROOT, load, measured_code, module_of, stale
 from benchmarks.harness import Arm, Measurement, Timed, UnequalResultsError, alternate
 from benchmarks.lengths import Lengths, batches
@@ -333,17 +332,6 @@ def test_lengths_are_drawn_once_for_all_arms():
     assert [following(), following()] == [lengths.draw(0), lengths.draw(1)]
     assert Lengths(sequences=3, longest=5).draw(0) == [5, 5, 5]
     assert (lengths.name, Lengths(sequences=3, longest=5).name) == ("4000xlognormal512", "3x5")
-
-
-def test_flops_are_counted_on_real_tokens():
-    config = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "vocab_size": 151936}
-    config |= {"num_attention_heads": 12, "num_key_value_heads": 2}
-    full = training_flops(config, 128, [512] * 64, adapters=False)
-    assert full / 989e12 == pytest.approx(
-        0.38, abs=0.005
-    )  # s at an H100's peak: 6 × 1.5 billion × 40,960, and attention
-    assert training_flops(config, 128, [512] * 64, adapters=True) == pytest.approx(full * 2 / 3, rel=0.02)
-    assert training_flops(config, 128, [512, 8], adapters=False) < full / 64 * 1.3
 
 
 # --- workers --------------------------------------------------------------------------------------------------------

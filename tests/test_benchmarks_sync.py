@@ -122,20 +122,22 @@ def test_step_metrics_and_splits():
     splits = {
         f"{arm} {case}": {
             "training": seconds,
-            "training_flops_per_second": 1e14 / seconds,
+            "training_mfu": 0.1 / seconds,
             "tokens_in_loss": 300.0 if arm != "hybrid" else 100.0,
             "tokens_real": 100.0,
         }
         for case in cases
         for arm, seconds in training.items()
     }
-    metrics = step.metrics_of(measurements, splits, "nvidia-h100-80gb-hbm3")
+    metrics = step.metrics_of(measurements, splits)
     assert (metrics["step_speedup_full"], metrics["step_speedup_over_tuned_lora-lognormal"]) == (3.0, 2.0)
     assert metrics["training_seconds_hybrid_full"] == 0.5
-    assert metrics["training_mfu_hybrid_full"] == pytest.approx(2e14 / 989e12)
+    assert metrics["training_mfu_hybrid_full"] == 0.2
     assert (metrics["tokens_per_real_token_trl_full"], metrics["tokens_per_real_token_hybrid_full"]) == (3.0, 1.0)
     assert wanted("step") <= set(metrics)
-    assert not any("mfu" in name for name in step.metrics_of(measurements, splits, "cpu-2-cores"))
+    for split in splits.values():  # on a device whose peak is not known
+        del split["training_mfu"]
+    assert not any("mfu" in name for name in step.metrics_of(measurements, splits))
     splits = [{"sync_weights": 1.0, "device_bytes_in_use": 5}, {"device_bytes_in_use": 7}, {"sync_weights": 3.0}]
     assert step.summary(splits) == {"sync_weights": 1.0, "device_bytes_in_use": 7}
 

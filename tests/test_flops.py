@@ -6,7 +6,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.trl.flops import PEAK, counted, model_flops, peak
 from trlx_hybrid.weights.policy import Policy
@@ -125,3 +125,20 @@ def test_no_format_is_faster_than_a_narrower_one():
 
 def test_a_cpu_has_no_known_peak():
     assert peak(policy_of(tiny_model()), SimpleNamespace(bf16=False, fp16=False)) is None
+
+
+def test_a_step_of_qwen2_takes_what_its_weights_and_attention_say():
+    """64 rows of 128 + 512 tokens: 6 × 1.5 billion × 40,960 and attention are 0.38 s at an H100's peak."""
+    config = Qwen2Config(
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        vocab_size=151936,
+        num_attention_heads=12,
+        num_key_value_heads=2,
+        tie_word_embeddings=True,
+    )
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config)
+    flops = model_flops(policy_of(model))
+    assert flops.of(64 * 640, 64 * 512, 64 * 640 * 641 // 2) / 989e12 == pytest.approx(0.38, abs=0.005)

@@ -38,8 +38,8 @@ IN_BACKWARD = 3
 own, recomputed, and the gradients of that."""
 
 COPIED = 4
-"""A layer keeps more than so many times of a token what it keeps of copied keys and values of one, with all that its
-attention makes of these."""
+"""Of a token, a layer keeps more than so many times what it keeps of one whose keys and values alone are copied to
+it."""
 
 
 def keepable(free: int, gradients: int, layer: int, layers: int) -> int:

@@ -7,6 +7,7 @@ rounding behind at every sync. Here the base tensor is saved before and put back
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +22,18 @@ class AdaptedModule:
     layers: tuple[Any, ...]
     base: nn.Module
 
+    @property
+    def pending(self) -> list[Any]:
+        """The layers whose adapters are in effect and not in the base weights."""
+        return [
+            layer for layer in self.layers if layer.active_adapters and not layer.disable_adapters and not layer.merged
+        ]
+
     @torch.no_grad()
     def merged(self) -> dict[str, Tensor]:
         """Parameters of the wrapped module with every active adapter merged; they stay valid afterwards."""
         parameters = dict(self.base.named_parameters())
-        pending = [
-            layer for layer in self.layers if layer.active_adapters and not layer.disable_adapters and not layer.merged
-        ]
+        pending = self.pending
         if not pending:
             return {name: p.detach() for name, p in parameters.items()}
         saved = {name: p.detach().clone() for name, p in parameters.items()}
@@ -59,6 +65,37 @@ def adapted(module: nn.Module) -> AdaptedModule | None:
     while isinstance(layers[-1].base_layer, BaseTunerLayer):  # PEFT stacks one wrapper per adapted expert parameter
         layers.append(layers[-1].base_layer)
     return AdaptedModule(tuple(layers), layers[-1].base_layer)
+
+
+def adapted_modules(model: nn.Module) -> Iterator[tuple[str, AdaptedModule]]:
+    """Each with its name; where several layers adapt one module, the outermost has them all."""
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        found = None if id(module) in seen else adapted(module)
+        if found is not None:
+            seen.update(id(layer) for layer in found.layers)
+            yield name, found
+
+
+def beyond_lora(model: Any) -> str | None:
+    """Why the adapters of a transformers model are not plain LoRA, one layer's weight at a time, or None."""
+    found = list(adapted_modules(model))
+    if not found:
+        return None
+    from peft.tuners.lora.layer import Embedding, Linear
+
+    if parted_head(model) is not None:
+        return "adapters part the output head from the embeddings that it is tied to (`gather` serves that)"
+    for name, module in found:
+        for layer in module.layers:
+            kind = type(layer)
+            if kind not in (Linear, Embedding):
+                return f"{name} is adapted by PEFT's {kind.__name__} layer, which is merged as a whole (`gather`)"
+            variants = [v for a, v in layer.lora_variant.items() if a in layer.active_adapters]
+            if variants:
+                kind = type(variants[0])
+                return f"{name} computes a variant of LoRA ({kind.__name__}), which is merged as a whole (`gather`)"
+    return None
 
 
 def parted_head(model: Any) -> nn.Module | None:

@@ -8,12 +8,12 @@ DTensors mostly moves more than that, which neither the plan's bytes nor its flo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from trlx_hybrid.weights.frozen import Frozen
-from trlx_hybrid.weights.merging import AdaptedModule, adapted, parted_head
+from trlx_hybrid.weights.merging import adapted_modules
 
 from .layouts import Parameter
 from .live import LiveSharding, read_trainer
@@ -42,7 +42,7 @@ class Shards:
         names = {id(p): name for name, p in parameters.items()}
         self._adapted = [
             (module, {key: names[id(p)] for key, p in module.base.named_parameters()})
-            for _, module in _adapted_modules(policy)
+            for _, module in adapted_modules(policy.base)
             if module.layers
         ]
         merged = {name for _, keys in self._adapted for name in keys.values()}
@@ -104,31 +104,3 @@ class Shards:
         """
         live: dict[str, Any] = {name: held[key] for name, (held, key) in self._owners.items()}
         return read_trainer(live, world)
-
-
-def unmergeable(policy: Policy) -> str | None:
-    """Why the adapters of this policy cannot be merged shard by shard, or None."""
-    if not policy.adapters:
-        return None
-    if parted_head(policy.base) is not None:
-        return "adapters part the output head from the embeddings that it is tied to"
-    from peft.tuners.lora.layer import Embedding, Linear
-
-    for name, module in _adapted_modules(policy):
-        for layer in module.layers:
-            if type(layer) not in (Linear, Embedding):
-                return f"{name} is adapted by PEFT's {type(layer).__name__} layer, which is merged as a whole"
-            variants = [v for a, v in layer.lora_variant.items() if a in layer.active_adapters]
-            if variants:
-                return f"{name} computes a variant of LoRA ({type(variants[0]).__name__}), which is merged as a whole"
-    return None
-
-
-def _adapted_modules(policy: Policy) -> Iterator[tuple[str, AdaptedModule]]:
-    """Each with its name; where several layers adapt one module, the outermost has them all."""
-    seen: set[int] = set()
-    for name, module in policy.base.named_modules():
-        found = None if id(module) in seen else adapted(module)
-        if found is not None:
-            seen.update(id(layer) for layer in found.layers)
-            yield name, found

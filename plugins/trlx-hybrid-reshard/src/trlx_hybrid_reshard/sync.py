@@ -21,6 +21,7 @@ from trlx_hybrid.errors import ConfigError, EngineError, PeerLostError, SyncErro
 from trlx_hybrid.protocols import Regions, WeightSync
 from trlx_hybrid.ranks import abort
 from trlx_hybrid.types import LoadReport
+from trlx_hybrid.weights.merging import beyond_lora
 
 from .agreement import Agreement, model_difference, plan_difference
 from .buckets import Buckets, bucketed
@@ -31,7 +32,7 @@ from .options import ReshardOptions
 from .plan import plan
 from .program import program
 from .sharding import Sharding
-from .shards import Shards, unmergeable
+from .shards import Shards
 from .transport import Transport
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class ReshardSync(WeightSync):
         policy = self._run.policy
         if policy.adapters and self._run.ranks.world == 1:
             return "one rank has nothing to reshard; what cannot be served is merged (`gather`)"
-        reason = unmergeable(policy) or policy.refuses_gather()
+        reason = beyond_lora(policy.base) or policy.refuses_gather()
         if reason is not None:
             return reason
         if not hasattr(self._run.live_engine, "regions"):

@@ -113,6 +113,18 @@ def test_a_scoring_is_chosen_by_name_beside_any_engine_and_is_trls_otherwise():
         mine.component.build(None, mine.options)
 
 
+def test_auto_passes_over_a_weight_path_that_only_its_name_chooses():
+    host = host_with(
+        a=[("engine", "x", {}), ("weights", "named", {"by_name": True, "order": -1}), ("weights", "copies", {})]
+    )
+
+    def paths(weights):
+        return [c.component.name for c in chosen(host, HybridConfig(engine="x", weights=weights)).weight_paths]
+
+    assert paths("auto") == ["copies", "gather"]
+    assert paths("named") == ["named"]
+
+
 def test_an_engine_knows_before_it_is_built_what_weight_paths_ask_for():
     host = host_with(
         a=[("engine", "x", {}), ("weights", "slots", {"needs": {"lora_slots"}}), ("weights", "copies", {"order": 1})]

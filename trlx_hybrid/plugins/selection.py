@@ -112,8 +112,8 @@ def select(config: HybridConfig, arguments: TrainerArguments, registry: Registry
 
 
 def _paths(registry: Registry, options: Mapping[str, Any]) -> list[Choice]:
-    """Every weight sync in the order in which they are tried, each with those of the options that it has."""
-    owners = {c: c.options or NoOptions for c in registry.components("weights")}
+    """The weight syncs that `auto` tries, in that order, each with those of the options that it has."""
+    owners = {c: c.options or NoOptions for c in registry.components("weights") if not c.by_name}
     known = {c: {f.name for f in dataclasses.fields(owner)} for c, owner in owners.items()}
     check_keys(options, sorted(set().union(*known.values())), "HybridConfig.weights_options")
     given = {c: {k: v for k, v in options.items() if k in known[c]} for c in owners}

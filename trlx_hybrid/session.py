@@ -167,10 +167,11 @@ class Session:
         engine.wake("weights")
         if engine.weights_lost:
             self.versions.forget()
+        self.metrics = {}
         report = self.versions.sync(engine, self.weights)
         self.memory.make_room(["policy"])
         engine.wake("kv_cache")
-        self.metrics = {"hybrid/weight_version": float(self.versions.version)}
+        self.metrics["hybrid/weight_version"] = float(self.versions.version)
         self.metrics |= self.memory.ledger.metrics(Phase.ROLLOUT)
         if report is not None:
             self.metrics |= {"hybrid/sync_seconds": report.seconds, "hybrid/sync_bytes": float(report.bytes)}

@@ -219,7 +219,7 @@ class FirstStep:
         )
 
 
-def sampled_names(names: list[str], version: int) -> set[str]:
-    """A few checkpoint names that change from sync to sync, so that every tensor's turn comes."""
-    start = (version * SAMPLED_TENSORS) % max(1, len(names))
-    return {names[(start + i) % len(names)] for i in range(min(SAMPLED_TENSORS, len(names)))}
+def sampled_names(names: list[str], version: int, count: int = SAMPLED_TENSORS) -> set[str]:
+    """A few names that change from sync to sync, so that every tensor's turn comes."""
+    start = (version * count) % max(1, len(names))
+    return {names[(start + i) % len(names)] for i in range(min(count, len(names)))}

@@ -8,25 +8,12 @@ import trlx_hybrid
 from peft import LoraConfig
 from transformers import TrainerCallback
 from trlx_hybrid import hookimpl
+from trlx_hybrid.testing.agreement import gap
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.testing.processes import rank_reports
-from trlx_hybrid.types import Request, Sampling
 from vllm import SamplingParams
 
 ADAPTER = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
-PROMPTS = [[5, 6, 7, 40], list(range(10, 43)), [90]]
-
-
-def gap(session):
-    """Largest difference between engine and unmerged HF log-probs of sampled tokens, in nats."""
-    sampling = Sampling(max_tokens=8, logprobs=0, extra={"ignore_eos": True})
-    with session.rollout_phase(True):
-        requests = [Request(prompt_ids=p, seed=i) for i, p in enumerate(PROMPTS)]
-        completions = session.live_engine.generate(requests, sampling)
-    return max(
-        float((torch.tensor([p[0] for p in c.logprobs]) - session.policy.log_probs(prompt, c.token_ids)).abs().max())
-        for prompt, c in zip(PROMPTS, completions, strict=True)
-    )
 
 
 class Syncs:
@@ -159,10 +146,10 @@ def test_over_two_ranks_only_the_adapter_moves_and_the_engine_computes_what_the_
         first, *others = report["syncs"]
         assert len(others) == 3
         assert first[1] > 10 * report["adapter"]  # the base, once, also with sleep on
-        for weights, moved, verified, gap, unchanged in report["syncs"]:
+        for weights, moved, verified, nats, unchanged in report["syncs"]:
             assert weights == "lora"
             assert verified >= 2 * 14
-            assert gap < 1e-5
+            assert nats < 1e-5
             assert unchanged
             assert moved == report["adapter"] or moved == first[1]
         assert {moved for _, moved, *_ in others} == {report["adapter"]}

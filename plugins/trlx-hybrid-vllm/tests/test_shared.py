@@ -6,27 +6,13 @@ import trlx_hybrid
 from accelerate import Accelerator
 from safetensors import safe_open
 from trlx_hybrid.errors import ComponentError, SyncError
+from trlx_hybrid.testing.agreement import gap
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid.types import Request, Sampling
 from trlx_hybrid.weights import verify as proof
 from trlx_hybrid_vllm import internals
 
 SHAPES = [(a, tied) for a in ("qwen2", "qwen3", "llama") for tied in (False, True)] + [("gemma2", True)]
 """Gemma ties its embeddings always."""
-
-
-def gap(session):
-    """Largest difference between engine and policy log-probs of sampled tokens, in nats."""
-    sampling = Sampling(max_tokens=8, logprobs=0, extra={"ignore_eos": True})
-    prompts = [[5, 6, 7, 40], list(range(10, 43)), [90]]
-    with session.rollout_phase(True):
-        requests = [Request(prompt_ids=p, seed=i) for i, p in enumerate(prompts)]
-        completions = session.live_engine.generate(requests, sampling)
-    pairs = zip(prompts, completions, strict=True)
-    return max(
-        float((torch.tensor([p[0] for p in c.logprobs]) - session.policy.log_probs(prompt, c.token_ids)).abs().max())
-        for prompt, c in pairs
-    )
 
 
 def perturb(model):

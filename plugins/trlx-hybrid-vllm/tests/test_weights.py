@@ -10,25 +10,11 @@ from trlx_hybrid import HybridEngine, hookimpl
 from trlx_hybrid.errors import EngineError, StaleWeightsError, SyncError
 from trlx_hybrid.protocols import WeightSync
 from trlx_hybrid.rollout.seeding import request_seed
+from trlx_hybrid.testing.agreement import gap
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.types import Request, Sampling
 from trlx_hybrid_vllm import internals
 from trlx_hybrid_vllm.loader import WeightLoader
-
-PROMPTS = [[5, 6, 7, 40], list(range(10, 43)), [90]]  # a single token, and more than one KV block of 32
-
-
-def gaps(session):
-    """Largest log-prob difference between engine and policy, over sampled tokens of several prompts."""
-    sampling = Sampling(max_tokens=8, logprobs=0, extra={"ignore_eos": True})
-    with session.rollout_phase(True):
-        requests = [Request(prompt_ids=p, seed=i) for i, p in enumerate(PROMPTS)]
-        completions = session.live_engine.generate(requests, sampling)
-    worst = 0.0
-    for prompt, completion in zip(PROMPTS, completions, strict=True):
-        ours = torch.tensor([position[0] for position in completion.logprobs])
-        worst = max(worst, float((ours - session.policy.log_probs(prompt, completion.token_ids)).abs().max()))
-    return worst
 
 
 class Gaps(TrainerCallback):
@@ -42,10 +28,10 @@ class Gaps(TrainerCallback):
 
     def on_step_begin(self, *args, **kwargs):
         if not self.seen:
-            self.seen.append(gaps(self.session))
+            self.seen.append(gap(self.session))
 
     def on_step_end(self, *args, **kwargs):
-        self.seen.append(gaps(self.session))
+        self.seen.append(gap(self.session))
 
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
@@ -101,12 +87,12 @@ def test_a_merge_leaves_base_and_adapter_bitwise_alone_and_matches_peft(run):
 def test_a_tied_head_that_adapters_part_from_the_embeddings_is_served_as_it_is(adapter):
     model = get_peft_model(tiny_model(tied=True), LoraConfig(r=4, **{"target_modules": ["q_proj"]} | adapter))
     with HybridEngine(model, character_tokenizer(), max_tokens=8, engine_options={"max_model_len": 64}) as engine:
-        assert gaps(engine.session) < 1e-5
+        assert gap(engine.session) < 1e-5
         with torch.no_grad():
             for p in model.parameters():
                 if p.requires_grad:
                     p.add_(torch.randn_like(p) * 0.1)
-        assert gaps(engine.session) < 1e-5
+        assert gap(engine.session) < 1e-5
         assert engine.session.weights.check(full=True) is None
         assert engine.session.live_engine.differing(engine.session.policy.full_weights()) == []
 
@@ -210,12 +196,12 @@ def test_weights_changed_by_hand_are_noticed(run):
     """No optimizer step, no callback, no version: only the bits tell."""
     finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, max_steps=1)
     session = finished.trainer.session
-    assert gaps(session) < 1e-5
+    assert gap(session) < 1e-5
     version = session.versions.version
     with torch.no_grad():
         for p in finished.trainer.model.parameters():
             p.mul_(1.1)
-    assert gaps(session) < 1e-5
+    assert gap(session) < 1e-5
     assert session.versions.version == version + 1
 
 
@@ -228,10 +214,10 @@ def test_an_adapter_loaded_by_hand_is_noticed(run, tmp_path):
         for p in model.parameters():
             if p.requires_grad:
                 p.add_(0.1)
-    assert gaps(session) < 1e-5
+    assert gap(session) < 1e-5
     version = session.versions.version
     model.load_adapter(tmp_path / "trained", "default")
-    assert gaps(session) < 1e-5
+    assert gap(session) < 1e-5
     assert session.versions.version == version + 1
 
 
@@ -254,7 +240,7 @@ def test_an_exception_inside_a_phase_leaves_a_usable_engine(run):
     with pytest.raises(RuntimeError, match="tool broke"), session.rollout_phase(True):
         raise RuntimeError("tool broke")
     assert session.phase.value == "train"
-    assert gaps(session) < 1e-5
+    assert gap(session) < 1e-5
 
 
 def test_sleep_frees_memory_and_an_asleep_engine_refuses_work(run):
@@ -274,7 +260,7 @@ def test_sleep_frees_memory_and_an_asleep_engine_refuses_work(run):
     with pytest.raises(SyncError, match="asleep"):
         engine.load_weights([])
     engine.sleep()  # twice is once
-    assert gaps(session) < 1e-5
+    assert gap(session) < 1e-5
 
 
 def test_sleep_changes_nothing_that_is_sampled(run):

@@ -1,0 +1,25 @@
+"""How far an engine and the policy are apart on what the engine samples."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PROMPTS = [[5, 6, 7, 40], list(range(10, 43)), [90]]
+"""A single token, and more than one KV block of 32."""
+
+
+def gap(session: Any) -> float:
+    """The largest difference between log-probs that the engine samples with and those of the policy as it is, its
+    adapters unmerged, in nats. A rollout phase of its own, which syncs first."""
+    import torch
+
+    from ..types import Request, Sampling
+
+    sampling = Sampling(max_tokens=8, logprobs=0, extra={"ignore_eos": True})
+    with session.rollout_phase(True):
+        requests = [Request(prompt_ids=p, seed=i) for i, p in enumerate(PROMPTS)]
+        completions = session.live_engine.generate(requests, sampling)
+    return max(
+        float((torch.tensor([p[0] for p in c.logprobs]) - session.policy.log_probs(prompt, c.token_ids)).abs().max())
+        for prompt, c in zip(PROMPTS, completions, strict=True)
+    )

@@ -22,7 +22,7 @@ def test_plugins_lists_plugins_and_components(capsys):
     report = json.loads(capsys.readouterr().out)
     assert [p["name"] for p in report["plugins"]] == ["multiturn", "ray", "reshard", "training", "trajectories", "vllm"]
     assert {"name": "vllm", "distribution": "trlx-hybrid-vllm"}.items() <= report["plugins"][5].items()
-    weights = {"alias", "lora", "copy", "reshard", "transfer", "gather"}
+    weights = {"alias", "lora", "copy", "merged", "reshard", "transfer", "gather"}
     engines = {"vllm", "remote"}
     others = {"single_turn", "multi_turn", "padded", "packed"}
     assert {c["name"] for c in report["components"]} == weights | engines | others

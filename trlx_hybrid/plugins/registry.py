@@ -17,7 +17,7 @@ BUILTIN = "builtin"
 BRINGS: dict[Slot, dict[str, str]] = {
     "engine": {"vllm": "trlx-hybrid-vllm", "remote": "trlx-hybrid-ray"},
     "weights": {
-        **dict.fromkeys(("alias", "lora", "copy", "transfer"), "trlx-hybrid-vllm"),
+        **dict.fromkeys(("alias", "lora", "copy", "merged", "transfer"), "trlx-hybrid-vllm"),
         "reshard": "trlx-hybrid-reshard",
     },
     "rollout": {"multi_turn": "trlx-hybrid-multiturn"},

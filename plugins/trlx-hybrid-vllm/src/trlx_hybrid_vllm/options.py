@@ -67,6 +67,29 @@ class VLLMOptions:
         object.__setattr__(self, "dtype", DTYPES[dtype])
 
 
+ROUNDINGS = ("nearest", "stochastic")
+"""What `MergedOptions.rounding` takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergedOptions:
+    """`HybridConfig.weights_options` for `weights="merged"`.
+
+    Attributes:
+        rounding: of base and adapter to the engine's dtype: "nearest", or "stochastic", to one of both neighbours with
+            the probability that makes the mean exact (engines in bfloat16). Seeded from run seed and weight version.
+    """
+
+    rounding: str = "nearest"
+
+    def __post_init__(self) -> None:
+        if self.rounding not in ROUNDINGS:
+            raise ConfigError(
+                f"HybridConfig.weights_options: no rounding {self.rounding!r}."
+                f"{did_you_mean(str(self.rounding), ROUNDINGS)} There are {' and '.join(ROUNDINGS)}."
+            )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOptions:
     """`HybridConfig.weights_options` for `weights="transfer"`.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from trlx_hybrid.plugins.hookspecs import hookimpl
 
-from .options import TransferOptions, VLLMOptions
+from .options import MergedOptions, TransferOptions, VLLMOptions
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,6 +75,12 @@ def _lora(session: Session, options: Any) -> WeightSync:
     return LoraSync(session)
 
 
+def _merged(session: Session, options: MergedOptions) -> WeightSync:
+    from .weight_sync.merged import MergedSync
+
+    return MergedSync(session, options)
+
+
 def _server(session: Session, options: VLLMOptions) -> VLLMServerPlan:
     from .server.server import server_plan
 
@@ -116,6 +122,14 @@ def trlx_register(registry: Registry) -> None:
         summary="PEFT adapters into the engine's slots, never merged",
     )
     registry.offer("weights", "copy", _shared(False), order=30, summary="one cast-copy on the device, for fp32 masters")
+    registry.offer(
+        "weights",
+        "merged",
+        _merged,
+        options=MergedOptions,
+        by_name=True,
+        summary="PEFT adapters added to the engine's own weights, and rounded with them",
+    )
     registry.offer(
         "engine",
         "vllm",

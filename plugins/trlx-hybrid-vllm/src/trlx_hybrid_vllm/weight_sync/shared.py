@@ -147,11 +147,12 @@ class SharedSync(WeightSync):
         """
         lost, self._copied_once = self._engine.weights_lost or not self._copied_once, True
         copied = {name: self._parameter(name) for name in self.copied}
-        lost |= self._frozen.changed({name: p for name, p in copied.items() if not p.requires_grad})
+        frozen = {name: p for name, p in copied.items() if not self._changes(name, p)}
+        lost |= self._frozen.changed(frozen)
         moved = self._moved()
         kept = {name for name in moved if not _refers_alone(self._views[name])}
         own = {name for name, p in moved.items() if _refers_alone(p) and p.dtype == self._views[name].dtype}
-        sources = {name: p.detach() for name, p in (copied | moved).items() if name in moved or lost or p.requires_grad}
+        sources = {name: p.detach() for name, p in (copied | moved).items() if lost or name not in frozen}
         resized = [name for name, source in sources.items() if source.shape != self._views[name].shape]
         if resized:
             raise SyncError(
@@ -160,12 +161,24 @@ class SharedSync(WeightSync):
             )
         self._borrowed |= {name: self._views[name].clone() for name in kept - self._borrowed.keys()}
         with torch.no_grad():
-            if sources:  # one multi-tensor launch, cast on the way
-                torch._foreach_copy_([self._views[name] for name in sources], list(sources.values()))
+            self._write(sources)
         for name in own - self._borrowed.keys():
             moved[name].data = self._views[name]
         self._engine.weights_written()
         return LoadReport(tensors=len(sources), bytes=sum(s.nbytes for s in sources.values()))
+
+    def _changes(self, name: str, p: nn.Parameter) -> bool:
+        """Whether every sync brings it."""
+        return p.requires_grad
+
+    def _write(self, sources: dict[str, Tensor]) -> None:
+        """Into the engine: one multi-tensor launch, cast on the way."""
+        if sources:
+            torch._foreach_copy_([self._views[name] for name in sources], list(sources.values()))
+
+    def _written(self, name: str) -> Tensor:
+        """What a sync writes there, as it is before a cast."""
+        return self._parameter(name).detach()
 
     def put_back(self) -> bool:
         """Memory that somebody else refers to holds its own bits again."""
@@ -210,7 +223,7 @@ class SharedSync(WeightSync):
         if full:
             live = self._policy.base_parameters()
             wrong += [name for name in (*self.aliased, *self.copied) if live.get(name) is not self._parameter(name)]
-        flags = [differ(self._views[name], self._parameter(name).detach()) for name in compared]
+        flags = [differ(self._views[name], self._written(name)) for name in compared]
         wrong += flagged(compared, flags)
         buffers = self._policy.buffers() if full else {}
         wrong += self._engine.differing(buffers.items())

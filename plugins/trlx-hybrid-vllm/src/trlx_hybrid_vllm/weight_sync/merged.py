@@ -1,0 +1,240 @@
+"""`merged`: base and adapter added up in weights of the engine's own, which then decodes as fast as without.
+
+The trainer's base and adapter stay as they are, and apart. The price is a rounding: the engine's dtype keeps of an
+adapter what is not too small beside the weights, and early in training most of it is. So `auto` never takes this path.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from trlx_hybrid.errors import SyncError
+from trlx_hybrid.rollout.seeding import request_seed
+from trlx_hybrid.weights.merging import AdaptedModule, adapted_modules, beyond_lora
+from trlx_hybrid.weights.verify import sampled_names
+
+from ..loader import differ, flagged
+from ..lora import weights_of
+from .shared import SharedSync, refuse_other_bits
+
+if TYPE_CHECKING:
+    from trlx_hybrid.session import Session
+
+    from ..options import MergedOptions
+
+logger = logging.getLogger(__name__)
+
+SHARE = "hybrid/merged/surviving_share"
+LITTLE = 0.5  # of an adapter: below, the engine samples from the base rather than from the policy
+SAMPLED = 4  # weights of each sync that are merged once more, to be compared and for their share
+
+
+class MergedSync(SharedSync):
+    """Writes W + s * B @ A to where the engine keeps W, for every adapted layer at each sync; the rest is `copy`'s.
+
+    Product and sum are float32, and rounded once. Of one adapter in float32 whose scaling s is a power of two these are
+    the bits that `gather` brings through PEFT's merge, which rounds the scaled product before the sum.
+
+    How much of the adapter survives is logged: with D = s * B @ A, the engine's weights W', and W rounded as if there
+    were no adapter, <W' - W, D> / <D, D>, over a few weights, others at each sync. 1 is all of it and 0 nothing. It
+    counts what points in the adapter's direction: noise that averages out costs nothing. Left out while D is zero.
+    """
+
+    def __init__(self, session: Session, options: MergedOptions) -> None:
+        super().__init__(session, alias=False, adapted=True)
+        self.name = "merged"
+        self._stochastic = options.rounding == "stochastic"
+        self._layers: dict[str, AdaptedModule] = {}
+        self._warned = False
+
+    def _refuses_at_sight(self) -> str | None:
+        reason = super()._refuses_at_sight()
+        if reason is not None:
+            return reason
+        if self._stochastic and self._engine.dtype is not torch.bfloat16:
+            return f"rounding='stochastic' is for engines in bfloat16, and this one computes in {self._dtype}"
+        try:
+            self._layers = self._find()
+            for name in self._layers:
+                self._factors(name)
+        except SyncError as error:
+            return str(error)
+        return None if self._layers else "the policy has no adapter that changes a weight: `copy` brings it as it is"
+
+    def _find(self) -> dict[str, AdaptedModule]:
+        """The adapted layers by the names of the weights that they change."""
+        reason = beyond_lora(self._policy.base)
+        if reason is not None:
+            raise SyncError(reason)
+        names = {id(p): name for name, p in self._policy.base_parameters().items()}
+        modules = adapted_modules(self._policy.base)
+        return {names[id(module.base.weight)]: module for _, module in modules if module.layers}
+
+    def note(self) -> str:
+        """That a merge rounds, and how much is lost by it."""
+        how = "stochastically" if self._stochastic else "to the nearest"
+        return (
+            f"merged: the sum of base and adapter is rounded to {self._dtype} ({how}) at each sync. {SHARE} says how "
+            "much of the adapter survives; weights='lora' serves all of it."
+        )
+
+    @property
+    def _dtype(self) -> str:
+        return str(self._engine.dtype).removeprefix("torch.")
+
+    # --- syncing -----------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """Look for adapted layers anew as well."""
+        super().forget()
+        self._layers = self._find()
+
+    def _changes(self, name: str, p: nn.Parameter) -> bool:
+        return name in self._layers or super()._changes(name, p)
+
+    def _write(self, sources: dict[str, Tensor]) -> None:
+        factors = {name: self._factors(name) for name in sources}
+        super()._write({name: source for name, source in sources.items() if not factors[name]})
+        for name, source in sources.items():
+            if factors[name]:
+                merge(source, factors[name], self._views[name], self._generator(name))
+
+    def _written(self, name: str) -> Tensor:
+        weight, factors = super()._written(name), self._factors(name)
+        if not factors:
+            return weight
+        merged = torch.empty_like(self._views[name])
+        merge(weight, factors, merged, self._generator(name))
+        return merged
+
+    def _factors(self, name: str) -> list[Factors]:
+        """Of the adapters that are in effect on a weight and not in it."""
+        module = self._layers.get(name)
+        layers = module.pending if module is not None else []
+        return [factors_of(name, layer, a) for layer in layers for a in layer.active_adapters if a in layer.r]
+
+    def _generator(self, name: str) -> torch.Generator | None:
+        """What rounds a weight, the same on all ranks and in a check afterwards; None for the nearest."""
+        if not self._stochastic:
+            return None
+        session = self._session
+        seed = request_seed(session.args.seed, f"merge {name}", session.weight_version, 0, 0, 0)
+        return torch.Generator(self._policy.device).manual_seed(seed)
+
+    # --- what became of it -------------------------------------------------------------------------------------------
+
+    def check(self, full: bool) -> int:
+        """Merge again and compare: all weights when `full`, else a few, others at each sync. Notes their share.
+
+        Raises:
+            SyncError: names each parameter that differs.
+        """
+        if full:
+            self._layers = self._find()
+        checked = super().check(full)
+        names = sorted(sampled_names(list(self._layers), self._session.weight_version, SAMPLED))
+        differing = flagged(names, [differ(self._views[name], self._written(name)) for name in names])
+        refuse_other_bits("the engine holds other bits than base and adapter add up to", differing)
+        self._note_share(names)
+        return checked if full else checked + len(names)
+
+    @torch.no_grad()
+    def _note_share(self, names: Sequence[str]) -> None:
+        sums = [torch.zeros(2, device=self._policy.device)]
+        for name in names:
+            factors, held = self._factors(name), self._views[name]
+            if factors:
+                delta = torch.zeros(held.shape, device=held.device)
+                for each in factors:
+                    delta.add_(each.product(), alpha=each.scaling)
+                change, delta = (held.float() - self._parameter(name).to(held.dtype)).flatten(), delta.flatten()
+                sums.append(torch.stack([change.dot(delta), delta.dot(delta)]))
+        kept, whole = torch.stack(sums).sum(0).tolist()
+        if not whole > 0:
+            return
+        share = self._session.metrics[SHARE] = kept / whole
+        if share < LITTLE and not self._warned and self._session.ranks.rank == 0:
+            self._warned = True
+            logger.warning(
+                "weights='merged': %.0f%% of the adapter survives rounding to %s (%s), so the engine samples from a "
+                "policy nearer to the base than the one that is trained. weights='lora' serves the adapter as it is; "
+                "weights_options={'rounding': 'stochastic'} keeps it on average, with noise.",
+                100 * share,
+                self._dtype,
+                SHARE,
+            )
+
+
+# --- one weight -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Factors:
+    """One adapter of one layer.
+
+    Attributes:
+        a, b: (r, in) and (out, r).
+        transposed: whether the weight is (in, out): embeddings, and layers that PEFT calls `fan_in_fan_out`.
+    """
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+    transposed: bool
+
+    def product(self) -> Tensor:
+        """B @ A in float32, shaped like the weight."""
+        product = self.b.float() @ self.a.float()
+        return product.T if self.transposed else product
+
+
+def factors_of(name: str, layer: Any, adapter: str) -> Factors:
+    """Those of a plain LoRA layer of PEFT, as they are now.
+
+    Raises:
+        SyncError: the adapter computes something else.
+    """
+    if adapter in layer.lora_variant or layer.lora_bias.get(adapter):
+        more = "a bias (lora_bias)" if layer.lora_bias.get(adapter) else type(layer.lora_variant[adapter]).__name__
+        raise SyncError(f"adapter {adapter!r} of {name} has {more}, which is merged as a whole (`gather`)")
+    scaling = float(layer.scaling[adapter])
+    if adapter in layer.lora_embedding_A:
+        return Factors(layer.lora_embedding_A[adapter].data, layer.lora_embedding_B[adapter].data, scaling, True)
+    return Factors(*weights_of(layer, adapter), scaling, layer.fan_in_fan_out)
+
+
+@torch.no_grad()
+def merge(weight: Tensor, factors: Sequence[Factors], out: Tensor, generator: torch.Generator | None = None) -> None:
+    """Write `weight` plus all scaled products to `out`, rounded once.
+
+    Two kernels and the memory of one weight in float32, or three of them at random. `torch.addmm` would do without, but
+    takes factors of the weight's dtype: rounded to bf16 before they are multiplied.
+
+    Args:
+        weight: of any floating dtype, shaped like `out`.
+        generator: rounds to bfloat16 at random; None to the nearest.
+    """
+    *others, last = factors
+    for each in others:
+        weight = torch.add(weight, each.product(), alpha=each.scaling)
+    product = last.product()
+    if generator is None:
+        torch.add(weight, product, alpha=last.scaling, out=out)
+    else:
+        out.copy_(rounded_at_random(torch.add(weight, product, alpha=last.scaling, out=product), generator))
+
+
+def rounded_at_random(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Each of these float32 values as one of both bfloat16 numbers next to it, as float32.
+
+    A bfloat16 number is the upper half of a float32 one. The lower half, out of 2^16, is the probability of the one
+    further from zero, so that the mean is the value. What is a bfloat16 number stays, as do infinities and NaN.
+    """
+    noise = torch.randint(1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+    rounded = noise.add_(values.view(torch.int32)).bitwise_and_(-1 << 16).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values)

@@ -7,8 +7,9 @@ stands still while it is another's turn. `trl` and `hybrid` have the same argume
 checkpointing are off where that fits beside the two others, which is tried. `hybrid` has what a user of this package
 would switch on for speed without another result: see `--hybrid`.
 
-`full` trains all weights in bf16, `fp32` an fp32 master under autocast, `lora` an adapter of rank 16. Completions are
-of one length, or of lengths drawn from a lognormal distribution, the same rows in all arms.
+`full` trains all weights in bf16, `fp32` an fp32 master under autocast, `lora` an adapter of rank 16, and `merged` the
+same with an engine into which ours merges it. Completions are of one length, or of lengths drawn from a lognormal
+distribution, the same rows in all arms.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ KINDS = {
     "full": Variant(sleep=True),
     "fp32": Variant(sleep=True, model_dtype="float32"),
     "lora": Variant(sleep=True, lora_rank=16),
+    "merged": Variant(sleep=True, lora_rank=16, weights="merged"),
 }
 TUNED = ((False, False), (False, True), (True, False), (True, True))
 """Sleep mode and gradient checkpointing of TRL tuned: the first pair that fits."""

@@ -203,7 +203,8 @@ def _stock(scale: Scale, variant: Variant, arguments: dict[str, Any]) -> Any:
 def _hybrid(scale: Scale, variant: Variant, arguments: dict[str, Any]) -> Any:
     from trlx_hybrid import GRPOTrainer, HybridConfig
 
-    config = HybridConfig(engine="vllm", engine_options=engine_options(scale, variant), **variant.hybrid)
+    fields = {"weights": variant.weights, **variant.hybrid}
+    config = HybridConfig(engine="vllm", engine_options=engine_options(scale, variant), **fields)
     return GRPOTrainer(**arguments, hybrid=config)
 
 

@@ -39,7 +39,7 @@ BASE = Variant(model_dtype="bfloat16", engine_dtype="bfloat16", eager=True)
 MODELS = {
     "bf16": (BASE, ("trl", "gather", "alias")),
     "fp32-master": (dataclasses.replace(BASE, model_dtype="float32"), ("trl", "gather", "copy")),
-    "lora-r16": (dataclasses.replace(BASE, lora_rank=16), ("trl", "gather", "lora")),
+    "lora-r16": (dataclasses.replace(BASE, lora_rank=16), ("trl", "gather", "lora", "merged")),
 }
 """The variant and the arms of each model. TRL's engine would take bf16 by itself: vLLM never computes in fp32 unless
 told to. It is told bf16 here for the tiny model, whose CPU engine computes in fp32 otherwise."""

@@ -43,7 +43,8 @@ class Case:
     """One combination.
 
     Attributes:
-        weights: "bf16" trains in the engine's dtype, "fp32" a master beside it, "lora" an adapter on a bf16 base.
+        weights: "bf16" trains in the engine's dtype, "fp32" a master beside it, "lora" an adapter on a bf16 base, and
+            "merged" the same, merged into the engine's weights.
         tp: ranks per engine.
         sharding: "one" process, "ddp" or "fsdp2" over two.
     """
@@ -66,8 +67,8 @@ class Case:
     @property
     def path(self) -> str:
         """The weight sync that serves it."""
-        if self.weights == "lora":
-            return "lora"
+        if self.weights in ("lora", "merged"):
+            return self.weights
         if self.tp > 1 or self.sharding == "fsdp2":
             return "reshard"
         return "alias" if self.weights == "bf16" else "copy"
@@ -90,8 +91,10 @@ class Case:
             "generation_kwargs": json.dumps(RAGGED if self.ragged else FIXED),
             "engine_options": json.dumps({"enforce_eager": not self.graphs}),
         }
-        if self.weights == "lora":
+        if self.weights in ("lora", "merged"):
             chosen |= {"use_peft": True, "lora_r": 16, "lora_target_modules": "all-linear"}
+        if self.weights == "merged":
+            chosen |= {"weights": "merged"}
         return BASE | chosen
 
 

@@ -20,6 +20,8 @@ CASES = [
     Case("lora", sleep=True, graphs=True, ragged=False, offload="all"),
     Case("lora", sleep=False, graphs=False, ragged=True, offload="auto"),
     Case("lora", sleep=True, graphs=False, ragged=True, offload="none"),
+    Case("merged", sleep=True, graphs=True, ragged=False, offload="all"),
+    Case("merged", sleep=False, graphs=False, ragged=True, offload="none"),
 ]
 SMALL = BASE | {"dtype": "bfloat16", "bf16": True, "engine_options": json.dumps({"enforce_eager": True})}
 

@@ -17,12 +17,14 @@ from .result import RESULTS
 
 def main(argv: Sequence[str] | None = None, *, goals: Path = GOALS, results: Path = RESULTS) -> int:
     """The exit status: 0, or 1 when a goal is missed or a result is too old; an unknown name leaves with 2."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    commands = parser.add_subparsers(dest="command")
-    told = (
-        "exit 1 naming each goal that the committed results miss, and each result that is older than what it measured"
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description="List the benchmarks, or check their committed results.",
+        epilog="Run one with: python -m benchmarks.NAME (--help lists its options)",
     )
-    check_parser = commands.add_parser("check", help=told)
+    commands = parser.add_subparsers(dest="command")
+    told = "exit 1 naming each goal that the committed results miss, and each result older than the code it measured"
+    check_parser = commands.add_parser("check", help=told, description=told.capitalize())
     check_parser.add_argument("names", nargs="*", metavar="NAME", help="benchmarks to check (default: all)")
     arguments = parser.parse_args(argv)
     if arguments.command is None:

@@ -151,13 +151,14 @@ def _result(name: str, sizes: Sequence[str], runs: dict[str, dict[str, Any]], me
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.capacity", description=__doc__)
     parser.add_argument("--kv", choices=sorted(SHAPES), help="compare KV-cache tokens for a model of this size")
-    parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.6], help="TRL's vllm_gpu_memory_utilization")
-    parser.add_argument("--train", choices=sorted(SHAPES), nargs="+", default=[], help="sizes to try to train")
-    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=KINDS, help="which trainers are to train")
-    parser.add_argument("--steps", type=int, default=2, help="of training")
-    parser.add_argument("--seconds", type=float, default=480, help="limit of one trainer's process")
+    shares = "TRL's vllm_gpu_memory_utilization (default: 0.3 0.6)"
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.3, 0.6], help=shares)
+    parser.add_argument("--train", choices=sorted(SHAPES), nargs="+", default=[], help="sizes to train (default: none)")
+    parser.add_argument("--kinds", choices=KINDS, nargs="+", default=KINDS, help="trainers to use (default: all)")
+    parser.add_argument("--steps", type=int, default=2, help="training steps (default: 2)")
+    parser.add_argument("--seconds", type=float, default=480, help="limit of one trainer's process (default: 480)")
     parser.add_argument("--eager", action="store_true", help="our engine without CUDA graphs, which TRL's always has")
-    parser.add_argument("--add", action="store_true", help="keep the other runs of this commit's result file")
+    parser.add_argument("--add", action="store_true", help="keep the other cases of this commit's result file")
     given = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="benchmark-capacity-") as folder:
         if given.kv:

@@ -96,7 +96,7 @@ def random_trajectories(seed: int) -> list[Trajectory]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
-    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--repetitions", type=int, default=20, help="of each arm (default: 20)")
     arguments = parser.parse_args(argv)
     arms = [arm(count) for count in COUNTS]
     measurements = alternate(arms, warmup=2, repetitions=arguments.repetitions)

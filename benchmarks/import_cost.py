@@ -46,7 +46,7 @@ def check_absent(unwanted: Sequence[str], code: str) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.import_cost", description=__doc__)
-    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--repetitions", type=int, default=20, help="of each arm (default: 20)")
     arguments = parser.parse_args(argv)
     settings = {
         "heavy_modules_after_import": check_absent(HEAVY, IMPORT),

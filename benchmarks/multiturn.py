@@ -115,11 +115,12 @@ def case(text: str) -> tuple[int, int]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.multiturn", description=__doc__)
-    parser.add_argument("--model", choices=("1.5b", "tiny"), help="GRPO steps; tiny is for trying it on a CPU")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--case", type=case, action="append", help="64x5, may be repeated; default: all six")
-    parser.add_argument("--tokens", type=int, default=16, help="of a turn in the rollouts, on average")
-    parser.add_argument("--latency", type=float, default=0.1, help="of a tool, the median, in seconds")
+    parser.add_argument("--model", choices=("1.5b", "tiny"), help="GRPO steps; tiny is for a CPU (default: rollouts)")
+    parser.add_argument("--repetitions", type=int, default=3, help="of each arm (default: 3)")
+    cases = "trajectories x turns, e.g. 64x5; repeat for several (default: all six)"
+    parser.add_argument("--case", type=case, action="append", help=cases)
+    parser.add_argument("--tokens", type=int, default=16, help="mean length of a turn in the rollouts (default: 16)")
+    parser.add_argument("--latency", type=float, default=0.1, help="median seconds that a tool takes (default: 0.1)")
     parser.add_argument("--no-stock", action="store_true", help="leave out TRL's loop, which waits for every tool")
     arguments = parser.parse_args(argv)
     if arguments.model:

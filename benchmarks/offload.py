@@ -199,8 +199,8 @@ def run(model: str, repetitions: int) -> Result:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.offload", description=__doc__)
-    parser.add_argument("--model", choices=sorted(SCALES), default="1.5b", help="tiny is for trying it on a CPU")
-    parser.add_argument("--repetitions", type=int, default=10)
+    parser.add_argument("--model", choices=sorted(SCALES), default="1.5b", help="tiny is for a CPU (default: 1.5b)")
+    parser.add_argument("--repetitions", type=int, default=10, help="of each arm (default: 10)")
     arguments = parser.parse_args(argv)
     run(arguments.model, arguments.repetitions).publish()
 

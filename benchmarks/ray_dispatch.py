@@ -234,9 +234,9 @@ def run(actors: Sequence[int], payloads: Sequence[str], seconds: float, simulate
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.ray_dispatch", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=10.0, help="that each of the 32 cases is measured")
-    parser.add_argument("--actors", type=int, action="append", help="may be repeated; default: 1, 4, 16, 32")
-    parser.add_argument("--payload", choices=list(PAYLOADS), action="append", help="may be repeated; default: all")
+    parser.add_argument("--seconds", type=float, default=10.0, help="that each of 32 cases is measured (default: 10)")
+    parser.add_argument("--actors", type=int, action="append", help="repeat for several (default: 1, 4, 16, 32)")
+    parser.add_argument("--payload", choices=list(PAYLOADS), action="append", help="repeat for several (default: all)")
     arguments = parser.parse_args(argv)
     run(arguments.actors or ACTORS, arguments.payload or list(PAYLOADS), arguments.seconds, SIMULATED).publish()
 

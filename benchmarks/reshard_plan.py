@@ -111,7 +111,7 @@ def measured(case: Case, repetitions: int) -> tuple[list[Measurement], dict[str,
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.reshard_plan", description=__doc__)
-    parser.add_argument("--repetitions", type=int, default=20)
+    parser.add_argument("--repetitions", type=int, default=20, help="of each arm (default: 20)")
     arguments = parser.parse_args(argv)
     measurements, settings = [], {}
     for case in cases():

@@ -181,9 +181,9 @@ def run(model: str, repetitions: int, cases: Sequence[str]) -> Result:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.weight_sync", description=__doc__)
-    parser.add_argument("--model", choices=sorted(SCALES), default="1.5b", help="tiny is for trying it on a CPU")
-    parser.add_argument("--repetitions", type=int, default=10)
-    parser.add_argument("--cases", nargs="+", choices=[*MODELS, "kv"], default=[*MODELS, "kv"], help="default: all")
+    parser.add_argument("--model", choices=sorted(SCALES), default="1.5b", help="tiny is for a CPU (default: 1.5b)")
+    parser.add_argument("--repetitions", type=int, default=10, help="of each arm (default: 10)")
+    parser.add_argument("--cases", nargs="+", choices=[*MODELS, "kv"], default=[*MODELS, "kv"], help="(default: all)")
     parser.add_argument("--add", action="store_true", help="keep the other cases of this commit's result file")
     arguments = parser.parse_args(argv)
     run(arguments.model, arguments.repetitions, arguments.cases).publish(add=arguments.add)

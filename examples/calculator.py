@@ -36,7 +36,7 @@ class ScriptArguments:
 
     num_tasks: int = field(default=4000, metadata={"help": "Tasks that demonstrations and GRPO are drawn from."})
     num_heldout: int = field(default=128, metadata={"help": "Tasks kept out of all training, for the score."})
-    sft_steps: int = field(default=220, metadata={"help": "Optimizer steps on demonstrations, 64 of them each."})
+    sft_steps: int = field(default=220, metadata={"help": "SFT steps on demonstrations (batch size 64)."})
 
 
 @dataclass

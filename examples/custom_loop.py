@@ -9,7 +9,7 @@ samples for four prompts of its own; gradients are averaged, so all hold the sam
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from accelerate import Accelerator
@@ -22,12 +22,12 @@ from trlx_hybrid import HybridEngine
 class Arguments:
     """What this script takes."""
 
-    model_name_or_path: str = "Qwen/Qwen3-0.6B"
-    output_dir: str = "runs/custom_loop"
-    steps: int = 20
-    num_generations: int = 8
-    max_tokens: int = 64
-    learning_rate: float = 1e-5
+    model_name_or_path: str = field(default="Qwen/Qwen3-0.6B", metadata={"help": "Model to train."})
+    output_dir: str = field(default="runs/custom_loop", metadata={"help": "Where the trained model is saved."})
+    steps: int = field(default=20, metadata={"help": "Optimizer steps."})
+    num_generations: int = field(default=8, metadata={"help": "Answers per prompt."})
+    max_tokens: int = field(default=64, metadata={"help": "Longest answer, in tokens."})
+    learning_rate: float = field(default=1e-5, metadata={"help": "Learning rate of AdamW."})
 
 
 def reward(text: str) -> float:

@@ -36,7 +36,7 @@ HIGHER, LOWER, WON = "higher", "lower", "right"
 class ScriptArguments:
     """What the toy is made of. The GRPO run itself is set by `GRPOConfig`'s own flags."""
 
-    sft_steps: int = field(default=200, metadata={"help": "Optimizer steps on demonstrations, 64 of them each."})
+    sft_steps: int = field(default=200, metadata={"help": "SFT steps on demonstrations (batch size 64)."})
 
 
 @dataclass

@@ -46,10 +46,10 @@ class ScriptArguments:
 
     num_tasks: int = field(default=10_000, metadata={"help": "Tasks that demonstrations and GRPO are drawn from."})
     num_heldout: int = field(default=1024, metadata={"help": "Tasks kept out of all training, for the accuracy."})
-    share_right: float = field(default=0.35, metadata={"help": "Share of the demonstrations that are right."})
-    sft_steps: int = field(default=350, metadata={"help": "Optimizer steps on demonstrations, 64 of them each."})
+    share_right: float = field(default=0.35, metadata={"help": "Fraction (0 to 1) of correct demonstrations."})
+    sft_steps: int = field(default=350, metadata={"help": "SFT steps on demonstrations (batch size 64)."})
     cache_dir: str = field(
-        default="~/.cache/trlx_hybrid/quickstart", metadata={"help": "Where models trained on demonstrations stay."}
+        default="~/.cache/trlx_hybrid/quickstart", metadata={"help": "Cache folder of the SFT models."}
     )
 
 

@@ -7,6 +7,7 @@ Started as a plain script, a Ray cluster comes up on this machine and ends with 
 random weights: what it prefers means nothing, but GRPO finds it out, and the mean reward rises.
 """
 
+import argparse
 import tempfile
 from pathlib import Path
 
@@ -33,5 +34,6 @@ def save_judge(folder: Path) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     with tempfile.TemporaryDirectory() as folder, remote_reward(save_judge(Path(folder) / "judge")) as judge:
         train("ray_remote_reward", judge)

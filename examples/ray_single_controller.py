@@ -17,7 +17,7 @@ keep `--cache_dir` and `--output_dir` on a file system that they share.
 
 import random
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import ray
@@ -36,20 +36,24 @@ from trlx_hybrid_ray.worker_group import WorkerGroup, register, this_worker
 class Arguments:
     """What this script takes, beside what the demonstrations are made of."""
 
-    placement: Literal["colocated", "split"] = "colocated"
-    workers: int = 2  # of each group
-    address: str = "local"  # of a Ray cluster to join; "local" starts one here
-    output_dir: str = "runs/ray_single_controller"
-    steps: int = 40
-    num_prompts: int = 32  # per step
-    num_generations: int = 8  # per prompt
-    max_prompt: int = 8  # tokens
-    max_tokens: int = 8  # of an answer
-    micro_batch_size: int = 64  # sequences per forward and backward pass of an actor
-    learning_rate: float = 1e-3  # decays linearly to zero
-    clip: float = 0.2
-    beta: float = 0.02  # weight of the KL penalty
-    seed: int = 0
+    placement: Literal["colocated", "split"] = field(
+        default="colocated", metadata={"help": "'colocated': the groups share GPUs; 'split': each has its own."}
+    )
+    workers: int = field(default=2, metadata={"help": "Workers of each group."})
+    address: str = field(default="local", metadata={"help": "Ray cluster to join, host:port; 'local' starts one."})
+    output_dir: str = field(
+        default="runs/ray_single_controller", metadata={"help": "Where the trained model is saved."}
+    )
+    steps: int = field(default=40, metadata={"help": "GRPO steps."})
+    num_prompts: int = field(default=32, metadata={"help": "Prompts per step."})
+    num_generations: int = field(default=8, metadata={"help": "Answers per prompt."})
+    max_prompt: int = field(default=8, metadata={"help": "Longest prompt, in tokens."})
+    max_tokens: int = field(default=8, metadata={"help": "Longest answer, in tokens."})
+    micro_batch_size: int = field(default=64, metadata={"help": "Sequences per forward and backward pass."})
+    learning_rate: float = field(default=1e-3, metadata={"help": "Peak learning rate; decays linearly to zero."})
+    clip: float = field(default=0.2, metadata={"help": "Clip range of the probability ratio, PPO's epsilon."})
+    beta: float = field(default=0.02, metadata={"help": "Weight of the KL penalty."})
+    seed: int = field(default=0, metadata={"help": "Seed of tasks, models and sampling."})
 
 
 def train(args, tasks, actors, references, rewards):

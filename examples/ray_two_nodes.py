@@ -8,6 +8,7 @@ The first line starts a cluster of two nodes here, and types the second. A tiny 
 answer in digits: the last line says from which mean reward to which.
 """
 
+import argparse
 import os
 import subprocess
 import sys
@@ -40,6 +41,7 @@ def launch_on_two_simulated_nodes() -> int:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     if "ACCELERATE_MIXED_PRECISION" in os.environ:  # set by either launcher
         from ray_toy import train
 

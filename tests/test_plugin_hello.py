@@ -70,7 +70,7 @@ def test_takes_part_in_the_first_run_of_the_quickstart(installed: Path, tmp_path
     header, *below = re.findall(r"(?:trlx_hybrid 0|hello:).*", done.stderr)
     assert "hello 0.1.0" in header
     assert "engine=transformers (default): generation is TRL's own" in header
-    assert below == ["hello: watching 1 process(es)"]
+    assert below == ["hello: watching 1 rank(s)"]
     (tokens, reward), *more = re.findall(r"hello: 4 trajectories, (\d+) tokens, reward (\S+)", done.stdout)
     assert not more
     assert int(tokens) == 4 * logged("completions/mean_length", done)

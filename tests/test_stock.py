@@ -96,7 +96,7 @@ def test_a_plugin_may_replace_the_advantages_and_the_header_says_so(run, capsys)
 
 
 def test_of_two_plugins_with_advantages_none_is_taken(run):
-    with pytest.raises(PluginError, match=r"'Advice-0' \(this script -\) and 'Advice-1' .*Switch off all but one"):
+    with pytest.raises(PluginError, match=r"'Advice-0' \(this script -\) and 'Advice-1' .*Disable all but one"):
         run(trlx_hybrid.GRPOTrainer, plugins=[Advice(torch.zeros_like), Advice(torch.ones_like)], train=False)
 
 

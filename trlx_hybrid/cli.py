@@ -8,35 +8,57 @@ import json
 import os
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from importlib.metadata import entry_points
 from typing import Any
 
 from . import doctor as environment
-from .doctor import package_version
-from .errors import HybridError
-from .plugins.host import DISABLE_VARIABLE, Host
+from .doctor import package_version, release_of
+from .errors import ConfigError, HybridError, did_you_mean, nearest
+from .plugins import hookspecs
+from .plugins.host import DISABLE_VARIABLE, ENTRY_POINT_GROUP, Host
 from .plugins.registry import SLOTS
 from .plugins.selection import STOCK
+
+ADDED_BY = {"trajectories": "trajectories", "reshard-plan": "reshard", "launch": "ray"}
+"""Plugins of this project, by the command that each adds."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="trlx-hybrid", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="trlx-hybrid",
+        description="Command line of trlx-hybrid, which extends TRL's trainers with plugins.",
+        epilog=f"{DISABLE_VARIABLE}=name,name disables plugins.",
+    )
     parser.add_argument("--version", action="version", version=f"trlx-hybrid {package_version()}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    plugins = commands.add_parser("plugins", help="list the loaded plugins, their hooks and components")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND [OPTIONS]", dest="command", required=True)
+
+    def add(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        command: argparse.ArgumentParser = commands.add_parser(name, help=text, description=f"{text.capitalize()}.")
+        command.set_defaults(run=run)
+        return command
+
+    plugins = add("plugins", _plugins, "list the loaded plugins, their hooks and components")
     plugins.add_argument("--json", action="store_true", help="print JSON")
-    plugins.add_argument("--hook", metavar="H", help="only plugins that implement this hook")
-    plugins.set_defaults(run=_plugins)
-    doctor = commands.add_parser("doctor", help="say what works on this machine, and what to do about the rest")
-    doctor.set_defaults(run=_doctor)
-    env = commands.add_parser("env", help="print the environment, for a bug report")
-    env.set_defaults(run=_env)
+    plugins.add_argument("--hook", metavar="HOOK", help="only plugins that implement this hook, e.g. trlx_rollout_end")
+    add("doctor", _doctor, "say what works on this machine, and what to do about the rest")
+    add("env", _env, "print versions, devices and plugins, for a bug report")
     try:
         Host.load().call("trlx_command", commands=commands)
     except HybridError as error:  # the commands above are what helps now
-        print(f"plugins add no commands: {error}", file=sys.stderr)
-    options = parser.parse_args(arguments)
+        print(f"The commands of plugins are not available: {error}", file=sys.stderr)
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words:
+        parser.print_help(sys.stderr)
+        return 2
+    if not words[0].startswith("-") and words[0] not in commands.choices:
+        parser.error(_unknown_command(words[0], commands.choices))
+    options, unread = parser.parse_known_args(words)
+    if unread:
+        command, name = commands.choices[options.command], unread[0].partition("=")[0]
+        known = [option for action in command._actions for option in action.option_strings]
+        command.error(f"unrecognized argument {name}.{did_you_mean(name, known)}")
     try:
         status = int(options.run(options))
         sys.stdout.flush()
@@ -53,7 +75,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+def _unknown_command(name: str, commands: Iterable[str]) -> str:
+    """Names the one that may be meant, and says what it lacks."""
+    meant = name if name in ADDED_BY else nearest(name, {*commands, *ADDED_BY})
+    hint = f" Did you mean {meant!r}?" if meant not in ("", name) else ""
+    if meant in ADDED_BY and meant not in commands:
+        plugin = ADDED_BY[meant]
+        if plugin in Host().disabled:
+            hint += f" Plugin {plugin} is disabled by {DISABLE_VARIABLE}."
+        elif release_of(f"trlx-hybrid-{plugin}") is None:
+            hint += f" Install trlx-hybrid-{plugin}."
+    return f"no command {name!r}.{hint} Commands: {', '.join(commands)}."
+
+
 def _plugins(options: Any) -> int:
+    hooks = [name for name in dir(hookspecs) if name.startswith("trlx_")]
+    if options.hook is not None and options.hook not in hooks:
+        raise ConfigError(
+            f"--hook {options.hook}: no such hook.{did_you_mean(options.hook, hooks)} Hooks: {', '.join(hooks)}."
+        )
     host = Host.load()
     shown = [p for p in host.plugins if options.hook is None or options.hook in p.hooks]
     names = {p.name for p in shown} | ({"builtin"} if options.hook is None else set())
@@ -69,9 +109,13 @@ def _plugins(options: Any) -> int:
     if not shown:
         print(f"no plugin implements {options.hook}" if options.hook else "no plugins installed")
     if host.disabled:
-        print(f"switched off by {DISABLE_VARIABLE}: {', '.join(host.disabled)}")
+        installed = {entry_point.name for entry_point in entry_points(group=ENTRY_POINT_GROUP)}
+        named = (name if name in installed else f"{name} (not installed)" for name in host.disabled)
+        print(f"disabled by {DISABLE_VARIABLE}: {', '.join(named)}")
     if components:
-        print("components:")
+        print("components (slot, name, description, plugin):")
+    if options.hook is None:
+        print(f"    {'engine':8} {STOCK:14} TRL's own generation (builtin)")
     for c in components:
         print(f"    {c.slot:8} {c.name:14} {c.summary} ({c.plugin})")
     return 0
@@ -81,22 +125,24 @@ def _doctor(options: Any) -> int:
     """Exit status 1 when something needs attention."""
     releases = environment.installed()
     problems = environment.version_problems(releases)
+    host = Host.load()
+    checks = host.call("trlx_doctor", options=options)  # options that contradict each other are refused first
     print("versions   " + ", ".join(f"{name} {release}" for name, release in releases.items()))
     print("devices    " + ("; ".join(environment.devices()) or "CPU only"))
-    host = Host.load()
-    print(f"engine     {STOCK:14} ready: TRL's own generation")
+    print(f"engine     {STOCK:14} available: TRL's own generation")
     for slot in SLOTS:
         for component in host.registry.components(slot):
             reason = component.unavailable()
-            print(f"{slot:10} {component.name:14} {'ready' if reason is None else 'not here: ' + reason}")
+            print(f"{slot:10} {component.name:14} {'available' if reason is None else f'not available: {reason}'}")
     for problem in problems:
         print(f"problem    {problem}")
     attention = bool(problems)
-    for findings in host.call("trlx_doctor", options=options):
+    for findings in checks:
         for finding in findings:
-            print(f"{'problem' if finding.problem else finding.topic:10} {finding.text}", flush=True)
+            head = f"problem    {finding.topic}:" if finding.problem else f"{finding.topic:10}"
+            print(f"{head} {finding.text}", flush=True)
             attention |= finding.problem
-    print("advice     " + ("see the problems above" if attention else "nothing to do"))
+    print("result     " + ("see the problems above" if attention else "no problems found"))
     return 1 if attention else 0
 
 

@@ -27,67 +27,78 @@ class HybridConfig:
 
     engine: str | None = field(
         default=None,
-        metadata={"help": "What generates: 'transformers' (TRL's own path), 'vllm', 'auto' or a plugin's name."},
+        metadata={
+            "help": "Generation backend: 'transformers' (TRL's own generation), 'vllm', 'auto' (the only one that "
+            "plugins offer, 'remote' aside) or another one that `trlx-hybrid plugins` lists. Default: as use_vllm says."
+        },
     )
     engine_options: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Options of the engine, a mapping or its JSON."}
+        default=None, metadata={"help": "Options of the engine, as a dict or JSON string."}
     )
     weights: str = field(
         default="auto",
-        metadata={"help": "How weights reach the engine: 'auto' takes the cheapest exact path, or a path's name."},
+        metadata={
+            "help": "How weights are synced to the engine: 'auto' (the cheapest that serves the model), 'alias', "
+            "'lora', 'copy', 'reshard', 'transfer', 'gather' or another one that `trlx-hybrid plugins` lists."
+        },
     )
     weights_options: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Options of the weight sync, a mapping or its JSON; of whichever 'auto' takes."}
+        default=None,
+        metadata={"help": "Options of the weight sync, as a dict or JSON string; applied to the one 'auto' chooses."},
     )
     rollout: str | None = field(
-        default=None, metadata={"help": "How prompts become trajectories: 'single_turn' or a plugin's name."}
+        default=None,
+        metadata={
+            "help": "How prompts become trajectories: 'single_turn', 'multi_turn' (the default where the trainer has "
+            "tools and it is installed) or another one that `trlx-hybrid plugins` lists."
+        },
     )
     rollout_options: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Options of the rollout, a mapping or its JSON."}
+        default=None, metadata={"help": "Options of the rollout, as a dict or JSON string."}
     )
     scoring: str | None = field(
         default=None,
         metadata={
-            "help": "What computes the log-probs that the trainer learns from: 'padded' (TRL's own, the default) or a "
-            "plugin's name. GRPO and RLOO."
+            "help": "What computes the log-probs that the trainer learns from: 'padded' (TRL's own, the default), "
+            "'packed' or another one that `trlx-hybrid plugins` lists. GRPO and RLOO only."
         },
     )
     scoring_options: dict[str, Any] | str | None = field(
-        default=None, metadata={"help": "Options of the scoring, a mapping or its JSON."}
+        default=None, metadata={"help": "Options of the scoring, as a dict or JSON string."}
     )
     plugin_options: dict[str, Any] | str | None = field(
         default=None,
         metadata={
-            "help": "Options of plugins that are no component, a mapping by plugin's name or its JSON: "
+            "help": "Options of plugins, beside those of their components, by plugin name, as a dict or JSON string: "
             '\'{"trajectories": {"record": "trajectories.jsonl"}}\'.'
         },
     )
     offload: str = field(
         default="auto",
         metadata={
-            "help": "What leaves the device while the engine samples: 'auto' lets optimizer state, gradients and "
-            "weights of the policy's own leave for host memory as far as the KV cache needs their place, 'all' always, "
-            "'none' never. Only with an engine that sleeps."
+            "help": "What is offloaded to host memory during rollout: 'auto' (optimizer state, gradients and unshared "
+            "policy weights, as far as the KV cache needs the memory), 'all' or 'none'. Only with an engine in sleep "
+            "mode (vllm_enable_sleep_mode)."
         },
     )
     verify_every: int = field(
         default=100,
         metadata={
-            "help": "Compare every synced parameter bit for bit at the first and every N-th weight sync, and engine "
-            "with policy log-probs; a sample of parameters is compared at each. 0 compares at the first only."
+            "help": "At the first and every N-th weight sync compare all synced parameters bit for bit, and the "
+            "engine's log-probs with the policy's. Other syncs check a sample of the parameters. 0: only the first."
         },
     )
     max_logprob_gap: float | None = field(
         default=None,
         metadata={
-            "help": "The run stops at the step at which the engine's log-prob of a sampled token is further from the "
-            "trainer's than this, in nats. Compared wherever TRL computes both (GRPO's importance-sampling "
-            "correction). By default 0.001 in float32, 0.1 in float16, 0.5 in bfloat16, 2 where the engine quantises. "
-            "Up to 1% of a batch's tokens may be further apart in 16 bits, 10% with experts. 'inf' compares nothing."
+            "help": "Stop when the log-prob of a sampled token differs between engine and trainer by more than this "
+            "(nats). Default: 0.001 in float32, 0.1 in float16, 0.5 in bfloat16, 2 where the engine quantises. In 16 "
+            "bits one token in 100 of a batch may differ by more, with mixture-of-experts models (in any dtype) one in "
+            "10. Compared where TRL computes both (GRPO's importance-sampling correction). 'inf': no check."
         },
     )
     disable_plugins: list[str] | None = field(
-        default=None, metadata={"help": "Plugins to leave out, besides those in TRLX_HYBRID_DISABLE."}
+        default=None, metadata={"help": "Plugins to disable, besides those in TRLX_HYBRID_DISABLE."}
     )
 
     def __post_init__(self) -> None:

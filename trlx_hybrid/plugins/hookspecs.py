@@ -129,7 +129,8 @@ def trlx_command(commands: Any) -> None:
 def trlx_doctor(options: Any) -> Iterable[Finding] | None:
     """Add checks to `trlx-hybrid doctor`, for what this plugin needs of the machine.
 
-    Called once by `trlx-hybrid doctor`, after its own checks. `options` are its parsed arguments; a plugin adds options
-    of its own in `trlx_command`: `commands.choices["doctor"].add_argument("--mine")`. What takes long belongs behind
-    one. Return findings, printed as they come if they come from a generator, or None to add nothing.
+    Called once by `trlx-hybrid doctor`, before it prints: raise a `ConfigError` for options that cannot be. `options`
+    are its parsed arguments; a plugin adds options of its own in `trlx_command`:
+    `commands.choices["doctor"].add_argument("--mine")`. What takes long belongs behind one. Return findings, printed
+    after its own checks, as they come if they come from a generator, or None to add nothing.
     """

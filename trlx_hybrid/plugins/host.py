@@ -36,7 +36,7 @@ class PluginInfo:
 
 
 class Host:
-    """All plugins of this process that were not switched off.
+    """All plugins of this process that are not disabled.
 
     Args:
         disable: plugin names to leave out, besides those in the environment variable TRLX_HYBRID_DISABLE.
@@ -171,7 +171,7 @@ class Host:
         loaded = [p.name for p in self.plugins]
         for name in names:
             if name not in loaded:
-                off = f" It is switched off by {DISABLE_VARIABLE} or disable_plugins." if name in self.disabled else ""
+                off = f" It is disabled by {DISABLE_VARIABLE} or disable_plugins." if name in self.disabled else ""
                 raise ConfigError(
                     f"{where} has settings of plugin {name!r}, which is not loaded.{off}{did_you_mean(name, loaded)} "
                     f"Install it, or remove the settings. Loaded: {', '.join(loaded) or 'none'}."
@@ -187,7 +187,7 @@ class Host:
         if len(found) > 1:
             names = " and ".join(f"{p.name!r} ({p.distribution} {p.version})" for p in found)
             raise PluginError(
-                f"Plugins {names} all implement {hook}, and only one answer is used. Switch off all but one, for "
+                f"Plugins {names} all implement {hook}, and only one answer is used. Disable all but one, for "
                 f"example {DISABLE_VARIABLE}={found[-1].name}.",
                 plugin=found[-1].name,
                 hook=hook,
@@ -226,6 +226,6 @@ def check_ranks_agree(plugins_per_rank: Sequence[Sequence[PluginInfo]]) -> None:
             there = next((str(p) for p in plugins_per_rank[0] if p.name == name), f"no {name}")
             raise PluginError(
                 f"Rank {rank} has {here}, rank 0 has {there}. Install the same plugins in every process's "
-                f"environment, or switch it off on all: {DISABLE_VARIABLE}={name}.",
+                f"environment, or disable it on all: {DISABLE_VARIABLE}={name}.",
                 plugin=name,
             )

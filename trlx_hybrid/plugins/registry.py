@@ -129,7 +129,7 @@ class Registry:
         if taken is not None:
             raise ComponentError(
                 f"Plugins {taken.plugin!r} and {self._offering!r} both offer {slot} {name!r}. "
-                f"Switch one off: TRLX_HYBRID_DISABLE={taken.plugin} or TRLX_HYBRID_DISABLE={self._offering}."
+                f"Disable one: TRLX_HYBRID_DISABLE={taken.plugin} or TRLX_HYBRID_DISABLE={self._offering}."
             )
         self._components[slot][name] = Component(
             slot=slot,

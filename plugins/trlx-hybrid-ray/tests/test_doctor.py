@@ -32,7 +32,7 @@ def test_the_command_examines_a_cluster_and_raises_tp_until_it_breaks(two_nodes,
     assert "ray 2.60.0" in out
     assert "ports      every node reaches the next one on a port of its choice" in out
     assert "tp         2   works: gloo, 8 MiB summed in" in out
-    assert "problem    tp=64 breaks at placement: tp: 64 GPUs are asked for, the cluster has 32." in out
+    assert "problem    tp: 64 ranks fail at placement: tp: 64 GPUs are asked for, the cluster has 32." in out
     assert status == 1
 
 
@@ -41,7 +41,7 @@ def test_a_step_that_breaks_names_the_place_and_the_rank(two_nodes):
     """NCCL without a GPU: the processes start, and the process group cannot be formed."""
     (finding,) = tensor_parallel(2, backend="nccl")
     assert finding.problem
-    assert "tp=2 breaks at the process group (rendezvous at 127.0.0.1:" in finding.text
+    assert "2 ranks fail at the process group (rendezvous at 127.0.0.1:" in finding.text
     assert "rank " in finding.text
     assert " on 127.0.0.1 (" in finding.text
     assert "GPU " in finding.text
@@ -90,7 +90,7 @@ def test_options_without_ray_are_refused():
     parser = argparse.ArgumentParser()
     doctor.add_options(parser)
     assert doctor.findings(parser.parse_args([])) is None
-    with pytest.raises(ConfigError, match="--tp goes with --ray"):
+    with pytest.raises(ConfigError, match="--tp needs --ray"):
         doctor.findings(parser.parse_args(["--tp", "4"]))
-    with pytest.raises(ConfigError, match="--token-file goes with --ray"):
+    with pytest.raises(ConfigError, match="--token-file needs --ray"):
         doctor.findings(parser.parse_args(["--token-file", "t"]))

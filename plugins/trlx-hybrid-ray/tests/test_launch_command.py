@@ -46,17 +46,23 @@ def test_arguments_of_accelerate_are_passed_on(script):
     assert job("--gpus-per-node", "1", *given, script).settings == ("--mixed_precision", "bf16", "--use_fsdp")
 
 
+def test_arguments_of_accelerate_that_are_this_commands_are_refused_however_they_are_spelt(script, capsys):
+    given = ["--accelerate=--num-machines=3"]
+    assert main(["launch", "--cpu", "--processes-per-node", "1", *given, script]) == 1
+    assert capsys.readouterr().err == "error: --accelerate num_machines: set by trlx-hybrid launch. Use --nodes.\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["train.py"], "--gpus-per-node N, or --cpu --processes-per-node N"),
-        (["--cpu", "--gpus-per-node", "2", "train.py"], "--gpus-per-node N, or --cpu"),
+        (["--cpu", "--gpus-per-node", "2", "train.py"], "--cpu and --gpus-per-node exclude each other."),
         (["--cpu", "train.py"], "--cpu needs --processes-per-node N"),
-        (["--gpus-per-node", "2", "--processes-per-node", "2", "train.py"], "goes with --cpu"),
+        (["--gpus-per-node", "2", "--processes-per-node", "2", "train.py"], "--processes-per-node needs --cpu"),
         (["--gpus-per-node", "0", "train.py"], "--gpus-per-node 0: at least one"),
         (["--nodes", "0", "--gpus-per-node", "1", "train.py"], "--nodes 0: at least one"),
         (["--gpus-per-node", "1", "--restart", "-1", "train.py"], "--restart -1"),
-        (["--gpus-per-node", "1", "trian.py"], "No script trian.py in "),
+        (["--gpus-per-node", "1", "trian.py"], "trian.py: no such file (working directory /"),
         (["--gpus-per-node", "1", "--config_file", "none.yaml", "train.py"], "none.yaml: no such file"),
     ],
 )

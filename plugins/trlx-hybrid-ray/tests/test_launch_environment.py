@@ -132,7 +132,13 @@ def test_accelerate_is_told_that_there_are_several(monkeypatch, tmp_path, settin
         (("--mixed_precison", "bf16"), "unrecognized arguments: --mixed_precison"),
         (("--mixed_precision", "fp12"), "fp12"),
         (("--tpu",), "TPU"),
-        (("--max_restarts", "3"), "use --restart N"),
+        (("--max_restarts", "3"), "--accelerate max_restarts: set by trlx-hybrid launch. Use --restart"),
+        (("--num_machines", "3"), "--accelerate num_machines: set by trlx-hybrid launch. Use --nodes."),
+        (("--num_processes", "3"), "--accelerate num_processes: set by trlx-hybrid launch. Use --gpus-per-node"),
+        (("--machine_rank", "1"), "--accelerate machine_rank: set by trlx-hybrid launch. Leave it out."),
+        (("--main_process_ip", "10.0.0.1"), "--accelerate main_process_ip: set by"),
+        (("--main_process_port", "29500"), "--accelerate main_process_port: set by"),
+        (("--rdzv_backend", "c10d"), "--accelerate rdzv_backend: set by"),
     ],
 )
 def test_settings_that_accelerate_refuses_are_refused_before_ray_starts(settings, message):
@@ -141,7 +147,13 @@ def test_settings_that_accelerate_refuses_are_refused_before_ray_starts(settings
 
 
 @pytest.mark.parametrize(
-    ("config", "message"), [("- a list", "no YAML mapping"), ("distributed_type: XLA", "TPU"), ("a: [", "no YAML")]
+    ("config", "message"),
+    [
+        ("- a list", "accelerate.yaml is not a YAML mapping."),
+        ("", "accelerate.yaml is not a YAML mapping."),
+        ("distributed_type: XLA", "TPU"),
+        ("[project]\nname = 1", r"accelerate.yaml is not valid YAML \(line 2: "),
+    ],
 )
 def test_a_config_file_that_cannot_be_is_refused(tmp_path, config, message):
     (tmp_path / "accelerate.yaml").write_text(config)

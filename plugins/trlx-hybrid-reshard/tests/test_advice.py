@@ -24,7 +24,8 @@ def test_a_wider_engine_and_other_shard_dimensions_with_their_figures():
     wider = received("7b", MeshLayout(fsdp=4), MeshLayout(tp=4))
     now = received("7b", MeshLayout(fsdp=4), MeshLayout(dp=2, tp=2))
     assert (
-        f"An engine of tp=4 would leave {wider:.3g} GB to receive on the worst rank, instead of {now:.3g} GB." in text
+        f"An engine of tp=4 would leave the rank that receives the most {wider:.3g} GB, instead of {now:.3g} GB."
+        in text
     )
     assert text.endswith(ALWAYS)
 

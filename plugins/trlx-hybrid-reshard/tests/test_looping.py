@@ -38,5 +38,5 @@ def test_a_line_about_each_of_the_first_syncs_is_seen_without_any_set_up(seen):
     first, second = ([line for line in error.splitlines() if "duration=" in line] for error in seen[1])
     assert len(first) == 2
     assert all(line.startswith("[Reshard] duration=") for line in first)
-    assert all("transferred=" in line and "(floor " in line and "peak=+" in line for line in first)
+    assert all("transferred=" in line and "(minimum " in line and "peak=+" in line for line in first)
     assert second == []

@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import re
 
 import pytest
 from trlx_hybrid.errors import ConfigError
+from trlx_hybrid_reshard.planner.architectures import SHAPES
 from trlx_hybrid_reshard.planner.cli import add_command
 
 
@@ -66,16 +68,16 @@ def test_what_the_run_refuses_is_not_advised(command, line):
     assert "mesh" not in text.lower()
 
 
-def test_the_text_names_floors_links_time_and_advice(command):
+def test_the_text_names_minima_traffic_time_and_a_suggestion(command):
     text = command("--model 7b --train fsdp=4 --rollout tp=2")
-    for part in ("7.05 GB", "floor", "22.85 GB within nodes", "≈ 21.9 ms", "saves 1.34 GB", "Shard(1)"):
+    for part in ("7.05 GB", "minimum", "22.85 GB within nodes", "≈ 21.9 ms", "saves 1.34 GB", "Shard(1)"):
         assert part in text
     assert max(map(len, text.splitlines())) <= 140
 
 
 def test_the_picture_shows_who_sends_to_whom(command):
     text = command("--model 7b --train fsdp=4 --rollout tp=2")
-    rows = text[text.index("who sends") :].splitlines()[2:6]
+    rows = text[text.index("traffic: row receives from column") :].splitlines()[2:6]
     assert [row.split()[0] for row in rows] == ["0", "1", "2", "3"]
     assert "@@" in rows[0]
     assert rows[0].rstrip() != rows[1].rstrip()
@@ -100,6 +102,30 @@ def test_a_slower_network_takes_longer(command):
     line = "--model 7b --train fsdp=4 --rollout tp=2 --nodes 2 --json --network "
     fast, slow = (json.loads(command(line + speed))["seconds"] for speed in ("50", "25"))
     assert slow == pytest.approx(2 * fast)
+    text = command("--model 7b --train fsdp=16 --rollout tp=2 --network 25")
+    assert "≈ 259.4 ms on the busiest link (NVLink 322 GB/s, network 25 GB/s per rank; " in text
+
+
+def test_columns_stand_under_their_names(command):
+    (head, first, *_) = command("--model 7b --train fsdp=4 --rollout tp=2").splitlines()[2:]
+    assert len(head) == len(first)
+    assert re.split("  +", first)[1:] == ["4.37 GB", "4.37 GB", "4.37 GB", "4.37 GB", "3.24 GB", "0 B", "0 B"]
+
+
+def test_the_help_names_every_built_in_size(capsys):
+    parser = argparse.ArgumentParser()
+    add_command(parser.add_subparsers())
+    with pytest.raises(SystemExit):
+        parser.parse_args(["reshard-plan", "--help"])
+    assert set(SHAPES) <= set(re.findall(r"[\w.-]+", capsys.readouterr().out))
+
+
+def test_experts_may_be_dealt_out_over_replicas_that_fill_the_ranks(command):
+    left_out, given = (
+        json.loads(command(f"--model 30b-a3b --train fsdp=8 --rollout {dp}tp=2,ep=4 --json")) for dp in ("", "dp=4,")
+    )
+    assert left_out["target"] == given["target"] == "dp=4,tp=2,ep=4"
+    assert left_out["per_rank"] == given["per_rank"]
 
 
 def test_pipelines_and_the_way_back(command):
@@ -136,15 +162,19 @@ WRONG = [
     ("--model 7b --train fdsp=8 --rollout tp=4", r"--train fdsp=8: unknown key 'fdsp'. Did you mean 'fsdp'"),
     ("--model 7b --train fsdp=8 --rollout tp=8", r"tp=8 does not divide the 28 attention heads.*1, 2, 4, 7, 14, 28"),
     ("--model 7b --train fsdp=8 --rollout fsdp=2", r"--rollout fsdp=2: unknown key 'fsdp'"),
-    ("--model 7b --train fsdp=x --rollout tp=4", r"--train fsdp=x: fsdp=x is no size"),
-    ("--model 7b --train fsdp=0 --rollout tp=4", r"fsdp=0 is no size"),
+    ("--model 7b --train fsdp=x --rollout tp=4", r"--train fsdp=x: x is not a positive integer for fsdp. Write fsdp=4"),
+    ("--model 7b --train fsdp=0 --rollout tp=4", r"--train fsdp=0: 0 is not a positive integer for fsdp"),
+    ("--model 7b --train fsdp --rollout tp=4", r"--train fsdp: no size given for fsdp. Write fsdp=4."),
     ("--model 7b --train fsdp=8,fsdp=4 --rollout tp=4", r"fsdp is given twice"),
-    ("--model 7b --train fsdp=6 --rollout tp=4", r"tp=4 takes 4 ranks, which do not divide 6"),
+    ("--model 7b --train fsdp=6 --rollout tp=4", r"tp=4 uses 4 ranks per replica, which does not divide the 6 ranks"),
+    ("--model 7b --train fsdp=8 --rollout tp=4,ep=4", r"--rollout tp=4,ep=4: 7b has no experts. Leave ep out."),
+    ("--model 30b-a3b --train fsdp=8 --rollout tp=1,ep=3", r"ep=3 with tp=1, dp=8: ep must be tp, or tp times a"),
     ("--model 7b --train fsdp=8 --rollout tp=4,dp=4", r"fsdp=8 takes 8, dp=4,tp=4 takes 16"),
     ("--model 7b --train fsdp=8 --rollout tp=4 --nodes 3", r"--nodes 3 does not divide 8"),
     ("--model 7b --train fsdp=64 --rollout tp=1,pp=64", r"pp=64 is more than the 28 layers"),
-    ("--model 7B5 --train fsdp=8 --rollout tp=4", r"no such file or shape. Did you mean '7b'"),
-    ("--model 7b --train fsdp=8 --rollout tp=4 --network 0", r"--network 0 is no bandwidth"),
+    ("--model 7B5 --train fsdp=8 --rollout tp=4", r"no such file, folder or built-in size. Did you mean '7b'"),
+    ("--model Qwen/Qwen3-8B --train fsdp=8 --rollout tp=4", r"Hub ids are not downloaded: give a local config.json"),
+    ("--model 7b --train fsdp=8 --rollout tp=4 --network 0", r"--network 0: must be more than 0 GB/s"),
 ]
 
 
@@ -157,9 +187,9 @@ def test_errors_name_the_culprit_and_the_way_out(command, line, message):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "is no transformers config"),
-        ("{}", "is no transformers config: KeyError\\('model_type'\\)"),
-        ('{"model_type": "qwen22"}', "transformers knows no model_type 'qwen22'"),
+        ("{", "is not a transformers config.* Give a model's config.json."),
+        ("{}", "is not a transformers config: KeyError\\('model_type'\\)"),
+        ('{"model_type": "qwen22"}', "transformers has no model_type 'qwen22'. Upgrade it"),
         ('{"model_type": "gpt2"}', "No parameter classes are known of model_type 'gpt2'"),
     ],
 )

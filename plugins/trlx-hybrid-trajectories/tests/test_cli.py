@@ -54,20 +54,23 @@ def test_the_command_shows_what_is_asked_for(command, capsys, arguments, lines):
     assert command(*arguments) == 0
     captured = capsys.readouterr()
     assert [int(n) for n in re.findall(r"^trajectory (\d+)", captured.out, re.MULTILINE)] == lines
-    assert ("raise --limit" in captured.err) == ("--limit" in arguments)
+    assert ("use --limit for more" in captured.err) == ("--limit" in arguments)
 
 
 def test_the_command_writes_a_page(command, tmp_path, capsys):
     assert command("--html", tmp_path / "new" / "t.html", "--best", 1) == 0
     assert 'id="t5"' in (tmp_path / "new" / "t.html").read_text("utf-8")
-    assert "t.html" in capsys.readouterr().out
+    assert capsys.readouterr().out == f"wrote {tmp_path}/new/t.html: 1 of the trajectories in {tmp_path}/t.jsonl\n"
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--step", 7], "no trajectory of step 7; it has 6 of steps 0 to 2, 1 of them failed"),
-        (["--step", 0, "--failed"], "no failed trajectory of step 0; it has 6 of steps 0 to 2, 1 of them failed"),
+        (["--step", 7], "no trajectory of step 7; it has those of steps 0 to 2 (6 in all, 1 failed)."),
+        (
+            ["--step", 0, "--failed"],
+            "no failed trajectory of step 0; it has those of steps 0 to 2 (6 in all, 1 failed)",
+        ),
         (["--html", "/dev/null/t.html"], "cannot write --html /dev/null/t.html"),
     ],
 )

@@ -161,8 +161,24 @@ def test_a_broken_line_is_named(path, broken, cause):
     assert next(reader).line == 1
     with pytest.raises(RecordError, match=cause) as caught:
         next(reader)
-    assert f"{path}, line 2" in str(caught.value)
+    assert f"{path}, line 2: not a recorded trajectory: " in str(caught.value)
     assert "sed -i 2d" in str(caught.value)
+
+
+def test_a_line_may_go_where_others_are_trajectories(path):
+    path.parent.mkdir()
+    path.write_text('{"step": 1, "trai\n')
+    append(path, [trajectory()], CHARACTERS, step=0)
+    with pytest.raises(RecordError, match=r"line 1: not a recorded trajectory: .* sed -i 1d "):
+        list(read(path))
+
+
+def test_nothing_is_cut_from_a_file_that_holds_none(path):
+    path.parent.mkdir()
+    path.write_text("[project]\nname = 'mine'\n{}\n")
+    with pytest.raises(RecordError, match=r"line 1: not a recorded trajectory: .* Give a file written by ") as caught:
+        list(read(path))
+    assert "sed" not in str(caught.value)
 
 
 @pytest.mark.parametrize("field", ["loss_mask", "logprobs", "completion_texts", "prompt_texts"])

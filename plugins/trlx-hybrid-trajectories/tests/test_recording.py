@@ -37,7 +37,7 @@ RECORD = {"trajectories": {"record": "seen.jsonl"}}
     ("hybrid", "message"),
     [
         ({"plugin_options": {"trajectoris": {}}}, "'trajectoris', which is not loaded. Did you mean 'trajectories'"),
-        ({"plugin_options": RECORD, "disable_plugins": ["trajectories"]}, "is switched off"),
+        ({"plugin_options": RECORD, "disable_plugins": ["trajectories"]}, "is disabled by"),
         ({"plugin_options": {"trajectories": {"recrod": "x"}}}, r"no setting 'recrod'. Did you mean 'record'\?"),
         ({"plugin_options": {"trajectories": {"record": "x", "record_limit": 0}}}, "must be 1 or more"),
         ({"plugin_options": {"trajectories": "seen.jsonl"}}, "must be a mapping"),

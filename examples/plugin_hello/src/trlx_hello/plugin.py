@@ -6,7 +6,7 @@ from trlx_hybrid import hookimpl
 @hookimpl
 def trlx_report_header(session):
     """One line below the run's header."""
-    return f"hello: watching {session.ranks.world} process(es)"
+    return f"hello: watching {session.ranks.world} rank(s)"
 
 
 @hookimpl

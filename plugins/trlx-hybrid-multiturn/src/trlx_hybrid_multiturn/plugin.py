@@ -34,7 +34,7 @@ def trlx_register(registry: Registry) -> None:
         options=MultiTurnOptions,
         needs={"streams"},
         converses=True,
-        summary="conversations with tools, each trajectory on its own clock",
+        summary="multi-turn rollouts with tools, each trajectory asynchronous",
     )
 
 

@@ -48,11 +48,13 @@ def add_options(doctor: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="ADDRESS",
-        help="check a Ray cluster as well: host:port, 'auto' for the one on this machine, 'local' for a new one "
-        "(default: RAY_ADDRESS, or else 'local')",
+        help="also check a Ray cluster: host:port, 'auto' (a cluster running on this machine) or 'local' (start one). "
+        "Without ADDRESS: RAY_ADDRESS, else 'local'",
     )
-    group.add_argument("--tp", type=int, metavar="N", help="with --ray: raise tensor parallelism step by step up to N")
-    group.add_argument("--token-file", metavar="FILE", help="with --ray: the cluster's token")
+    group.add_argument(
+        "--tp", type=int, metavar="N", help="with --ray: test an all-reduce over 2, 4, 8, … N ranks (one GPU each)"
+    )
+    group.add_argument("--token-file", metavar="FILE", help="with --ray: authentication token of the cluster")
 
 
 def findings(options: Any) -> Iterator[Finding] | None:
@@ -65,7 +67,7 @@ def findings(options: Any) -> Iterator[Finding] | None:
     if options.ray is None:
         for flag in ("tp", "token_file"):
             if getattr(options, flag) is not None:
-                raise ConfigError(f"--{flag.replace('_', '-')} goes with --ray.")
+                raise ConfigError(f"--{flag.replace('_', '-')} needs --ray.")
         return None
     if options.tp is not None:
         steps(options.tp)  # refused before a cluster is started for it
@@ -151,7 +153,7 @@ def examine(cluster: Cluster) -> Iterator[Finding]:
     }
     facts, silent = _asked({node: examiner.facts.remote() for node, examiner in examiners.items()})
     for node, why in silent.items():
-        yield Finding("node", f"{node.name} started no process of ours: {why}", problem=True)
+        yield Finding("node", f"{node.name} did not start the check's actor: {why}", problem=True)
     for node in facts:
         yield described(node, facts[node])
         yield from shortages(node, facts[node])
@@ -236,7 +238,7 @@ def _unreachable(nodes: Sequence[Node], examiners: Mapping[Node, Any]) -> Iterat
         yield Finding(
             "ports",
             f"{node.name} does not reach port {ports[other]} of {other.name}: {why}. Open the ports between the nodes: "
-            "process groups choose theirs freely",
+            "torch.distributed uses ports chosen at random",
             problem=True,
         )
     if ring and not failed:
@@ -319,7 +321,7 @@ def tensor_parallel(largest: int, *, backend: str | None = None) -> Iterator[Fin
             with reserve(PlacementRequest(name="tp", replicas=size, gpus=gpus)) as placement:
                 finding = _reduced(placement, backend)
         except PlacementError as error:
-            finding = Finding("tp", f"tp={size} breaks at placement: {error}", problem=True)
+            finding = Finding("tp", f"{size} ranks fail at placement: {error}", problem=True)
         yield finding
         if finding.problem:
             return
@@ -340,7 +342,7 @@ def _reduced(placement: Placement, backend: str | None) -> Finding:
         node, gpus = placement.bundle(error.rank).node, placement.gpus(error.rank)
         where = f"rank {error.rank} on {node.name}" + (f", GPU {','.join(gpus)}" if gpus else "")
         why = brief(error.__cause__ or error)
-        return Finding("tp", f"tp={len(placement)} breaks at {stage}: {where}: {why}", problem=True)
+        return Finding("tp", f"{len(placement)} ranks fail at {stage}: {where}: {why}", problem=True)
     nodes = len({bundle.node.id for bundle in placement.bundles})
     over = f" over {nodes} nodes" if nodes > 1 else ""
     seconds = max(taken for _, taken in sums)

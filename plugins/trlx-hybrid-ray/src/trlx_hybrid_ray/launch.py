@@ -29,9 +29,11 @@ from .waiting import replies
 
 EPILOG = """\
 examples:
-  trlx-hybrid launch --nodes 2 --gpus-per-node 8 --address auto --config_file fsdp.yaml train.py --learning_rate 1e-6
   trlx-hybrid launch --cpu --processes-per-node 2 train.py
-  ray job submit --working-dir . -- trlx-hybrid launch --nodes 2 --gpus-per-node 8 train.py
+  trlx-hybrid launch --nodes 2 --gpus-per-node 8 --address auto \\
+      --config_file fsdp.yaml train.py --learning_rate 1e-6
+  ray job submit --working-dir . -- \\
+      trlx-hybrid launch --nodes 2 --gpus-per-node 8 train.py
 
 The same file runs without Ray: accelerate launch train.py
 """
@@ -51,6 +53,14 @@ MACHINE_PREFIXES = (
     *("RAY_", "SSH_", "XDG_", "DBUS_", "SYSTEMD_", "INVOCATION_", "JOURNAL_"),
     *("SLURM", "PMI_", "PMIX_", "OMPI_", "MPI_", "PALS_", "KUBERNETES_", "PET_", "TORCHELASTIC_", "TRLX_HYBRID_RAY_"),
 )
+SET_HERE = {
+    "num_machines": "Use --nodes.",
+    "num_processes": "Use --gpus-per-node, or --processes-per-node with --cpu.",
+    "max_restarts": "Use --restart, which starts all nodes again.",
+    **dict.fromkeys(("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend"), "Leave it out."),
+    "deepspeed_multinode_launcher": "Leave it out.",
+}
+"""Arguments of `accelerate launch` that are this command's, and what to do instead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,37 +136,39 @@ def add_command(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "launch",
         help="run a script on many nodes through Ray",
-        description=__doc__,
+        description="Run a script with `accelerate launch` on every node of a Ray cluster.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--nodes", type=int, metavar="N", help="nodes to run on (default: 1, or all that --node names)")
-    add("--node", action="append", default=[], metavar="NAME", help="address or id of a node to use; may be repeated")
-    add("--gpus-per-node", type=int, metavar="N", help="ranks on each node, one GPU for each")
+    add("--nodes", type=int, metavar="N", help="number of nodes (default: 1, or as many as --node names)")
+    add("--node", action="append", default=[], metavar="NAME", help="IP address or id of a node (repeat for several)")
+    add("--gpus-per-node", type=int, metavar="N", help="ranks (and GPUs) per node; required unless --cpu")
     add("--cpu", action="store_true", help="ranks without GPUs; needs --processes-per-node")
-    add("--processes-per-node", type=int, metavar="N", help="ranks on each node, with --cpu")
-    add("--cpus-per-process", type=float, default=1.0, metavar="N", help="CPUs set aside for each rank (default: 1)")
+    add("--processes-per-node", type=int, metavar="N", help="ranks per node; required with --cpu")
+    add("--cpus-per-process", type=float, default=1.0, metavar="N", help="CPUs reserved for each rank (default: 1)")
     add("--config_file", "--config-file", metavar="YAML", help="accelerate's config file (default: accelerate's own)")
     add(
         "--accelerate",
         action="append",
         default=[],
         metavar="NAME[=VALUE]",
-        help="one more argument of `accelerate launch`, e.g. mixed_precision=bf16; may be repeated",
+        help="another argument of `accelerate launch`, e.g. mixed_precision=bf16 (repeat for several)",
     )
     add(
         "--address",
         metavar="HOST:PORT",
         help="Ray cluster to join; `auto` finds the one on this machine (default: RAY_ADDRESS, else a new one here)",
     )
-    add("--token-file", metavar="FILE", help="the token of the cluster to join (default: where Ray looks for it)")
+    add("--token-file", metavar="FILE", help="authentication token of the cluster (default: where Ray looks for it)")
     add("--dashboard", action="store_true", help="start Ray's dashboard with a new cluster")
-    add("--restart", type=int, default=0, metavar="N", help="after a failure, start again up to N times (default: 0)")
-    add("--start-timeout", type=float, default=120.0, metavar="S", help="seconds to wait for all nodes (default: 120)")
-    add("--debug", action="store_true", help="lift the deadlines, and stop in Ray's debugger where a rank fails")
-    add("script", help="the file to run")
-    add("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    restart = "after a failure restart all ranks, from the last checkpoint if the script resumes, up to N times"
+    add("--restart", type=int, default=0, metavar="N", help=f"{restart} (default: 0)")
+    start = "seconds to wait for Ray to start a process on every node (default: 120)"
+    add("--start-timeout", type=float, default=120.0, metavar="S", help=start)
+    add("--debug", action="store_true", help="no timeouts; a failing rank stops in Ray's distributed debugger")
+    add("script", metavar="SCRIPT", help="Python script to run")
+    add("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="arguments of the script")
     parser.set_defaults(run=run)
 
 
@@ -166,20 +178,23 @@ def job_of(options: Any) -> Job:
     Raises:
         ConfigError: they contradict each other, or name no script.
     """
-    if options.cpu == (options.gpus_per_node is not None):
+    if options.cpu and options.gpus_per_node is not None:
+        raise ConfigError("--cpu and --gpus-per-node exclude each other.")
+    if not options.cpu and options.gpus_per_node is None:
         raise ConfigError("Say how many ranks a node has: --gpus-per-node N, or --cpu --processes-per-node N.")
     if options.cpu and options.processes_per_node is None:
         raise ConfigError("--cpu needs --processes-per-node N: how many ranks each node has.")
     if not options.cpu and options.processes_per_node is not None:
-        raise ConfigError("--processes-per-node goes with --cpu. On GPUs each rank has one: --gpus-per-node N.")
+        raise ConfigError("--processes-per-node needs --cpu. With GPUs, use --gpus-per-node N (one rank per GPU).")
     if not os.path.isfile(options.script):
-        raise ConfigError(f"No script {options.script} in {os.getcwd()}.")
+        raise ConfigError(f"{options.script}: no such file (working directory {os.getcwd()}).")
     if options.config_file is not None and not os.path.isfile(options.config_file):
         raise ConfigError(f"--config_file {options.config_file}: no such file.")
     settings: list[str] = []
     for setting in options.accelerate:
         name, equals, value = setting.lstrip("-").partition("=")
-        settings += [f"--{name}", value] if equals else [f"--{name}"]
+        name = f"--{name.replace('-', '_')}"
+        settings += [name, value] if equals else [name]
     return Job(
         script=options.script,
         arguments=tuple(options.arguments),
@@ -208,7 +223,7 @@ def run(options: Any) -> int:
         LaunchError: the ranks do not start.
     """
     if not sys.platform.startswith("linux"):
-        raise ConfigError("trlx-hybrid launch runs on Linux. Elsewhere: accelerate launch, on one machine.")
+        raise ConfigError("trlx-hybrid launch runs on Linux. Elsewhere: accelerate launch, on one node.")
     job = job_of(options)
     if job.debug:
         os.environ.setdefault(debugging.CHOICE, debugging.DISTRIBUTED)
@@ -249,15 +264,19 @@ def accelerate_arguments(job: Job) -> tuple[str, tuple[str, ...]]:
     try:
         config = yaml.safe_load(text)
         kind = str(config.get("distributed_type", "NO"))
+    except yaml.MarkedYAMLError as error:
+        where = f"line {error.problem_mark.line + 1}: {error.problem}"
+        raise ConfigError(f"accelerate's config file {path} is not valid YAML ({where}).") from error
     except (yaml.YAMLError, AttributeError) as error:
-        raise ConfigError(f"accelerate's config file {path} is no YAML mapping: {error}") from error
+        raise ConfigError(f"accelerate's config file {path} is not a YAML mapping.") from error
     names = {setting.partition("=")[0] for setting in job.settings if setting.startswith("--")}
     if kind in ("XLA", "TPU") or "--tpu" in names:
         raise ConfigError("accelerate's settings want TPUs. trlx-hybrid launch starts ranks on GPUs or CPUs.")
     if config.get("compute_environment") == "AMAZON_SAGEMAKER":
-        raise ConfigError(f"accelerate's config file {path} is for SageMaker. Use one for your own machines.")
-    if "--max_restarts" in names:
-        raise ConfigError("--accelerate max_restarts: use --restart N, which starts all nodes again.")
+        raise ConfigError(f"accelerate's config file {path} is for SageMaker. Use one for your own nodes.")
+    for name, way_out in SET_HERE.items():
+        if f"--{name}" in names:
+            raise ConfigError(f"--accelerate {name}: set by trlx-hybrid launch. {way_out}")
     if job.settings:
         _check_settings(job.settings)
     chosen = names & {"--use_fsdp", "--use_deepspeed", "--use_megatron_lm", "--multi_gpu"}
@@ -382,8 +401,8 @@ def _start_ranks(
             if why is not None:
                 raise LaunchError(
                     f"Node {bundle.node.name} does not reach port {port} of {address}, where the rendezvous of the "
-                    f"ranks is to be: {why}. Open the ports between the nodes: process groups choose theirs freely. "
-                    "`trlx-hybrid doctor --ray` tries them."
+                    f"ranks is to be: {why}. Open the ports between the nodes: torch.distributed uses ports chosen at "
+                    "random. `trlx-hybrid doctor --ray` tries them."
                 )
     common = {
         "script": job.script,

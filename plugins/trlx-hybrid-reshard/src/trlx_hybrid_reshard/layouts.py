@@ -141,17 +141,21 @@ class MeshLayout(types.Layout):
         for name in ("ep", "vocab_multiple"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} in a layout: it must be 1 or more.")
-        if self.ep > 1 and (self.ep % self.tp or (self.dp * self.tp) % self.ep or self.fsdp > 1):
+        if self.ep > 1 and self.fsdp > 1:
             raise ConfigError(
-                f"ep={self.ep} with tp={self.tp}, dp={self.dp}, fsdp={self.fsdp}: experts are dealt out over the tp "
-                "ranks of one replica or of several, without fsdp. Set ep to tp, or to tp times a divisor of dp."
+                f"ep={self.ep} with fsdp={self.fsdp}: experts are dealt out over tp ranks. Leave fsdp out."
+            )
+        if self.ep > 1 and (self.ep % self.tp or (self.dp * self.tp) % self.ep):
+            raise ConfigError(
+                f"ep={self.ep} with tp={self.tp}, dp={self.dp}: ep must be tp, or tp times a divisor of dp."
             )
 
     def over(self, world: int) -> MeshLayout:
         """As many replicas of this as `world` ranks hold."""
         if world % self.world:
             raise ConfigError(
-                f"{self} takes {self.world} ranks, which do not divide {world}. Choose tp and pp whose product does."
+                f"{self} uses {self.world} ranks per replica, which does not divide the {world} ranks of training. "
+                "Choose tp × pp that does."
             )
         return replace(self, dp=self.dp * (world // self.world))
 

@@ -28,7 +28,7 @@ def trlx_register(registry: Registry) -> None:
         _reshard,
         order=40,
         options=ReshardOptions,
-        summary="FSDP2 or DDP into tensor-parallel slices; moves the bytes each rank lacks",
+        summary="FSDP2 or DDP policy to tensor-parallel shards; sends each rank only the bytes it lacks",
     )
 
 

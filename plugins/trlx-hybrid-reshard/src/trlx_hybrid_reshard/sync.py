@@ -358,7 +358,7 @@ class PreparedPlan:
     def __str__(self) -> str:
         received, floor, extra = self.received_bytes, self.floor_bytes, self._program.staging.bytes
         return (
-            f"transferred={received / 1e9:.3g}GB (floor {floor / 1e9:.3g}GB), peak=+{extra / 1e9:.3g}GB, "
+            f"transferred={received / 1e9:.3g}GB (minimum {floor / 1e9:.3g}GB), peak=+{extra / 1e9:.3g}GB, "
             f"buckets={self._buckets.count}"
         )
 

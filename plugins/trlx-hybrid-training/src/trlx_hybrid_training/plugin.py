@@ -33,7 +33,7 @@ def trlx_register(registry: Registry) -> None:
         "packed",
         _packed,
         options=PackedOptions,
-        summary="old log-probs from the first loss forward, no padding",
+        summary="padding-free forward; old log-probs taken from the first training forward",
     )
 
 

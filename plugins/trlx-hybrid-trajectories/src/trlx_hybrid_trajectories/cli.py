@@ -20,7 +20,13 @@ from .record import Recorded, read
 
 IN_TERMINAL, ON_PAGE = 10, 100  # trajectories shown unless --limit says otherwise
 
-EXAMPLES = """examples:
+DESCRIPTION = """\
+Show recorded trajectories. Text sampled by the model is indented; prompts and
+tool or environment output are marked with │. The HTML page (--html) also shows
+the log-prob of every token.
+"""
+EXAMPLES = """\
+examples:
   trlx-hybrid trajectories run/trajectories.jsonl --worst 3
   trlx-hybrid trajectories run/trajectories.jsonl --step 40 --html step40.html
   trlx-hybrid trajectories run/trajectories.jsonl --failed | less
@@ -31,25 +37,25 @@ def add_command(subparsers: Any) -> None:
     """Add `trajectories` to what `argparse`'s `add_subparsers` returned; sets `run`, which takes the options."""
     command = subparsers.add_parser(
         "trajectories",
-        help="read recorded trajectories, sampled and observed tokens told apart",
-        description="Show recorded trajectories. Sampled text is indented, what the model was given or shown stands "
-        "behind a bar; a page also shows every token's log-prob.",
+        help="show the trajectories that a run recorded",
+        description=DESCRIPTION,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    command.add_argument("file", metavar="FILE", type=Path, help="file a run recorded trajectories to (JSON lines)")
-    command.add_argument("--html", metavar="OUT", type=Path, help="write one self-contained HTML page instead")
-    command.add_argument("--step", metavar="N", type=int, help="only those of this step")
-    command.add_argument("--failed", action="store_true", help="only failed ones: no token of them is trained on")
+    add = command.add_argument
+    written = "JSON Lines file written by the run (plugin_options={'trajectories': {'record': FILE}})"
+    add("file", metavar="FILE", type=Path, help=written)
+    add("--html", metavar="OUT", type=Path, help="write a self-contained HTML page to OUT instead of printing")
+    add("--step", metavar="N", type=int, help="only trajectories sampled at optimizer step N")
+    add("--failed", action="store_true", help="only failed trajectories (loss mask 0 everywhere)")
     order = command.add_mutually_exclusive_group()
     order.add_argument("--worst", metavar="N", type=_positive, help="the N with the lowest reward, lowest first")
     order.add_argument("--best", metavar="N", type=_positive, help="the N with the highest reward, highest first")
-    command.add_argument(
+    add(
         "--limit",
         metavar="N",
         type=_positive,
-        help=f"show at most N (default: {IN_TERMINAL} in the terminal, {ON_PAGE} on a page; as many as --worst or "
-        "--best asks for)",
+        help=f"show at most N (default: {IN_TERMINAL}, with --html {ON_PAGE}; with --worst or --best their N)",
     )
     command.set_defaults(run=run)
 
@@ -69,12 +75,12 @@ def run(options: argparse.Namespace) -> int:
             options.html.parent.mkdir(parents=True, exist_ok=True)
             options.html.write_text(page, encoding="utf-8")
         except OSError as error:
-            raise HybridError(f"cannot write --html {options.html}: {error.strerror}; choose another path") from error
-        print(f"{options.html}: {len(shown)} of the trajectories in {options.file}")
+            raise HybridError(f"cannot write --html {options.html}: {error.strerror}. Choose another path.") from error
+        print(f"wrote {options.html}: {len(shown)} of the trajectories in {options.file}")
     else:
         _print(shown)
     if more:
-        print(f"stopped at {limit}; there are more: raise --limit", file=sys.stderr)
+        print(f"showing the first {limit}; use --limit for more", file=sys.stderr)
     return 0
 
 
@@ -99,14 +105,15 @@ def _nothing(options: argparse.Namespace) -> str:
     """Why no trajectory was chosen, and what there is."""
     everything = [(one.step, one.failed) for one in read(options.file)]
     if not everything:
-        return f"{options.file} holds no trajectories yet"
+        return f"{options.file} holds no trajectories yet."
     steps = [step for step, _ in everything]
     where = "" if options.step is None else f" of step {options.step}"
     kind = "failed trajectory" if options.failed else "trajectory"
     scored = " with a reward" if options.worst or options.best else ""
     failed = sum(failed for _, failed in everything)
-    there = f"{len(steps)} of steps {min(steps)} to {max(steps)}, {failed} of them failed"
-    return f"{options.file} has no {kind}{where}{scored}; it has {there}: ask for others, or leave an option out"
+    there = f"those of steps {min(steps)} to {max(steps)} ({len(steps)} in all, {failed} failed)"
+    way_out = "Change or drop --step, --failed, --worst or --best."
+    return f"{options.file} has no {kind}{where}{scored}; it has {there}. {way_out}"
 
 
 def _print(shown: list[Recorded]) -> None:
@@ -122,5 +129,5 @@ def _print(shown: list[Recorded]) -> None:
 def _positive(text: str) -> int:
     value = int(text) if text.isdecimal() else 0
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return value

@@ -8,7 +8,7 @@ from html import escape
 from importlib import resources
 
 from .record import Recorded
-from .view import Section, TokenSpan, facts, messages, number, number_of, sections, turns, visible
+from .view import FAILED, Section, TokenSpan, facts, messages, number, number_of, sections, turns, visible
 
 # Probabilities at which a sampled token gets one shade deeper; `page.css` has a shade for each level.
 SHADES = (0.9, 0.5, 0.2, 0.05, 0.01)
@@ -91,7 +91,7 @@ def _article(one: Recorded) -> Iterator[str]:
     yield "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts(one))
     yield "</dl>"
     if one.failed:
-        yield '<p class="mark">✗ failed: its loss mask is 0 throughout, so no token of it is trained on.</p>'
+        yield f'<p class="mark">{FAILED}</p>'
     yield '<div class="strip" aria-hidden="true">' + "".join(map(_strip, cut)) + "</div>\n</header>"
     for section in cut:
         yield from _section(section)
@@ -116,7 +116,7 @@ def _section(section: Section) -> Iterator[str]:
     folded = section.kind == "prompt" and section.tokens > LONG_PROMPT
     heading = f"<b>turn {section.turn}</b>" if section.kind == "sampled" else ""
     mean = f"<small>{section.mean}</small>" if section.mean else ""
-    note = "<small>sampled and observed are not told apart</small>" if section.kind == "masked" else ""
+    note = "<small>sampled and observed cannot be distinguished here</small>" if section.kind == "masked" else ""
     tokens = "".join(_span(span, shaded=section.kind == "sampled") for span in section.spans)
     if folded:
         tokens = f"<details><summary>show the prompt</summary>{tokens}</details>"

@@ -22,6 +22,8 @@ REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are no whole charac
 LONGEST = 64  # tokens that may share characters before they count as bytes that will never be text
 PER_TOKEN = ("completion_texts", "loss_mask", "logprobs")
 LONGEST_DATA_URL = 256  # characters; a longer one is an image
+CUT = "A run that was stopped while writing leaves such a line; remove it with:"
+OTHER_FILE = "Give a file written by plugin_options={'trajectories': {'record': …}}."
 
 
 class RecordError(HybridError, ValueError):
@@ -102,14 +104,18 @@ def read(path: str | os.PathLike[str]) -> Iterator[Recorded]:
     """
     try:
         with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
-            for number, line in enumerate(file, 1):
-                if line.endswith("\n") and line.strip():
-                    yield _parsed(line[:-1], number, path)
+            whole = ((n, line[:-1]) for n, line in enumerate(file, 1) if line.endswith("\n") and line.strip())
+            found = False
+            for number, line in whole:
+                recorded = _parsed(line, number)
+                if isinstance(recorded, str):
+                    found = found or any(isinstance(_parsed(line, n), Recorded) for n, line in whole)
+                    way_out = f"{CUT} sed -i {number}d {shlex.quote(str(path))}" if found else OTHER_FILE
+                    raise RecordError(f"{path}, line {number}: not a recorded trajectory: {recorded}. {way_out}")
+                found = True
+                yield recorded
     except OSError as error:
-        raise RecordError(
-            f"cannot read trajectories from {path}: {error.strerror}. Runs record to the file that "
-            "HybridConfig.plugin_options={'trajectories': {'record': …}} names"
-        ) from error
+        raise RecordError(f"cannot read trajectories from {path}: {error.strerror}. {OTHER_FILE}") from error
 
 
 def _row(trajectory: Trajectory, texts: TokenTexts, step: int, training: bool) -> dict[str, Any]:
@@ -158,7 +164,8 @@ def _plain(value: Any, depth: int = 0) -> Any:
     return f"<{type(value).__name__}>"
 
 
-def _parsed(line: str, number: int, path: str | os.PathLike[str]) -> Recorded:
+def _parsed(line: str, number: int) -> Recorded | str:
+    """The trajectory, or why the line is none."""
     try:
         row = json.loads(line)
         if not isinstance(row, dict):
@@ -172,11 +179,7 @@ def _parsed(line: str, number: int, path: str | os.PathLike[str]) -> Recorded:
                 if row[name] is not None and len(row[name]) != len(row[ids]):
                     raise ValueError(f"it has {len(row[ids])} {ids} and {len(row[name])} {name}")
     except (ValueError, TypeError, KeyError, RecursionError) as error:
-        cause = f"it has no field {error}" if isinstance(error, KeyError) else str(error)
-        raise RecordError(
-            f"{path}, line {number} is no recorded trajectory: {cause}. A run that was stopped while writing leaves "
-            f"such a line; remove it with: sed -i {number}d {shlex.quote(str(path))}"
-        ) from error
+        return f"it has no field {error}" if isinstance(error, KeyError) else str(error)
     return recorded
 
 

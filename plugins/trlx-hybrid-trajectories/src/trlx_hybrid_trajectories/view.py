@@ -179,7 +179,7 @@ def _text(value: Any) -> str:
 
 BOLD, DIM, RED, RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[0m"
 SAMPLED, OBSERVED = "  ", "│ "  # also without colour, and in a copy, the first column tells them apart
-FAILED = "✗ failed: no token of it is trained on"
+FAILED = "✗ failed: excluded from training (loss mask all 0)"
 
 
 def as_text(recorded: Recorded, *, colour: bool, width: int) -> str:

@@ -110,7 +110,7 @@ def trlx_register(registry: Registry) -> None:
         _shared(True),
         order=10,
         shares_memory=True,
-        summary="policy and engine are one memory; moves nothing",
+        summary="the engine uses the policy's own parameter memory; no transfer",
     )
     registry.offer(
         "weights",
@@ -119,9 +119,9 @@ def trlx_register(registry: Registry) -> None:
         order=20,
         needs={"lora_slots"},
         shares_memory=True,
-        summary="PEFT adapters into the engine's slots, never merged",
+        summary="PEFT LoRA adapters copied into vLLM's LoRA buffers, not merged",
     )
-    registry.offer("weights", "copy", _shared(False), order=30, summary="one cast-copy on the device, for fp32 masters")
+    registry.offer("weights", "copy", _shared(False), order=30, summary="copy and cast on the device, for fp32 masters")
     registry.offer(
         "weights",
         "merged",
@@ -155,5 +155,5 @@ def trlx_register(registry: Registry) -> None:
         options=VLLMOptions,
         unavailable=unavailable,
         refuses=_server_refuses,
-        summary="vLLM in processes of its own, for remote engines",
+        summary="separate vLLM processes, for engine=remote",
     )

@@ -108,7 +108,7 @@ class WorkerInfo:
         if self.rank and (why := deadline.unreachable(first.address, first.port)):
             raise ClusterError(
                 f"{here} does not reach port {first.port} of {first.address}, where rank 0 waits for the group: {why}. "
-                "Open the ports between the nodes: process groups choose theirs freely."
+                "Open the ports between the nodes: torch.distributed uses ports chosen at random."
             )
         store = TCPStore(
             first.address,

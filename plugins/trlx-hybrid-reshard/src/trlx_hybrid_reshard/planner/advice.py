@@ -104,7 +104,7 @@ def advice_for_run(config: Any, train: Sharding, rollout: Sharding, itemsize: in
     except ConfigError:  # an architecture without a description, or a layout that none of ours is
         return ALWAYS
     said = [
-        f"{what} would leave {moved / 1e9:.3g} GB to receive on the worst rank, instead of "
+        f"{what} would leave the rank that receives the most {moved / 1e9:.3g} GB, instead of "
         f"{now.receives_bytes / 1e9:.3g} GB."
         for moved, what in sorted(found)[:2]
         if moved < HELPS * now.receives_bytes

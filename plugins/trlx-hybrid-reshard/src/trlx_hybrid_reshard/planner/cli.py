@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,38 +27,49 @@ EPILOG = "example: trlx-hybrid reshard-plan --model 7b --train fsdp=4 --rollout 
 SHADES = " .:-=+*#%@"
 WIDEST = 16
 """Ranks listed one by one, and blocks of ranks in the picture."""
-COLUMNS = ("receives", "floor", "sends", "send floor", "local copy", "zero", "inter-node")
+COLUMNS = ("receives", "minimum", "sends", "minimum sent", "already local", "zero padding", "from other nodes")
+FIELDS = ("receives", "floor", "sends", "send_floor", "local_copy", "zero", "inter_receives")
+"""What the columns show of a rank, in its `…_bytes`."""
+WIDTHS = [max(11, len(name)) for name in COLUMNS]
 
 
 def add_command(commands: Any) -> None:
     """Add `reshard-plan` to the sub-parsers of a command line; its `run` takes the options, returns the exit status."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "reshard-plan", help="say which bytes a reshard moves between which ranks", description=__doc__, epilog=EPILOG
+        "reshard-plan",
+        help="estimate the cost of a weight sync between layouts",
+        description="Estimate the bytes, memory and time of a weight sync from the training layout to the rollout "
+        "layout. Needs only the model config, no GPU.",
+        epilog=EPILOG,
     )
     parser.add_argument(
         "--model",
         required=True,
         metavar="CONFIG",
-        help=f"config.json, a folder with one, or a shape: {', '.join(SHAPES)}",
+        help="config.json, a folder with one, or a built-in model size: 0.5b, 1.5b, 7b (Qwen2.5), 0.6b, 30b-a3b "
+        "(Qwen3), 8b, 70b (Llama 3), 1t-moe (Qwen3-MoE with Kimi K2's sizes)",
     )
-    parser.add_argument("--train", required=True, metavar="LAYOUT", help=f"e.g. fsdp=8; keys: {', '.join(TRAIN_KEYS)}")
+    train = f"training layout, e.g. fsdp=8; keys: {', '.join(TRAIN_KEYS)}; ranks = their product"
+    parser.add_argument("--train", required=True, metavar="LAYOUT", help=train)
     parser.add_argument(
-        "--rollout", required=True, metavar="LAYOUT", help=f"e.g. tp=4,pp=2; keys: {', '.join(ROLLOUT_KEYS)}"
+        "--rollout",
+        required=True,
+        metavar="LAYOUT",
+        help=f"rollout layout, e.g. tp=4,pp=2; keys: {', '.join(ROLLOUT_KEYS)}; dp defaults to as many replicas as fit "
+        "the training ranks; ep (expert parallelism) is tp or a multiple of it",
     )
-    parser.add_argument(
-        "--nodes", type=int, help=f"machines the ranks are spread over (default: {GPUS_PER_NODE} ranks each)"
-    )
-    parser.add_argument("--dtype", choices=SIZES, default="bf16", help="on the wire (default: bf16)")
+    nodes = f"number of nodes, a divisor of the number of ranks (default: {GPUS_PER_NODE} ranks per node)"
+    parser.add_argument("--nodes", type=int, metavar="N", help=nodes)
+    dtype = "dtype of the transferred weights (default: bf16)"
+    parser.add_argument("--dtype", choices=SIZES, default="bf16", help=dtype)
     parser.add_argument(
         "--network",
         type=float,
         default=NETWORK / 1e9,
-        metavar="GB/S",
-        help="per rank between nodes (default: %(default)g)",
+        metavar="GB/s",
+        help="network bandwidth between nodes, per rank, GB/s each way (default: %(default)g)",
     )
-    parser.add_argument(
-        "--back", action="store_true", help="plan the way back, from the rollout to the training layout"
-    )
+    parser.add_argument("--back", action="store_true", help="plan the opposite direction, rollout to training layout")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -70,12 +81,17 @@ def run(options: Any) -> int:
         ConfigError: the model, a layout or the nodes cannot be; names the culprit and the way out.
     """
     model = load(options.model, SIZES[options.dtype])
-    train = parsed(options.train, "--train", TRAIN_KEYS)
-    rollout = parsed(options.rollout, "--rollout", ROLLOUT_KEYS).served()
-    if "dp" not in options.rollout:
+    train = MeshLayout(**parsed(options.train, "--train", TRAIN_KEYS))
+    sizes = parsed(options.rollout, "--rollout", ROLLOUT_KEYS)
+    ep = sizes.pop("ep", 1)
+    rollout = MeshLayout(**sizes).served()
+    if "dp" not in sizes:
         rollout = rollout.over(train.world)
+    rollout = dataclasses.replace(rollout, ep=ep)  # last: it may span the replicas
+    if ep > 1 and all(parameter.expert_dim is None for parameter in model.parameters):
+        raise ConfigError(f"--rollout {options.rollout}: {model.name} has no experts. Leave ep out.")
     if options.network <= 0:
-        raise ConfigError(f"--network {options.network:g} is no bandwidth. Give GB/s per rank, e.g. 50.")
+        raise ConfigError(f"--network {options.network:g}: must be more than 0 GB/s.")
     per_node = _ranks_per_node(train.world, options.nodes)
     source, target = (rollout, train) if options.back else (train, rollout)
     found = forecast(model, source, target, ranks_per_node=per_node, network=options.network * 1e9)
@@ -83,39 +99,44 @@ def run(options: Any) -> int:
     if options.json:
         print(json.dumps(_as_dict(model, source, target, found, better), indent=2))
     else:
-        print(report(model, source, target, found, better))
+        print(report(model, source, target, found, better, options.network))
     return 0
 
 
 def load(given: str, itemsize: int = 2) -> Model:
-    """The model of a config.json, of a folder with one, or of a shape's name.
+    """The model of a config.json, of a folder with one, or of a built-in size.
 
     Raises:
-        ConfigError: there is no such file or shape, or it describes no model known here.
+        ConfigError: there is no such file or size, or it describes no model known here.
     """
     if given.lower() in SHAPES:
         return describe(SHAPES[given.lower()], name=given.lower(), itemsize=itemsize)
     file = Path(given) / "config.json" if Path(given).is_dir() else Path(given)
     if not file.is_file():
         hint = did_you_mean(given.lower(), SHAPES)
-        raise ConfigError(f"--model {given}: no such file or shape.{hint} Shapes: {', '.join(SHAPES)}.")
+        raise ConfigError(
+            f"--model {given}: no such file, folder or built-in size.{hint} Hub ids are not downloaded: give a local "
+            f"config.json. Built-in sizes: {', '.join(SHAPES)}."
+        )
     try:
         fields = json.loads(file.read_text())
         kind = fields["model_type"]
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--model {given}: {file} is no transformers config: {error!r}.") from error
+        raise ConfigError(
+            f"--model {given}: {file} is not a transformers config: {error!r}. Give a model's config.json."
+        ) from error
     # Published configs leave out what is the default of their class, so the class is asked: it costs an import.
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.for_model(**fields)
     except ValueError as error:
-        raise ConfigError(f"--model {given}: transformers knows no model_type {kind!r}.") from error
+        raise ConfigError(f"--model {given}: transformers has no model_type {kind!r}. Upgrade it?") from error
     return describe(config, name=file.parent.name if file.name == "config.json" else file.stem, itemsize=itemsize)
 
 
-def parsed(text: str, flag: str, keys: tuple[str, ...]) -> MeshLayout:
-    """A layout from `key=size,…`.
+def parsed(text: str, flag: str, keys: tuple[str, ...]) -> dict[str, Any]:
+    """The sizes of a layout from `key=size,…`.
 
     Raises:
         ConfigError: names the flag and the part of it that is wrong.
@@ -129,9 +150,10 @@ def parsed(text: str, flag: str, keys: tuple[str, ...]) -> MeshLayout:
         if key in sizes:
             raise ConfigError(f"{flag} {text}: {key} is given twice.")
         if not size.isdecimal() or int(size) < 1:
-            raise ConfigError(f"{flag} {text}: {key}={size} is no size. Write e.g. {key}=4.")
+            what = f"{size} is not a positive integer" if size else "no size given"
+            raise ConfigError(f"{flag} {text}: {what} for {key}. Write {key}=4.")
         sizes[key] = int(size)
-    return MeshLayout(**sizes)
+    return sizes
 
 
 def _ranks_per_node(world: int, hosts: int | None) -> int:
@@ -171,26 +193,29 @@ def gigabytes(count: int) -> str:
     return f"{count} B"
 
 
-def report(model: Model, source: MeshLayout, target: MeshLayout, found: Forecast, better: Sequence[Better]) -> str:
-    """The whole text."""
+def report(
+    model: Model, source: MeshLayout, target: MeshLayout, found: Forecast, better: Sequence[Better], network: float
+) -> str:
+    """The whole text; `network` in GB/s per rank."""
     head = (
         f"{model.name}: {gigabytes(model.bytes)} at {model.itemsize} bytes per element, {source} → {target}, "
         f"{_count(len(found.ranks), 'rank')} on {_count(found.nodes, 'node')}"
     )
-    links = f"{gigabytes(found.intra_node_bytes)} within nodes, {gigabytes(found.inter_node_bytes)} between nodes"
+    traffic = f"{gigabytes(found.intra_node_bytes)} within nodes, {gigabytes(found.inter_node_bytes)} between nodes"
     return "\n".join(
         [
             head,
             "",
             *_table(found),
             "",
-            f"of rank {found.busiest}, which receives the most:",
-            *(_row(kind["kind"], [_cell(kind, name) for name in COLUMNS[:-1]]) for kind in found.kinds),
+            f"rank {found.busiest} (receives the most), by kind of parameter:",
+            *(_row(kind["kind"], [kind[f"{field}_bytes"] for field in FIELDS[:-1]]) for kind in found.kinds),
             "",
-            f"links      {links}, all ranks together",
-            f"peak       +{gigabytes(found.peak_bytes)} for what is packed or staged, on the worst rank",
-            f"time       ≈ {found.seconds * 1e3:.1f} ms on the busiest link, NVLink at {NVLINK / 1e9:.0f} GB/s",
-            f"planned in {found.plan_seconds * 1e3:.1f} ms on the slowest rank",
+            f"traffic     {traffic}, all ranks together",
+            f"buffers     {gigabytes(found.peak_bytes)} extra memory at most on a rank",
+            f"time        ≈ {found.seconds * 1e3:.1f} ms on the busiest link (NVLink {NVLINK / 1e9:.0f} GB/s, network "
+            f"{network:g} GB/s per rank; latency and packing not counted)",
+            f"planning    {found.plan_seconds * 1e3:.1f} ms on the slowest rank",
             "",
             *_picture(found.traffic),
             "",
@@ -200,20 +225,16 @@ def report(model: Model, source: MeshLayout, target: MeshLayout, found: Forecast
 
 
 def _table(found: Forecast) -> Iterator[str]:
-    yield "rank        " + "  ".join(f"{name:>11}" for name in COLUMNS)
+    yield "rank        " + "  ".join(map(str.rjust, COLUMNS, WIDTHS))
     for rank in found.ranks[:WIDEST]:
-        yield _row(str(rank["rank"]), [_cell(rank, name) for name in COLUMNS])
+        yield _row(str(rank["rank"]), [rank[f"{field}_bytes"] for field in FIELDS])
     if len(found.ranks) > WIDEST:
         yield f"…           and {len(found.ranks) - WIDEST} more; --json lists all"
-    yield _row("worst", [max(_cell(rank, name) for rank in found.ranks) for name in COLUMNS])
-
-
-def _cell(row: Mapping[str, Any], column: str) -> int:
-    return int(row["inter_receives_bytes" if column == "inter-node" else f"{column.replace(' ', '_')}_bytes"])
+    yield _row("maximum", [max(rank[f"{field}_bytes"] for rank in found.ranks) for field in FIELDS])
 
 
 def _row(name: str, cells: Sequence[int]) -> str:
-    return f"{name:<10}  " + "  ".join(f"{gigabytes(cell):>11}" for cell in cells)
+    return f"{name:<10}  " + "  ".join(map(str.rjust, map(gigabytes, cells), WIDTHS))
 
 
 def _picture(traffic: Ints) -> Iterator[str]:
@@ -226,7 +247,7 @@ def _picture(traffic: Ints) -> Iterator[str]:
     if not largest:
         yield "nothing moves between ranks"
         return
-    yield f"who sends (columns) to whom (rows){of}; {SHADES[-1]} is {gigabytes(largest)}, blank is nothing"
+    yield f"traffic: row receives from column{of}; {SHADES[-1]} is {gigabytes(largest)}, blank is nothing"
     yield "      " + "".join(f"{int(edge) % 1000:>4}" for edge in edges)
     for edge, row in zip(edges, blocks):
         shades = [-(-int(cell) * (len(SHADES) - 1) // largest) for cell in row]
@@ -236,19 +257,20 @@ def _picture(traffic: Ints) -> Iterator[str]:
 def _advice(better: Sequence[Better]) -> Iterator[str]:
     now = better[0]
     if len(better) == 1:
-        yield "rather     this layout: no choice of shard dimensions moves less"
+        yield "suggestion  none: no other choice of shard dimensions transfers less"
         return
     for option in better[1:]:
         saved, less = now.receives_bytes - option.receives_bytes, now.sends_bytes - option.sends_bytes
         yield (
-            f"rather     {option.name}: the worst rank receives {gigabytes(option.receives_bytes)} (saves "
-            f"{gigabytes(max(saved, 0))}), sends {gigabytes(option.sends_bytes)} (saves {gigabytes(max(less, 0))})"
+            "suggestion  shard other dimensions (below): at most "
+            f"{gigabytes(option.receives_bytes)} received per rank (saves {gigabytes(max(saved, 0))}), "
+            f"{gigabytes(option.sends_bytes)} sent (saves {gigabytes(max(less, 0))})"
         )
     chosen = better[-1].shard_dims
     for dim in sorted({dim for _, dim in chosen}):
         names = ", ".join(name.format("*") for name, its in chosen if its == dim)
-        head = f"           shard_placement_fn: Shard({dim}) for "
-        yield from textwrap.wrap(names, 100, initial_indent=head, subsequent_indent=" " * 13)
+        head = f"            shard_placement_fn: Shard({dim}) for "
+        yield from textwrap.wrap(names, 100, initial_indent=head, subsequent_indent=" " * 14)
 
 
 def _count(number: int, noun: str) -> str:

@@ -66,7 +66,7 @@ class GlooGroup:
             if why is not None:
                 raise SyncError(
                     f"the engine does not reach port {port} of {host}, where the trainer waits: {why}. Open the ports "
-                    "between the nodes: process groups choose theirs freely."
+                    "between the nodes: torch.distributed uses ports chosen at random."
                 )
         self._store = TCPStore(
             host,

@@ -39,7 +39,8 @@ class HybridConfig:
         default="auto",
         metadata={
             "help": "How weights are synced to the engine: 'auto' (the cheapest that serves the model), 'alias', "
-            "'lora', 'copy', 'reshard', 'transfer', 'gather' or another one that `trlx-hybrid plugins` lists."
+            "'lora', 'copy', 'reshard', 'transfer', 'gather', 'merged' (LoRA, rounded, never by 'auto') or another one "
+            "that `trlx-hybrid plugins` lists."
         },
     )
     weights_options: dict[str, Any] | str | None = field(

@@ -189,8 +189,9 @@ def test_trajectories(execute) -> None:
 def test_scoring(execute) -> None:
     shown = execute("docs/scoring.md", settings={"train": True})
     readme = execute("plugins/trlx-hybrid-training/README.md", settings={"train": True})
-    packed, with_layers, of_the_readme = trainers = [*shown["trainers"], *readme["trainers"]]
-    assert packed.session.scoring.name == of_the_readme.session.scoring.name == "packed"
+    packed, adaptive, with_layers, of_the_readme = trainers = [*shown["trainers"], *readme["trainers"]]
+    assert {t.session.scoring.name for t in (packed, adaptive, of_the_readme)} == {"packed"}
+    assert adaptive.session.scoring.recomputation is not None
     assert with_layers.session.config.options_of("training") == {"lora_layers": True}
     for trainer in trainers:
         trainer.session.close()

@@ -11,6 +11,10 @@ import pytest
 from trlx_hybrid_ray import reaper
 from trlx_hybrid_ray.reaper import SEGMENT, SHARED_MEMORY, Segments, state
 
+LOOKED = 1.5
+"""Seconds after which the reaper has looked at shared memory: it does every 0.1 s, and on a busy machine after five
+times what the last look took."""
+
 OWNER = """
 import json, os, subprocess, sys, time
 from multiprocessing import resource_tracker, shared_memory
@@ -74,7 +78,7 @@ def gone(left, seconds=15):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_descendants_and_segments_go_when_their_owner_is_killed(owner, how):
     process, left, data = owner
-    time.sleep(0.3)  # a look at shared memory takes place every 0.1 s
+    time.sleep(LOOKED)
     assert os.path.exists(SHARED_MEMORY + left["segment"])
     process.send_signal(how)
     assert gone(left)
@@ -83,7 +87,7 @@ def test_descendants_and_segments_go_when_their_owner_is_killed(owner, how):
 
 def test_they_go_when_they_are_to_and_it_is_said_what_was_left(owner):
     process, left, data = owner
-    time.sleep(0.3)
+    time.sleep(LOOKED)
     process.stdin.write("finish\n")
     process.stdin.flush()
     said = process.stdout.readline()

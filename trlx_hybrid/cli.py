@@ -58,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unread:
         command, name = commands.choices[options.command], unread[0].partition("=")[0]
         known = [option for action in command._actions for option in action.option_strings]
-        command.error(f"unrecognized argument {name}.{did_you_mean(name, known)}")
+        hint = f" It goes after {options.command!r}." if name in known else did_you_mean(name, known)
+        command.error(f"unrecognized argument {name}.{hint}")
     try:
         status = int(options.run(options))
         sys.stdout.flush()
@@ -125,17 +126,25 @@ def _doctor(options: Any) -> int:
     """Exit status 1 when something needs attention."""
     releases = environment.installed()
     problems = environment.version_problems(releases)
-    host = Host.load()
+    machine = [
+        "versions   " + ", ".join(f"{name} {release}" for name, release in releases.items()),
+        "devices    " + ("; ".join(environment.devices()) or "CPU only"),
+    ]
+    told = [f"problem    {problem}" for problem in problems]
+    try:
+        host = Host.load()
+    except HybridError:  # perhaps because of one of these
+        print("\n".join([*machine, *told]))
+        raise
     checks = host.call("trlx_doctor", options=options)  # options that contradict each other are refused first
-    print("versions   " + ", ".join(f"{name} {release}" for name, release in releases.items()))
-    print("devices    " + ("; ".join(environment.devices()) or "CPU only"))
+    print("\n".join(machine))
     print(f"engine     {STOCK:14} available: TRL's own generation")
     for slot in SLOTS:
         for component in host.registry.components(slot):
             reason = component.unavailable()
             print(f"{slot:10} {component.name:14} {'available' if reason is None else f'not available: {reason}'}")
-    for problem in problems:
-        print(f"problem    {problem}")
+    if told:
+        print("\n".join(told))
     attention = bool(problems)
     for findings in checks:
         for finding in findings:

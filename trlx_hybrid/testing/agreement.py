@@ -19,7 +19,8 @@ def gap(session: Any) -> float:
     with session.rollout_phase(True):
         requests = [Request(prompt_ids=p, seed=i) for i, p in enumerate(PROMPTS)]
         completions = session.live_engine.generate(requests, sampling)
-    return max(
-        float((torch.tensor([p[0] for p in c.logprobs]) - session.policy.log_probs(prompt, c.token_ids)).abs().max())
+    differences = [
+        torch.tensor([p[0] for p in c.logprobs]) - session.policy.log_probs(prompt, c.token_ids)
         for prompt, c in zip(PROMPTS, completions, strict=True)
-    )
+    ]
+    return float(torch.cat(differences).abs().max())  # NaN where there is one

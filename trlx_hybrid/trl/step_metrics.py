@@ -76,7 +76,7 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
     """Follows the steps of one trainer. Nothing in it waits for the device but `settle`, where it is told to.
 
     Args:
-        trainer: returns it, or raises once it is gone.
+        trainer: returns it.
         flops: whether a loss is one forward and one backward pass of the policy, so that their FLOPs are known.
     """
 

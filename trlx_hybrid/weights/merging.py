@@ -56,7 +56,9 @@ def adapted(module: nn.Module) -> AdaptedModule | None:
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 
     if isinstance(module, ModulesToSaveWrapper):
-        return AdaptedModule((), module.modules_to_save[module.active_adapters[0]])
+        trained = [name for name in module.active_adapters if name in module.modules_to_save]
+        whole = trained and not module.disable_adapters
+        return AdaptedModule((), module.modules_to_save[trained[0]] if whole else module.original_module)
     if isinstance(module, TrainableTokensWrapper):
         module = module.token_adapter
     if not isinstance(module, BaseTunerLayer):

@@ -206,7 +206,8 @@ def choose(selection: Selection, build: Callable[[Choice], WeightSync]) -> tuple
         sync = build(chosen)
         reason = sync.refuses()
         if reason is not None:
-            raise ComponentError(f"weights={sync.name!r} cannot serve this run: {reason} Or let weights='auto' choose.")
+            told = f"weights={sync.name!r} cannot serve this run: {reason.rstrip('.')}."
+            raise ComponentError(f"{told} Or let weights='auto' choose.")
         return sync, chosen.why
     refusals: list[str] = []
     for path in selection.paths:

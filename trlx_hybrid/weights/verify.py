@@ -6,6 +6,7 @@ engine that repacked or derived matrices from them (a tied head left stale was 0
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Set
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 PROBE_TOKENS = 8
 SAMPLED_TENSORS = 8
+GOLDEN = (math.sqrt(5) - 1) / 2
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 """Largest allowed log-prob difference of one token, in nats. Healthy runs stay far below: 1e-6 in fp32 on CPU, about
 0.05 in bf16, where kernels differ in rounding. Stale or misplaced weights of a trained model exceed it at once."""
@@ -220,6 +222,7 @@ class FirstStep:
 
 
 def sampled_names(names: list[str], version: int, count: int = SAMPLED_TENSORS) -> set[str]:
-    """A few names that change from sync to sync, so that every tensor's turn comes."""
-    start = (version * count) % max(1, len(names))
+    """A few names, others at each sync, so that every tensor's turn comes, by however many steps versions are apart:
+    multiples of the golden ratio come close to every fraction."""
+    start = int(len(names) * (version * GOLDEN % 1))
     return {names[(start + i) % len(names)] for i in range(min(count, len(names)))}

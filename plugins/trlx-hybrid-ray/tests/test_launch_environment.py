@@ -134,6 +134,8 @@ def test_accelerate_is_told_that_there_are_several(monkeypatch, tmp_path, settin
         (("--tpu",), "TPU"),
         (("--max_restarts", "3"), "--accelerate max_restarts: set by trlx-hybrid launch. Use --restart"),
         (("--num_machines", "3"), "--accelerate num_machines: set by trlx-hybrid launch. Use --nodes."),
+        (("--config_file", "x.yaml"), "--accelerate config_file: set by trlx-hybrid launch. Use --config_file."),
+        (("--log_dir", "x"), "--accelerate log_dir: set by trlx-hybrid launch. Leave it out."),
         (("--num_processes", "3"), "--accelerate num_processes: set by trlx-hybrid launch. Use --gpus-per-node"),
         (("--machine_rank", "1"), "--accelerate machine_rank: set by trlx-hybrid launch. Leave it out."),
         (("--main_process_ip", "10.0.0.1"), "--accelerate main_process_ip: set by"),

@@ -123,6 +123,26 @@ def windowed():
     return tiny_model("qwen3", layer_types=layers, use_sliding_window=True, sliding_window=8)
 
 
+def unfinished_first(prompts, trainer):
+    """A rollout of the user's: no completion of the first step ends."""
+    end = [1] if trainer.state.global_step else [14]
+    ids = [[5 + i, *range(10, 12 + i % 3), *end] for i in range(len(prompts))]
+    return {
+        "prompt_ids": [trainer.processing_class(prompt)["input_ids"] for prompt in prompts],
+        "completion_ids": ids,
+        "logprobs": [[-4.5] * len(row) for row in ids],
+    }
+
+
+def test_rows_of_which_none_is_scored_prove_nothing(compared, noisy):
+    """They stay padded, and the next ones are compared."""
+    given = PLAIN | {"mask_truncated_completions": True, "rollout_func": unfinished_first}
+    padded, packed = compared(GRPO, ALONE, noisy, **given)
+    assert max(difference(packed, padded)) < BOUND
+    assert packed.forwards == (2, 1)  # two comparisons, and the loss of the rows that prove nothing
+    assert packed.trainer.session.scoring.padded_because is None
+
+
 REFUSED = {
     "windows": ({"model": windowed}, "its layers are sliding_attention"),
     "windows everywhere": (
@@ -130,6 +150,7 @@ REFUSED = {
         "its layers are sliding_attention",
     ),
     "recurrent layers": ({"model": lambda: tiny_model("falcon_h1", mamba_d_ssm=64, mamba_n_heads=2)}, "state-space"),
+    "noise on embeddings": ({"neftune_noise_alpha": 5.0}, "NEFTune's noise depends on"),
     "eager attention": ({"model": lambda: tiny_model(attn_implementation="eager")}, "'eager' takes no packed rows"),
     "positions by length": (
         {

@@ -77,7 +77,7 @@ def test_all_layers_are_recomputed_where_no_memory_is_free(trained):
 def test_the_users_word_against_checkpointing_stands(trained, capsys):
     _, calls = trained(True, gradient_checkpointing=False, free=0)
     assert len(set(calls)) == 1
-    assert "no layer is recomputed: gradient_checkpointing is off" in capsys.readouterr().err
+    assert "gradient_checkpointing is off, so that there is nothing to decide" in capsys.readouterr().err
 
 
 def test_the_header_says_that_layers_are_chosen(trained, capsys):
@@ -135,17 +135,17 @@ def test_copies_of_a_shared_prompt_are_expected():
 
 @given(
     free=st.integers(0, 200 * GIB),
-    gradients=st.integers(0, 20 * GIB),
+    others=st.integers(0, 20 * GIB),
     layer=st.integers(0, 8 * GIB),
     layers=st.integers(1, 96),
 )
-def test_what_is_kept_fits(free, gradients, layer, layers):
-    kept = keepable(free, gradients, layer, layers)
+def test_what_is_kept_fits(free, others, layer, layers):
+    kept = keepable(free, others, layer, layers)
     assert 0 <= kept <= layers
     if kept:
-        assert kept * layer + gradients < free
+        assert kept * layer + others < free
     if kept < layers and layer:  # one more would not fit, with what the backward pass takes
-        assert (kept + 1 + recomputation.IN_BACKWARD) * layer + gradients + recomputation.WORKSPACE > 0.89 * free
+        assert (kept + 1 + recomputation.IN_BACKWARD) * layer + others + recomputation.WORKSPACE > 0.89 * free
 
 
 @given(

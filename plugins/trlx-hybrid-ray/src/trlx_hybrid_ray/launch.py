@@ -57,8 +57,9 @@ SET_HERE = {
     "num_machines": "Use --nodes.",
     "num_processes": "Use --gpus-per-node, or --processes-per-node with --cpu.",
     "max_restarts": "Use --restart, which starts all nodes again.",
+    "config_file": "Use --config_file.",
     **dict.fromkeys(("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend"), "Leave it out."),
-    "deepspeed_multinode_launcher": "Leave it out.",
+    **dict.fromkeys(("deepspeed_multinode_launcher", "log_dir"), "Leave it out."),
 }
 """Arguments of `accelerate launch` that are this command's, and what to do instead."""
 

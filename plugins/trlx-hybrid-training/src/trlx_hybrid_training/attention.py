@@ -92,6 +92,9 @@ def attention(
         ends, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
         return _varlen(query, key, value, segments, prefixes, ends, longest, scaling), None
     grouped = key.shape[1] != query.shape[1]
+    if grouped and query.is_cuda and _computed_in(query) == torch.float32:  # else all products of a row are kept
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
+        grouped = False
     keys, values = (_attended(tensor, segments, prefixes, dim=2) for tensor in (key, value))
     outs = []
     for q, *of_row in zip(torch.split(query, list(segments), dim=2), keys, values, strict=True):

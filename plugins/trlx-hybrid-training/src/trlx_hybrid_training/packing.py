@@ -132,6 +132,7 @@ def refused(session: Run) -> str | None:
         "it keeps a state from token to token (state-space or recurrent layers)": getattr(model, "_is_stateful", False),
         "its adapter puts tokens before the prompt": adapter is not None and adapter.is_prompt_learning,
         "torch_compile would compile it anew for every length": getattr(args, "torch_compile", False),
+        "NEFTune's noise depends on how long a batch is": getattr(args, "neftune_noise_alpha", None) is not None,
         "continuous batching chooses another attention": getattr(args, "use_transformers_continuous_batching", False),
         "its attention cannot be chosen": not getattr(type(model), "_supports_attention_backend", False),
     }.items():

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trlx_hybrid.memory.ledger import plain_tensors
 from trlx_hybrid.weights.policy import is_sharded
+from trlx_hybrid.weights.verify import autocast_dtype
 
 if TYPE_CHECKING:
     from trlx_hybrid.protocols import Run
@@ -31,7 +32,7 @@ SHARE = 0.9
 """Of what is free, how much may be planned with: the allocator's blocks do not fit exactly."""
 
 WORKSPACE = 1 << 30
-"""Bytes that the LM head and the loss take beside the layers: chunks of float32 logits above all."""
+"""Bytes of what has no count of its own: chunks of float32 logits above all."""
 
 IN_BACKWARD = 3
 """What the backward pass of one layer holds at most beside what others keep, in multiples of what a layer keeps: its
@@ -42,19 +43,19 @@ COPIED = 4
 it."""
 
 
-def keepable(free: int, gradients: int, layer: int, layers: int) -> int:
+def keepable(free: int, others: int, layer: int, layers: int) -> int:
     """How many layers' activations fit.
 
     Args:
         free: bytes that nobody uses.
-        gradients: bytes of gradients that are not there yet.
+        others: bytes that something else will take.
         layer: bytes that one layer keeps for its backward pass.
         layers: how many there are.
 
     Returns:
         From 0 to `layers`.
     """
-    left = int(free * SHARE) - WORKSPACE - gradients - IN_BACKWARD * layer
+    left = int(free * SHARE) - WORKSPACE - others - IN_BACKWARD * layer
     return max(0, min(layers, left // max(layer, 1)))
 
 
@@ -65,7 +66,7 @@ class Kept:
         self._seen: dict[int, int] = {}
 
     def add(self, tokens: int, bytes_: int) -> None:
-        """Remember a pass; of those with about as many tokens the largest."""
+        """Remember a pass, in place of those with about as many tokens and no more."""
         size = tokens.bit_length()
         self._seen = {n: b for n, b in self._seen.items() if n.bit_length() != size or n > tokens} | {tokens: bytes_}
 
@@ -85,19 +86,18 @@ class Recomputation:
     """Decides which layers of the policy are recomputed, micro-batch by micro-batch.
 
     Attributes:
-        recomputed: layers that the last loss recomputed, of `layers`; None before the first.
+        recomputed: layers that the last loss recomputed; None before the first.
     """
 
     def __init__(self, session: Run) -> None:
         self._session, self._kept = session, Kept()
         self.recomputed: int | None = None
-        self.layers = 0
         self._sharded = any(is_sharded(p) for p in session.policy.module.parameters())
 
     def note(self) -> str:
         """For a reader: whether anything is left to decide."""
         if not self._session.args.gradient_checkpointing:
-            return "no layer is recomputed: gradient_checkpointing is off"
+            return "gradient_checkpointing is off, so that there is nothing to decide"
         if not any(isinstance(module, GradientCheckpointingLayer) for module in self._session.policy.base.modules()):
             return "gradient checkpointing is not transformers' own here, and stays as it is"
         return "layers are recomputed as far as memory asks for it"
@@ -116,16 +116,17 @@ class Recomputation:
             yield
             return
         kept = self._keepable(tokens + copied // COPIED, len(layers))
-        if self.recomputed is None:
+        if self.recomputed is None and self._session.ranks.rank == 0:
             logger.info("The first loss recomputes all layers but one, whose activations are counted.")
-        self.recomputed, self.layers = len(layers) - kept, len(layers)
+        self.recomputed = len(layers) - kept
         for layer in layers[self.recomputed :]:
             layer.gradient_checkpointing = False
         try:
             if kept:
                 with _counting(layers[-1]) as storages:
                     yield
-                self._kept.add(tokens, sum(storages.values()))
+                if storages:  # a layer that was not called tells nothing
+                    self._kept.add(tokens, sum(storages.values()))
             else:
                 yield
         finally:
@@ -136,10 +137,38 @@ class Recomputation:
         layer = self._kept.expected(tokens)
         if layer is None:
             return 1
-        trained = [p for p in self._session.policy.module.parameters() if p.requires_grad and p.grad is None]
-        gradients = sum(tensor.nbytes for tensor in plain_tensors(trained))
-        kept = keepable(self._session.free_bytes(), gradients, layer, layers)
+        others = self._gradients() + self._casts() + self._head() + layers * self._input(tokens)
+        kept = keepable(self._session.free_bytes(), others, layer, layers)
         return min(self._session.ranks.gather(kept)) if self._sharded else kept
+
+    def _gradients(self) -> int:
+        """Bytes of those to come. Until the last micro-batch of a step FSDP2 holds them whole, where nobody sees them:
+        they may be counted twice."""
+        trained = [p for p in self._session.policy.module.parameters() if p.requires_grad]
+        if self._sharded and self._session.args.gradient_accumulation_steps > 1:
+            return sum(p.numel() * p.itemsize for p in trained)
+        return sum(tensor.nbytes for tensor in plain_tensors([p for p in trained if p.grad is None]))
+
+    def _casts(self) -> int:
+        """Bytes of the copies that autocast keeps of trained float32 weights for a forward pass."""
+        if autocast_dtype(self._session.args).itemsize == 4:
+            return 0
+        trained = self._session.policy.module.parameters()
+        return sum(2 * p.numel() for p in trained if p.requires_grad and p.itemsize == 4 and not is_sharded(p))
+
+    def _head(self) -> int:
+        """Bytes that TRL's fused LM head takes beside its chunks: its weight's gradient in float32, and its whole."""
+        head: Any = self._session.policy.base.get_output_embeddings()
+        weight = getattr(head, "weight", None)
+        if weight is None:
+            return 0
+        each = (4 if weight.requires_grad else 0) + (weight.itemsize if is_sharded(weight) else 0)
+        return int(weight.numel()) * each
+
+    def _input(self, tokens: int) -> int:
+        """Bytes of what a recomputed layer keeps, its input."""
+        policy = self._session.policy
+        return tokens * int(policy.base.config.get_text_config().hidden_size) * policy.dtype.itemsize
 
 
 @contextmanager

@@ -50,7 +50,8 @@ class Packed(Scoring):
         self._chosen: list[tuple[Any, str]] = []  # configs, and the attention that they named
         if self.padded_because is None:
             attention.register()
-        self.recomputation = Recomputation(session) if options.adaptive_checkpointing else None
+        compiled = getattr(session.args, "torch_compile", False)  # which a layer that changes would be anew
+        self.recomputation = Recomputation(session) if options.adaptive_checkpointing and not compiled else None
 
     def note(self) -> str:
         """How rows are scored, and why."""
@@ -79,22 +80,31 @@ class Packed(Scoring):
         """As TRL does, over as many tokens as there are."""
         if self.padded_because is None and id(rows.model) not in self._compared:
             self._prepare(rows)
-        packed = None if self.padded_because is not None else self._score_packed(rows)
-        if packed is not None:
-            return packed
+        known = self.padded_because is None and id(rows.model) in self._compared
+        packs = self._packs(rows, WORTH) if known else None
+        if packs is not None:
+            return self._score_packs(rows, packs)
         with self._choosing(rows.input_ids.numel()):
             return rows.padded()
 
-    def _score_packed(self, rows: Rows, shared_below: float = WORTH) -> Scores | None:
+    def _packs(self, rows: Rows, shared_below: float) -> list[Pack] | None:
+        """For each forward pass one. All before the first pass: ranks that share a model must take equally many."""
         ours = rows.model.config._attn_implementation == attention.NAME
         if not self._shares or not ours or rows.router_loss:  # which is a mean over all tokens
             shared_below = 0.0
-        scores: list[Scores] = []
+        packs = []
         for start in range(0, len(rows.input_ids), rows.at_once):
             some = slice(start, start + rows.at_once)
             pack = Pack.of(rows.input_ids[some], rows.attention_mask[some], rows.completion_length, shared_below)
             if pack is None:
                 return None
+            packs.append(pack)
+        return packs
+
+    def _score_packs(self, rows: Rows, packs: Sequence[Pack]) -> Scores:
+        ours = rows.model.config._attn_implementation == attention.NAME
+        scores: list[Scores] = []
+        for pack in packs:
             inputs = pack.inputs
             if ours:
                 inputs |= {"segments": pack.segments, "prefixes": pack.prefixes}
@@ -115,34 +125,37 @@ class Packed(Scoring):
     def _prepare(self, rows: Rows) -> None:
         """The first rows of a model are scored both ways, dropout off. Collective.
 
-        Where prompts may be shared, each row is packed twice: so they are, whatever the first rows are.
+        Where prompts may be shared, each row is packed twice: so they are, whatever the first rows are. Where no token
+        is scored, or a rank cannot pack its rows, these stay padded and the next ones are compared.
         """
         before = attention.choose(rows.model)
         if before is not None:
             self._chosen.append((rows.model.config, before))
-        session, reason, whole, gap = self._session, None, True, torch.zeros(0)
+        session, reason, gap = self._session, None, torch.zeros(0)
         copies = 2 if self._shares else 1
         ids, mask = (t.repeat_interleave(copies, dim=0) for t in (rows.input_ids, rows.attention_mask))
+        given = replace(rows, input_ids=ids, attention_mask=mask, at_once=copies * rows.at_once, router_loss=False)
+        packs = self._packs(given, shared_below=1.0)
+        if session.ranks.any(packs is None):
+            return
+        assert packs is not None
         with evaluating(rows.model), preserved_generators():
             padded = rows.padded().log_probs
             try:
-                given = replace(rows, input_ids=ids, attention_mask=mask, router_loss=False)
-                packed = self._score_packed(given, shared_below=1.0)
+                packed = self._score_packs(given, packs)
             except (NotImplementedError, TypeError, ValueError) as error:
                 reason = str(error)
             else:
-                whole = packed is not None
-                if packed is not None:
-                    differences = (packed.log_probs - padded.repeat_interleave(copies, dim=0)).abs()
-                    gap = differences[mask[:, -rows.completion_length :].bool()]
-                    reason = self._too_far(gap)
+                differences = (packed.log_probs - padded.repeat_interleave(copies, dim=0)).abs()
+                gap = differences[mask[:, -rows.completion_length :].bool()]
+                reason = self._too_far(gap)
         session.policy.reshard()  # what no backward pass follows stays gathered
         if session.ranks.any(reason is not None):
             self.padded_because = next(r for r in session.ranks.gather(reason) if r is not None)
             self.close()
             if session.ranks.rank == 0:
                 logger.warning("Rows stay padded: %s.", self.padded_because)
-        elif not session.ranks.any(not whole):  # or the next rows are compared
+        elif session.ranks.sum(gap.numel()):
             self._compared.add(id(rows.model))
             if session.ranks.rank == 0 and gap.numel():
                 logger.info("Packed rows differ from padded ones by %.3g nats at most.", float(gap.max()))

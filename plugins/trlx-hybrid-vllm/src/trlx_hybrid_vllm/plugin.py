@@ -127,6 +127,7 @@ def trlx_register(registry: Registry) -> None:
         "merged",
         _merged,
         options=MergedOptions,
+        order=110,
         by_name=True,
         summary="PEFT adapters added to the engine's own weights, and rounded with them",
     )

@@ -24,6 +24,7 @@ from .shared import SharedSync, refuse_other_bits
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
+    from trlx_hybrid.types import LoadReport
 
     from ..options import MergedOptions
 
@@ -32,6 +33,7 @@ logger = logging.getLogger(__name__)
 SHARE = "hybrid/merged/surviving_share"
 LITTLE = 0.5  # of an adapter: below, the engine samples from the base rather than from the policy
 SAMPLED = 4  # weights of each sync that are merged once more, to be compared and for their share
+COUNTED = 1 << 24  # elements of a weight, its first rows, that the share is of: an embedding has a billion
 
 
 class MergedSync(SharedSync):
@@ -64,7 +66,7 @@ class MergedSync(SharedSync):
                 self._factors(name)
         except SyncError as error:
             return str(error)
-        return None if self._layers else "the policy has no adapter that changes a weight: `copy` brings it as it is"
+        return None if self._layers else "the policy has no adapter that changes a weight"
 
     def _find(self) -> dict[str, AdaptedModule]:
         """The adapted layers by the names of the weights that they change."""
@@ -80,7 +82,7 @@ class MergedSync(SharedSync):
         how = "stochastically" if self._stochastic else "to the nearest"
         return (
             f"merged: the sum of base and adapter is rounded to {self._dtype} ({how}) at each sync. {SHARE} says how "
-            "much of the adapter survives; weights='lora' serves all of it."
+            "much of the adapter survives; weights='lora' keeps it apart from the weights."
         )
 
     @property
@@ -89,10 +91,11 @@ class MergedSync(SharedSync):
 
     # --- syncing -----------------------------------------------------------------------------------------------------
 
-    def forget(self) -> None:
-        """Look for adapted layers anew as well."""
-        super().forget()
+    def sync(self) -> LoadReport:
+        """As `copy`, with the adapters that are there now: a layer may have got its first, or lost its last."""
+        self._slots |= self._policy.base_slots()
         self._layers = self._find()
+        return super().sync()
 
     def _changes(self, name: str, p: nn.Parameter) -> bool:
         return name in self._layers or super()._changes(name, p)
@@ -120,7 +123,7 @@ class MergedSync(SharedSync):
 
     def _generator(self, name: str) -> torch.Generator | None:
         """What rounds a weight, the same on all ranks and in a check afterwards; None for the nearest."""
-        if not self._stochastic:
+        if not self._stochastic or self._views[name].dtype is not torch.bfloat16:
             return None
         session = self._session
         seed = request_seed(session.args.seed, f"merge {name}", session.weight_version, 0, 0, 0)
@@ -134,10 +137,9 @@ class MergedSync(SharedSync):
         Raises:
             SyncError: names each parameter that differs.
         """
-        if full:
-            self._layers = self._find()
         checked = super().check(full)
-        names = sorted(sampled_names(list(self._layers), self._session.weight_version, SAMPLED))
+        there = [name for name in self._layers if name in self._views]  # an engine may have left a part out
+        names = sorted(sampled_names(there, self._session.weight_version, SAMPLED))
         differing = flagged(names, [differ(self._views[name], self._written(name)) for name in names])
         refuse_other_bits("the engine holds other bits than base and adapter add up to", differing)
         self._note_share(names)
@@ -149,10 +151,12 @@ class MergedSync(SharedSync):
         for name in names:
             factors, held = self._factors(name), self._views[name]
             if factors:
+                rows = slice(max(1, COUNTED * len(held) // held.numel()))
+                held, weight = held[rows], self._parameter(name)[rows]
                 delta = torch.zeros(held.shape, device=held.device)
                 for each in factors:
-                    delta.add_(each.product(), alpha=each.scaling)
-                change, delta = (held.float() - self._parameter(name).to(held.dtype)).flatten(), delta.flatten()
+                    delta.add_(each.product(rows), alpha=each.scaling)
+                change, delta = (held.float() - weight.to(held.dtype)).flatten(), delta.flatten()
                 sums.append(torch.stack([change.dot(delta), delta.dot(delta)]))
         kept, whole = torch.stack(sums).sum(0).tolist()
         if not whole > 0:
@@ -162,7 +166,7 @@ class MergedSync(SharedSync):
             self._warned = True
             logger.warning(
                 "weights='merged': %.0f%% of the adapter survives rounding to %s (%s), so the engine samples from a "
-                "policy nearer to the base than the one that is trained. weights='lora' serves the adapter as it is; "
+                "policy nearer to the base than the one that is trained. weights='lora' keeps the adapter apart; "
                 "weights_options={'rounding': 'stochastic'} keeps it on average, with noise.",
                 100 * share,
                 self._dtype,
@@ -187,9 +191,11 @@ class Factors:
     scaling: float
     transposed: bool
 
-    def product(self) -> Tensor:
-        """B @ A in float32, shaped like the weight."""
-        product = self.b.float() @ self.a.float()
+    def product(self, rows: slice = slice(None)) -> Tensor:
+        """Some rows of B @ A in float32, also under autocast, shaped like those of the weight."""
+        b, a = (self.b, self.a[:, rows]) if self.transposed else (self.b[rows], self.a)
+        with torch.autocast(b.device.type, enabled=False):
+            product = b.float() @ a.float()
         return product.T if self.transposed else product
 
 

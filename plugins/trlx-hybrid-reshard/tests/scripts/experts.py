@@ -25,6 +25,8 @@ from trlx_hybrid_vllm.loader import WeightLoader
 from trlx_hybrid_vllm.weight_map import WeightMap, refuses_writes, regions
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+# What vLLM's worker sets before it makes process groups: on some CPUs its ranks share memory under this name.
+os.environ.setdefault("VLLM_DIST_IDENT", f"experts-{os.environ['MASTER_PORT']}")
 EXPERTS = {"num_experts": 6, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
 
 

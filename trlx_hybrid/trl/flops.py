@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ..weights.policy import layer_kinds
 from ..weights.verify import autocast_dtype
 
 if TYPE_CHECKING:
@@ -107,11 +108,14 @@ def model_flops(policy: Policy) -> ModelFlops | None:
 def _is_plain(base: Any) -> bool:
     """Whether it is text alone, multiplied with weights as they are, and attends to all that comes before."""
     config = base.config
-    kinds = set(getattr(config, "layer_types", None) or ())
-    windows = not kinds and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    special = windows or getattr(base, "_is_stateful", False) or getattr(config, "kv_lora_rank", None)
+    special = getattr(base, "_is_stateful", False) or getattr(config, "kv_lora_rank", None)
     quantised = getattr(config, "quantization_config", None) is not None
-    return config.get_text_config() is config and kinds <= {"full_attention"} and not special and not quantised
+    return (
+        config.get_text_config() is config
+        and layer_kinds(config) == {"full_attention"}
+        and not special
+        and not quantised
+    )
 
 
 def _shape(p: Tensor) -> tuple[int, ...]:

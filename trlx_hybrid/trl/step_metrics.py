@@ -53,7 +53,7 @@ class Clock:
 
 
 @dataclass(slots=True, eq=False)
-class Step:
+class MeasuredStep:
     """One optimizer step.
 
     Attributes:
@@ -83,9 +83,9 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
     def __init__(self, session: Session, trainer: Callable[[], Any], flops: bool) -> None:
         self._session, self._trainer, self._knows_loss = session, trainer, flops
         self._clock = Clock(session.policy.device)
-        self._step: Step | None = None
+        self._step: MeasuredStep | None = None
         self._preparing = False  # whether a micro-batch of the step is, now
-        self._over: deque[Step] = deque()  # those the device may not be done with
+        self._over: deque[MeasuredStep] = deque()  # those the device may not be done with
         self._flops: ModelFlops | None = None
         self._peak: float | None = None
 
@@ -98,7 +98,7 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Whatever the one before was interrupted by."""
-        self._step = Step()
+        self._step = MeasuredStep()
         self._trainer()._loss_tokens = 0
 
     @contextmanager
@@ -175,7 +175,7 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
                 if bar is not None:  # that of rank 0, which is drawn next when the step ends
                     bar.set_postfix_str(line(found, step.sync), refresh=False)
 
-    def _numbers(self, step: Step) -> dict[str, float]:
+    def _numbers(self, step: MeasuredStep) -> dict[str, float]:
         found = {
             f"{part}_seconds": sum(self._clock.seconds(*stretch) for stretch in step.parts[part]) for part in PARTS
         }

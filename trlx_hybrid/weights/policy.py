@@ -287,6 +287,13 @@ def is_sharded(p: Tensor) -> bool:
     return hasattr(p, "full_tensor") or hasattr(p, "ds_id")
 
 
+def layer_kinds(config: Any) -> set[str]:
+    """What a text model's layers are, in the words of transformers' `layer_types`: "full_attention" attends to all that
+    comes before. Models without that list have sliding windows in all layers or in none."""
+    windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
+    return set(getattr(config, "layer_types", None) or ["sliding_attention" if windows else "full_attention"])
+
+
 def unwrapped_name(name: str) -> str:
     """A parameter's or module's name without what checkpointing, compile and FSDP wrappers add to it."""
     for prefix in WRAPPER_PREFIXES:

@@ -3,7 +3,7 @@
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trlx_hybrid_training.micro_batches import Lengths, equal_tokens, fewest_tokens
+from trlx_hybrid_training.micro_batches import RowLengths, equal_tokens, fewest_tokens
 
 
 def rows(count, prompts, tokens_of_prompt, completions):
@@ -11,7 +11,7 @@ def rows(count, prompts, tokens_of_prompt, completions):
     alike = [prompts.index(prompt) for prompt in prompts]
     prefixes = [tokens_of_prompt[prompt] - 1 for prompt in prompts]
     tokens = [prefix + 1 + completion for prefix, completion in zip(prefixes, completions, strict=True)]
-    return Lengths(tokens, alike, prefixes), count
+    return RowLengths(tokens, alike, prefixes), count
 
 
 @st.composite
@@ -76,7 +76,7 @@ def test_short_prompts_leave_tokens_as_equal_as_they_were():
 
 def test_prompts_are_alike_where_all_their_tokens_are():
     prompts = torch.tensor([[-1, 5, 6], [5, 5, 6], [-1, 5, 6], [0, 5, 6], [-1, -1, 6], [5, 5, 6]])
-    lengths = Lengths.of(prompts, [5, 6, 7, 8, 9, 10])
+    lengths = RowLengths.of(prompts, [5, 6, 7, 8, 9, 10])
     assert lengths.alike == [0, 1, 0, 3, 4, 1]
     assert lengths.prefixes == [1, 2, 1, 2, 0, 2]
     assert lengths.packed(range(6), below=1.0) == 45 - 1 - 2

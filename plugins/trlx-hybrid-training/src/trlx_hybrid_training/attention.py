@@ -7,6 +7,7 @@ weight sync) come without `segments`, and get what "sdpa" gives them.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -162,8 +163,7 @@ def _varlen(
     torch does not document for this function and a test holds."""
     from torch.nn.attention.varlen import varlen_attn
 
-    dtype, heads = _computed_in(query), query.shape[1]
-    settings = inspect.signature(varlen_attn).parameters
+    dtype, heads, settings = _computed_in(query), query.shape[1], _varlen_settings()
     causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in settings else {"is_causal": True}
     q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
     if any(tokens for _, tokens in prefixes):
@@ -176,6 +176,14 @@ def _varlen(
     q, k, v = (tensor.contiguous() for tensor in (q, k, v))
     out: Any = varlen_attn(q, k, v, *ends, *longest, scale=scaling, **causal)
     return out[None]  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _varlen_settings() -> frozenset[str]:
+    """Names of what torch's kernel takes, which differ between its releases."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
 
 
 def choose(model: PreTrainedModel) -> str | None:

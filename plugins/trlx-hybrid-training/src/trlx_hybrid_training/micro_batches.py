@@ -15,7 +15,7 @@ WORTH = 0.9
 
 
 @dataclass(frozen=True, slots=True)
-class Lengths:
+class RowLengths:
     """How many tokens rows have, and which of them they may share.
 
     Attributes:
@@ -29,7 +29,7 @@ class Lengths:
     prefixes: Sequence[int]
 
     @classmethod
-    def of(cls, prompts: Tensor, tokens: Sequence[int]) -> Lengths:
+    def of(cls, prompts: Tensor, tokens: Sequence[int]) -> RowLengths:
         """Of rows with these prompts: (B, P) int64 on the CPU, `PADDING` where there is no token."""
         first: dict[bytes, int] = {}
         alike = [first.setdefault(prompt.tobytes(), row) for row, prompt in enumerate(prompts.numpy())]
@@ -68,7 +68,7 @@ def equal_tokens(tokens: Sequence[int], count: int) -> list[list[int]]:
     return [sorted(group) for group in groups]
 
 
-def fewest_tokens(lengths: Lengths, count: int) -> list[list[int]]:
+def fewest_tokens(lengths: RowLengths, count: int) -> list[list[int]]:
     """Rows in `count` groups of equally many, of as few tokens in all as keeping the rows of a prompt together brings.
     No group computes more than the largest of `equal_tokens` would without sharing: it decides the memory.
 
@@ -89,7 +89,7 @@ def fewest_tokens(lengths: Lengths, count: int) -> list[list[int]]:
     return min(plans, key=cost)
 
 
-def _together(lengths: Lengths, count: int, most: int) -> list[list[int]]:
+def _together(lengths: RowLengths, count: int, most: int) -> list[list[int]]:
     """As `equal_tokens`, but up to `most` rows of a prompt at a time."""
     tokens, alike, prefixes = lengths.tokens, lengths.alike, lengths.prefixes
     of_prompt: dict[int, list[int]] = {}

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers.utils.generic import is_flash_attention_requested
+from trlx_hybrid.weights.policy import layer_kinds
 
 from .attention import kernel_on
-from .micro_batches import PADDING, Lengths
+from .micro_batches import PADDING, RowLengths
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,7 +68,7 @@ class Pack:
         prompts, lengths = counted[:, :-1], counted[:, -1].tolist()
         if first == 0 or bool((prompts[:, -1] == PADDING).any()):
             return None
-        mask, prefixes = whole, _shared(Lengths.of(prompts, lengths), shared_below)
+        mask, prefixes = whole, _shared(RowLengths.of(prompts, lengths), shared_below)
         sharing = [row for row, (_, tokens) in enumerate(prefixes) if tokens]
         if sharing:
             mask = whole.clone()
@@ -107,7 +108,7 @@ class Pack:
         return grid[:, -self.completion_length - 1 : -1]
 
 
-def _shared(lengths: Lengths, below: float) -> tuple[tuple[int, int], ...]:
+def _shared(lengths: RowLengths, below: float) -> tuple[tuple[int, int], ...]:
     """`Pack.prefixes`."""
     rows = range(len(lengths.tokens))
     share = lengths.packed(rows, below) < sum(lengths.tokens)
@@ -142,9 +143,7 @@ def refused(session: Run) -> str | None:
 
 
 def _refused_layers(model: PreTrainedModel, config: Any) -> str | None:
-    kinds = set(getattr(config, "layer_types", None) or ())
-    windows = not kinds and getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
-    others = sorted(kinds - {"full_attention"}) or (["sliding_attention"] if windows else [])
+    others = sorted(layer_kinds(config) - {"full_attention"})
     if others:
         return f"its layers are {' and '.join(others)}"
     if any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()):

@@ -10,6 +10,7 @@ transformers' layers read `gradient_checkpointing` of their own when they are ca
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -137,7 +138,7 @@ class Recomputation:
         layer = self._kept.expected(tokens)
         if layer is None:
             return 1
-        others = self._gradients() + self._casts() + self._head() + layers * self._input(tokens)
+        others = self._casts + self._head + self._gradients() + layers * self._input(tokens)
         kept = keepable(self._session.free_bytes(), others, layer, layers)
         return min(self._session.ranks.gather(kept)) if self._sharded else kept
 
@@ -149,6 +150,7 @@ class Recomputation:
             return sum(p.numel() * p.itemsize for p in trained)
         return sum(tensor.nbytes for tensor in plain_tensors([p for p in trained if p.grad is None]))
 
+    @functools.cached_property
     def _casts(self) -> int:
         """Bytes of the copies that autocast keeps of trained float32 weights for a forward pass."""
         if autocast_dtype(self._session.args).itemsize == 4:
@@ -156,6 +158,7 @@ class Recomputation:
         trained = self._session.policy.module.parameters()
         return sum(2 * p.numel() for p in trained if p.requires_grad and p.itemsize == 4 and not is_sharded(p))
 
+    @functools.cached_property
     def _head(self) -> int:
         """Bytes that TRL's fused LM head takes beside its chunks: its weight's gradient in float32, and its whole."""
         head: Any = self._session.policy.base.get_output_embeddings()

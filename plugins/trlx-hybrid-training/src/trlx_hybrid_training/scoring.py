@@ -16,7 +16,7 @@ from trlx_hybrid.weights.policy import evaluating
 from trlx_hybrid.weights.verify import TOLERANCE, allowed_share, autocast_dtype, coarsest
 
 from . import attention
-from .micro_batches import WORTH, Lengths, equal_tokens, fewest_tokens
+from .micro_batches import WORTH, RowLengths, equal_tokens, fewest_tokens
 from .packing import Pack, attention_name, refused, takes_prefixes
 from .recomputation import Recomputation
 
@@ -74,7 +74,7 @@ class Packed(Scoring):
         """Of equally many rows, and of as few tokens as sharing prompts allows or else as equally many as can be."""
         if not self._shares:
             return equal_tokens(tokens, count)
-        return fewest_tokens(Lengths.of(prompts.cpu(), tokens), count)
+        return fewest_tokens(RowLengths.of(prompts.cpu(), tokens), count)
 
     def score(self, rows: Rows) -> Scores:
         """As TRL does, over as many tokens as there are."""

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,8 +13,8 @@ from trlx_hybrid_ray import reaper
 from trlx_hybrid_ray.reaper import SEGMENT, SHARED_MEMORY, Segments, state
 
 LOOKED = 1.5
-"""Seconds after which the reaper has looked at shared memory: it does every 0.1 s, and on a busy machine after five
-times what the last look took."""
+"""Seconds after which the reaper has looked at shared memory: it does as soon as a name appears there, and then rests
+for five times the processor time that this took."""
 
 OWNER = """
 import json, os, subprocess, sys, time
@@ -114,6 +115,22 @@ def test_processes_are_looked_at_only_where_a_segment_is_new(monkeypatch, tmp_pa
     time.sleep(0.3)  # somebody else's: by now it would be mapped
     segments.look()
     assert looks == [1]
+
+
+def test_a_new_name_in_shared_memory_is_told_and_not_waited_for(tmp_path, monkeypatch):
+    """Who makes a segment may be killed before anybody would look by the clock, and then nobody knows whose it was."""
+    monkeypatch.setattr(reaper, "SHARED_MEMORY", f"{tmp_path}/")
+    segments = Segments("owner", 0)
+    assert segments.wait([], 0.01) is False  # nothing has happened
+    reading, writing = os.pipe()
+    threading.Timer(0.05, (tmp_path / "psm_1a2b3c4d").touch).start()
+    started = time.monotonic()
+    assert segments.wait([reading], 60) is False
+    assert time.monotonic() - started < 60
+    os.write(writing, b"\n")
+    assert segments.wait([reading], 60) is True
+    for descriptor in (reading, writing):
+        os.close(descriptor)
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,14 @@ BIN := .venv/bin
 CPU := HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR TORCH_CPP_LOG_LEVEL=ERROR TOKENIZERS_PARALLELISM=false
 LAUNCH := --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
-.PHONY: help quickstart test test-slow test-gpu test-faults lint types docs bench check clean
+.PHONY: help quickstart test test-slow test-gpu test-faults test-versions lint types docs bench check clean
 
 help:
 	@echo "make quickstart   install, then train a small model with GRPO through vLLM; ARGS='--seed 1' passes flags"
 	@echo "make test         install, then run the tests"
 	@echo "make test-slow    larger worlds of the same tests; make test-faults, tools and ranks that hang and crash"
 	@echo "make test-gpu     on a GPU machine: whole user scripts on one, two and four GPUs, and docs/tested.md of them"
+	@echo "make test-versions   the engine's tests on the newest vLLM and transformers that are served"
 	@echo "make test-adapters   OpenEnv and verifiers, in environments of their own"
 	@echo "make lint types docs bench check"
 
@@ -52,6 +53,20 @@ test-faults: .venv/dev
 	FAULT_SEEDS=20 $(CPU) $(BIN)/python -m pytest plugins/trlx-hybrid-multiturn/tests/test_faults.py $(ARGS)
 	FAULT_SEEDS=50 $(CPU) $(BIN)/python -m pytest -m "slow or not slow" \
 		$(patsubst %,plugins/trlx-hybrid-ray/tests/test_%.py,launch_faults remote_faults remote_engine_seeds) $(ARGS)
+
+# The newest versions that are served, in front of those that `make test` runs on, which are the oldest.
+.venv-newest/run: requirements/newest.lock .venv/dev
+	$(PYTHON) -m venv .venv-newest
+	echo '*' > .venv-newest/.gitignore
+	.venv-newest/bin/pip install -q $(PIP_ARGS) --no-deps -r requirements/newest.lock
+	.venv-newest/bin/python -c 'import pathlib, sysconfig as of; \
+		here, oldest = (of.get_path("purelib", vars=dict(base=base)) for base in (".venv-newest", "$(CURDIR)/.venv")); \
+		pathlib.Path(here, "oldest.pth").write_text(f"import site; site.addsitedir({oldest!r})\n")'
+	@touch $@
+
+test-versions: .venv-newest/run
+	$(CPU) .venv-newest/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) \
+		$(patsubst %,plugins/trlx-hybrid-vllm/tests/test_%.py,engine bad_input scheduler lora_sync)
 
 # OpenEnv and verifiers ask for versions that clash with vLLM's: each has an environment of its own, without torch.
 .venv-%/run: requirements/%.lock

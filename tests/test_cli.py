@@ -93,11 +93,13 @@ def test_doctor_says_what_works_here(capsys):
 
 
 def test_doctor_names_untested_versions_and_bad_pairs_with_advice(capsys, monkeypatch):
-    monkeypatch.setitem(environment.SUPPORTED, "trl", "9.9")
+    monkeypatch.setitem(environment.TESTED, "trl", ("9.9", "9.9"))
+    monkeypatch.setitem(environment.TESTED, "peft", ("0.1", "0.12"))
     monkeypatch.setattr(environment, "KNOWN_BAD", {("torch", "trl"): "try another"})
     assert main(["doctor"]) == 1
     out = capsys.readouterr().out
     assert "is not the tested series 9.9: pip install 'trl==9.9.*'" in out
+    assert "is not of the tested series 0.1 to 0.12: pip install 'peft==0.12.*'" in out
     assert "try another" in out
     assert "see the problems above" in out
 

@@ -22,8 +22,13 @@ PACKAGES = (
     "deepspeed",
 )
 
-SUPPORTED = {"trl": "1.16", "transformers": "5.17", "accelerate": "1.15", "peft": "0.21"}
-"""Release series that this package was written for and is tested with."""
+TESTED = {
+    "trl": ("1.16", "1.16"),
+    "transformers": ("5.17", "5.19"),
+    "accelerate": ("1.15", "1.15"),
+    "peft": ("0.21", "0.21"),
+}
+"""First and last release series that this package is tested with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +89,24 @@ def devices() -> list[str]:
 def version_problems(releases: dict[str, str]) -> list[str]:
     """One line per package outside the tested series, and per known-bad pair."""
     problems = []
-    for package, series in SUPPORTED.items():
+    for package, (first, last) in TESTED.items():
         release = releases.get(package)
+        advice = f"pip install '{package}=={last}.*'"
         if release is None:
-            problems.append(f"{package} is not installed: pip install '{package}=={series}.*'")
-        elif not f"{release}.".startswith(f"{series}."):
-            problems.append(
-                f"{package} {release} is not the tested series {series}: pip install '{package}=={series}.*'"
-            )
+            problems.append(f"{package} is not installed: {advice}")
+        elif not _series(first) <= _series(release) <= _series(last):
+            tested = f"the tested series {first}" if first == last else f"of the tested series {first} to {last}"
+            problems.append(f"{package} {release} is not {tested}: {advice}")
     for (package, beside), advice in KNOWN_BAD.items():
         mine, other = release_of(package), release_of(beside)
         fits = advice == NOT_CUDA.format(package) and (mine or "").endswith("+cpu")
         if mine is not None and other is not None and not fits:
             problems.append(f"{package} {mine} beside {beside} {other}: {advice}")
     return problems
+
+
+def _series(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in release.split(".")[:2])
 
 
 def package_version() -> str:

@@ -166,6 +166,9 @@ class Engine(Protocol):
     quantized: bool
     """Whether it rounds the weights further than its dtype does."""
 
+    untested: str | None = None
+    """What a run is told where this release of what samples was never tested: every sync is then proven in full."""
+
     weights_lost: bool
     """Whether sleeping discarded the weights: a sync must follow the next `wake("weights")`."""
 
@@ -367,7 +370,7 @@ class Scoring(Protocol):
 
 
 OPTIONAL = {
-    "Engine": {"peers_lost", "stream", "regions", "weights_written", "leave"},
+    "Engine": {"peers_lost", "untested", "stream", "regions", "weights_written", "leave"},
     "WeightSync": {"keeps_weights", "open", "note", "put_back", "forget", "check", "release"},
     "Rollout": {"converses", "converse", "close"},
     "Scoring": {"deferred", "balanced", "micro_batches", "note", "close"},

@@ -99,8 +99,10 @@ class WeightVersions:
             self.changed()  # and nobody said so
         if self.engine_version == self.version:
             return None
-        every = self._config.verify_every
-        full = self._syncs == 0 or (every > 0 and self._syncs % every == 0)
+        every, untested = self._config.verify_every, getattr(engine, "untested", None)
+        if untested is not None and self._syncs == 0 and self._ranks.rank == 0:
+            logger.warning("%s", untested)
+        full = self._syncs == 0 or (every > 0 and self._syncs % every == 0) or untested is not None
         plan = SyncPlan(weights=weights.name, version=self.version, verify="full" if full else "sampled")
         self._call("trlx_sync_start", plan=plan)
         self.forget()

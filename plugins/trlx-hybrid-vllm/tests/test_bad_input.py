@@ -53,8 +53,11 @@ def test_unknown_vllm_argument(run):
 
 @pytest.mark.parametrize(
     ("versions", "message"),
-    [({}, "vLLM is not installed. Install 0.31: `pip install"), ({"vllm": "0.30.2"}, "vllm 0.30.2 is installed")],
-    ids=["missing", "outside the range"],
+    [
+        ({}, "vLLM is not installed. Install 0.31 to 0.32: `pip install"),
+        ({"vllm": "0.30.2"}, "vllm 0.30.2 is installed, this plugin works with 0.31 to 0.32"),
+    ],
+    ids=["missing", "too old"],
 )
 def test_vllm_missing_or_of_another_version(run, monkeypatch, versions, message):
     def version(name):

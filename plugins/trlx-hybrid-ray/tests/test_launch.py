@@ -30,7 +30,7 @@ def started(two_nodes, capfd, tmp_path):
 
 def words(folder, name):
     """What the ranks left word of, in rank order."""
-    files = sorted(folder.glob(f"{name}.[0-9]*"), key=lambda path: int(path.suffix[1:]))
+    files = sorted(folder.glob(f"{name}.[0-9]"))  # and not those that are being written
     return [json.loads(path.read_text()) for path in files]
 
 
@@ -75,7 +75,7 @@ def test_the_rank_that_failed_first_is_named_last_with_its_traceback(started):
     tail = done.err[done.err.rindex("\nTraceback (most recent call last):") :]
     assert f'File "{OBEDIENT}", line ' in tail
     assert tail.count("Traceback") == 1
-    assert done.seconds < 30
+    assert done.seconds < 120  # gloo would wait for half an hour
 
 
 def test_an_exit_code_is_the_launchers(started):

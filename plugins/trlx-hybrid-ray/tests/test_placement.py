@@ -228,7 +228,7 @@ def test_two_at_once_are_both_served_or_refused_whole(two_nodes, holding):
     def ask():
         try:
             outcomes.append(
-                reserve(PlacementRequest(name="all", replicas=2, cpus=24, strategy="strict_spread"), deadline=3)
+                reserve(PlacementRequest(name="all", replicas=2, cpus=24, strategy="strict_spread"), deadline=6)
             )
         except PlacementError as error:
             outcomes.append(error)

@@ -45,14 +45,15 @@ def test_each_rank_reads_as_it_printed_however_the_pieces_mix(printed, data):
 
 def test_an_unfinished_line_is_shown_after_a_moment_and_others_do_not_run_into_it(monkeypatch):
     monkeypatch.setattr(printer, "PATIENCE", 0.05)
-
-    def write(one):
+    out, deadline = io.BytesIO(), time.monotonic() + 30
+    with Printer(NAMES, out, io.BytesIO()) as one:
         one.write((0, 0, False), b"asking: ")
-        time.sleep(0.5)
+        while out.getvalue() != b"[rank 0] asking: ":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         one.write((0, 1, False), b"done\n")
         one.write((0, 0, False), b"yes\n")
-
-    assert shown(write)[0] == "[rank 0] asking: \n[rank 1] done\n[rank 0] yes\n"
+    assert out.getvalue() == b"[rank 0] asking: \n[rank 1] done\n[rank 0] yes\n"
 
 
 def test_a_progress_bar_stays_on_its_line():

@@ -105,7 +105,7 @@ def rank_reports(
     *arguments: object,
     count: int,
     environment: Mapping[str, str] | None = None,
-    timeout: float = 240.0,
+    timeout: float = 400.0,
 ) -> list[Any]:
     """What each rank of `SCRIPT FOLDER ARGUMENTS` wrote to `FOLDER/rank<rank>.json`. All must end well."""
     ends = wait_all(start_ranks(script, folder, *arguments, count=count, environment=environment), timeout)

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import threading
 import time
 
 import pytest
@@ -117,12 +118,14 @@ def test_a_terminal_that_takes_no_more_is_told_once_and_the_run_goes_on(how, cap
 
 def test_a_terminal_that_blocks_holds_up_nobody_else():
     reading, writing = os.pipe()
-    with open(writing, "wb") as out:
-        one = Printer(NAMES, out, io.BytesIO())
-        for _ in range(20):
-            one.write((0, 0, False), b"x" * (4 << 20))
-        assert not one.has_room
-        assert not one.close(0.2)
-        with open(reading, "rb") as terminal:
-            while not one.close(0.05):
-                terminal.read1(1 << 20)
+    with open(reading, "rb") as terminal:
+        reader = threading.Thread(target=terminal.read)
+        with open(writing, "wb") as out:
+            one = Printer(NAMES, out, io.BytesIO())
+            for _ in range(20):
+                one.write((0, 0, False), b"x" * (4 << 20))
+            assert not one.has_room
+            assert not one.close(0.2)
+            reader.start()
+            assert one.close(60)
+        reader.join()

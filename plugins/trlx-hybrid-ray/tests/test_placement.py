@@ -89,7 +89,7 @@ def holding(two_nodes):
 
 def settled(expected):
     """Waits until Ray reports that much (GPUs, CPUs) as free by node: it does so a moment late."""
-    for _ in range(300):
+    for _ in range(1200):
         free = {node.id: (node.free_gpus, node.free_cpus) for node in alive_nodes()}
         if free == expected:
             return

@@ -193,7 +193,7 @@ def test_engines_end_with_a_trainer_that_is_killed(session_cluster, tmp_path):
     with log.open("w") as out:
         trainer = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ)
     try:
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 400
         while "sync 2:" not in log.read_text():
             assert trainer.poll() is None, log.read_text()[-4000:]
             assert time.monotonic() < deadline, log.read_text()[-4000:]

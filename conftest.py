@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 
 # Before torch and vLLM are imported, which read them once.
@@ -16,6 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+with contextlib.suppress(ImportError):  # which environments of adapters lack
+    from hypothesis import settings
+
+    settings.load_profile("ci")  # no deadline, which a busy machine misses; the same examples in each run
 
 
 @dataclass

@@ -87,7 +87,7 @@ def test_the_clock_is_read_with_an_idle_device():
 def test_time_is_wall_time_unless_the_arm_knows_better():
     arms = [Arm("slept", lambda turn: time.sleep(0.02)), Arm("timed", lambda turn: Timed(7.0))]
     slept, timed = alternate(arms, warmup=0, repetitions=1)
-    assert 0.02 <= slept.seconds[0] < 2.0
+    assert 0.02 <= slept.seconds[0] < 20.0
     assert timed.seconds == (7.0,)
 
 
@@ -394,9 +394,9 @@ def test_a_trainer_answers_although_a_helper_outlives_it(child):
 
 
 def test_a_trainer_that_takes_too_long_tells_where_it_stood(child, capfd):
-    found = child(f"echo '{capacity.PROGRESS}2 s: model built' >&2; sleep 60")(1)
+    found = child(f"echo '{capacity.PROGRESS}2 s: model built' >&2; sleep 60")(3)
     assert found["timed_out"]
-    assert found["ended"] == "no answer within 1 s"
+    assert found["ended"] == "no answer within 3 s"
     assert found["after"] == "2 s: model built"
     assert "hybrid tiny: 2 s: model built" in capfd.readouterr().err
 

@@ -142,7 +142,7 @@ def test_a_tiny_run_leaves_a_complete_result(tmp_path):
     """In a process of its own, which the engine and its threads end with. Its arms' tokens are compared inside."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "BENCH_COMMIT": "none"}
     (tmp_path / "run.py").write_text(TINY_RUN)
-    done = Script(tmp_path / "run.py", tmp_path, environment=environment).wait(180)
+    done = Script(tmp_path / "run.py", tmp_path, environment=environment).wait(400)
     assert done.returncode == 0, done.stderr[-2000:]
     (file,) = tmp_path.glob("multiturn_part-cpu-*.json")
     result = json.loads(file.read_text())

@@ -79,7 +79,7 @@ def test_a_tiny_run_leaves_a_complete_result(tmp_path):
     """In a process of its own, which the cluster ends with. Its arms' results are compared inside."""
     environment = os.environ | {"PYTHONPATH": str(ROOT), "BENCH_COMMIT": "none"}
     command = [sys.executable, "-c", TINY_RUN, str(tmp_path)]
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]
     (file,) = tmp_path.glob("ray_dispatch_part-cpu-*.json")
     result = json.loads(file.read_text())

@@ -181,7 +181,7 @@ def test_a_reader_that_has_seen_enough_ends_the_command_quietly(buffered):
     reading, writing = os.pipe()
     os.close(reading)
     command = [sys.executable, *([] if buffered else ["-u"]), "-m", "trlx_hybrid", "plugins"]
-    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=60)
+    ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=180)
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (1, "")
 

@@ -244,7 +244,7 @@ def test_the_quickstart_on_a_fresh_cpu_machine(tmp_path: Path) -> None:
     lines = f"set -e\n. {tmp_path}/env/bin/activate\n{install}{then}cd {tmp_path}\npython first.py"
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     done = subprocess.run(
-        ["bash", "-c", lines], cwd=ROOT, env=clean, capture_output=True, text=True, timeout=900, check=False
+        ["bash", "-c", lines], cwd=ROOT, env=clean, capture_output=True, text=True, timeout=1800, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "result     no problems found" in done.stdout

@@ -27,7 +27,7 @@ def launch(folder, processes, *options):
         environment |= {"ACCELERATE_USE_FSDP": "true"} | {key.upper(): str(value) for key, value in FSDP2.items()}
     if processes > 1:
         return rank_reports(SCRIPT, folder, *options, count=processes, environment=environment)
-    alone = Script(SCRIPT, folder, *options, environment=environment).wait(240)  # without torchrun's variables
+    alone = Script(SCRIPT, folder, *options, environment=environment).wait(400)  # without torchrun's variables
     assert alone.returncode == 0, alone.stderr[-4000:]
     return [json.loads((folder / "rank0.json").read_text())]
 

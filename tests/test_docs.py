@@ -33,7 +33,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},  # a notice of the theme's, not about these pages
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

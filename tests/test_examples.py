@@ -37,7 +37,7 @@ def test_the_example_trains_and_saves_from_the_command_line(tmp_path):
     command += ["--model_name_or_path", str(tmp_path / "model"), "--dataset_name", str(tmp_path / "data")]
     command += ["--output_dir", str(tmp_path / "out"), "--use_vllm", "--vllm_mode", "colocate", "--dtype", "float32"]
     command += ["--max_completion_length", "8", "--vllm_max_model_length", "32", "--use_peft", "--lora_r", "4"]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ, timeout=180)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "engine=vllm (use_vllm=True) · weights=lora (auto; not alias: the policy has adapters" in done.stderr
     assert "· rollout=single_turn (default)" in done.stderr

@@ -34,9 +34,9 @@ def start(*command, launcher=()):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
     if launcher:
         arguments = [sys.executable, *launcher, *map(str, command)]
-        done = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=240)
+        done = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=400)
     else:
-        done = Script(*command, environment=environment).wait(240)
+        done = Script(*command, environment=environment).wait(400)
     assert done.returncode == 0, done.stderr[-4000:]
     return done
 

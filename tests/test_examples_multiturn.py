@@ -17,7 +17,7 @@ REPORT = re.compile(r"^.+: mean reward \d\.\d{3} before GRPO, \d\.\d{3} after$",
 
 def start(*command):
     environment = os.environ | {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
-    done = Script(*command, environment=environment).wait(240)
+    done = Script(*command, environment=environment).wait(400)
     assert done.returncode == 0, done.stderr[-4000:]
     return done
 

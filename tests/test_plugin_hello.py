@@ -19,7 +19,7 @@ QUICKSTART = ROOT / "docs" / "quickstart.md"
 def run(*command: object, cwd: Path) -> subprocess.CompletedProcess:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TRLX_HYBRID_DISABLE": ""}
     done = subprocess.run(
-        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=False
+        [*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
     return done

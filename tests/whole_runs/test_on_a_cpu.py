@@ -6,7 +6,7 @@ import pytest
 import whole_run
 from cases import PACKED, STEPS, Case, flags
 
-LIMIT = 300
+LIMIT = 500
 ON_CPU = {"use_cpu": True, "bf16": False, "dtype": "float32", "lora_target_modules": "all-linear"}
 CASES = [
     ([], Case("fp32", sleep=True, graphs=False, ragged=True), "alias"),

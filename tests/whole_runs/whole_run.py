@@ -61,7 +61,7 @@ def run(
     """
     mark = uuid.uuid4().hex
     variables = os.environ | {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", MARK: mark} | (environment or {})
-    memory, shared = gpu_memory(), shared_memory()
+    memory, own, over = gpu_memory(), set[str](), threading.Event()
     words = [str(word) for word in command]
     started = time.monotonic()
     process = subprocess.Popen(
@@ -79,8 +79,13 @@ def run(
             if kill_at is not None and kill_at in line:
                 kill(mark, signal.SIGKILL)
 
-    reader = threading.Thread(target=follow, daemon=True)
+    def watch() -> None:
+        while not over.wait(0.5):
+            own.update(*map(mapped, processes(mark)))
+
+    reader, watcher = (threading.Thread(target=work, daemon=True) for work in (follow, watch))
     reader.start()
+    watcher.start()
     hung = False
     try:
         process.wait(limit)
@@ -89,7 +94,9 @@ def run(
         kill(mark, signal.SIGABRT)
         time.sleep(STACKS)
     ended = time.monotonic()
-    left = [] if hung else left_behind(mark, memory, shared)
+    over.set()
+    watcher.join()
+    left = [] if hung else left_behind(mark, memory, own)
     kill(mark, signal.SIGKILL)
     process.wait()
     reader.join(10)
@@ -120,12 +127,13 @@ def kill(mark: str, number: int) -> None:
             continue
 
 
-def left_behind(mark: str, memory: dict[str, int], shared: set[str]) -> list[str]:
-    """What a run has not cleaned up; looked at again for some seconds, since drivers take their time."""
+def left_behind(mark: str, memory: dict[str, int], own: set[str]) -> list[str]:
+    """What a run has not cleaned up, `own` segments of shared memory among it; looked at again for some seconds, since
+    drivers take their time."""
     ends = time.monotonic() + 10
     while True:
         found = [f"process {pid}" for pid in processes(mark)]
-        found += [f"/dev/shm/{name}" for name in sorted(shared_memory() - shared)]
+        found += [path for path in sorted(own) if Path(path).exists()]
         now = gpu_memory()
         found += [f"GPU {n}: {now[n] - was} MiB" for n, was in memory.items() if now[n] > was + MEMORY_SLACK]
         if not found or time.monotonic() > ends:
@@ -133,19 +141,14 @@ def left_behind(mark: str, memory: dict[str, int], shared: set[str]) -> list[str
         time.sleep(0.5)
 
 
-def shared_memory() -> set[str]:
-    """Names of the shared-memory segments that nobody uses."""
-    folder = Path("/dev/shm")
-    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
-    if not names:
-        return names
-    for process in Path("/proc").iterdir():
-        try:
-            used = (process / "maps").read_text() if process.name.isdigit() else ""
-        except OSError:  # it has just ended
-            continue
-        names -= {name for name in names if f"/dev/shm/{name}" in used}
-    return names
+def mapped(pid: int) -> set[str]:
+    """Files of shared memory that a process uses and that have a name."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:  # it has just ended
+        return set()
+    paths = (line.partition("/dev/shm/")[1:] for line in lines if not line.endswith(" (deleted)"))
+    return {"".join(path) for path in paths if path[0]}
 
 
 def gpu_memory() -> dict[str, int]:

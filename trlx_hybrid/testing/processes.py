@@ -10,17 +10,20 @@ import gc
 import json
 import multiprocessing
 import os
+import random
 import runpy
 import socket
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
 
 STACK = ("accelerate", "datasets", "peft", "torch.distributed.fsdp", "trl.trainer.grpo_trainer", "vllm.entrypoints.llm")
+PORTS = range(20000, 32000)
 _born: dict[str, str] = {}  # the environment that the process with the imports was started in
 
 
@@ -102,7 +105,7 @@ def rank_reports(
     *arguments: object,
     count: int,
     environment: Mapping[str, str] | None = None,
-    timeout: float = 240.0,
+    timeout: float = 400.0,
 ) -> list[Any]:
     """What each rank of `SCRIPT FOLDER ARGUMENTS` wrote to `FOLDER/rank<rank>.json`. All must end well."""
     ends = wait_all(start_ranks(script, folder, *arguments, count=count, environment=environment), timeout)
@@ -112,10 +115,13 @@ def rank_reports(
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A TCP port of this machine that nobody listens on now, and that Linux gives to nobody who asks for any: it may be
+    seconds until a rank listens there, and other processes of the machine open ports all the time."""
+    for port in random.SystemRandom().sample(PORTS, 100):  # the global generator is the tests'
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise OSError(f"none of 100 ports from {PORTS.start} to {PORTS.stop - 1} is free")
 
 
 def _run(command: list[str], environment: dict[str, str], gone: set[str], outputs: list[Path]) -> None:

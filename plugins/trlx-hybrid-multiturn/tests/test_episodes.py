@@ -188,7 +188,7 @@ def broken(how):
                 if how == "raises":
                     raise RuntimeError("no way")
                 if how == "hangs":
-                    await asyncio.sleep(60)
+                    await asyncio.sleep(1000)
                 return {"nonsense": "a string", "empty": Step(), "content": Step(observation=[{"role": "user"}])}[how]
             return await super().step(completion)
 
@@ -197,7 +197,7 @@ def broken(how):
 
 REASONS = {
     "raises": "environment 'Broken.step' raised RuntimeError: no way",
-    "hangs": "environment 'Broken.step' did not return within 0.5 s",
+    "hangs": "environment 'Broken.step' did not return within 2 s",
     "nonsense": "environment 'Broken.step' returned a str, no Step",
     "empty": "environment 'Broken.step' is not done, but has nothing to show",
     "content": "environment 'Broken.step' showed a list that holds something else than messages",
@@ -206,10 +206,10 @@ REASONS = {
 
 @pytest.mark.parametrize("how", REASONS)
 def test_an_episode_that_breaks_off_is_masked_and_counted(play, caplog, how):
-    hybrid = MULTI | {"rollout_options": {"tool_timeout": 0.5, "max_failed": 1.0}}
+    hybrid = MULTI | {"rollout_options": {"tool_timeout": 2.0, "max_failed": 1.0}}
     started = time.monotonic()
     trainer, seen, (_, _, masks, *_) = play(broken(how), hybrid=hybrid, rows=2)
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < 500
     ((*_, columns),) = seen.calls
     for door, reward, mask in zip(columns["door"], columns["episode_reward"], masks, strict=True):
         assert (reward is None, not any(mask)) == (door == 1, door == 1)

@@ -25,8 +25,8 @@ from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid_multiturn.multi_turn import TrajectoriesFailedError
 
 SEEDS = int(os.environ.get("FAULT_SEEDS", "3"))
-PATIENCE = 20  # seconds: for what ends soon, unless the machine is busy
-TIMEOUT = 1.5  # seconds a call may take
+PATIENCE = 60  # seconds: for what ends soon, unless the machine is busy
+TIMEOUT = 2.5  # seconds a call may take
 ROWS, GROUP, TURNS, NUMBERS = 16, 4, 3, 7
 GATE = threading.Event()  # what hanging threads wait for
 
@@ -250,7 +250,7 @@ def rig(tmp_path_factory):
     rig.session.rollout.close()
     none_left(lambda: {t for t in set(threading.enumerate()) - threads if t.name != "tqdm_monitor"})
     none_left(lambda: set(me.children(recursive=True)) - children)
-    assert me.num_fds() <= descriptors
+    none_left(lambda: max(0, me.num_fds() - descriptors))
     rig.session.close()
     cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
     del os.environ["FAULT_PLAN"]
@@ -370,7 +370,7 @@ def test_time_over_keeps_what_there_is_and_replaces_the_environment(rig):
     """A row that a tool holds up too long is cut, not failed; that call may still be using its environment."""
     reference = rig.roll()
     plan = {f"count{n}": "hang" for n in range(NUMBERS)}
-    rows = rig.roll(plan, tool_timeout=1000.0, max_seconds=2.5)
+    rows = rig.roll(plan, tool_timeout=1000.0, max_seconds=5.0)
     hung = [environment.hangs for environment in rig.trainer.environments]
     assert 0 < sum(hung) < ROWS
     for row, before, cut, conversation in zip(rows, reference, hung, rig.conversations, strict=True):

@@ -40,7 +40,7 @@ def shared():
 def start():
     """Makes pools; at the end they are closed, and no process, zombie, thread or descriptor of theirs is left."""
     me = psutil.Process()
-    children, threads, descriptors = set(me.children()), set(threading.enumerate()), me.num_fds()
+    children, threads, descriptors = set(me.children()), of_tools(), me.num_fds()
     pools = []
 
     def make(limit=1):
@@ -50,9 +50,14 @@ def start():
     yield make
     for pool in pools:
         pool.close()
-    assert set(me.children()) <= children
-    until(lambda: set(threading.enumerate()) <= threads)
-    assert me.num_fds() <= descriptors
+    until(lambda: set(me.children()) <= children)
+    until(lambda: of_tools() <= threads)
+    until(lambda: me.num_fds() <= descriptors)
+
+
+def of_tools():
+    """Threads of pools; libraries of other tests start some of their own at any time."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("tool")}
 
 
 def until(condition):
@@ -95,7 +100,7 @@ def sleep(seconds):
 
 def test_a_call_returns_its_value_and_its_times(shared):
     def spin():
-        end = time.process_time() + 0.05
+        end = time.process_time() + 0.06  # the clocks differ by a little
         while time.process_time() < end:
             pass
         return {"pid": os.getpid()}
@@ -383,9 +388,9 @@ def test_a_call_past_its_deadline_is_killed_with_all_it_started(start, tmp_path)
 
     pool = start()
     before = value(pool, pid)
-    lost = call(pool, hang, deadline=0.3, file=file)
-    assert lost.lost == "tool 'hang' did not return within 0.3 s; its process was killed."
-    assert lost.seconds >= 0.3
+    lost = call(pool, hang, deadline=2.0, file=file)
+    assert lost.lost == "tool 'hang' did not return within 2 s; its process was killed."
+    assert lost.seconds >= 2.0
     processes = [int(number) for number in file.read_text().split()]
     assert processes[0] == before
     until(lambda: all(gone(process) for process in processes))
@@ -404,11 +409,14 @@ def test_a_tool_that_ignores_all_signals_is_killed_too(start):
 
 
 def test_a_deadline_leaves_out_the_start_and_the_imports(start, tmp_path, monkeypatch):
-    (tmp_path / "slow_tool.py").write_text("import time; time.sleep(1)\ndef tool(): return 'ready'\n")
+    (tmp_path / "slow_tool.py").write_text(
+        "import os, time\nif str(os.getpid()) != os.environ['TRAINER']: time.sleep(3)\ndef tool(): return 'ready'\n"
+    )
+    monkeypatch.setenv("TRAINER", str(os.getpid()))
     monkeypatch.syspath_prepend(tmp_path)
     import slow_tool
 
-    assert call(start(), slow_tool.tool, deadline=0.9).value == "ready"
+    assert call(start(), slow_tool.tool, deadline=2.9).value == "ready"
     del sys.modules["slow_tool"]
 
 
@@ -451,7 +459,7 @@ def test_a_crash_loses_one_call_and_says_why(start, function, cause):
 
 
 def test_a_crash_behind_a_fork_is_seen_at_the_deadline(start):
-    assert "crashed its process: SIGABRT" in call(start(), crash_leaving_a_fork, deadline=0.5).lost
+    assert "crashed its process: SIGABRT" in call(start(), crash_leaving_a_fork, deadline=2.0).lost
 
 
 def test_a_worker_that_dies_idle_is_replaced_without_losing_a_call(start):
@@ -579,7 +587,7 @@ def test_two_hundred_calls_good_and_bad_leave_nothing(start):
         return outcomes
 
     round_of(10)
-    threads, descriptors = threading.active_count(), me.num_fds()
+    threads, descriptors = len(of_tools()), me.num_fds()
     outcomes = round_of(200)
     for i, outcome in outcomes.items():
         if i % 50 == 49:
@@ -588,8 +596,8 @@ def test_two_hundred_calls_good_and_bad_leave_nothing(start):
             assert str(outcome.error) == str(i)
         else:
             assert outcome.value == str(i)
-    assert threading.active_count() <= threads + 1  # the second worker may not have been needed before
-    assert me.num_fds() <= descriptors + 1
+    assert len(of_tools()) <= threads + 1  # the second worker may not have been needed before
+    until(lambda: me.num_fds() <= descriptors + 1)
     assert len(pool._free) <= 2
 
 

@@ -15,13 +15,13 @@ from trlx_hybrid.errors import HybridError
 from trlx_hybrid_multiturn.tools.event_loop import DaemonLoop
 from trlx_hybrid_multiturn.tools.threads import ThreadWorkers, ToolsUnavailableError
 
-PATIENCE = 20  # seconds: nothing here takes one, unless the machine is busy
+PATIENCE = 60  # seconds: nothing here takes one, unless the machine is busy
 
 
 @pytest.fixture
 def start():
     """Makes pools; at the end they are closed and none of their threads is left."""
-    before, pools = set(threading.enumerate()), []
+    before, pools = of_tools(), []
 
     def make(limit=4, lost_limit=2):
         pools.append(ThreadWorkers(limit, lost_limit))
@@ -31,7 +31,12 @@ def start():
     for pool in pools:
         pool.close()
         assert not pool._queue
-    until(lambda: set(threading.enumerate()) <= before)
+    until(lambda: of_tools() <= before)
+
+
+def of_tools():
+    """Threads of pools; libraries of other tests start some of their own at any time."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("tool")}
 
 
 @pytest.fixture
@@ -89,7 +94,7 @@ def test_tools_compute_on_the_trainers_gpu(start, monkeypatch):
 
 def test_a_call_returns_its_value_and_its_times(start):
     def spin():
-        end = time.thread_time() + 0.05
+        end = time.thread_time() + 0.06  # the clocks differ by a little
         while time.thread_time() < end:
             pass
         return "done"
@@ -190,8 +195,8 @@ def test_a_call_past_its_deadline_is_lost_and_the_pool_keeps_its_width(start, ga
 def test_a_deadline_counts_from_the_start_not_from_the_queue(start, gate, inbox):
     pool = start(limit=1)
     pool.submit(gate.wait, {}, lambda outcome: None, PATIENCE)
-    pool.submit(add, {"a": 1, "b": 2}, inbox.put, 0.25)
-    time.sleep(0.3)
+    pool.submit(add, {"a": 1, "b": 2}, inbox.put, 1.0)
+    time.sleep(1.2)
     assert inbox.empty()
     gate.set()
     assert take(inbox).value == 3

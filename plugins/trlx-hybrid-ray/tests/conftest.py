@@ -36,11 +36,9 @@ class Simulated:
 
     @property
     def nodes(self) -> list[str]:
-        """Ids of the nodes that are alive, the head's first."""
-        import ray
-
+        """Ids of the nodes that were not removed, the head's first. Ray takes a killed one for alive a while longer."""
         head = self.cluster.head_node.node_id
-        return sorted((n["NodeID"] for n in ray.nodes() if n["Alive"]), key=lambda n: (n != head, n))
+        return sorted((node.node_id for node in self.cluster.list_all_nodes()), key=lambda n: (n != head, n))
 
     def add_node(self, **arguments: Any) -> Any:
         return self.cluster.add_node(

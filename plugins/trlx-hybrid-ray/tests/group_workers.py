@@ -115,7 +115,7 @@ class Trouble:
     def after(self, batch: list[int]) -> list[int]:
         return batch
 
-    @register(dispatch="one_to_all", deadline=0.5)
+    @register(dispatch="one_to_all", deadline=2.0)
     def sleep_on(self, rank: int, seconds: float) -> int:
         if this_worker().rank == rank:
             time.sleep(seconds)
@@ -139,7 +139,7 @@ class Trouble:
             time.sleep(0.3)
             os._exit(9)
         if here.rank == (rank + 1) % here.world:
-            time.sleep(0.3)
+            time.sleep(0.8)
             raise ConnectionResetError("connection reset by peer")
         time.sleep(60)
         return here.rank

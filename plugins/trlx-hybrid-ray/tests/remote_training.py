@@ -70,7 +70,7 @@ def core_of(processes):
     return core
 
 
-def gone(groups, seconds=15):
+def gone(groups, seconds=60):
     """Wait until none of these processes runs."""
     deadline = time.monotonic() + seconds
     while left := [pid for group in groups for pid in group if running(pid)]:
@@ -78,7 +78,7 @@ def gone(groups, seconds=15):
         time.sleep(0.1)
 
 
-def no_segments(segments, seconds=5):
+def no_segments(segments, seconds=60):
     """Wait until none of ours is left. The reaper removes them when nobody maps them any more."""
     deadline = time.monotonic() + seconds
     while left := segments.left():

@@ -66,7 +66,7 @@ def test_both_launchers_set_the_same(two_nodes, capfd, tmp_path, config, monkeyp
         if launcher == "accelerate":
             command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config("fsdp")]
             command += ["--main_process_port", "0", OBEDIENT, "look", str(folder)]
-            done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=60)
+            done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240)
             assert done.returncode == 0, done.stderr
         else:
             done = launch(capfd, tmp_path, OBEDIENT, "look", folder, processes_per_node=2, config_file=config("fsdp"))

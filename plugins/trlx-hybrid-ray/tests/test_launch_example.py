@@ -19,7 +19,7 @@ def test_two_simulated_nodes_train_one_model(tmp_path):
     segments = Segments()
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "ACCELERATE_"))}
     done = subprocess.run(
-        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300
+        [sys.executable, str(EXAMPLE)], capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=600
     )
     assert done.returncode == 0, done.stderr[-3000:]
     first, last = map(float, re.search(r"reward (\S+) -> (\S+) on 2 ranks", done.stdout).groups())

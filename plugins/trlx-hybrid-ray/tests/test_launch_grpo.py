@@ -50,7 +50,7 @@ def test_rewards_are_those_of_accelerate_launch(two_nodes, capfd, tmp_path, conf
         folder.mkdir()
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", "0"]
     done = subprocess.run(
-        [*command, str(GRPO), str(folders["accelerate"])], capture_output=True, text=True, env=os.environ, timeout=240
+        [*command, str(GRPO), str(folders["accelerate"])], capture_output=True, text=True, env=os.environ, timeout=500
     )
     assert done.returncode == 0, done.stderr[-4000:]
     launched = launch(capfd, tmp_path, GRPO, folders["ray"], nodes=2, config_file=config)

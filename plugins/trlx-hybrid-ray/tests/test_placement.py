@@ -89,7 +89,7 @@ def holding(two_nodes):
 
 def settled(expected):
     """Waits until Ray reports that much (GPUs, CPUs) as free by node: it does so a moment late."""
-    for _ in range(300):
+    for _ in range(1200):
         free = {node.id: (node.free_gpus, node.free_cpus) for node in alive_nodes()}
         if free == expected:
             return
@@ -228,7 +228,7 @@ def test_two_at_once_are_both_served_or_refused_whole(two_nodes, holding):
     def ask():
         try:
             outcomes.append(
-                reserve(PlacementRequest(name="all", replicas=2, cpus=24, strategy="strict_spread"), deadline=3)
+                reserve(PlacementRequest(name="all", replicas=2, cpus=24, strategy="strict_spread"), deadline=6)
             )
         except PlacementError as error:
             outcomes.append(error)

@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import threading
 import time
 
 import pytest
@@ -45,14 +46,15 @@ def test_each_rank_reads_as_it_printed_however_the_pieces_mix(printed, data):
 
 def test_an_unfinished_line_is_shown_after_a_moment_and_others_do_not_run_into_it(monkeypatch):
     monkeypatch.setattr(printer, "PATIENCE", 0.05)
-
-    def write(one):
+    out, deadline = io.BytesIO(), time.monotonic() + 30
+    with Printer(NAMES, out, io.BytesIO()) as one:
         one.write((0, 0, False), b"asking: ")
-        time.sleep(0.5)
+        while out.getvalue() != b"[rank 0] asking: ":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         one.write((0, 1, False), b"done\n")
         one.write((0, 0, False), b"yes\n")
-
-    assert shown(write)[0] == "[rank 0] asking: \n[rank 1] done\n[rank 0] yes\n"
+    assert out.getvalue() == b"[rank 0] asking: \n[rank 1] done\n[rank 0] yes\n"
 
 
 def test_a_progress_bar_stays_on_its_line():
@@ -116,12 +118,14 @@ def test_a_terminal_that_takes_no_more_is_told_once_and_the_run_goes_on(how, cap
 
 def test_a_terminal_that_blocks_holds_up_nobody_else():
     reading, writing = os.pipe()
-    with open(writing, "wb") as out:
-        one = Printer(NAMES, out, io.BytesIO())
-        for _ in range(20):
-            one.write((0, 0, False), b"x" * (4 << 20))
-        assert not one.has_room
-        assert not one.close(0.2)
-        with open(reading, "rb") as terminal:
-            while not one.close(0.05):
-                terminal.read1(1 << 20)
+    with open(reading, "rb") as terminal:
+        reader = threading.Thread(target=terminal.read)
+        with open(writing, "wb") as out:
+            one = Printer(NAMES, out, io.BytesIO())
+            for _ in range(20):
+                one.write((0, 0, False), b"x" * (4 << 20))
+            assert not one.has_room
+            assert not one.close(0.2)
+            reader.start()
+            assert one.close(60)
+        reader.join()

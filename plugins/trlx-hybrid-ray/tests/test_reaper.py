@@ -10,11 +10,7 @@ from pathlib import Path
 
 import pytest
 from trlx_hybrid_ray import reaper
-from trlx_hybrid_ray.reaper import SEGMENT, SHARED_MEMORY, Segments, state
-
-LOOKED = 1.5
-"""Seconds after which the reaper has looked at shared memory: it does as soon as a name appears there, and then rests
-for five times the processor time that this took."""
+from trlx_hybrid_ray.reaper import SEGMENT, SHARED_MEMORY, Segments, descendants, state
 
 OWNER = """
 import json, os, subprocess, sys, time
@@ -67,7 +63,15 @@ def owner(tmp_path):
     shutil.rmtree(folder)
 
 
-def gone(left, seconds=15):
+def wait_until_looked():
+    """The reaper looks at shared memory as soon as a name appears there, after a rest of five times the processor time
+    of the last look: as long as one takes here."""
+    began = time.monotonic()
+    descendants("nobody", 0)
+    time.sleep(1 + 10 * (time.monotonic() - began))
+
+
+def gone(left, seconds=60):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if not any(map(state, left["pids"])) and not os.path.exists(SHARED_MEMORY + left["segment"]):
@@ -79,7 +83,7 @@ def gone(left, seconds=15):
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_descendants_and_segments_go_when_their_owner_is_killed(owner, how):
     process, left, data = owner
-    time.sleep(LOOKED)
+    wait_until_looked()
     assert os.path.exists(SHARED_MEMORY + left["segment"])
     process.send_signal(how)
     assert gone(left)
@@ -88,13 +92,13 @@ def test_descendants_and_segments_go_when_their_owner_is_killed(owner, how):
 
 def test_they_go_when_they_are_to_and_it_is_said_what_was_left(owner):
     process, left, data = owner
-    time.sleep(LOOKED)
+    wait_until_looked()
     process.stdin.write("finish\n")
     process.stdin.flush()
     said = process.stdout.readline()
-    assert gone(left, 1)
+    assert gone(left, seconds=1)
     assert all(f"process {pid}" in said for pid in left["pids"][:2])
-    assert process.wait(10) == 0
+    assert process.wait(60) == 0
     assert data.exists()
 
 

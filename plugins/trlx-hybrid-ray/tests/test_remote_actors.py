@@ -36,6 +36,7 @@ def test_waits_end_and_say_who_is_late(session_cluster):
 
     nap = ray.remote(num_cpus=0.1)(lambda seconds: time.sleep(seconds))
     soon, late = nap.remote(0), nap.remote(60)
+    ray.get(soon, timeout=60)  # a worker for it may have to start
     began = time.monotonic()
     assert wait([soon, late], 3) == ([soon], [late])
     assert wait([late, soon], 60, count=1) == ([soon], [late])
@@ -47,7 +48,7 @@ def test_waits_end_and_say_who_is_late(session_cluster):
     assert isinstance(error, ray.exceptions.GetTimeoutError)
     assert str(error) == "no answer within 1 s"
     assert next(came, None) is None
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < 50
     ray.cancel(late, force=True)
 
 
@@ -62,7 +63,7 @@ def test_a_deadline_is_for_all_answers_together(session_cluster):
     assert next(came) == ("soon", None)
     began = time.monotonic()
     assert isinstance(next(came)[1], ray.exceptions.GetTimeoutError)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 7  # of its own it would have 8
     ray.cancel(late, force=True)
 
 
@@ -74,9 +75,9 @@ def test_a_trainer_that_was_stopped_for_longer_than_a_deadline_goes_on(session_c
         for result in ("awake", "up", "[1.0]"):
             assert process.stdout.readline() == "calling\n"
             time.sleep(0.5)
-            stopped(process, 6)
+            stopped(process, 8)
             assert process.stdout.readline() == f"returned {result}\n"
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
 
 
 def test_actors_see_their_own_gpu_below_a_process_that_sees_all(two_nodes):

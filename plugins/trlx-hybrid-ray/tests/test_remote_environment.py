@@ -223,7 +223,8 @@ def test_a_dead_worker_ends_its_episodes_and_no_others(counters):
     victims = [environment for environment, pid in zip(held, where) if pid == where[0]]
     others = [environment for environment, pid in zip(held, where) if pid != where[0]]
     assert len(victims) == len(others) == 2
-    with pytest.raises(EnvironmentLostError, match=r"'Counter\.crash': worker \d \(node .*\) died: ActorDiedError"):
+    lost = r"'Counter\.crash': worker \d \(node .*\) died: Actor(Died|Unavailable)Error"
+    with pytest.raises(EnvironmentLostError, match=lost):
         victims[0].crash()
     assert victims[0].get_reward() is None  # its trajectory is masked: the reward does not apply
     assert victims[0].total is None
@@ -236,32 +237,32 @@ def test_a_dead_worker_ends_its_episodes_and_no_others(counters):
 
 
 def test_a_call_that_hangs_ends_its_episode():
-    with remote_environment(Counter, per_worker=2, deadline=1) as found:
+    with remote_environment(Counter, per_worker=2, deadline=2.5) as found:
         environment, other = found(), found()
-        with pytest.raises(EnvironmentLostError, match=r"'Counter\.hang' did not return within 1 s.*may still run"):
+        with pytest.raises(EnvironmentLostError, match=r"'Counter\.hang' did not return within 2.5 s.*may still run"):
             environment.hang()
         assert other.add(1) == 1  # the worker goes on
         assert environment.reset(start=3) == "from 3"  # another, beside what hangs
-    with remote_environment(Counter, deadline=1, per_worker=1) as found:
+    with remote_environment(Counter, deadline=2.5, per_worker=1) as found:
         environment = found()
-        with pytest.raises(EnvironmentLostError, match="did not return within 1 s"):
+        with pytest.raises(EnvironmentLostError, match=r"did not return within 2.5 s"):
             environment.hang()
-        with pytest.raises(EnvironmentLostError, match="did not return within 1 s"):
+        with pytest.raises(EnvironmentLostError, match=r"did not return within 2.5 s"):
             environment.add(1)  # is not asked again
         assert environment.reset(start=3) == "from 3"  # nobody else is in that worker: another takes its place
 
 
 def test_what_hangs_takes_places_beyond_two_and_gives_them_back():
-    with remote_environment(Counter, per_worker=2, deadline=0.5) as found:
+    with remote_environment(Counter, per_worker=2, deadline=1.5) as found:
         environment, other = found(), found()
-        for seconds in (60, 60, 4):
+        for seconds in (60, 60, 6):
             with pytest.raises(EnvironmentLostError, match="did not return"):
                 environment.nap(seconds)
             if seconds == 60:
                 environment.reset()
         with pytest.raises(ConfigError, match=r"4 environments 'Counter' are in use.* 3 of them hang in a call"):
             environment.reset()
-        until = time.monotonic() + 30
+        until = time.monotonic() + 50
         while True:
             try:
                 assert environment.reset(start=7) == "from 7"

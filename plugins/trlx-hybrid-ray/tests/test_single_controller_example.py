@@ -21,7 +21,7 @@ def cache(tmp_path_factory):
 def run(cache, folder, placement):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     command = [sys.executable, str(EXAMPLE), *SHORT.split(), "--placement", placement, "--cache_dir", str(cache)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=500)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

@@ -206,19 +206,17 @@ def test_who_waits_for_a_failed_future_hears_the_first_reason(trouble):
 
 
 def test_a_deadline_names_who_is_missing(trouble):
-    with pytest.raises(
-        DeadlineError, match=r"No answer to Trouble.sleep_on within 0.5 s from rank 1 .*; 2 of 3 workers"
-    ):
-        trouble.sleep_on(1, 1.5)
+    with pytest.raises(DeadlineError, match=r"No answer to Trouble.sleep_on within 2 s from rank 1 .*; 2 of 3 workers"):
+        trouble.sleep_on(1, 2.5)
     assert trouble.raise_on([]) == [0, 1, 2]
 
 
 def test_a_future_can_be_asked_again_after_a_deadline(trouble):
-    future = trouble.sleep_later(1.0)
+    future = trouble.sleep_later(2.0)
     with pytest.raises(TimeoutError, match=r"within 0.05 s from rank 0 .*0 of 3 workers answered"):
         future.result(timeout=0.05)
     assert not future.done()
-    assert future.result(timeout=30) == [0, 1, 2]
+    assert future.result(timeout=60) == [0, 1, 2]
     assert future.done()
 
 
@@ -263,7 +261,7 @@ def test_an_error_in_the_block_ends_workers_at_once():
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     with pytest.raises(WorkerError, match=r"was closed before Trouble.sleep_later was done on all 2 workers"):
-        futures[0].result(timeout=30)
+        futures[0].result(timeout=60)
     assert gone(pids)
 
 
@@ -289,8 +287,8 @@ def test_a_dead_worker_is_named_though_another_failed_by_it(tmp_path):
 
 
 def gone(pids):
-    """Whether the processes end within 20 seconds."""
-    until = time.monotonic() + 20
+    """Whether the processes end within a minute."""
+    until = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < until:
         time.sleep(0.05)
     return not any(Path(f"/proc/{pid}").exists() for pid in pids)

@@ -35,7 +35,7 @@ def test_mypy_reveals_the_groups_types_and_finds_wrong_calls(tmp_path):
     config = tmp_path / "mypy.ini"
     config.write_text(CONFIG)
     command = [sys.executable, "-m", "mypy", "--config-file", str(config), "--cache-dir", str(tmp_path), str(FILE)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     lines = FILE.read_text().splitlines()
     notes, errors = {}, {}
     for number, kind, text in re.findall(r"typed_group\.py:(\d+): (note|error): (.*)", done.stdout):

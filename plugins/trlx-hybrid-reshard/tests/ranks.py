@@ -17,5 +17,5 @@ def reports(script, folder, count, *arguments):
 def ends(script, folder, count, *arguments):
     """How each rank ended; a hang ends in TimeoutError."""
     return wait_all(
-        start_ranks(HERE / "scripts" / script, folder, *arguments, count=count, environment=ENVIRONMENT), 120
+        start_ranks(HERE / "scripts" / script, folder, *arguments, count=count, environment=ENVIRONMENT), 400
     )

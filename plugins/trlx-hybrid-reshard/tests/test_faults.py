@@ -44,4 +44,4 @@ def test_the_others_name_it_in_time(seen, fault):
         assert re.search(f"Rank {rank} {FAULTS[fault]}", report[fault]["error"]), report
         if fault not in ("never_opens", "never_compares"):  # where it is not this engine
             assert report[fault]["peers_lost"]  # or closing it would wait for a rank that does not come
-        assert report[fault]["seconds"] < DEADLINE + 3  # a machine may be busy; a hang is longer
+        assert report[fault]["seconds"] < DEADLINE + 30  # a machine may be busy; a hang is longer

@@ -252,7 +252,7 @@ def ended(tmp_path_factory):
     """How processes ended that left an engine to their end: standard error and report of each."""
     folder, hows = tmp_path_factory.mktemp("ends"), ("left", "half")
     scripts = {how: Script(SCRIPTS / "ends.py", how, folder / how) for how in hows}
-    ends = {how: script.wait(300) for how, script in scripts.items()}
+    ends = {how: script.wait(600) for how, script in scripts.items()}
     assert not any(end.returncode for end in ends.values()), ends
     return {how: (end.stderr, json.loads((folder / how).read_text())) for how, end in ends.items()}
 

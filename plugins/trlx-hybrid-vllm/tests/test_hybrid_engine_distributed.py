@@ -20,13 +20,13 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "ACCELERATE_USE_CPU": "true"}
 def launch(folder, launcher, *options):
     """The reports of two ranks, in rank order."""
     if launcher != "accelerate":
-        return ended(folder, wait_all(started(folder, *options), 240))
+        return ended(folder, wait_all(started(folder, *options), 400))
     # With `--cpu` it would start one process whatever `--num_processes` says; with the GPU's launcher it is two.
     settings = "--multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no --dynamo_backend no"
     command = [sys.executable, "-m", "accelerate.commands.launch", *settings.split()]
     command += ["--main_process_port", str(free_port()), str(SCRIPT), str(folder), *options]
     return ended(
-        folder, [subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, timeout=240)]
+        folder, [subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, timeout=400)]
     )
 
 
@@ -83,7 +83,7 @@ def test_tensor_parallel_jobs_of_one_machine_do_not_meet(tmp_path, single):
     folders = [tmp_path / name for name in ("one", "another")]
     jobs = [started(folder, "tp=2") for folder in folders]
     for folder, job in zip(folders, jobs, strict=True):
-        reports = ended(folder, wait_all(job, 240))
+        reports = ended(folder, wait_all(job, 400))
         assert_equal_and_as_one(reports, single, "reshard")  # of replicas: every rank has what its slices need
         assert all(all(report["shared"]) for report in reports)
 

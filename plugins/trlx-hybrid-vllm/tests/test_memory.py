@@ -47,7 +47,7 @@ MOVES = {  # who comes or goes at each
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     out = tmp_path_factory.mktemp("memory") / "edges.json"
-    done = Script(SCRIPT, out, environment=os.environ | {"OMP_NUM_THREADS": "1"}).wait(300)
+    done = Script(SCRIPT, out, environment=os.environ | {"OMP_NUM_THREADS": "1"}).wait(600)
     assert done.returncode == 0, done.stderr[-4000:]
     report = json.loads(out.read_text())
     for path in MOVES:

@@ -1,4 +1,4 @@
-"""Launched by test_launch_faults.py: the phases of a trainer in two seconds, and what one leaves when it is killed.
+"""Launched by test_launch_faults.py: the phases of a trainer in four seconds, and what one leaves when it is killed.
 
     launcher scripts/phases.py OUT
 
@@ -20,7 +20,7 @@ from trlx_hybrid.trl.checkpoint import checkpoint_to_resume
 
 OUT = Path(sys.argv[1])
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-STEPS, PAUSE = 4, 0.05
+STEPS, PAUSE = 4, 0.15
 
 
 def enter(phase):

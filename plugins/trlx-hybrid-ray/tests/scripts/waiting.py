@@ -1,4 +1,4 @@
-"""Three calls of remote parts that take 2 s each, with deadlines of 4 s. Says when each begins and what it returned."""
+"""Three calls of remote parts that take 2 s each, with deadlines of 6 s. Says when each begins and what it returned."""
 
 import asyncio
 import time
@@ -23,8 +23,8 @@ def slow(prompts, **columns):
 
 if __name__ == "__main__":
     with (
-        remote_environment(Sleeper, deadline=4, cpus=0.1) as sleepers,
-        remote_reward(slow, deadline=4, cpus=0.1) as reward,
+        remote_environment(Sleeper, deadline=6, cpus=0.1) as sleepers,
+        remote_reward(slow, deadline=6, cpus=0.1) as reward,
     ):
         sleeper = sleepers()
         for call in (sleeper.nap, lambda: asyncio.run(sleeper.doze()), lambda: reward(prompts=["a"])):

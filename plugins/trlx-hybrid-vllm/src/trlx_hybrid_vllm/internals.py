@@ -191,13 +191,12 @@ def tensor_parallel_group() -> Any:
 def launcher_environment(rank: int, local_rank: int, world: int) -> Iterator[None]:
     """What vLLM's "external_launcher" executor reads from the environment, set while the engine is built.
 
-    That executor joins the process group that accelerate made, or makes one of a single process on a free port.
+    That executor joins the process group that accelerate made, or makes one of a single process, whose store takes a
+    free port by itself: one that was looked for before would be anybody's until the engine listens there.
     """
-    from vllm.utils.network_utils import get_open_port
-
     wanted: dict[str, int | str] = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world}
     if "MASTER_PORT" not in os.environ or world == 1:
-        wanted |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": get_open_port()}
+        wanted |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     # vLLM sets the last by itself.
     with restored([*wanted, "VLLM_ENABLE_V1_MULTIPROCESSING"]):
         os.environ.update({name: str(value) for name, value in wanted.items()})

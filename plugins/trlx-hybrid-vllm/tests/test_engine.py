@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import trlx_hybrid
+import vllm
 from trlx_hybrid import hookimpl
 from trlx_hybrid.testing.processes import Script
 from trlx_hybrid.types import Phase, Request, Sampling
@@ -235,6 +236,24 @@ def test_a_float32_engine_does_not_compute_in_tf32(monkeypatch):
     assert knobs.language.fp32_default is None
     monkeypatch.setenv("TRITON_F32_DEFAULT", "tf32x3")
     assert precision(torch.float32) == "tf32x3"
+
+
+def test_a_second_start_finds_what_the_first_compiled(run, monkeypatch):
+    """vLLM keeps it under a hash of its config, which has the path of the model's folder in it."""
+    hashes, folders = [], []
+
+    class Noting(vllm.LLM):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            hashes.append(self.llm_engine.vllm_config.compute_hash())
+            folders.append(self.llm_engine.model_config.model)
+
+    monkeypatch.setattr(vllm, "LLM", Noting)
+    for length in (64, 64, 96):
+        given = {"use_vllm": True, "vllm_max_model_length": length, "train": False}
+        run(trlx_hybrid.GRPOTrainer, **given).trainer.session.open()
+    assert len(set(folders)) == 3
+    assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_batches_of_one_weight_version_share_no_draws(run):

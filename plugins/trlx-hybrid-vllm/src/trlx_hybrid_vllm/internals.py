@@ -245,6 +245,30 @@ def frozen_heap(kept: bool) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def compiled_once() -> Iterator[None]:
+    """Around the start of an engine whose folder has a random name: it takes what an earlier start compiled.
+
+    vLLM keeps compiled models under a hash of its config, the model's path included. Every start would compile anew,
+    for half a minute, choose its kernels by their time anew, which in bf16 is another rounding, and leave one more
+    folder behind. What the path stands for, the model's config, is in the hash by itself.
+    """
+    from vllm.config import ModelConfig
+
+    plain = ModelConfig.compute_hash
+
+    @functools.wraps(plain)
+    def compute_hash(config: Any) -> str:
+        path, config.model = config.model, "trlx-hybrid"
+        try:
+            return plain(config)
+        finally:
+            config.model = path
+
+    with patch.object(ModelConfig, "compute_hash", compute_hash):
+        yield
+
+
 FLOAT32_PRODUCTS = "TRITON_F32_DEFAULT"
 """How exact Triton's products of float32 are, read when a kernel is compiled. Left alone they are TF32, and attention,
 and so each log-prob, is off by 1e-3. PyTorch's own, and so the trainer's, are exact unless told otherwise."""

@@ -258,7 +258,7 @@ def compiled_once() -> Iterator[None]:
     plain = ModelConfig.compute_hash
 
     @functools.wraps(plain)
-    def compute_hash(config: Any) -> str:
+    def compute_hash(config: Any) -> Any:
         path, config.model = config.model, "trlx-hybrid"
         try:
             return plain(config)

@@ -118,7 +118,7 @@ def drain(llm: Any, steps: int = 16) -> None:
     """Let the engine core report what has finished: it keeps a step or two in flight after the last request.
 
     Raises:
-        EngineError: requests are still running, so their KV cache cannot be given back.
+        EngineError: requests are still running, so their KV cache can neither be given back nor forgotten.
     """
     client = llm.llm_engine.engine_core
     core = client.engine_core
@@ -129,7 +129,7 @@ def drain(llm: Any, steps: int = 16) -> None:
     running, waiting = core.scheduler.get_request_counts()
     raise EngineError(
         f"{running + waiting} requests are still in vLLM's queue at the end of the rollout, so its KV cache cannot be "
-        "given back. A custom rollout must finish or abort what it adds (`llm.llm_engine.abort_request`)."
+        "given back or forgotten. A custom rollout must finish or abort what it adds (`llm.llm_engine.abort_request`)."
     )
 
 
@@ -250,8 +250,8 @@ def compiled_once() -> Iterator[None]:
     """Around the start of an engine whose folder has a random name: it takes what an earlier start compiled.
 
     vLLM keeps compiled models under a hash of its config, the model's path included. Every start would compile anew,
-    for half a minute, choose its kernels by their time anew, which in bf16 is another rounding, and leave one more
-    folder behind. What the path stands for, the model's config, is in the hash by itself.
+    choose its kernels by the clock anew, which may round otherwise, and leave one more folder in vLLM's cache. What the
+    path stands for, the model's config, is in the hash by itself.
     """
     from vllm.config import ModelConfig
 

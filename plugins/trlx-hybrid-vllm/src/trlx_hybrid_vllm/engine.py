@@ -69,7 +69,7 @@ class VLLMEngine:
             internals.launcher_environment(ranks.rank, ranks.local_rank, ranks.world),
             internals.running(self.dtype),
             internals.frozen_heap(self._frozen > 0),
-            internals.compiled_once(),
+            internals.compiled_once(folder),
             trainer_classes_kept(session.policy.module) as built,
         ):
             write_without_weights(session.policy, Path(folder))

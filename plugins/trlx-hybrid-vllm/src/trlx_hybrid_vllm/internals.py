@@ -246,7 +246,7 @@ def frozen_heap(kept: bool) -> Iterator[None]:
 
 
 @contextmanager
-def compiled_once() -> Iterator[None]:
+def compiled_once(folder: str) -> Iterator[None]:
     """Around the start of an engine whose folder has a random name: it takes what an earlier start compiled.
 
     vLLM keeps compiled models under a hash of its config, the model's path included. Every start would compile anew,
@@ -259,7 +259,8 @@ def compiled_once() -> Iterator[None]:
 
     @functools.wraps(plain)
     def compute_hash(config: Any) -> Any:
-        path, config.model = config.model, "trlx-hybrid"
+        path = config.model
+        config.model = "trlx-hybrid" if path == folder else path
         try:
             return plain(config)
         finally:

@@ -27,16 +27,15 @@ class Proofs:
 
     @hookimpl
     def trlx_report_header(self, session):
-        engine = session.live_engine.llm.llm_engine.vllm_config
-        compilation = engine.compilation_config
-        self.trace(
-            session,
-            "the engine",
-            kv_blocks=engine.cache_config.num_gpu_blocks,
-            graphs=str(compilation.cudagraph_mode),
-            fused_all_reduce=bool(compilation.pass_config.fuse_allreduce_rms),
-            schedules_ahead=bool(engine.scheduler_config.async_scheduling),
-        )
+        llm = getattr(session.live_engine, "llm", None)  # an engine of other processes has none here
+        config = llm and llm.llm_engine.vllm_config
+        found = config and {
+            "kv_blocks": config.cache_config.num_gpu_blocks,
+            "graphs": str(config.compilation_config.cudagraph_mode),
+            "fused_all_reduce": bool(config.compilation_config.pass_config.fuse_allreduce_rms),
+            "schedules_ahead": bool(config.scheduler_config.async_scheduling),
+        }
+        self.trace(session, "the engine", **(found or {}))
 
     @hookimpl
     def trlx_sync_end(self, session, report):

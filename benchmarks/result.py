@@ -95,11 +95,19 @@ class Result:
 
         Args:
             add: keep what the file has of other cases, see `joined`; for what one command cannot measure in its time.
+
+        Raises:
+            ValueError: it cannot be added to what is there. It was written beside it, so that nothing is lost.
         """
         file = folder / f"{self.benchmark}-{self.device}.json"
         content = self.as_dict()
         if add and file.exists():
-            content = joined(json.loads(file.read_text()), content)
+            try:
+                content = joined(json.loads(file.read_text()), content)
+            except ValueError as error:
+                beside = file.with_suffix(".json.new")
+                beside.write_text(written(content))
+                raise ValueError(f"{error} This one is in {beside}.") from error
         file.write_text(written(content))
         print(f"{self.benchmark} on {self.device}\n\n{self.table()}\n\nwritten to {file}")
         return file
@@ -118,14 +126,19 @@ def written(content: Mapping[str, Any]) -> str:
 def joined(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
     """One result of two runs that measured different cases; where both say something, the later one is right.
 
-    Each case keeps the commit and the machine that it was measured at.
+    Each case keeps the commit and the machine that it was measured at. A distribution that only one of them knows was
+    no part of what both measured.
 
     Raises:
-        ValueError: they differ in benchmark, device, versions or peer; or, without cases, in the commit.
+        ValueError: they differ in benchmark, device, peer or a version; or, without cases, in the commit.
     """
-    for key in ("benchmark", "device", "versions", "peer", *(() if later["measurements"] else ("commit",))):
+    for key in ("benchmark", "device", "peer", *(() if later["measurements"] else ("commit",))):
         if earlier[key] != later[key]:
             raise ValueError(f"Cannot add to a result with another {key}: {earlier[key]!r}, now {later[key]!r}.")
+    before, now = earlier["versions"], later["versions"]
+    for name in sorted(before.keys() & now.keys()):
+        if before[name] != now[name]:
+            raise ValueError(f"Cannot add to a result of another {name}: {before[name]}, now {now[name]}.")
     cases = {m["case"] for m in later["measurements"]}
     kept = [m for m in earlier["measurements"] if m["case"] not in cases]
     settings = dict(earlier["settings"])
@@ -134,6 +147,7 @@ def joined(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, An
         settings[key] = {**old, **value} if isinstance(old, Mapping) and isinstance(value, Mapping) else value
     return {
         **later,
+        "versions": {**before, **now},
         "measured_at": {**measured_at(earlier), **later["measured_at"]},
         "settings": settings,
         "measurements": [*kept, *later["measurements"]],

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from fractions import Fraction
 from types import SimpleNamespace
 
@@ -150,6 +151,27 @@ def test_each_case_says_at_which_commit_and_on_which_machine_it_was_measured(exa
     at = json.loads(example.publish(tmp_path).read_text())["measured_at"]
     assert at == {"8x8": {"commit": "abc", "cpu": result.cpu_model(), "driver": "580.65.06"}}
     assert result.cpu_model()
+
+
+def test_a_case_is_added_whatever_else_is_installed_by_now(example, tmp_path, monkeypatch):
+    monkeypatch.setattr(result, "versions", lambda: {"torch": "2.11.0"})
+    example.publish(tmp_path)
+    monkeypatch.setattr(result, "versions", lambda: {"torch": "2.11.0", "ray": "2.60.0"})
+    file = replace(example, measurements=[Measurement("slow", (3.0,), "16x8")]).publish(tmp_path, add=True)
+    written = json.loads(file.read_text())
+    assert [m["case"] for m in written["measurements"]] == ["8x8", "8x8", "16x8"]
+    assert written["versions"] == {"torch": "2.11.0", "ray": "2.60.0"}
+
+
+def test_what_cannot_be_added_is_kept_beside(example, tmp_path, monkeypatch):
+    monkeypatch.setattr(result, "versions", lambda: {"torch": "2.11.0"})
+    before = example.publish(tmp_path).read_text()
+    monkeypatch.setattr(result, "versions", lambda: {"torch": "2.13.0"})
+    with pytest.raises(ValueError, match=r"another torch: 2\.11\.0, now 2\.13\.0.*json\.new"):
+        example.publish(tmp_path, add=True)
+    kept = json.loads((tmp_path / "rollout-nvidia-test.json.new").read_text())
+    assert kept["versions"] == {"torch": "2.13.0"}
+    assert (tmp_path / "rollout-nvidia-test.json").read_text() == before
 
 
 def test_a_machine_without_a_gpu_has_no_driver(monkeypatch, tmp_path):

@@ -35,6 +35,7 @@ PACKED = {
     "plugin_options": json.dumps({"training": {"lora_layers": True}}),
     "lora_dropout": 0.0,  # TRL's is 0.05, with which old log-probs take a pass of their own
 }
+COMBINED = {"combo_kernels": True, "benchmark_combo_kernel": False}  # as vLLM does, without measuring
 RAGGED = {"stop_token_ids": list(range(10, 16))}  # of 98 tokens: lengths are geometric, cut at the limit
 
 
@@ -76,12 +77,21 @@ class Case:
     @property
     def repeats(self) -> bool:
         """Whether a run with gathered weights logs the same, bit for bit."""
-        if self.weights == "lora":  # merged and unmerged adapters round differently
-            return False
-        return not (self.graphs and self.ragged)  # vLLM schedules ahead of the GPU: batches, and rounding, differ
+        return self.weights != "lora"  # merged and unmerged adapters round differently
+
+    def environment(self, folder: Path) -> dict[str, str]:
+        """What keeps two runs from computing with different kernels. Those that are compiled for CUDA graphs are tried
+        out by the clock, among them norms that sum in another order, and kept for all that start later."""
+        if not self.graphs:
+            return {}
+        alike = {"TORCHINDUCTOR_DETERMINISTIC": "1", "VLLM_TRITON_FORCE_FIRST_CONFIG": "1"}
+        return alike | {"VLLM_CACHE_ROOT": str(folder / "vllm")}
 
     def settings(self) -> dict[str, object]:
         """Of TRL's and our configs."""
+        engine: dict[str, object] = {"enforce_eager": not self.graphs}
+        if self.graphs:
+            engine["engine_args"] = {"compilation_config": {"inductor_compile_config": COMBINED}}
         chosen: dict[str, object] = {
             "dtype": "float32" if self.weights == "fp32" else "bfloat16",
             "bf16": True,
@@ -89,7 +99,7 @@ class Case:
             "vllm_tensor_parallel_size": self.tp,
             "offload": self.offload,
             "generation_kwargs": json.dumps(RAGGED if self.ragged else FIXED),
-            "engine_options": json.dumps({"enforce_eager": not self.graphs}),
+            "engine_options": json.dumps(engine),
         }
         if self.weights in ("lora", "merged"):
             chosen |= {"use_peft": True, "lora_r": 16, "lora_target_modules": "all-linear"}

@@ -1,5 +1,7 @@
 """The same scripts without GPUs, so that every change runs some of them to their end."""
 
+import json
+import re
 import sys
 
 import pytest
@@ -32,3 +34,35 @@ def test_packed_rows(model, whole, tmp_path):
     whole_run.check_proofs(ended, "lora")
     whole_run.check_packed(ended)
     assert "LoRA layers: 14 of 14 compute in fewer passes" in ended.output
+
+
+def ended(*traces):
+    """A run whose ranks said these, each `(number, rank, at, {what: digest})`, among other things."""
+    lines = [json.dumps({"number": number, "rank": rank, "at": at} | found) for number, rank, at, found in traces]
+    return whole_run.Ended([], 0, False, 1.0, "".join(f"{{'loss': 1}}TRACE {line}\n" for line in lines))
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ((2, {"weights": 8}), "first at the sync on rank 0, in weights: the trainer, after equal rollouts"),
+        ((4, {"logprobs": "z"}), "first at a rollout on rank 1, in logprobs: the engine, with equal weights"),
+        ((0, {"kv_blocks": 9}), "nowhere in weights, tokens and log-probs: .* differ in kv_blocks 5 and 9"),
+    ],
+)
+def test_two_runs_that_part_say_whose_arithmetic_it_is(changed, said):
+    rollout = {"tokens": "x", "logprobs": "y"}
+    ranks = [
+        [
+            (1, rank, "the engine", {"kv_blocks": 5}),
+            (2, rank, "the sync", {"weights": 7}),
+            (3, rank, "a rollout", rollout),
+        ]
+        for rank in range(2)
+    ]
+    traces = [ranks[0][0], ranks[1][0], ranks[0][1], ranks[0][2], ranks[1][2], ranks[1][1]]
+    at, found = changed
+    number, rank, where, before = traces[at]
+    others = [*traces[:at], (number, rank, where, before | found), *traces[at + 1 :]]
+    assert "nowhere" in whole_run.parting(ended(*traces), ended(*reversed(traces)))
+    assert re.search(said, whole_run.parting(ended(*traces), ended(*others)))

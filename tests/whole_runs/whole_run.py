@@ -49,6 +49,11 @@ class Ended:
         found = re.findall(r"PROOF path=(\w+) verified=(\d+) gap=(\S+)", self.output)
         return [(path, int(verified), None if gap == "None" else float(gap)) for path, verified, gap in found]
 
+    def traces(self) -> list[dict[str, Any]]:
+        """What scripts/grpo.py says of each rank's engine, then of each sync and rollout, as they came."""
+        found = [json.loads(trace) for trace in re.findall(r"TRACE (\{[^{}]*\})", self.output)]
+        return sorted(found, key=lambda trace: (trace["number"], trace["rank"]))
+
 
 def run(
     command: Sequence[object], limit: float, environment: dict[str, str] | None = None, kill_at: str | None = None
@@ -230,6 +235,22 @@ def differences(logs: list[dict[str, float]], others: list[dict[str, float]]) ->
     ]
 
 
+def parting(one: Ended, other: Ended) -> str:
+    """Where two runs part that should compute the same, and so whose arithmetic it is."""
+    engines: list[str] = []
+    for mine, theirs in zip(one.traces(), other.traces(), strict=False):
+        apart = [key for key in mine if mine[key] != theirs.get(key)]
+        if mine["at"] == theirs["at"] == "the engine":
+            engines += [f"{key} {mine[key]} and {theirs[key]}" for key in apart]
+        elif apart:
+            whose = "the trainer, after equal rollouts" if "weights" in apart else "the engine, with equal weights"
+            at = f"first at {mine['at']} on rank {mine['rank']}, in {' and '.join(apart)}: {whose}"
+            break
+    else:
+        at = "nowhere in weights, tokens and log-probs: what is logged of them is computed otherwise"
+    return f"they part {at}; their engines differ in {', '.join(engines) or 'nothing'}"
+
+
 def check_case(
     case: Case,
     launcher: Sequence[str],
@@ -255,20 +276,25 @@ def check_case(
         gather: whether to run it with gathered weights, too, where that repeats.
     """
     settings = case.settings() | (changes or {})
+    variables = case.environment(folder) | (environment or {})
 
-    def train(name: str, given: dict[str, object], expected: str) -> list[dict[str, float]]:
+    def train(name: str, given: dict[str, object], expected: str) -> tuple[list[dict[str, float]], Ended]:
         words = flags(given, model, folder / name)
-        ended = whole([sys.executable, *launcher, SCRIPTS / "grpo.py", *words], limit, environment=environment)
+        ended = whole([sys.executable, *launcher, SCRIPTS / "grpo.py", *words], limit, environment=variables)
         logs = history(folder / name)
         check_training(logs, STEPS)
         check_proofs(ended, expected)
-        return logs
+        assert ended.traces(), ended.output[-8000:]
+        return logs, ended
 
-    logs = train("run", settings, path or case.path)
+    logs, ended = train("run", settings, path or case.path)
     seen["gap"] = check_gap(logs)
     if gather and case.repeats:
-        apart = differences(logs, train("gather", settings | {"weights": "gather"}, "gather"))
-        if apart:  # so that a report tells a wrong sync from arithmetic that does not repeat
-            again = differences(logs, train("again", settings, path or case.path))
-            said = "repeats itself" if not again else f"does not repeat itself either: {again[:6]}"
-            raise AssertionError(f"with gathered weights it logs otherwise, {apart[:6]}; the run {said}")
+        others, other = train("gather", settings | {"weights": "gather"}, "gather")
+        if apart := differences(logs, others):  # so that a report tells a wrong sync from arithmetic that differs
+            again, once_more = train("again", settings, path or case.path)
+            said = "repeats itself"
+            if changed := differences(logs, again):
+                said = f"does not repeat itself either, {changed[:6]}: {parting(ended, once_more)}"
+            seen["note"] = f"with gathered weights it logs otherwise: {parting(ended, other)}. The run {said}."
+            raise AssertionError(f"{seen['note']}\n{apart[:12]}")

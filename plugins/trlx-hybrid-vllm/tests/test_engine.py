@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import trlx_hybrid
+import vllm
 from trlx_hybrid import hookimpl
+from trlx_hybrid.errors import EngineError
 from trlx_hybrid.testing.processes import Script
 from trlx_hybrid.types import Phase, Request, Sampling
 from trlx_hybrid_vllm import internals, plugin
@@ -237,6 +239,39 @@ def test_a_float32_engine_does_not_compute_in_tf32(monkeypatch):
     assert precision(torch.float32) == "tf32x3"
 
 
+def test_weights_do_not_change_under_requests_that_a_custom_rollout_left_unfinished(run):
+    """vLLM keeps its prefix cache then, keys and values of the old weights, and only logs that."""
+    session = run(trlx_hybrid.GRPOTrainer, use_vllm=True, train=False).trainer.session
+    with session.rollout_phase(True):
+        llm = session.live_engine.llm
+        (left,) = llm.enqueue([{"prompt_token_ids": [7] * 33}], vllm.SamplingParams(max_tokens=30, ignore_eos=True))
+        llm.llm_engine.step()
+    session.weights_changed()
+    with pytest.raises(EngineError, match="1 requests are still in vLLM's queue"), session.rollout_phase(True):
+        pass
+    llm.llm_engine.abort_request([left], internal=True)
+    with session.rollout_phase(True):
+        assert internals.prefixes(llm) == 0
+
+
+def test_a_second_start_finds_what_the_first_compiled(run, monkeypatch):
+    """vLLM keeps it under a hash of its config, which has the path of the model's folder in it."""
+    hashes, folders = [], []
+
+    class Noting(vllm.LLM):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            hashes.append(self.llm_engine.vllm_config.compute_hash())
+            folders.append(self.llm_engine.model_config.model)
+
+    monkeypatch.setattr(vllm, "LLM", Noting)
+    for length in (64, 64, 96):
+        given = {"use_vllm": True, "vllm_max_model_length": length, "train": False}
+        run(trlx_hybrid.GRPOTrainer, **given).trainer.session.open()
+    assert len(set(folders)) == 3
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
 def test_batches_of_one_weight_version_share_no_draws(run):
     """Gradient accumulation samples several batches with the same weights, and so does an evaluation in between."""
     session = run(trlx_hybrid.GRPOTrainer, use_vllm=True, train=False).trainer.session
@@ -250,14 +285,14 @@ def test_batches_of_one_weight_version_share_no_draws(run):
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     """How processes ended that left an engine to their end: standard error and report of each."""
-    folder, hows = tmp_path_factory.mktemp("ends"), ("left", "half")
+    folder, hows = tmp_path_factory.mktemp("ends"), ("left", "half", "destroyed")
     scripts = {how: Script(SCRIPTS / "ends.py", how, folder / how) for how in hows}
     ends = {how: script.wait(600) for how, script in scripts.items()}
     assert not any(end.returncode for end in ends.values()), ends
     return {how: (end.stderr, json.loads((folder / how).read_text())) for how, end in ends.items()}
 
 
-@pytest.mark.parametrize("how", ["left", "half"])
+@pytest.mark.parametrize("how", ["left", "half", "destroyed"])
 def test_an_engine_that_is_left_takes_the_process_group_along_that_it_made(ended, how):
     """NCCL's prints a warning otherwise."""
     stderr, report = ended[how]

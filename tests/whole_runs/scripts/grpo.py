@@ -1,17 +1,53 @@
-"""GRPO with every flag of TRL and of HybridConfig, and a plugin that prints what each weight sync proved."""
+"""GRPO with every flag of TRL and of HybridConfig, and a plugin that prints what each weight sync proved, and digests
+of what engine and trainer computed: where two runs that should be the same part, they say whose arithmetic it is."""
 
+import hashlib
+import json
 import random
+import sys
 
 from datasets import Dataset
 from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
 
 
+def digest(values):
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12]
+
+
 class Proofs:
+    def __init__(self):
+        self.number = 0
+
+    def trace(self, session, at, **found):
+        self.number += 1
+        line = json.dumps({"number": self.number, "rank": session.ranks.rank, "at": at} | found)
+        sys.stdout.write(f"TRACE {line}\n")  # at once, since ranks share the output
+        sys.stdout.flush()
+
+    @hookimpl
+    def trlx_report_header(self, session):
+        llm = getattr(session.live_engine, "llm", None)  # an engine of other processes has none here
+        config = llm and llm.llm_engine.vllm_config
+        found = config and {
+            "kv_blocks": config.cache_config.num_gpu_blocks,
+            "graphs": str(config.compilation_config.cudagraph_mode),
+            "fused_all_reduce": bool(config.compilation_config.pass_config.fuse_allreduce_rms),
+            "schedules_ahead": bool(config.scheduler_config.async_scheduling),
+        }
+        self.trace(session, "the engine", **(found or {}))
+
     @hookimpl
     def trlx_sync_end(self, session, report):
         if session.ranks.rank == 0:
             print(f"PROOF path={report.weights} verified={report.verified} gap={report.logprob_gap}", flush=True)
+        self.trace(session, f"the sync of version {report.version}", weights=session.policy.digest())
+
+    @hookimpl
+    def trlx_rollout_end(self, session, trajectories):
+        at = f"a rollout of version {session.weight_version} for {'training' if session.training else 'evaluation'}"
+        tokens, logprobs = [t.completion_ids for t in trajectories], [t.logprobs for t in trajectories]
+        self.trace(session, at, tokens=digest(tokens), logprobs=digest(logprobs))
 
 
 def reward(completion_ids, **kwargs):

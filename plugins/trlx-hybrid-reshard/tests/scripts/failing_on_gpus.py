@@ -16,7 +16,7 @@ from pathlib import Path
 
 from trlx_hybrid.testing.processes import free_port
 
-DEADLINE = 12.0  # seconds that a rank is waited for
+DEADLINE = 12.0  # seconds that a rank is waited for, and that a sync may stand still
 LIMIT = 240  # seconds for a fault, with the start of its engines
 CULPRIT = 1
 FAULTS = ("killed", "away", "killed_in_the_sync", "away_in_the_sync")
@@ -54,7 +54,7 @@ def run(folder, fault):
         engine="vllm",
         engine_options=options | {"kv_cache_memory_bytes": 1 << 30},
         weights="reshard",
-        weights_options={"deadline": DEADLINE},
+        weights_options={"deadline": DEADLINE, "stall": DEADLINE},
     )
     engine = HybridEngine(model, character_tokenizer(), config=config, max_tokens=8)
     with engine.rollout_context():
@@ -70,7 +70,8 @@ def run(folder, fault):
         if fault.endswith("in_the_sync"):
             session.weights.prepared.run = misbehave
             session.weights.sync()
-        misbehave()
+        else:
+            misbehave()
         return
     started, said = time.monotonic(), None
     try:

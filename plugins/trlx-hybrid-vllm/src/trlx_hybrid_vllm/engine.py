@@ -69,6 +69,7 @@ class VLLMEngine:
             internals.launcher_environment(ranks.rank, ranks.local_rank, ranks.world),
             internals.running(self.dtype),
             internals.frozen_heap(self._frozen > 0),
+            internals.compiled_once(folder),
             trainer_classes_kept(session.policy.module) as built,
         ):
             write_without_weights(session.policy, Path(folder))
@@ -163,8 +164,13 @@ class VLLMEngine:
 
     def forget_computed(self) -> None:
         """Drop what was computed with the weights: the prefix cache, if there is anything in it (vLLM walks all blocks
-        for that, 2 ms for 27 GiB), and the embeddings of images."""
-        if internals.prefixes(self.llm):
+        for that, 2 ms for 27 GiB), and the embeddings of images.
+
+        Raises:
+            EngineError: requests are unfinished, whose keys and values vLLM keeps for others as well.
+        """
+        if internals.prefixes(self.llm) and not self.llm.reset_prefix_cache():
+            internals.drain(self.llm)
             self.llm.reset_prefix_cache()
         if self.llm.llm_engine.model_config.is_multimodal_model:
             self.llm.llm_engine.reset_encoder_cache()
@@ -407,8 +413,9 @@ def _forget_queues() -> None:
 
 
 def _device_groups() -> Iterator[Any]:
-    """vLLM's NCCL groups, which it knows no more, since it destroys those that it knows."""
-    for coordinator in _coordinators():
+    """vLLM's NCCL groups, which it knows no more, since it destroys those that it knows. None where the script has
+    destroyed all groups, as `accelerator.end_training()` does."""
+    for coordinator in _coordinators() if dist.is_initialized() else ():
         if not hasattr(coordinator, "device_group"):
             continue
         if dist.get_backend(coordinator.device_group) == "nccl":

@@ -118,7 +118,7 @@ def drain(llm: Any, steps: int = 16) -> None:
     """Let the engine core report what has finished: it keeps a step or two in flight after the last request.
 
     Raises:
-        EngineError: requests are still running, so their KV cache cannot be given back.
+        EngineError: requests are still running, so their KV cache can neither be given back nor forgotten.
     """
     client = llm.llm_engine.engine_core
     core = client.engine_core
@@ -129,7 +129,7 @@ def drain(llm: Any, steps: int = 16) -> None:
     running, waiting = core.scheduler.get_request_counts()
     raise EngineError(
         f"{running + waiting} requests are still in vLLM's queue at the end of the rollout, so its KV cache cannot be "
-        "given back. A custom rollout must finish or abort what it adds (`llm.llm_engine.abort_request`)."
+        "given back or forgotten. A custom rollout must finish or abort what it adds (`llm.llm_engine.abort_request`)."
     )
 
 
@@ -241,6 +241,31 @@ def frozen_heap(kept: bool) -> Iterator[None]:
         yield
         return
     with patch.object(gc, "freeze", lambda: None), patch.object(gc, "unfreeze", lambda: None):
+        yield
+
+
+@contextmanager
+def compiled_once(folder: str) -> Iterator[None]:
+    """Around the start of an engine whose folder has a random name: it takes what an earlier start compiled.
+
+    vLLM keeps compiled models under a hash of its config, the model's path included. Every start would compile anew,
+    choose its kernels by the clock anew, which may round otherwise, and leave one more folder in vLLM's cache. What the
+    path stands for, the model's config, is in the hash by itself.
+    """
+    from vllm.config import ModelConfig
+
+    plain = ModelConfig.compute_hash
+
+    @functools.wraps(plain)
+    def compute_hash(config: Any) -> Any:
+        path = config.model
+        config.model = "trlx-hybrid" if path == folder else path
+        try:
+            return plain(config)
+        finally:
+            config.model = path
+
+    with patch.object(ModelConfig, "compute_hash", compute_hash):
         yield
 
 

@@ -1,4 +1,5 @@
-"""Engines that are closed, closed half-way, or left to the end of the process: what of each remains."""
+"""Engines that are closed, closed half-way, left to the end of the process, or to that of its process groups: what of
+each remains."""
 
 import atexit
 import gc
@@ -46,6 +47,9 @@ def main(how, out):
         REPORT["frozen by the user"] = frozen_by("freezes")
         start()
         REPORT["default group"] = dist.is_initialized()
+    elif how == "destroyed":
+        start()
+        dist.destroy_process_group()
     else:
         loop = start()
         with patch.object(module, "shut_down", side_effect=ZeroDivisionError):

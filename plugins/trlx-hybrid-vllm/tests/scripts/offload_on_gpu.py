@@ -2,8 +2,8 @@
 
     python offload_on_gpu.py OUT [KV_GIB]
 
-Three runs of a 1.5B shape with an fp32 master: a KV cache of 8 GiB and no offload; one of KV_GIB (62 by default, for a
-card of 80 GB), which leaves no room for AdamW's state, with offload "auto"; and the same with "none".
+Three runs of a 1.5B shape with an fp32 master: a KV cache of 8 GiB and no offload; one of KV_GIB (by default all but 17
+of the GPU's, 62 of 80 GB), which leaves no room for AdamW's state, with offload "auto"; and the same with "none".
 """
 
 import hashlib
@@ -22,6 +22,7 @@ SHAPE = {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28
 SHAPE |= {"num_key_value_heads": 2, "head_dim": 128, "vocab_size": 151936, "initializer_range": 0.02}
 MEMORY = ("moved/optimizer_mib", "moved/kv_cache_mib", "host_arena_mib")
 SECONDS = 300  # for a run
+BESIDE = 17  # GiB, of which policy, engine and activations take what AdamW's state would need
 
 
 def run(out, kv_bytes, offload):
@@ -71,13 +72,16 @@ def run(out, kv_bytes, offload):
 
 
 def main():
-    out, kv = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 62
+    total = torch.cuda.get_device_properties(0).total_memory >> 30
+    out, kv = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else total - BESIDE
     ended = []
     for size, offload in ((8, "none"), (kv, "auto"), (kv, "none")):
         command = [sys.executable, __file__, str(out), str(size << 30), offload]
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS)
         ended.append(done)
         print(f"{size} GiB, {offload}: {(done.stdout or done.stderr).strip().splitlines()[-1]}", flush=True)
+    for done in ended[:2]:
+        assert done.returncode == 0, done.stderr[-4000:]
     free, moved = (json.loads(done.stdout.splitlines()[-1]) for done in ended[:2])
     assert free["memory"]["moved/optimizer_mib"] == 0
     assert moved["memory"]["moved/optimizer_mib"] > 11 << 10, "nothing moved"

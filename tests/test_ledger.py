@@ -25,6 +25,7 @@ from trlx_hybrid.memory.ledger import (
     table,
     union,
 )
+from trlx_hybrid.memory.trainer_memory import unused_in_private_pools
 from trlx_hybrid.types import Phase
 
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda t: (t[0], t[0] + t[1])), max_size=8)
@@ -97,6 +98,23 @@ def test_metrics_and_report():
         f"The largest is KV cache: {REMEDIES['KV cache']}.",
     ]
     assert "0.00 GiB." in Ledger({}, ARENA).report(Phase.TRAIN)
+
+
+def test_what_a_private_pool_keeps_is_free_for_nobody():
+    """As torch's snapshots tell it: a CUDA graph's pool, a common segment, and another device's."""
+    keys = "device", "segment_pool_id", "total_size", "allocated_size"
+    rows = [(1, (0, 3), 100, 30), (1, (2, 0), 10, 10), (1, (0, 0), 1000, 1), (0, (0, 3), 5000, 0)]
+    segments = [dict(zip(keys, row, strict=True)) for row in rows]
+    assert unused_in_private_pools(segments, torch.device("cuda", 1)) == 70
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pools are of a GPU's memory")
+def test_torch_tells_what_a_private_pool_keeps():
+    device = torch.device("cuda", torch.cuda.current_device())
+    before, pool = unused_in_private_pools(torch.cuda.memory_snapshot(), device), torch.cuda.MemPool()
+    with torch.cuda.use_mem_pool(pool):
+        torch.empty(64 << 20, dtype=torch.uint8, device=device)  # freed at once, and kept for the pool
+    assert unused_in_private_pools(torch.cuda.memory_snapshot(), device) - before == 64 << 20
 
 
 # --- predicted --------------------------------------------------------------------------------------------------------

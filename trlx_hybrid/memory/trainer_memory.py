@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +83,7 @@ class TrainerMemory:
         self.prediction: Prediction | None = None
         self._guarded: Any = None
         self._guards: Callable[[], None] = lambda: None
+        self._unused: int | None = None  # in private pools, until the engine is another
 
     def _resident(self, what: str) -> list[torch.Tensor]:
         return self.engine.resident(what) if self.engine is not None else []
@@ -143,6 +144,7 @@ class TrainerMemory:
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
+            self._unused = None
 
     def park_policy(self) -> None:
         """Let the base weights wait in host memory while an engine is built that they are going to live in."""
@@ -182,6 +184,7 @@ class TrainerMemory:
 
     def predict_live(self, engine: Engine, keeps_weights: bool) -> None:
         """Predict from the engine that was built; whether its weights stay during TRAIN is the weight sync's word."""
+        self._unused = None
         held = self.ledger.measure()
         whole = sum(storage.nbytes() for storage in storages(engine.resident("weights")))
         shared = held["engine weights"] < whole / 2
@@ -231,11 +234,15 @@ class TrainerMemory:
         return self.free_bytes() - stays
 
     def free_bytes(self) -> int:
-        """Bytes of the device that nobody uses, those that torch keeps for later included."""
+        """Bytes of the device that nobody uses, those that torch keeps for any later tensor included."""
         if self.device.type != "cuda":
             return int(psutil.virtual_memory().available)
         free, _ = torch.cuda.mem_get_info(self.device)
-        return free + torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        if self._unused is None:
+            segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+            self._unused = unused_in_private_pools(segments, self._arena.device)
+        return free + kept - self._unused
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
@@ -253,3 +260,14 @@ class TrainerMemory:
         self._guards()
         self._guarded, self._guards = None, lambda: None
         self._arena.close()
+
+
+def unused_in_private_pools(segments: Iterable[Mapping[str, Any]], device: torch.device) -> int:
+    """Bytes that torch counts as reserved and not allocated, and gives to no tensor outside of these pools: those of
+    CUDA graphs, and those of an engine that sleeps, whose memory may be unmapped besides.
+
+    Args:
+        segments: as `torch.cuda.memory_snapshot` tells them.
+    """
+    private = (s for s in segments if s["device"] == device.index and tuple(s["segment_pool_id"]) != (0, 0))
+    return sum(int(s["total_size"] - s["allocated_size"]) for s in private)

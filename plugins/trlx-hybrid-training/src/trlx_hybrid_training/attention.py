@@ -163,27 +163,21 @@ def _varlen(
     torch does not document for this function and a test holds."""
     from torch.nn.attention.varlen import varlen_attn
 
-    dtype, heads, settings = _computed_in(query), query.shape[1], _varlen_settings()
-    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in settings else {"is_causal": True}
+    dtype = _computed_in(query)
     q, k, v = (tensor[0].transpose(0, 1).to(dtype) for tensor in (query, key, value))
     if any(tokens for _, tokens in prefixes):
         k, v = (torch.cat([t for parts in _attended(x, segments, prefixes, dim=0) for t in parts]) for x in (k, v))
-    if key.shape[1] != heads:
-        if "enable_gqa" in settings:
-            causal["enable_gqa"] = True
-        else:
-            k, v = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (k, v))
     q, k, v = (tensor.contiguous() for tensor in (q, k, v))
-    out: Any = varlen_attn(q, k, v, *ends, *longest, scale=scaling, **causal)
+    out: Any = varlen_attn(q, k, v, *ends, *longest, scale=scaling, window_size=(-1, 0), **_grouped())
     return out[None]  # type: ignore[no-any-return]
 
 
 @functools.cache
-def _varlen_settings() -> frozenset[str]:
-    """Names of what torch's kernel takes, which differ between its releases."""
+def _grouped() -> dict[str, Any]:
+    """What lets torch's kernel take fewer keys than queries. It can in any release; torch 2.11 does not ask."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return frozenset(inspect.signature(varlen_attn).parameters)
+    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def choose(model: PreTrainedModel) -> str | None:

@@ -36,7 +36,7 @@ class Pack:
         prefixes: of each row, the row that begins with its other tokens, and how many these are.
         ends: (b + 1,) int32, where each row's segment ends, from 0.
         whole_ends: the same of the lengths.
-        mask: (b, P + C) bool, where the tokens of the sequence stood.
+        places: (N,) int64, where the tokens of the sequence stood in rows of `width` P + C, counted through all rows.
         completion_length: C.
     """
 
@@ -48,7 +48,8 @@ class Pack:
     prefixes: tuple[tuple[int, int], ...]
     ends: Tensor
     whole_ends: Tensor
-    mask: Tensor
+    places: Tensor
+    width: int
     completion_length: int
 
     @classmethod
@@ -64,7 +65,7 @@ class Pack:
         whole = attention_mask.bool()
         first = whole.shape[1] - completion_length
         prompts = input_ids[:, :first].masked_fill(~whole[:, :first], PADDING)
-        counted = torch.cat([prompts, whole.sum(1, keepdim=True)], dim=1).cpu()  # once: each copy waits for the device
+        counted = torch.cat([prompts, whole.sum(1, keepdim=True)], dim=1).cpu()  # the one wait for the device
         prompts, lengths = counted[:, :-1], counted[:, -1].tolist()
         if first == 0 or bool((prompts[:, -1] == PADDING).any()):
             return None
@@ -76,17 +77,19 @@ class Pack:
         scored = whole.clone()
         scored[:, :first] = False
         following = input_ids.roll(-1, dims=1).masked_fill(~scored.roll(-1, dims=1), IGNORED)
-        real = mask.flatten().nonzero()[:, 0]  # once as well
+        segments = tuple(n - tokens for n, (_, tokens) in zip(lengths, prefixes, strict=True))
+        places = torch.nonzero_static(mask.flatten(), size=sum(segments))[:, 0]
         return cls(
-            input_ids=input_ids.flatten()[real][None],
-            position_ids=(whole.cumsum(1) - 1).flatten()[real][None],
-            labels=following.flatten()[real][None],
+            input_ids=input_ids.flatten()[places][None],
+            position_ids=(whole.cumsum(1) - 1).flatten()[places][None],
+            labels=following.flatten()[places][None],
             lengths=lengths,
-            segments=tuple(n - tokens for n, (_, tokens) in zip(lengths, prefixes, strict=True)),
+            segments=segments,
             prefixes=prefixes,
             ends=_ends(mask),
             whole_ends=_ends(whole),
-            mask=mask,
+            places=places,
+            width=whole.shape[1],
             completion_length=completion_length,
         )
 
@@ -104,8 +107,8 @@ class Pack:
 
     def rows(self, scores: Tensor) -> Tensor:
         """Scores of (1, N) as (b, C), 0 where nothing was scored."""
-        grid = scores.new_zeros(self.mask.shape).masked_scatter(self.mask, scores)
-        return grid[:, -self.completion_length - 1 : -1]
+        grid = scores.new_zeros(len(self.lengths) * self.width).index_copy(0, self.places, scores[0])
+        return grid.view(-1, self.width)[:, -self.completion_length - 1 : -1]
 
 
 def _shared(lengths: RowLengths, below: float) -> tuple[tuple[int, int], ...]:

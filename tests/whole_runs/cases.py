@@ -31,6 +31,8 @@ BASE = {
 FIXED = {"ignore_eos": True}
 PACKED = {
     "scoring": "packed",
+    "scoring_options": json.dumps({"adaptive_checkpointing": True}),
+    "gradient_accumulation_steps": 2,
     "attn_implementation": "sdpa",  # rows cannot be packed for "eager"
     "plugin_options": json.dumps({"training": {"lora_layers": True}}),
     "lora_dropout": 0.0,  # TRL's is 0.05, with which old log-probs take a pass of their own

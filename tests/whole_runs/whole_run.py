@@ -218,8 +218,9 @@ def check_proofs(ended: Ended, path: str) -> None:
 
 
 def check_packed(ended: Ended) -> None:
-    """Its rows were scored without padding, from the first comparison on."""
+    """Its rows were scored without padding, from the first comparison on, and layers kept by the memory there was."""
     assert "scoring: rows are packed" in ended.output, ended.output[:8000]
+    assert "layers are recomputed as far as memory asks for it" in ended.output, ended.output[:8000]
     assert "Rows stay padded" not in ended.output, ended.output[-8000:]
 
 

@@ -102,7 +102,7 @@ class Session:
             self.memory,
             config,
             engine=engine.component if engine else None,
-            sampling=self.sampler.sampling,
+            sampling=lambda: self.sampler.sampling,
             autocast=autocast_dtype(args),
             call=functools.partial(host.call, session=self),
         )

@@ -174,6 +174,14 @@ def test_what_is_set_on_vllm_generation_is_sampled_with(run):
         generation.tempereture = 0.5
 
 
+def test_a_run_that_samples_at_another_temperature_than_it_trains_at_says_so_and_goes_on(run, caplog):
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, train=False, max_steps=1)
+    finished.trainer.vllm_generation.temperature = 0.5
+    finished.trainer.train()
+    assert "not compared token by token: temperature=0.5 makes them differ" in caplog.text
+    assert finished.logs[0]["sampling/sampling_logp_difference/max"] > 0.1
+
+
 def test_the_config_alone_chooses_the_engine(run):
     finished = run(trlx_hybrid.GRPOTrainer, hybrid={"engine": "vllm"}, max_steps=1)
     assert finished.trainer.use_vllm

@@ -255,7 +255,9 @@ class Session:
 
     def open(self) -> None:
         """Build the engine and choose the weight sync, once the policy is prepared. Does nothing the second time."""
-        if self.engine is None and self.selection.engine is not None and self.selection.rollout is not None:
+        if self.rollout is None and self.selection.engine is not None and self.selection.rollout is not None:
+            if self.engine is not None:  # what came after it has failed
+                self.release_engine()
             self._evict_other()
             engine, rollout = self.selection.engine, self.selection.rollout
             try:

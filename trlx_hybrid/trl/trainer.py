@@ -25,13 +25,21 @@ from trl.extras.profiling import profiling_context
 from ..config import HybridConfig
 from ..errors import ConfigError
 from ..plugins.host import Host, check_ranks_agree
-from ..plugins.selection import Selection, select
+from ..plugins.selection import TrainerArguments, select
 from ..ranks import Ranks
 from ..session import Session
 from ..weights.policy import Policy
 from ..weights.verify import FirstStep
 from . import tool_calling
-from .arguments import check_skipped, refuse_empty, sampling_of, selecting, suggesting, trainer_arguments
+from .arguments import (
+    check_skipped,
+    refuse_empty,
+    refuse_reserved,
+    sampling_of,
+    selecting,
+    suggesting,
+    trainer_arguments,
+)
 from .checkpoint import Checkpointing
 from .generation import Generation, trajectories_of
 from .rewards import HOOK, checked_reward, refuse_missing_package, replaced, without_masked
@@ -93,7 +101,7 @@ class HybridTrainer(Metered, Scored, Checkpointing):
 
     session: Session
     _base_name: str  # of the trainer of TRL's below; `_name` may be the user's own, for model cards
-    _selection = Selection(engine=None, weights=None, rollout=None, stock_reason="made without __init__")
+    _selection = select(HybridConfig(), TrainerArguments(engine_options={}), Host().registry)
 
     def __init__(
         self,
@@ -125,6 +133,7 @@ class HybridTrainer(Metered, Scored, Checkpointing):
                 )
         if not self._selection.stock:
             refuse_empty(given.get("train_dataset"))
+            refuse_reserved(given.get("args"))
             refuse_missing_package(given.get("reward_funcs"))
 
     def _attach(self) -> None:

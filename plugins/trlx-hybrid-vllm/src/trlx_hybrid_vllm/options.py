@@ -65,6 +65,13 @@ class VLLMOptions:
                 f"{', '.join(DTYPES)}."
             )
         object.__setattr__(self, "dtype", DTYPES[dtype])
+        for name in ("tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"HybridConfig.engine_options: {name} must be 1 or more, got {value}.")
+        for name in self.engine_args:
+            if name in self.__slots__:
+                raise ConfigError(f"engine_args has {name!r}, an option of its own: engine_options={{{name!r}: …}}.")
 
 
 ROUNDINGS = ("nearest", "stochastic")

@@ -133,10 +133,17 @@ class HybridConfig:
         value = getattr(self, f"{slot}_options")
         return dict(value) if value is not None else {}
 
-    def options_of(self, plugin: str) -> dict[str, Any]:
-        """What the user set for a plugin beside its components, by the name of its entry point. Each plugin checks its
-        own in `trlx_configure`, with `build`; settings of one that is not loaded are refused."""
-        return dict(self.options("plugin").get(plugin, {}))
+    def options_of(self, plugin: str, owner: type[T]) -> T:
+        """What the user set for a plugin beside its components, by the name of its entry point. Each plugin asks in
+        `trlx_configure`, before anything is sampled; settings of one that is not loaded are refused.
+
+        Args:
+            owner: the plugin's dataclass of options.
+
+        Raises:
+            ConfigError: a key that it does not have.
+        """
+        return build(owner, self.options("plugin").get(plugin, {}), f"HybridConfig.plugin_options[{plugin!r}]")
 
     @classmethod
     def coerce(cls, value: HybridConfig | Mapping[str, Any] | None) -> HybridConfig:

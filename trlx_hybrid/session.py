@@ -128,7 +128,7 @@ class Session:
         Raises:
             StaleWeightsError: a rollout phase is running already.
         """
-        self.training = training
+        self.training, self.metrics = training, {}
         if self.selection.stock:
             yield
             return
@@ -166,7 +166,6 @@ class Session:
         engine.wake("weights")
         if engine.weights_lost:
             self.versions.forget()
-        self.metrics = {}
         report = self.versions.sync(engine, self.weights)
         self.memory.make_room(["policy"])
         engine.wake("kv_cache")

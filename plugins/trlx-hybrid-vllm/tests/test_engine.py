@@ -153,6 +153,14 @@ def test_trl_arguments_and_engine_options_reach_vllm(run):
     assert config.model_config.dtype is torch.float32
 
 
+def test_a_step_of_the_engine_has_a_token_for_each_sequence(run):
+    """Large rollouts ask for more sequences than a step reads tokens of prompts, and vLLM refuses that."""
+    options = {"max_num_seqs": 5000, "kv_cache_memory_bytes": 16 << 20}
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, max_steps=1, hybrid={"engine_options": options})
+    config = finished.trainer.session.live_engine.llm.llm_engine.vllm_config.scheduler_config
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (5000, 5000)
+
+
 def test_what_is_set_on_vllm_generation_is_sampled_with(run):
     finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, train=False)
     session, generation = finished.trainer.session, finished.trainer.vllm_generation

@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import Any
 
 import trl
 from transformers import TrainerCallback
@@ -42,12 +43,9 @@ from .arguments import (
 )
 from .checkpoint import Checkpointing
 from .generation import Generation, trajectories_of
-from .rewards import HOOK, checked_reward, refuse_missing_package, replaced, without_masked
+from .rewards import HOOK, checking, refuse_missing_package, replaced, without_masked
 from .scoring import SCORER, Scored, overriding, scores_apart
 from .step_metrics import Metered, StepMetrics
-
-if TYPE_CHECKING:
-    from ..session import Session
 
 GENERATING = (trl.GRPOTrainer, trl.RLOOTrainer, trl.DistillationTrainer)
 SCORING = ("GRPO", "RLOO")
@@ -177,8 +175,6 @@ class HybridTrainer(Metered, Scored, Checkpointing):
             trainer.vllm_mode = "colocate"
             trainer.vllm_generation = Generation(self.session)
             trainer._last_loaded_step = -1
-            if hasattr(trainer, "reward_funcs"):
-                trainer.reward_funcs = [checked_reward(f) for f in trainer.reward_funcs]
 
     @property
     def use_vllm(self) -> bool:
@@ -247,7 +243,8 @@ class HybridTrainer(Metered, Scored, Checkpointing):
             return self.session.converse(rows, limits, num_generations)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        self._rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+        with nullcontext() if self._selection.stock else checking(self):
+            self._rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
         rollout = self.session.rollout if self._attached else None
         if rollout is not None and rollout.converses and self._base_name == "GRPO":
             self._rewards = without_masked(self._rewards, self._generated[2], self.session)

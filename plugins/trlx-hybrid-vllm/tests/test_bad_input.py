@@ -171,6 +171,19 @@ def test_an_async_reward_that_is_nan(run):
         train(run, reward_funcs=broken)
 
 
+def test_reward_functions_stay_the_users_own_objects(run):
+    class Scaled:
+        __name__, scale = "scaled", 1.0
+
+        def __call__(self, completions, **given):
+            return [self.scale * index for index in range(len(completions))]
+
+    finished = train(run, train=False, reward_funcs=[Scaled()], max_steps=1)
+    finished.trainer.reward_funcs[0].scale = 3.0  # as a callback may
+    finished.trainer.train()
+    assert finished.logs[0]["reward"] == 3.0 * 3.5
+
+
 def test_none_and_an_iterator_stay_legal(run):
     def sometimes(completions, **kwargs):
         return [None, 1.0] * 4

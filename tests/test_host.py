@@ -70,6 +70,9 @@ def test_disabled_plugins_are_not_even_imported(entry_points, monkeypatch):
     entry_points(bad="raise RuntimeError('imported')", other="raise RuntimeError('imported')", good="")
     monkeypatch.setenv("TRLX_HYBRID_DISABLE", "bad")
     assert [p.name for p in Host.load(disable=["other"]).plugins] == ["good"]
+    monkeypatch.setenv("TRLX_HYBRID_DISABLE", "bad,Broken-1")  # as the message about it says
+    script = [Observer(), Broken(), Observer()]
+    assert [p.name for p in Host.load(["other"], script).plugins] == ["good", "Observer-0", "Observer-2"]
 
 
 def test_a_plugin_that_raises_on_import_is_named_with_the_way_out(entry_points):

@@ -151,7 +151,10 @@ def test_an_engine_that_cannot_work_here_says_why():
         (HybridConfig(engine="transformers"), {"use_vllm": True}, "contradicts use_vllm=True"),
         (HybridConfig(engine="vllm"), {"use_vllm": True, "vllm_mode": "server"}, "vllm_mode='server'"),
         (HybridConfig(rollout="single_turn"), {}, "TRL's own generation path"),
-        (HybridConfig(engine_options={"seed": 1}), {}, "TRL's own generation path"),
+        (HybridConfig(engine_options={"seed": 1}), {}, "engine_options is set, but TRL's own generation path"),
+        (HybridConfig(offload="none"), {}, "offload is set, but TRL's own generation path"),
+        (HybridConfig(verify_every=10), {}, "verify_every is set, but TRL's own generation path"),
+        (HybridConfig(max_logprob_gap=1.0), {}, "max_logprob_gap is set, but TRL's own generation path"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(config, arguments, message):
@@ -160,6 +163,8 @@ def test_settings_that_contradict_each_other_are_refused(config, arguments, mess
 
 
 def test_unknown_keys_suggest_the_nearest():
+    with pytest.raises(ConfigError, match=r"HybridConfig.offload is 'some'; it takes auto, all, none"):
+        HybridConfig(offload="some")
     with pytest.raises(ConfigError, match=r"HybridConfig has no setting 'engin'. Did you mean 'engine'"):
         HybridConfig.coerce({"engin": "vllm"})
     from trlx_hybrid_vllm.options import VLLMOptions

@@ -192,7 +192,7 @@ def test_scoring(execute) -> None:
     packed, adaptive, with_layers, of_the_readme = trainers = [*shown["trainers"], *readme["trainers"]]
     assert {t.session.scoring.name for t in (packed, adaptive, of_the_readme)} == {"packed"}
     assert adaptive.session.scoring.recomputation is not None
-    assert with_layers.session.config.options_of("training") == {"lora_layers": True}
+    assert with_layers.session.config.options("plugin") == {"training": {"lora_layers": True}}
     for trainer in trainers:
         trainer.session.close()
 

@@ -131,6 +131,17 @@ def test_rows_that_train_nothing_lose_their_rewards_only_where_conversations_bre
     assert trainer._calculate_rewards().isnan().tolist() == [[False] * 2, [converses] * 2, [False] * 2]
 
 
+def test_a_number_of_one_rollout_is_in_no_other_ones_log(run):
+    def trlx_rollout_end(session):
+        session.metrics |= {"hybrid/first": 7.0} if session.step == 0 else {}
+
+    plugin = SimpleNamespace(trlx_rollout_end=hookimpl(trlx_rollout_end))
+    finished = run(trlx_hybrid.GRPOTrainer, plugins=[plugin], max_steps=2)
+    first, second, *_ = finished.trainer.state.log_history
+    assert first["hybrid/first"] == 7.0
+    assert "hybrid/first" not in second
+
+
 def test_configure_and_unconfigure_frame_a_session(run):
     observer = Observer()
     ours = run(trlx_hybrid.GRPOTrainer, plugins=[observer], train=False)

@@ -12,6 +12,9 @@ from .errors import ConfigError, did_you_mean
 
 T = TypeVar("T")
 
+OFFLOAD = ("auto", "all", "none")
+"""What `HybridConfig.offload` takes."""
+
 RESUME_VARIABLE = "TRLX_HYBRID_RESUME"
 """Set to 1 by `trlx-hybrid launch --restart N` from the second start on; not set at the first."""
 
@@ -118,6 +121,8 @@ class HybridConfig:
         for name, options in self.options("plugin").items():
             if not isinstance(options, Mapping):
                 raise ConfigError(f"HybridConfig.plugin_options[{name!r}] must be a mapping, got {options!r:.60}.")
+        if self.offload not in OFFLOAD:
+            raise ConfigError(f"HybridConfig.offload is {self.offload!r}; it takes {', '.join(OFFLOAD)}.")
         if self.verify_every < 0:
             raise ConfigError(f"HybridConfig.verify_every must be 0 or more, got {self.verify_every}.")
         if self.max_logprob_gap is not None and not self.max_logprob_gap > 0:
@@ -128,10 +133,17 @@ class HybridConfig:
         value = getattr(self, f"{slot}_options")
         return dict(value) if value is not None else {}
 
-    def options_of(self, plugin: str) -> dict[str, Any]:
-        """What the user set for a plugin beside its components, by the name of its entry point. Each plugin checks its
-        own in `trlx_configure`, with `build`; settings of one that is not loaded are refused."""
-        return dict(self.options("plugin").get(plugin, {}))
+    def options_of(self, plugin: str, owner: type[T]) -> T:
+        """What the user set for a plugin beside its components, by the name of its entry point. Each plugin asks in
+        `trlx_configure`, before anything is sampled; settings of one that is not loaded are refused.
+
+        Args:
+            owner: the plugin's dataclass of options.
+
+        Raises:
+            ConfigError: a key that it does not have.
+        """
+        return build(owner, self.options("plugin").get(plugin, {}), f"HybridConfig.plugin_options[{plugin!r}]")
 
     @classmethod
     def coerce(cls, value: HybridConfig | Mapping[str, Any] | None) -> HybridConfig:

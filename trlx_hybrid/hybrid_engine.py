@@ -87,7 +87,8 @@ class HybridEngine:
             raise ConfigError("HybridEngine takes either sampling=Sampling(...) or max_tokens=, exactly one of them.")
         if config is not None and engine_options is not None:
             raise ConfigError("HybridEngine takes engine_options= only without config=; put them into the config.")
-        config = config or HybridConfig(engine="vllm", engine_options=engine_options)
+        config = config or HybridConfig(engine_options=engine_options)
+        config = dataclasses.replace(config, engine=config.engine or "vllm")
         if config.scoring is not None:
             raise ConfigError("HybridEngine scores nothing, your loop does: leave HybridConfig.scoring out.")
         if rollout is not None:

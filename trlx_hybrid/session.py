@@ -19,7 +19,6 @@ from .config import HybridConfig
 from .doctor import package_version
 from .errors import ComponentError, StaleWeightsError
 from .memory.trainer_memory import TrainerMemory
-from .plugins.builtin import Padded
 from .plugins.registry import BUILTIN
 from .rollout.sampler import Sampler
 from .rollout.seeding import preserved_generators
@@ -102,7 +101,7 @@ class Session:
             self.memory,
             config,
             engine=engine.component if engine else None,
-            sampling=self.sampler.sampling,
+            sampling=lambda: self.sampler.sampling,
             autocast=autocast_dtype(args),
             call=functools.partial(host.call, session=self),
         )
@@ -129,7 +128,7 @@ class Session:
         Raises:
             StaleWeightsError: a rollout phase is running already.
         """
-        self.training = training
+        self.training, self.metrics = training, {}
         if self.selection.stock:
             yield
             return
@@ -167,7 +166,6 @@ class Session:
         engine.wake("weights")
         if engine.weights_lost:
             self.versions.forget()
-        self.metrics = {}
         report = self.versions.sync(engine, self.weights)
         self.memory.make_room(["policy"])
         engine.wake("kv_cache")
@@ -250,12 +248,14 @@ class Session:
         """What computes the trainer's log-probs; made when it is first needed, with the model prepared."""
         if self._scoring is None:
             choice = self.selection.scoring
-            self._scoring = Padded() if choice is None else choice.component.build(self, choice.options)
+            self._scoring = choice.component.build(self, choice.options)
         return self._scoring
 
     def open(self) -> None:
         """Build the engine and choose the weight sync, once the policy is prepared. Does nothing the second time."""
-        if self.engine is None and self.selection.engine is not None and self.selection.rollout is not None:
+        if self.rollout is None and self.selection.engine is not None and self.selection.rollout is not None:
+            if self.engine is not None:  # what came after it has failed
+                self.release_engine()
             self._evict_other()
             engine, rollout = self.selection.engine, self.selection.rollout
             try:
@@ -282,16 +282,12 @@ class Session:
         else:
             weights = self.weights.name if self.weights else "?"
             slots = [str(selection.engine), f"weights={weights} ({self.weights_why})", str(selection.rollout)]
-        if self.selection.scoring is not None:
-            slots.append(str(self.selection.scoring))
+        slots.append(str(selection.scoring))
         if self.adviser is not None:
             slots.append(f"advantages=plugin {self.adviser.name} ({self.adviser.distribution})")
         lines = [" · ".join([f"trlx_hybrid {package_version()}", f"plugins: {plugins}", *slots])]
         lines += self.memory.table()
-        note = self.weights.note() if self.weights is not None else None
-        lines += [note] if note is not None else []
-        note = self.scoring.note()
-        lines += [note] if note is not None else []
+        lines += filter(None, [self.weights.note() if self.weights else None, self.scoring.note()])
         if self.scoring.deferred and self.scores_apart is not None:
             lines.append(f"scoring: old log-probs take a forward pass of their own: {self.scores_apart}")
         for added in self.host.call("trlx_report_header", session=self):

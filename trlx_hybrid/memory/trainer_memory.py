@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 SLACK = 512 << 20  # bytes beyond what is woken: fragments, and what sampling allocates on the way
 ENGINES = ("engine weights", "KV cache")  # owners that a sleeping engine gives back, the latter always
-OFFLOAD = ("auto", "all", "none")
 
 
 class TrainerMemory:
@@ -61,8 +60,6 @@ class TrainerMemory:
         offload: str,
         phase: Callable[[], Phase],
     ) -> None:
-        if offload not in OFFLOAD:
-            raise ConfigError(f"HybridConfig.offload is {offload!r}; it takes {', '.join(OFFLOAD)}.")
         self._policy, self._ranks, self._optimizer, self._phase = policy, ranks, optimizer, phase
         self._optimizer_name, self._mode = optimizer_name, offload
         self.engine: Engine | None = None
@@ -174,7 +171,13 @@ class TrainerMemory:
 
         Raises:
             MemoryPlanError: names the phase, the largest owner and the setting to change.
+            ConfigError: owners are to leave, and the engine does not sleep.
         """
+        if self._mode == "all" and not sleeps:
+            raise ConfigError(
+                "HybridConfig.offload='all' moves nothing with an engine that does not sleep. Let it sleep "
+                "(vllm_enable_sleep_mode, or enable_sleep_mode of engine_options), or leave offload out."
+            )
         sizes = parameter_sizes(self._policy.module)
         sharded = any(is_sharded(p) for p in self._policy.module.parameters())
         elements = sum(p.elements for p in sizes) * (self._ranks.world if sharded else 1)
@@ -194,12 +197,12 @@ class TrainerMemory:
     def _predict(
         self, kv_cache_bytes: int, engine_weight_bytes: int, *, shared: bool, asleep: Collection[str]
     ) -> Prediction:
-        """With as many owners away during ROLLOUT as it takes to fit."""
+        """With as many owners away during ROLLOUT as it takes to fit; none where no engine makes room in turn."""
         mode = self._mode
         movable = LEAVING[:2] if shared else LEAVING
         least, most = {"all": (len(movable), len(movable)), "none": (0, 0)}.get(mode, (0, len(movable)))
-        if mode == "auto" and self.device.type != "cuda":
-            most = 0
+        if not asleep or (mode == "auto" and self.device.type != "cuda"):
+            least = most = 0  # as in `_leaving`
         for away in range(least, most + 1):
             prediction = predict(
                 parameter_sizes(self._policy.module),

@@ -73,7 +73,9 @@ class Host:
         for name in sorted(set(claims) - set(host.disabled)):
             host._load(name, claims[name])
         for index, plugin in enumerate(plugins):
-            host.register(plugin, f"{type(plugin).__name__}-{index}")
+            name = f"{type(plugin).__name__}-{index}"
+            if name not in host.disabled:
+                host.register(plugin, name)
         return host
 
     def _load(self, name: str, claims: Sequence[EntryPoint]) -> None:

@@ -52,13 +52,13 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The components of one run. `engine` is None where TRL generates; `weights` None means: try `paths`, in order;
-    `scoring` None means TRL's own. `tools` tells whether the trainer was given any."""
+    """The components of one run. `engine` is None where TRL generates; `weights` None means: try `paths`, in order.
+    `tools` tells whether the trainer was given any."""
 
     engine: Choice | None
     weights: Choice | None
     rollout: Choice | None
-    scoring: Choice | None = None
+    scoring: Choice
     paths: Sequence[Choice] = ()
     tools: bool = False
     stock_reason: str = ""
@@ -170,15 +170,15 @@ def _choice(
     return Choice(component, build(owner, options, f"HybridConfig.{slot}_options for {slot} {component.name!r}"), why)
 
 
+READ_ANYWAY = {"engine", "scoring", "scoring_options", "plugin_options", "disable_plugins"}
+"""Settings that have a meaning where TRL generates."""
+
+
 def _refuse_leftovers(config: HybridConfig) -> None:
-    """With TRL generating, settings of our slots would be ignored in silence: refuse them instead."""
-    ignored = [
-        name
-        for name in ("engine_options", "weights_options", "rollout", "rollout_options")
-        if getattr(config, name) is not None
-    ] + (["weights"] if config.weights != "auto" else [])
-    if ignored:
-        raise ConfigError(
-            f"HybridConfig.{ignored[0]} is set, but TRL's own generation path is in use, which ignores it. "
-            "Choose an engine (HybridConfig(engine='vllm') or use_vllm=True), or remove the setting."
-        )
+    """With TRL generating, the other settings would be ignored in silence: refuse them instead."""
+    for field in dataclasses.fields(config):
+        if field.name not in READ_ANYWAY and getattr(config, field.name) != field.default:
+            raise ConfigError(
+                f"HybridConfig.{field.name} is set, but TRL's own generation path is in use, which ignores it. "
+                "Choose an engine (HybridConfig(engine='vllm') or use_vllm=True), or remove the setting."
+            )

@@ -108,6 +108,12 @@ def refuse_empty(dataset: Any) -> None:
         raise ConfigError("train_dataset is empty. Check the split and any filter applied to it.")
 
 
+def refuse_reserved(args: Any) -> None:
+    """Refuse what each request is asked for by the trainer, which reads one log-prob per token, the sampled one's."""
+    for name in {"n", "logprobs"} & (getattr(args, "generation_kwargs", None) or {}).keys():
+        raise ConfigError(f"generation_kwargs has {name!r}, which the trainer decides by itself. Leave it out.")
+
+
 def check_skipped(args: Any) -> None:
     """TRL's own checks that `use_vllm` being False in its `__init__` skipped."""
     mode = getattr(args, "vllm_importance_sampling_mode", None)

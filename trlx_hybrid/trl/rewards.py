@@ -6,7 +6,8 @@ import functools
 import importlib.util
 import inspect
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,6 +35,17 @@ def refuse_missing_package(functions: Any) -> None:
                 f"Reward function {function.__name__!r} needs the package math-verify, which is not installed: "
                 "pip install 'trl[math-verify]'"
             )
+
+
+@contextmanager
+def checking(trainer: Any) -> Iterator[None]:
+    """Inside, what reward functions return is checked; outside, the trainer has the user's own objects."""
+    functions = trainer.reward_funcs
+    trainer.reward_funcs = [checked_reward(function) for function in functions]
+    try:
+        yield
+    finally:
+        trainer.reward_funcs = functions
 
 
 def checked_reward(function: Any) -> Any:

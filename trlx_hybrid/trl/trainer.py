@@ -14,7 +14,8 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import nullcontext
+from typing import Any
 
 import trl
 from transformers import TrainerCallback
@@ -25,21 +26,26 @@ from trl.extras.profiling import profiling_context
 from ..config import HybridConfig
 from ..errors import ConfigError
 from ..plugins.host import Host, check_ranks_agree
-from ..plugins.selection import Selection, select
+from ..plugins.selection import TrainerArguments, select
 from ..ranks import Ranks
 from ..session import Session
 from ..weights.policy import Policy
 from ..weights.verify import FirstStep
 from . import tool_calling
-from .arguments import check_skipped, refuse_empty, sampling_of, selecting, suggesting, trainer_arguments
+from .arguments import (
+    check_skipped,
+    refuse_empty,
+    refuse_reserved,
+    sampling_of,
+    selecting,
+    suggesting,
+    trainer_arguments,
+)
 from .checkpoint import Checkpointing
 from .generation import Generation, trajectories_of
-from .rewards import HOOK, checked_reward, refuse_missing_package, replaced, without_masked
+from .rewards import HOOK, checking, refuse_missing_package, replaced, without_masked
 from .scoring import SCORER, Scored, overriding, scores_apart
 from .step_metrics import Metered, StepMetrics
-
-if TYPE_CHECKING:
-    from ..session import Session
 
 GENERATING = (trl.GRPOTrainer, trl.RLOOTrainer, trl.DistillationTrainer)
 SCORING = ("GRPO", "RLOO")
@@ -93,7 +99,7 @@ class HybridTrainer(Metered, Scored, Checkpointing):
 
     session: Session
     _base_name: str  # of the trainer of TRL's below; `_name` may be the user's own, for model cards
-    _selection = Selection(engine=None, weights=None, rollout=None, stock_reason="made without __init__")
+    _selection = select(HybridConfig(), TrainerArguments(engine_options={}), Host().registry)
 
     def __init__(
         self,
@@ -125,6 +131,7 @@ class HybridTrainer(Metered, Scored, Checkpointing):
                 )
         if not self._selection.stock:
             refuse_empty(given.get("train_dataset"))
+            refuse_reserved(given.get("args"))
             refuse_missing_package(given.get("reward_funcs"))
 
     def _attach(self) -> None:
@@ -168,8 +175,6 @@ class HybridTrainer(Metered, Scored, Checkpointing):
             trainer.vllm_mode = "colocate"
             trainer.vllm_generation = Generation(self.session)
             trainer._last_loaded_step = -1
-            if hasattr(trainer, "reward_funcs"):
-                trainer.reward_funcs = [checked_reward(f) for f in trainer.reward_funcs]
 
     @property
     def use_vllm(self) -> bool:
@@ -238,7 +243,8 @@ class HybridTrainer(Metered, Scored, Checkpointing):
             return self.session.converse(rows, limits, num_generations)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        self._rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+        with nullcontext() if self._selection.stock else checking(self):
+            self._rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
         rollout = self.session.rollout if self._attached else None
         if rollout is not None and rollout.converses and self._base_name == "GRPO":
             self._rewards = without_masked(self._rewards, self._generated[2], self.session)

@@ -49,7 +49,7 @@ class WeightVersions:
     Args:
         memory: makes room where it does not hold policy and KV cache at once.
         engine: what built the engine; None where TRL generates.
-        sampling: how the run samples.
+        sampling: returns how the run samples now.
         autocast: what the trainer's matrix products are computed in.
         call: calls a hook.
 
@@ -66,7 +66,7 @@ class WeightVersions:
         config: HybridConfig,
         *,
         engine: Component | None,
-        sampling: Sampling,
+        sampling: Callable[[], Sampling],
         autocast: torch.dtype,
         call: Callable[..., Any],
     ) -> None:
@@ -153,7 +153,7 @@ class WeightVersions:
         ranks, config = self._ranks, self._config
         if config.max_logprob_gap == math.inf:
             return
-        reason = self._sampling.reshaped_by(temperature) or verify.noise(self._policy.module)
+        reason = self._sampling().reshaped_by(temperature) or verify.noise(self._policy.module)
         if reason is not None:
             if not self._told and ranks.rank == 0:
                 logger.warning("Engine and trainer are not compared token by token: %s makes them differ.", reason)

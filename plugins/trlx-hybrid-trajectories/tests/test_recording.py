@@ -2,7 +2,8 @@
 
 import pytest
 import trlx_hybrid
-from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.errors import HybridError
+from trlx_hybrid_trajectories.plugin import TrajectoriesOptions
 from trlx_hybrid_trajectories.record import read
 
 ENGINE = {"engine": "vllm", "engine_options": {"max_model_len": 64}}
@@ -41,6 +42,7 @@ RECORD = {"trajectories": {"record": "seen.jsonl"}}
         ({"plugin_options": {"trajectories": {"recrod": "x"}}}, r"no setting 'recrod'. Did you mean 'record'\?"),
         ({"plugin_options": {"trajectories": {"record": "x", "record_limit": 0}}}, "must be 1 or more"),
         ({"plugin_options": {"trajectories": "seen.jsonl"}}, "must be a mapping"),
+        ({"plugin_options": {"trajectories": {"record": "/dev/null/x"}}}, "cannot write trajectories to /dev/null/x"),
         ({"plugin_options": "{"}, "plugin_options is not valid JSON"),
         (
             ENGINE | {"rollout": "multi_turn", "rollout_options": {"record": "x"}, "disable_plugins": ["trajectories"]},
@@ -49,11 +51,11 @@ RECORD = {"trajectories": {"record": "seen.jsonl"}}
     ],
 )
 def test_settings_that_nobody_would_read_are_refused(run, hybrid, message):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(HybridError, match=message):
         run(trlx_hybrid.GRPOTrainer, hybrid=hybrid, max_steps=1)
 
 
 def test_options_come_as_json_too():
     config = trlx_hybrid.HybridConfig(plugin_options='{"trajectories": {"record": "seen.jsonl"}}')
-    assert config.options_of("trajectories") == {"record": "seen.jsonl"}
-    assert config.options_of("others") == {}
+    assert config.options_of("trajectories", TrajectoriesOptions) == TrajectoriesOptions(record="seen.jsonl")
+    assert config.options_of("others", TrajectoriesOptions) == TrajectoriesOptions()

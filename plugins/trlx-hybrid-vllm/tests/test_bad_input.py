@@ -52,6 +52,31 @@ def test_unknown_vllm_argument(run):
 
 
 @pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"engine_args": {"dtype": "bfloat16"}}, "engine_args has 'dtype', an option of its own"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size must be 1 or more, got 0"),
+    ],
+)
+def test_options_that_vllm_would_take_for_something_else(run, options, message):
+    with pytest.raises(ConfigError, match=message):
+        train(run, hybrid={"engine_options": options})
+
+
+@pytest.mark.parametrize("name", ["n", "logprobs"])
+def test_what_each_request_is_asked_for_is_the_trainers(run, name):
+    with pytest.raises(ConfigError, match=f"generation_kwargs has '{name}'.*Leave it out"):
+        train(run, generation_kwargs={name: 3})
+
+
+def test_a_weight_path_that_refuses_says_why_each_time_it_is_tried(run):
+    finished = train(run, train=False, model=tiny_model(), hybrid={"weights": "lora"})
+    for _ in range(2):
+        with pytest.raises(ComponentError, match="the policy is not a PEFT model"):
+            finished.trainer.train()
+
+
+@pytest.mark.parametrize(
     ("versions", "message"),
     [
         ({}, "vLLM is not installed. Install 0.31 to 0.32: `pip install"),
@@ -144,6 +169,19 @@ def test_an_async_reward_that_is_nan(run):
 
     with pytest.raises(RewardError, match="'broken' returned nan for completion 0"):
         train(run, reward_funcs=broken)
+
+
+def test_reward_functions_stay_the_users_own_objects(run):
+    class Scaled:
+        __name__, scale = "scaled", 1.0
+
+        def __call__(self, completions, **given):
+            return [self.scale * index for index in range(len(completions))]
+
+    finished = train(run, train=False, reward_funcs=[Scaled()], max_steps=1)
+    finished.trainer.reward_funcs[0].scale = 3.0  # as a callback may
+    finished.trainer.train()
+    assert finished.logs[0]["reward"] == 3.0 * 3.5
 
 
 def test_none_and_an_iterator_stay_legal(run):

@@ -155,6 +155,14 @@ def test_trl_arguments_and_engine_options_reach_vllm(run):
     assert config.model_config.dtype is torch.float32
 
 
+def test_a_step_of_the_engine_has_a_token_for_each_sequence(run):
+    """Large rollouts ask for more sequences than a step reads tokens of prompts, and vLLM refuses that."""
+    options = {"max_num_seqs": 5000, "kv_cache_memory_bytes": 16 << 20}
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, max_steps=1, hybrid={"engine_options": options})
+    config = finished.trainer.session.live_engine.llm.llm_engine.vllm_config.scheduler_config
+    assert (config.max_num_seqs, config.max_num_batched_tokens) == (5000, 5000)
+
+
 def test_what_is_set_on_vllm_generation_is_sampled_with(run):
     finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, train=False)
     session, generation = finished.trainer.session, finished.trainer.vllm_generation
@@ -174,6 +182,14 @@ def test_what_is_set_on_vllm_generation_is_sampled_with(run):
         generation.max_model_length = 32
     with pytest.raises(AttributeError, match=r"no 'tempereture'. It has temperature, top_p"):
         generation.tempereture = 0.5
+
+
+def test_a_run_that_samples_at_another_temperature_than_it_trains_at_says_so_and_goes_on(run, caplog):
+    finished = run(trlx_hybrid.GRPOTrainer, use_vllm=True, train=False, max_steps=1)
+    finished.trainer.vllm_generation.temperature = 0.5
+    finished.trainer.train()
+    assert "not compared token by token: temperature=0.5 makes them differ" in caplog.text
+    assert finished.logs[0]["sampling/sampling_logp_difference/max"] > 0.1
 
 
 def test_the_config_alone_chooses_the_engine(run):

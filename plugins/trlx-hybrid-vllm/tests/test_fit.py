@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trlx_hybrid
-from trlx_hybrid.errors import ComponentError, MemoryPlanError
+from trlx_hybrid.errors import ComponentError, ConfigError, MemoryPlanError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_vllm import engine as engine_module
 from trlx_hybrid_vllm.arguments import kv_cache_bytes
@@ -32,6 +32,11 @@ def test_a_run_that_cannot_fit_names_the_owner_and_the_setting(run, unbuilt):
             vllm_enable_sleep_mode=True,
             hybrid={"engine_options": {"kv_cache_memory_bytes": 1 << 50}},
         )
+
+
+def test_an_engine_that_does_not_sleep_leaves_nothing_to_offload(run, unbuilt):
+    with pytest.raises(ConfigError, match=r"offload='all' moves nothing with an engine that does not sleep.*leave"):
+        run(trlx_hybrid.GRPOTrainer, use_vllm=True, hybrid={"offload": "all"})
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "deepseek_v2", "qwen3_next", "mistral", "gemma4_text"])

@@ -310,13 +310,19 @@ def test_generating_after_a_step_inside_the_rollout_is_refused(loop):
     [
         ({}, "either sampling=.* or max_tokens="),
         ({"max_tokens": 4, "config": HybridConfig(engine="vllm"), "engine_options": {}}, "only without config="),
-        ({"max_tokens": 4, "config": HybridConfig()}, "needs an engine other than 'transformers'"),
+        ({"max_tokens": 4, "config": HybridConfig(engine="transformers")}, "needs an engine other than 'transformers'"),
         ({"max_tokens": 4, "engine_options": {"max_len": 3}}, "has no setting 'max_len'. Did you mean 'max_model_len'"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         HybridEngine(tiny_model(), character_tokenizer(), **given)
+
+
+def test_a_config_that_names_no_engine_leaves_it_at_vllm():
+    with HybridEngine(tiny_model(), character_tokenizer(), max_tokens=4, config=HybridConfig(weights="copy")) as engine:
+        assert str(engine.session.selection.engine).startswith("engine=vllm")
+        assert engine.session.selection.weights.component.name == "copy"
 
 
 # --- sleep -----------------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ def test_init_info_of_any_registered_backend_gets_the_fields_that_it_has():
 
 def session_that_chose(backend):
     chosen = Choice(SimpleNamespace(), TransferOptions(backend=backend), "")
-    return SimpleNamespace(selection=Selection(engine=None, weights=chosen, rollout=None))
+    return SimpleNamespace(selection=Selection(engine=None, weights=chosen, rollout=None, scoring=chosen))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an NCCL")

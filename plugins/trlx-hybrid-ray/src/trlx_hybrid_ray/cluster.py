@@ -27,10 +27,11 @@ from typing import Any, TypeVar
 
 from trlx_hybrid.deadline import in_thread
 from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.variables import restored
 
 from . import reaper, token
 from .errors import ClusterError
-from .internals import LOOPBACK_VARIABLE, discovered, restored
+from .internals import LOOPBACK_VARIABLE, discovered
 from .token import MODE, PATH, TOKEN
 
 ADDRESS, NAMESPACE = "RAY_ADDRESS", "TRLX_HYBRID_RAY_NAMESPACE"

@@ -4,30 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, cast
 
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Ray's switch between nodes that other machines reach and nodes that only this one does. Named after the systems
 where the latter is its default, read on every system. An address of 127.0.0.1 is not enough: Ray resolves it to the
 machine's outward one, and listens everywhere."""
-
-
-@contextmanager
-def restored(*prefixes: str) -> Iterator[None]:
-    """After the context, the variables whose names begin so are as they were: Ray sets some by itself."""
-
-    def own() -> dict[str, str]:
-        return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
-
-    before = own()
-    try:
-        yield
-    finally:
-        for name in own():
-            del os.environ[name]
-        os.environ.update(before)
 
 
 def reread_environment() -> None:

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from trlx_hybrid.variables import restored
+
 from .errors import ClusterError
-from .internals import LOOPBACK_VARIABLE, reread_environment, restored
+from .internals import LOOPBACK_VARIABLE, reread_environment
 
 MODE, TOKEN, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 """Ray's own variables. The processes of a node inherit them, so a path in them must be good on that node."""

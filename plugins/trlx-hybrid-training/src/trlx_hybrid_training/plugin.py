@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trlx_hybrid.config import build
 from trlx_hybrid.plugins.hookspecs import hookimpl
 
 from .options import PackedOptions, TrainingOptions
@@ -18,11 +17,6 @@ def _packed(session: Run, options: PackedOptions) -> Scoring:
     from .scoring import Packed
 
     return Packed(session, options)
-
-
-def _options(session: Run) -> TrainingOptions:
-    given = session.config.options_of("training")
-    return build(TrainingOptions, given, "HybridConfig.plugin_options['training']")
 
 
 @hookimpl
@@ -40,7 +34,7 @@ def trlx_register(registry: Registry) -> None:
 @hookimpl
 def trlx_configure(session: Run) -> None:
     """Let LoRA layers compute in fewer passes, where the options say so."""
-    if _options(session).lora_layers:
+    if session.config.options_of("training", TrainingOptions).lora_layers:
         from .lora import apply
 
         apply(session.policy.module)
@@ -49,7 +43,7 @@ def trlx_configure(session: Run) -> None:
 @hookimpl
 def trlx_report_header(session: Run) -> str | None:
     """Which LoRA layers do, and why the others do not."""
-    if not _options(session).lora_layers:
+    if not session.config.options_of("training", TrainingOptions).lora_layers:
         return None
     from .lora import served
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trlx_hybrid.config import build
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.plugins.hookspecs import hookimpl
 
@@ -33,21 +32,20 @@ class TrajectoriesOptions:
             raise ConfigError(f"trajectories: record_limit must be 1 or more, got {self.record_limit}.")
 
 
-def _options(session: Run) -> TrajectoriesOptions:
-    given = session.config.options_of("trajectories")
-    return build(TrajectoriesOptions, given, "HybridConfig.plugin_options['trajectories']")
-
-
 @hookimpl
 def trlx_configure(session: Run) -> None:
-    """Refuse wrong options before anything is sampled."""
-    _options(session)
+    """Refuse wrong options, and a file that cannot be written to, before anything is sampled."""
+    options = session.config.options_of("trajectories", TrajectoriesOptions)
+    if options.record is not None and session.ranks.rank == 0:
+        from .record import opened
+
+        opened(options.record).close()
 
 
 @hookimpl
 def trlx_rollout_end(session: Run, trajectories: Sequence[Trajectory]) -> None:
     """Record some of this rank's trajectories, where the options name a file."""
-    options = _options(session)
+    options = session.config.options_of("trajectories", TrajectoriesOptions)
     if options.record is None or session.ranks.rank != 0:
         return
     from .record import append

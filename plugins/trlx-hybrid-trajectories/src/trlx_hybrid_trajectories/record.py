@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from trlx_hybrid.errors import HybridError
 
@@ -27,7 +27,7 @@ OTHER_FILE = "Give a file written by plugin_options={'trajectories': {'record': 
 
 
 class RecordError(HybridError, ValueError):
-    """A file of trajectories cannot be read. Names the file and the line, and the way out."""
+    """A file of trajectories cannot be read or written. Names the file and the line, and the way out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +87,24 @@ def append(
         return 0
     texts = TokenTexts(tokenizer)
     lines = [json.dumps(_row(t, texts, step, training), allow_nan=False, separators=(",", ":")) for t in chosen]
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
+    with opened(path) as file:
         cut = file.tell() > 0 and (file.seek(-1, 2), file.read(1))[1] != b"\n"
         # A run that was killed while writing left half a line: it must not spoil ours. One write, for readers' sake.
         file.write(b"\n" * cut + "".join(f"{line}\n" for line in lines).encode())
     return len(lines)
+
+
+def opened(path: str | os.PathLike[str]) -> BinaryIO:
+    """The file to append to, made when missing, with its folders.
+
+    Raises:
+        RecordError: it cannot be written to.
+    """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        return Path(path).open("a+b")
+    except OSError as error:
+        raise RecordError(f"cannot write trajectories to {path}: {error.strerror}. Name another file.") from error
 
 
 def read(path: str | os.PathLike[str]) -> Iterator[Recorded]:

@@ -164,12 +164,12 @@ def context_length(session: Session, options: VLLMOptions) -> int:
 
 
 def _batched_tokens(session: Session, options: VLLMOptions, whole_prompts: bool) -> int:
-    """As many as asked for, or as one prompt may have where prompts are read whole.
+    """As many as asked for, or as all sequences decode in a step, or one prompt may have where they are read whole.
 
     Never more than can be scheduled: vLLM's GPU profiling run reads beyond its block tables otherwise."""
     length = context_length(session, options)
     sequences = options.max_num_seqs or options.max_num_batched_tokens
-    wanted = min(options.max_num_batched_tokens, sequences * length)
+    wanted = min(max(options.max_num_batched_tokens, sequences), sequences * length)
     return max(wanted, length) if whole_prompts else wanted
 
 

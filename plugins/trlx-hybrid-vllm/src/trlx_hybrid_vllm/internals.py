@@ -10,7 +10,7 @@ import functools
 import gc
 import importlib
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from unittest.mock import patch
@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from trlx_hybrid.errors import EngineError
+from trlx_hybrid.variables import restored
 
 
 def model_of(llm: Any) -> torch.nn.Module:
@@ -198,23 +199,9 @@ def launcher_environment(rank: int, local_rank: int, world: int) -> Iterator[Non
     if "MASTER_PORT" not in os.environ or world == 1:
         wanted |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
     # vLLM sets the last by itself.
-    with restored([*wanted, "VLLM_ENABLE_V1_MULTIPROCESSING"]):
+    with restored(*wanted, "VLLM_ENABLE_V1_MULTIPROCESSING"):
         os.environ.update({name: str(value) for name, value in wanted.items()})
         yield
-
-
-@contextmanager
-def restored(names: Iterable[str]) -> Iterator[None]:
-    """These variables of the environment are afterwards what they are now."""
-    saved = {name: os.environ.get(name) for name in names}
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 def serve_by_default(llm: Any, adapter: Callable[[], Any]) -> None:
@@ -287,7 +274,7 @@ def running(dtype: torch.dtype, collecting: bool = False) -> Iterator[None]:
 
     stance: Any = torch.compiler.set_stance("force_eager") if current_platform.is_cpu() else nullcontext()
     paused = gc.isenabled() and not collecting
-    with stance, restored([FLOAT32_PRODUCTS]):
+    with stance, restored(FLOAT32_PRODUCTS):
         if dtype == torch.float32:
             os.environ.setdefault(FLOAT32_PRODUCTS, EXACT)
         if paused:

@@ -32,7 +32,7 @@ class VLLMOptions:
             `max_num_seqs` sequences of `max_model_len` need, at most 4 GiB.
         max_model_len: longest prompt plus completion in tokens; the model's own by default.
         max_num_seqs: sequences decoded at once.
-        max_num_batched_tokens: tokens per engine step while prompts are read.
+        max_num_batched_tokens: tokens per engine step while prompts are read; at least `max_num_seqs` are taken.
         enforce_eager: no CUDA graphs and no compilation: starts faster, decodes slower. Always on on a CPU.
         enable_sleep_mode: give weights and KV cache back during TRAIN, once per rollout phase.
         model_impl: "vllm", "transformers" or "auto".
@@ -65,6 +65,13 @@ class VLLMOptions:
                 f"{', '.join(DTYPES)}."
             )
         object.__setattr__(self, "dtype", DTYPES[dtype])
+        for name in ("tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"HybridConfig.engine_options: {name} must be 1 or more, got {value}.")
+        for name in self.engine_args:
+            if name in self.__slots__:
+                raise ConfigError(f"engine_args has {name!r}, an option of its own: engine_options={{{name!r}: …}}.")
 
 
 ROUNDINGS = ("nearest", "stochastic")

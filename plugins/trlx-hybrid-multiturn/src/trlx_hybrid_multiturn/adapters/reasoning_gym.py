@@ -55,9 +55,7 @@ def from_reasoning_gym(
         tasks = create_dataset(name, size=size, seed=seed, **config)
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError(f"reasoning-gym makes no tasks {name!r} with these settings: {error}") from error
-    with (
-        preserved_generators()
-    ):  # some tasks are drawn from the global ones: alike in every process, once they are seeded
+    with preserved_generators():  # some tasks are drawn from the global ones: alike in every process once seeded
         random.seed(seed)
         np.random.seed(seed % 2**32)
         made = list(tasks)

@@ -156,8 +156,9 @@ class SharedSync(WeightSync):
         resized = [name for name, source in sources.items() if source.shape != self._views[name].shape]
         if resized:
             raise SyncError(
-                f"{listed(resized)} got another shape. Release the engine before the model is resized: "
-                "`session.release_engine()`; the next rollout builds it anew."
+                f"{listed(resized)} got another shape. Release the engine before the model is resized "
+                "(`session.release_engine()`), and drop the optimizer, whose state has the old one "
+                "(`trainer.optimizer = None`): both are made anew."
             )
         self._borrowed |= {name: self._views[name].clone() for name in kept - self._borrowed.keys()}
         with torch.no_grad():

@@ -1,0 +1,23 @@
+"""Variables of this process's environment, which libraries set by themselves."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def restored(*prefixes: str) -> Iterator[None]:
+    """After the context, the variables whose names begin so are as they were."""
+
+    def own() -> dict[str, str]:
+        return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+
+    before = own()
+    try:
+        yield
+    finally:
+        for name in own().keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)

@@ -186,6 +186,15 @@ def test_trajectories(execute) -> None:
         trainer.session.close()
 
 
+def test_replay(execute) -> None:
+    """Recorded, replayed, and sampled only."""
+    recorded, replayed, sampled = execute("docs/replay.md", settings={"train": True})["trainers"]
+    assert replayed.state.log_history[0]["loss"] == recorded.state.log_history[0]["loss"]
+    assert sampled.state.log_history[0]["loss"] == 0.0
+    names = ["recording/recording.json", "recording/rank0/train-000000-0.safetensors"]
+    assert sorted(map(str, Path("recording").rglob("*.*"))) == sorted(names)
+
+
 def test_scoring(execute) -> None:
     shown = execute("docs/scoring.md", settings={"train": True})
     readme = execute("plugins/trlx-hybrid-training/README.md", settings={"train": True})

@@ -5,6 +5,7 @@ import inspect
 import textwrap
 
 import pytest
+import transformers
 import trl
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
@@ -12,8 +13,10 @@ from trlx_hybrid.trl.generation import Generation
 from trlx_hybrid.trl.trainer import GENERATING, OWN_ENGINE
 
 METHODS = (
+    "_clip_grad_norm",
     "_generate",
     "_generate_and_score_completions",
+    "_get_grad_norm",
     "_load_best_model",
     "_load_from_checkpoint",
     "_load_optimizer_and_scheduler",
@@ -95,6 +98,20 @@ def test_tool_calling_is_where_it_was(trainer):
     log_probs = "logprobs, " if grpo else ""
     counts = "tool_call_count, tool_failure_count, tool_images"
     assert f"return tool_mask, completions, completion_ids, {log_probs}{counts}" in source(trainer._tool_call_loop)
+
+
+@pytest.mark.parametrize("trainer", GENERATING, ids=lambda t: t.__name__)
+def test_a_batch_is_asked_for_by_step_and_shuffled_by_torchs_generator(trainer):
+    """What replay.py sets and restores."""
+    body = source(trainer._prepare_inputs)
+    assert "if self._step % generate_every == 0 or self._buffered_inputs is None:" in body
+    asked, shuffled = "= self._generate_and_score_completions(generation_batch)", "= shuffle_sequence_dict("
+    assert body.index(asked) < body.index(shuffled)
+    assert "permutation = torch.randperm(batch_size)" in source(trl.trainer.utils.shuffle_sequence_dict)
+    assert "self._step += 1" in source(trainer.training_step)
+    steps = source(transformers.Trainer._run_epoch)
+    assert "grad_norm = self._clip_grad_norm(model)" in steps
+    assert "grad_norm = self._get_grad_norm(model, grad_norm=grad_norm)" in steps
 
 
 @pytest.mark.parametrize("trainer", [trl.GRPOTrainer, trl.RLOOTrainer], ids=lambda t: t.__name__)

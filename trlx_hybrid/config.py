@@ -101,6 +101,23 @@ class HybridConfig:
             "10. Compared where TRL computes both (GRPO's importance-sampling correction). 'inf': no check."
         },
     )
+    record: str | None = field(
+        default=None,
+        metadata={
+            "help": "A folder to keep every batch in, as it is trained on: tokens, masks, log-probs, rewards, "
+            "advantages. On several nodes, one that all of them share."
+        },
+    )
+    replay: str | None = field(
+        default=None,
+        metadata={
+            "help": "A folder that `record` filled, whose batches are trained on. No engine is built, nothing is "
+            "sampled, and no reward function is called."
+        },
+    )
+    rollout_only: bool = field(
+        default=False, metadata={"help": "Sample and score batches, and train on none of them: no loss, no step."}
+    )
     disable_plugins: list[str] | None = field(
         default=None, metadata={"help": "Plugins to disable, besides those in TRLX_HYBRID_DISABLE."}
     )
@@ -127,6 +144,10 @@ class HybridConfig:
             raise ConfigError(f"HybridConfig.verify_every must be 0 or more, got {self.verify_every}.")
         if self.max_logprob_gap is not None and not self.max_logprob_gap > 0:
             raise ConfigError(f"HybridConfig.max_logprob_gap must be more than 0 nats, got {self.max_logprob_gap}.")
+
+        if self.replay is not None and (self.record is not None or self.rollout_only):
+            other = "record" if self.record is not None else "rollout_only"
+            raise ConfigError(f"HybridConfig.replay samples nothing, and {other} is about what is sampled: drop one.")
 
     def options(self, slot: str) -> dict[str, Any]:
         """What the user set for the component of a slot; of "plugin", for plugins by name."""

@@ -55,6 +55,7 @@ class Session:
         metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs, which hold the mean since their
             last line: of one number per batch, or of all those in a list.
         adviser: the plugin whose advantages the trainer uses, if any.
+        notes: further lines of the header.
     """
 
     adviser: PluginInfo | None = None
@@ -81,6 +82,7 @@ class Session:
         self.rollout: Rollout | None = None
         self.weights_why = ""
         self.scores_apart: str | None = None
+        self.notes: list[str] = []
         self._scoring: Scoring | None = None
         self.phase = Phase.TRAIN
         self.memory = TrainerMemory(
@@ -277,7 +279,9 @@ class Session:
         """What runs here and why, in one line; memory; what weight sync and plugins add. Collective."""
         selection = self.selection
         plugins = ", ".join(str(p) for p in self.host.plugins) or "none"
-        if selection.engine is None or selection.rollout is None:
+        if self.config.replay is not None:
+            slots = [f"engine=none ({selection.stock_reason}): nothing is sampled"]
+        elif selection.engine is None or selection.rollout is None:
             slots = [f"engine=transformers ({selection.stock_reason}): generation is TRL's own"]
         else:
             weights = self.weights.name if self.weights else "?"
@@ -290,6 +294,7 @@ class Session:
         lines += filter(None, [self.weights.note() if self.weights else None, self.scoring.note()])
         if self.scoring.deferred and self.scores_apart is not None:
             lines.append(f"scoring: old log-probs take a forward pass of their own: {self.scores_apart}")
+        lines += self.notes
         for added in self.host.call("trlx_report_header", session=self):
             lines += [added] if isinstance(added, str) else list(added)
         return lines

@@ -64,6 +64,19 @@ def test_a_killed_run_resumes(model, whole, tmp_path):
     assert whole_run.history(tmp_path / "run") == whole_run.history(tmp_path / "whole")
 
 
+def test_a_recording_replays_here_to_the_bit_and_on_a_cpu(model, whole, tmp_path):
+    settings = SMALL | {"dtype": "float32", "bf16": False}
+    arms = {"recorded": {"record": tmp_path / "it"}, "here": {"replay": tmp_path / "it"}}
+    arms["on a CPU"] = arms["here"] | {"use_cpu": True}
+    for name, given in arms.items():
+        whole(python("grpo.py", settings | given, model("plain"), tmp_path / name), LIMIT)
+    recorded, here, elsewhere = (whole_run.history(tmp_path / name) for name in arms)
+    assert here == recorded
+    assert [log.get("reward") for log in elsewhere] == [log.get("reward") for log in recorded]
+    assert elsewhere[0]["grad_norm"] == pytest.approx(recorded[0]["grad_norm"], rel=1e-3)
+    assert elsewhere[0]["entropy"] == pytest.approx(recorded[0]["entropy"], abs=1e-4)
+
+
 def test_two_trainers_in_one_process(model, whole, tmp_path):
     whole(python("two_trainers.py", SMALL | {"vllm_enable_sleep_mode": True}, model("plain"), tmp_path), LIMIT)
     whole_run.check_training(whole_run.history(tmp_path / "second"), STEPS)

@@ -81,6 +81,9 @@ def select(config: HybridConfig, arguments: TrainerArguments, registry: Registry
         ConfigError: settings that contradict each other, or an unknown option.
         ComponentError: a component is missing, ambiguous, or cannot work here.
     """
+    if config.replay is not None:  # whatever sampled the recording
+        why, scoring = "HybridConfig.replay", _scoring(config, registry)
+        return Selection(engine=None, weights=None, rollout=None, scoring=scoring, stock_reason=why)
     server = arguments.use_vllm and arguments.vllm_mode == "server"
     if config.engine is None:
         name = "vllm" if arguments.use_vllm and not server else STOCK
@@ -170,7 +173,9 @@ def _choice(
     return Choice(component, build(owner, options, f"HybridConfig.{slot}_options for {slot} {component.name!r}"), why)
 
 
-READ_ANYWAY = {"engine", "scoring", "scoring_options", "plugin_options", "disable_plugins"}
+READ_ANYWAY = {
+    *("engine", "scoring", "scoring_options", "record", "replay", "rollout_only", "plugin_options", "disable_plugins")
+}
 """Settings that have a meaning where TRL generates."""
 
 

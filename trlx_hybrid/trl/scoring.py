@@ -183,6 +183,8 @@ class Scored:
         session = self.__dict__.get("session")
         if session is None or not session.scoring.deferred or session.scores_apart is not None:
             return False
+        if session.config.rollout_only:
+            return False  # no loss will bring them
         trainer: Any = self
         if not reads_old(trainer):
             return False

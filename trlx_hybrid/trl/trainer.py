@@ -43,6 +43,8 @@ from .arguments import (
 )
 from .checkpoint import Checkpointing
 from .generation import Generation, trajectories_of
+from .recording import Recording
+from .replay import Replayed
 from .rewards import HOOK, checking, refuse_missing_package, replaced, without_masked
 from .scoring import SCORER, Scored, overriding, scores_apart
 from .step_metrics import Metered, StepMetrics
@@ -88,7 +90,7 @@ def hybrid(trainer_class: type[Any]) -> type[Any]:
     return type(trainer_class.__name__, bases, namespace)
 
 
-class HybridTrainer(Metered, Scored, Checkpointing):
+class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
     """What `hybrid` puts in front of a TRL trainer.
 
     An instance made without `__init__`, as TRL's tests of single methods do, is TRL's own.
@@ -119,6 +121,10 @@ class HybridTrainer(Metered, Scored, Checkpointing):
         Args:
             given: the arguments of that `__init__`, by name.
         """
+        if self._config.replay is not None:
+            self._replay = Recording(self._config.replay)
+            if self._replay.facts is None:
+                raise ConfigError(f"HybridConfig.replay: {self._config.replay} holds no recording (recording.json).")
         arguments = trainer_arguments(given.get("args"), given.get("tools") or given.get("environment_factory"))
         self._selection = select(self._config, arguments, self._host.registry)
         if self._config.scoring is not None:
@@ -160,25 +166,30 @@ class HybridTrainer(Metered, Scored, Checkpointing):
             step=lambda: this().state.global_step,
             optimizer=lambda: this().optimizer,
         )
-        if hasattr(trainer, "reward_funcs"):
+        if hasattr(trainer, "reward_funcs") and self._replay is None:
             self.session.adviser = host.only(HOOK)
         if trainer._base_name in SCORING:
             self.session.scores_apart = scores_apart(trainer, self.session.adviser)
         weakref.finalize(trainer, self.session.close).atexit = False  # then the session leaves by itself
-        if (not selection.stock or self._config.scoring is not None) and policy.device.type in ("cpu", "cuda"):
+        ours = not selection.stock or self._config.scoring is not None or self._replay is not None
+        if ours and policy.device.type in ("cpu", "cuda"):
             self._steps = StepMetrics(self.session, this, flops=trainer._base_name in SCORING)
             trainer.add_callback(self._steps)  # first, for the time of the optimizer's step alone
-        trainer.add_callback(SessionCallback(self.session))
+        trainer.add_callback(SessionCallback(self.session, lambda step: this()._starts(step)))
         if not selection.stock:
             check_skipped(args)
             args.use_vllm, args.vllm_mode = True, "colocate"  # what the checkpoint records is what ran
             trainer.vllm_mode = "colocate"
             trainer.vllm_generation = Generation(self.session)
             trainer._last_loaded_step = -1
+        self._attach_recording()
 
     @property
     def use_vllm(self) -> bool:
-        """Whether generation leaves transformers. False while TRL's `__init__` runs if the engine is to be ours."""
+        """Whether generation leaves transformers. False while TRL's `__init__` runs if the engine is to be ours. In a
+        replay, whether it did when it was recorded: TRL's loss corrects for the engine."""
+        if self._replay is not None:
+            return self._attached and bool((self._replay.facts or {})["sampler"])
         return self._trl_use_vllm if self._selection.stock else self._attached
 
     @use_vllm.setter
@@ -253,6 +264,9 @@ class HybridTrainer(Metered, Scored, Checkpointing):
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         if not self._attached:
             return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        return self._batch(functools.partial(self._roll_out, inputs))
+
+    def _roll_out(self, inputs: list[Any]) -> Any:
         trainer: Any = self
         session, self._rewards = self.session, None
         session.rows = inputs
@@ -315,15 +329,17 @@ TrlParser = suggesting(trl.TrlParser)
 class SessionCallback(TrainerCallback):  # type: ignore[misc]
     """Tells the session what the training loop does."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, starts: Callable[[int], None]) -> None:
+        self._session, self._starts = session, starts
         self._first: FirstStep | None = None
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
         """Open it: the model is prepared, sharded, its checkpoint loaded."""
         session = self._session
+        self._starts(state.global_step)
         session.open()
-        self._first = None if session.selection.stock else FirstStep(session.policy, session.ranks)
+        trains = not session.selection.stock and not session.config.rollout_only
+        self._first = FirstStep(session.policy, session.ranks) if trains else None
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Note what the first steps start from."""
@@ -332,6 +348,7 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Move the weight version on; see that the first steps changed something."""
-        self._session.versions.changed()
+        if not self._session.config.rollout_only:
+            self._session.versions.changed()
         if self._first is not None:
             self._first.ended(self._session.step, kwargs["optimizer"])

@@ -189,11 +189,12 @@ class Policy:
         positions = torch.arange(1, bits.numel() + 1, device=bits.device)
         return int((bits * positions).sum())
 
-    def digest(self) -> int:
-        """A number over every bit that this rank holds of its trainable weights: one pass over them, on the device."""
+    def digest(self, frozen: bool = False) -> int:
+        """A number over every bit that this rank holds of its trainable weights, or of its frozen ones: one pass over
+        them, on the device."""
         total = torch.zeros((), dtype=torch.int64, device=self.device)
         for p in self.module.parameters():
-            if p.requires_grad:
+            if p.requires_grad is not frozen:
                 local: Tensor = getattr(p, "ds_tensor", getattr(p, "_local_tensor", p)).detach()
                 for part in torch.split(local.reshape(-1), DIGEST_ELEMENTS):  # cast to int64 in passing
                     total = 31 * total + part.view(BITS[part.element_size()]).sum().to(self.device)

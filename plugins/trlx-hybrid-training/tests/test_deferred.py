@@ -163,3 +163,16 @@ def test_settings_that_nothing_would_read_are_refused(run):
         run(GRPO, hybrid={"scoring": "packed", "scoring_options": {"defered": True}})
     with pytest.raises(ConfigError, match="deferred is True or False, got 'no'"):
         run(GRPO, hybrid={"scoring": "packed", "scoring_options": {"deferred": "no"}})
+
+
+@pytest.mark.parametrize("scoring", ["packed", None], ids=["packed again", "padded"])
+def test_a_replay_takes_them_from_its_own_first_loss_forward(run, noisy, scripted, tmp_path, scoring):
+    settings = {"num_iterations": 2, "max_steps": 3, "rollout_func": masked} | TWO
+    options = {"scoring": "packed", "scoring_options": DEFERRED}
+    recorded = run(
+        trlx_hybrid.GRPOTrainer, hybrid=noisy | options | {"record": str(tmp_path)}, plugins=[scripted], **settings
+    )
+    options = options if scoring else {}
+    replayed = run(trlx_hybrid.GRPOTrainer, hybrid=options | {"replay": str(tmp_path)}, **settings)
+    assert replayed.logs == recorded.logs
+    assert all(torch.equal(w, recorded.weights()[name]) for name, w in replayed.weights().items())

@@ -1,0 +1,297 @@
+"""A folder with every batch that a run trained on and evaluated: tensors in safetensors, the rest as JSON.
+
+    recording.json                      what ran: versions, ranks, model, tokenizer, settings, device
+    rank0/train-000012-0.safetensors    rank 0's rows of the batch that begins with micro-batch 0 of step 12
+    rank0/eval-000010-3.safetensors     its rows of batch 3 of the evaluation after 10 steps
+
+A file is renamed when it is whole, so a run that is killed leaves whole ones. Each has the digest of its tensors, and
+the number of those before it: one that is damaged or missing is told.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .. import plain_data
+from ..doctor import package_version
+from ..errors import ConfigError, listed
+
+FILE = "recording.json"
+FORMAT = 1
+NAME = re.compile(r"(train|eval)-(\d+)-(\d+)\.safetensors")
+
+FOREIGN = re.compile(
+    r"format|trainer|ranks|model\..*|adapters|tokenizer\..*|versions\.trl|settings\.("
+    r"per_device_train_batch_size|gradient_accumulation_steps|steps_per_generation|num_iterations|num_generations|"
+    r"temperature|top_[pk]|min_p|repetition_penalty|generation_kwargs|max_completion_length|pad_to_multiple_of|beta|"
+    r"mask_truncated_completions|scale_rewards|reward_weights|multi_objective_aggregation|vllm_importance_.*)"
+)
+"""Facts by which batches are another run's: what they were made of, and settings that nothing would read any more."""
+
+EVALUATION = re.compile(r"settings\.(eval_(strategy|steps|delay|on_start)|(per_device|num_generations)_eval.*)")
+"""The same of a run that evaluates."""
+
+QUIET = re.compile(r"output_dir|run_name|log|report_to|save|push|hub|vllm|tqdm|dataloader|resume|eval|project|trackio")
+"""Those that change no number of a training step."""
+
+NO_FACTS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "base_model_name_or_path", "peft_version")
+"""Of the configs of a model and its adapters: what another place on disk or another version says otherwise."""
+
+
+@dataclass(kw_only=True, slots=True, eq=False)
+class Batch:
+    """One rank's rows of a rollout, as TRL trains on them, and what else the training takes from it.
+
+    Attributes:
+        mode: "train" or "eval".
+        step: optimizer steps done when it was sampled.
+        number: the micro-batch of that step which it begins with; in an evaluation, which of its batches it is.
+        index: how many batches of training were recorded before it.
+        weight_version: of the weights that sampled it.
+        weights: whether this rank held shards of them, digests of the trainable and of the frozen ones.
+        tokens_seen: TRL's `num_input_tokens_seen` after it.
+        metrics: what TRL's log got from the rollout, by name: whether it took the place of what was there, and values.
+        values: what TRL calls the batch: tensors and plain data, in TRL's order.
+        rewards: (world * B, functions) float, of all ranks; NaN where a function returned None. None without rewards.
+        generators: states of torch's generators after it, (n,) uint8, by type of device.
+    """
+
+    mode: str
+    step: int
+    number: int
+    index: int
+    weight_version: int
+    weights: list[Any]
+    tokens_seen: int
+    metrics: dict[str, list[Any]]
+    values: dict[str, Any]
+    rewards: Tensor | None
+    generators: dict[str, Tensor]
+
+
+class Recording:
+    """One rank's part of the folder.
+
+    Args:
+        folder: on several nodes, one that all of them share.
+    """
+
+    def __init__(self, folder: str | Path, rank: int = 0) -> None:
+        self.folder, self.rank = Path(folder), rank
+        self.places: list[tuple[int, int]] = []  # (step, number) of the batches of training, once inspected
+        self._written = 0
+
+    @functools.cached_property
+    def facts(self) -> dict[str, Any] | None:
+        """What ran, as `facts_of` says it; None where nothing was recorded.
+
+        Raises:
+            ConfigError: `recording.json` is none of ours.
+        """
+        path = self.folder / FILE
+        try:
+            found = json.loads(path.read_text())
+            if found["format"] != FORMAT:
+                raise ConfigError(f"{path} is of format {found['format']}, and this version reads {FORMAT}.")
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error!r}. Record anew.") from error
+        return dict(found)
+
+    def begin(self, facts: Mapping[str, Any], step: int) -> None:
+        """Batches from that step on will come: those that a run had recorded further on, before it was resumed, go."""
+        self._here.mkdir(parents=True, exist_ok=True)
+        for (mode, at, _), path in self._files().items():
+            if at > step or (at == step and mode == "train"):
+                path.unlink()
+            else:
+                self._written += mode == "train"
+        if self.rank == 0:
+            part = self.folder / f"{FILE}.part"
+            part.write_text(json.dumps(facts, indent=1))
+            part.replace(self.folder / FILE)
+
+    def write(self, batch: Batch) -> None:
+        """Add one; its `index` is set here.
+
+        Raises:
+            ConfigError: it holds something else than tensors and plain data.
+        """
+        batch.index = self._written
+        tensors = {f"batch.{name}": value for name, value in batch.values.items() if isinstance(value, Tensor)}
+        tensors |= {f"generator.{name}": state for name, state in batch.generators.items()}
+        if batch.rewards is not None:
+            tensors["rewards"] = batch.rewards
+        tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
+        about = {f.name: getattr(batch, f.name) for f in dataclasses.fields(Batch)}
+        about |= {"rewards": None, "generators": None, "digest": digest(tensors), "order": list(batch.values)}
+        about["values"] = {name: v for name, v in batch.values.items() if not isinstance(v, Tensor)}
+        try:
+            text = plain_data.dumps(about).decode()
+        except plain_data.NotPlainError as error:
+            raise ConfigError(f"HybridConfig.record cannot keep this batch: it is {error}.") from error
+        path = self._path(batch.mode, batch.step, batch.number)
+        part = path.with_name(f"{path.name}.part")
+        save_file(tensors, part, metadata={"batch": text})
+        part.replace(path)
+        self._written += batch.mode == "train"
+
+    def inspect(self) -> str | None:
+        """Read all batches once; returns what is wrong with them, or None."""
+        self.places = []
+        for mode, *place in sorted(self._files()):
+            try:
+                batch = self.read(mode, *place)
+            except ConfigError as error:
+                return str(error)
+            if mode == "train" and batch.index != len(self.places):
+                return f"{self._path(mode, *place)} was batch {batch.index}, not {len(self.places)}. {WAY_OUT}"
+            if mode == "train":
+                self.places.append((batch.step, batch.number))
+        return None if self.places else f"{self._here} holds no batch of a training step."
+
+    def latest(self, step: int, micro_batch: int) -> tuple[int, int]:
+        """Where the batch lies that a micro-batch is taken from: (step, number).
+
+        Raises:
+            ConfigError: the recording begins later.
+        """
+        earlier = [place for place in self.places if place <= (step, micro_batch)]
+        if not earlier:
+            raise ConfigError(
+                f"The recording in {self.folder} begins with step {self.places[0][0]}, and this run is at {step}. "
+                "Resume it from the checkpoint that the recorded run went on from."
+            )
+        return earlier[-1]
+
+    def read(self, mode: str, step: int, number: int) -> Batch:
+        """One batch, on the CPU.
+
+        Raises:
+            ConfigError: it is not there, or is not what was written.
+        """
+        path = self._path(mode, step, number)
+        try:
+            with safe_open(path, "pt") as file:
+                about = plain_data.loads(file.metadata()["batch"].encode())
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, no mapping
+        except FileNotFoundError as error:
+            raise ConfigError(f"The recording has no {path}: what asks for it was not in the recorded run.") from error
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is torn: {error}. {WAY_OUT}") from error
+        if about.pop("digest") != digest(tensors):
+            raise ConfigError(f"{path} is damaged: its tensors are not those that were written. {WAY_OUT}")
+        values = {name: tensors.get(f"batch.{name}", about["values"].get(name)) for name in about.pop("order")}
+        states = {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith("generator.")}
+        return Batch(**about | {"values": values, "generators": states, "rewards": tensors.get("rewards")})
+
+    @property
+    def _here(self) -> Path:
+        return self.folder / f"rank{self.rank}"
+
+    def _path(self, mode: str, step: int, number: int) -> Path:
+        return self._here / f"{mode}-{step:06d}-{number}.safetensors"
+
+    def _files(self) -> dict[tuple[str, int, int], Path]:
+        found = ((NAME.fullmatch(path.name), path) for path in self._here.glob("*"))
+        return {(match[1], int(match[2]), int(match[3])): path for match, path in found if match}
+
+
+WAY_OUT = "Record anew, or remove it and what comes after it, on all ranks, to replay what comes before."
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """Of names, dtypes, shapes and bits of tensors on the CPU, which must be contiguous."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
+        found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return found.hexdigest()
+
+
+def facts_of(trainer: Any) -> dict[str, Any]:
+    """What a recording says of the run that makes it, as JSON has it."""
+    session = trainer.session
+    policy, config = session.policy, session.config
+    tokenizer = getattr(policy.processing_class, "tokenizer", policy.processing_class)
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items(), key=lambda item: item[1]))
+    adapters = getattr(policy.module, "peft_config", {})
+    facts = {
+        "format": FORMAT,
+        "versions": {name: version(name) for name in ("trl", "transformers", "peft", "torch")}
+        | {"trlx_hybrid": package_version()},
+        "trainer": trainer._base_name,
+        "ranks": session.ranks.world,
+        "device": policy.device.type,
+        "sampler": bool(trainer.use_vllm),
+        "model": _facts(json.loads(policy.base.config.to_json_string(use_diff=False)))
+        | {"class": type(policy.base).__name__, "parameters in": str(policy.dtype)},
+        "adapters": json.dumps({name: _facts(a.to_dict()) for name, a in adapters.items()}, default=_plain),
+        "tokenizer": {
+            "tokens": len(tokenizer),
+            "vocabulary": hashlib.sha256(vocabulary.encode()).hexdigest()[:16],
+            "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+        },
+        "settings": json.loads(trainer.args.to_json_string()),
+        "scoring": config.scoring,
+        "scoring_options": config.options("scoring"),
+    }
+    return dict(json.loads(json.dumps(facts, default=_plain)))
+
+
+def compared(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Facts of a recording that are not those of a run: by which it is another run's, and by which the same batches may
+    train otherwise."""
+    then, now = dict(_flat(recorded)), dict(_flat(here))
+    evaluates = now["settings.eval_strategy"] != "no"
+    foreign, other = [], []
+    for name in dict.fromkeys([*then, *now]):
+        if then.get(name) == now.get(name) or (name.startswith("model.") and not (name in then and name in now)):
+            continue  # a field of a config that another version of transformers does not have
+        text = f"{name.removeprefix('settings.')} is {now.get(name)!r:.60}, and {then.get(name)!r:.60} was recorded"
+        if FOREIGN.fullmatch(name) or (evaluates and EVALUATION.fullmatch(name)):
+            foreign.append(text)
+        elif not QUIET.search(name):
+            other.append(text)
+    return foreign, other
+
+
+def refuse_foreign(folder: Path, foreign: list[str]) -> None:
+    """Where there is anything in it by which a recording is another run's."""
+    if foreign:
+        raise ConfigError(
+            f"The recording in {folder} is not of this run: {listed(foreign, 8)}. Replay it with the model, the "
+            "tokenizer and the settings that it was made with, or record anew."
+        )
+
+
+def _facts(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in NO_FACTS}
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value, key=str) if isinstance(value, set | frozenset) else str(value)
+
+
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in facts.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value

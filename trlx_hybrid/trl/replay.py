@@ -1,0 +1,277 @@
+"""A hybrid trainer's batches, kept in a recording or taken from one; and rollouts that nothing is trained on.
+
+All that a training step reads of a rollout comes out of TRL's `_generate_and_score_completions`, but for the order of
+its rows, which TRL draws from torch's generator afterwards. So what that method returns is kept, with the generator's
+state, and given back where nothing is sampled. When TRL asks for a batch depends on its `_step`, which counts from 0
+again where a run is resumed; a replay sets it to where the recording has its batches.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.trainer_utils import has_length
+
+from ..config import RESUME_VARIABLE
+from ..errors import ConfigError, listed
+from ..rollout.seeding import preserved_generators
+from ..weights.policy import is_sharded
+from .recording import WAY_OUT, Batch, Recording, compared, facts_of, refuse_foreign
+from .scoring import NUMBER, Deferred
+
+if TYPE_CHECKING:
+    from ..session import Session
+
+logger = logging.getLogger(__name__)
+
+
+class Replayed:
+    """Stands between `Scored` and `Checkpointing`."""
+
+    session: Session
+
+    _recording: Recording | None = None  # to which batches are added
+    _replay: Recording | None = None  # from which they come
+    _begun = False  # whether there is something of this run in the recording
+    _said_apart = False  # that the weights are not those of the recorded run
+
+    def _attach_recording(self) -> None:
+        """The trainer is built: see that what is to be replayed is of this run, and whole. Collective."""
+        trainer: Any = self
+        session, config = self.session, self.session.config
+        if config.rollout_only:
+            session.notes.append("rollout_only: batches are sampled and scored, and nothing is trained")
+        if config.record is not None:
+            self._recording = Recording(config.record, session.ranks.rank)
+            session.notes.append(f"record: each batch is kept in {config.record}")
+        if self._replay is not None:
+            replay = self._replay
+            foreign, other = compared(replay.facts or {}, facts_of(trainer))
+            refuse_foreign(replay.folder, foreign)
+            replay.rank = session.ranks.rank
+            problems = session.ranks.gather(replay.inspect())
+            ends = session.ranks.gather(replay.places[-1:])
+            if not any(problems) and any(end != ends[0] for end in ends):
+                last = listed([f"{step} of rank {rank}" for rank, ((step, _),) in enumerate(ends)], 8)
+                problems.append(f"the ranks do not have the same batches; their last are of step {last}. {WAY_OUT}")
+            for problem in filter(None, problems):
+                raise ConfigError(f"The recording in {replay.folder} is not whole: {problem}")
+            trainer.log_completions = False  # their texts are not recorded
+            differing = f"; differing: {listed(other, 8)}" if other else ""
+            session.notes.append(f"replay: {len(replay.places)} batches of {replay.folder}{differing}")
+
+    def _starts(self, step: int) -> None:
+        """Training starts, or an evaluation before it. Collective."""
+        trainer: Any = self
+        if self._replay is not None and self._replayed_steps <= step < trainer.state.max_steps:
+            raise ConfigError(
+                f"The recording in {self._replay.folder} has batches for {self._replayed_steps} steps, and the "
+                f"checkpoint is of step {step}: nothing is left to replay."
+            )
+        if self._recording is None or self._begun:
+            return
+        self._begun, recording = True, self._recording
+        facts, known = facts_of(self), recording.facts
+        if self.session.ranks.any(known is not None) and step == 0 and os.environ.get(RESUME_VARIABLE) != "1":
+            raise ConfigError(f"{recording.folder} has a recording already. Name another folder, or remove it.")
+        if known is not None:
+            refuse_foreign(recording.folder, compared(known, facts)[0])
+        recording.begin(facts, step)
+
+    def _ends(self, steps: int) -> None:
+        """After so many, training does, where the recording is shorter than the run was to be."""
+        trainer: Any = self
+        if self._replayed_steps <= steps < trainer.state.max_steps:
+            trainer.control.should_training_stop = True
+            if self.session.ranks.rank == 0:
+                ended = f"after {steps} of {trainer.state.max_steps} steps"
+                print(f"trlx_hybrid: the recording ends {ended}, and training with it", file=sys.stderr, flush=True)
+
+    # --- batches ----------------------------------------------------------------------------------------------------
+
+    def _batch(self, roll_out: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """What a rollout makes, kept where the run records; in a replay, what it made when it was recorded."""
+        trainer: Any = self
+        if self._replay is not None:
+            return self._recorded(self._replay)
+        if self._recording is None:
+            return roll_out()
+        mode, step, number = self._place()
+        metrics = trainer._metrics[mode]
+        before = {name: list(values) for name, values in metrics.items()}
+        self._starts(step)
+        values = roll_out()
+        self._recording.write(
+            Batch(
+                mode=mode,
+                step=step,
+                number=number,
+                index=0,
+                weight_version=self.session.weight_version,
+                weights=self._weights(),
+                tokens_seen=trainer.state.num_input_tokens_seen,
+                metrics={name: found for name in metrics if (found := _added(before.get(name, []), metrics[name]))},
+                values=values,
+                rewards=trainer._rewards,
+                generators=_generators(self.session.policy.device),
+            )
+        )
+        return values
+
+    def _recorded(self, replay: Recording) -> dict[str, Any]:
+        """The batch that was recorded here, on the device of this run. Collective."""
+        trainer: Any = self
+        mode, *here = self._place()
+        step, number = replay.latest(*here) if mode == "train" else here
+        batch, device = replay.read(mode, step, number), self.session.policy.device
+        self._compare_weights(batch, first=step == replay.places[0][0])
+        metrics = trainer._metrics[mode]
+        for name, (replaces, values) in batch.metrics.items() if [step, number] == here else ():
+            metrics[name] = values if replaces else metrics[name] + values
+        trainer.state.num_input_tokens_seen = batch.tokens_seen
+        _restore(batch.generators, device)
+        moved = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in batch.values.items()}
+        if NUMBER in moved:
+            self._deferred[mode] = Deferred(moved, mode, self.session.weight_version)  # type: ignore[attr-defined]
+        return moved
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        trainer: Any = self
+        stock = super()._prepare_inputs  # type: ignore[misc]
+        if self._replay is None or not trainer.model.training:
+            return stock(generation_batch)
+        _, *here = self._place()
+        taken = self._before(*here) - self._before(*self._replay.latest(*here))
+        if trainer._step % self._every != taken:
+            trainer._step = taken
+        within = taken and trainer._buffered_inputs is None  # resumed where the batch was drawn from already
+        with preserved_generators() if within else nullcontext():
+            return stock(generation_batch)
+
+    def _place(self) -> tuple[str, int, int]:
+        """Mode, step and number of the batch that is asked for now."""
+        trainer: Any = self
+        if trainer.model.training:
+            return "train", *self._window  # type: ignore[attr-defined]
+        step = trainer.state.global_step
+        self._evaluated[step] += 1
+        return "eval", step, self._evaluated[step] - 1
+
+    @functools.cached_property
+    def _evaluated(self) -> Counter[int]:
+        return Counter()
+
+    @property
+    def _every(self) -> int:
+        """Micro-batches that TRL takes from a batch."""
+        args = self.args  # type: ignore[attr-defined]
+        return int(
+            (getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps)
+            * getattr(self, "num_iterations", 1)
+        )
+
+    @property
+    def _epoch(self) -> tuple[int, int]:
+        """Micro-batches and optimizer steps of an epoch, whose last step may have fewer of them than the others."""
+        trainer: Any = self
+        loader, accumulated = trainer.callback_handler.train_dataloader, trainer.args.gradient_accumulation_steps
+        length = len(loader) if has_length(loader) else trainer.state.max_steps * accumulated
+        return length, -(-length // accumulated)
+
+    def _before(self, step: int, micro_batch: int) -> int:
+        """Micro-batches of the run before one of a step."""
+        length, steps = self._epoch
+        epochs, rest = divmod(step, steps)
+        return epochs * length + rest * int(self.args.gradient_accumulation_steps) + micro_batch  # type: ignore[attr-defined]
+
+    @property
+    def _replayed_steps(self) -> int:
+        """Optimizer steps that the recording has all batches of."""
+        assert self._replay is not None
+        length, steps = self._epoch
+        epochs, rest = divmod(self._before(*self._replay.places[-1]) + self._every, length)
+        return epochs * steps + rest // int(self.args.gradient_accumulation_steps)  # type: ignore[attr-defined]
+
+    # --- weights ----------------------------------------------------------------------------------------------------
+
+    def _weights(self) -> list[Any]:
+        """Whether this rank holds shards, and digests of its trainable and of its frozen weights."""
+        policy = self.session.policy
+        policy.reshard()
+        return [any(map(is_sharded, policy.module.parameters())), policy.digest(), self._frozen]
+
+    @functools.cached_property
+    def _frozen(self) -> int:
+        return self.session.policy.digest(frozen=True)
+
+    def _compare_weights(self, batch: Batch, first: bool) -> None:
+        """With those that the batch was sampled with; those before the first step must be the same. Collective."""
+        here = self._weights()
+        apart = here[0] == batch.weights[0] and here != batch.weights  # sharded otherwise, nothing can be said
+        if self._said_apart or not self.session.ranks.any(apart):
+            return
+        where = f"{self._replay.folder if self._replay else ''} at step {batch.step}"
+        if first:
+            raise ConfigError(
+                f"The weights are not those of the recording in {where}: another model, another seed of its adapters, "
+                "or another checkpoint. Start from what the recorded run started from."
+            )
+        self._said_apart = True
+        if self.session.ranks.rank == 0:
+            logger.warning(
+                "The weights are no longer those of the recording in %s. On another device or with other settings that "
+                "is to be expected; losses from here on are not the recorded ones.",
+                where,
+            )
+
+    # --- rollouts only ----------------------------------------------------------------------------------------------
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in TRL, as long as there is something to replay; with `rollout_only`, only the batch, where it is due."""
+        trainer: Any = self
+        if not self.session.config.rollout_only:
+            loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+            if self._replay is not None and trainer.accelerator.sync_gradients:
+                self._ends(trainer.state.global_step + 1)
+            return loss
+        model.train()
+        trainer._prepare_inputs(inputs)
+        trainer._step += 1
+        trainer.accelerator.gradient_state._set_sync_gradients(False)  # its optimizer and scheduler take no step then
+        return torch.zeros((), device=trainer.args.device)
+
+    def _clip_grad_norm(self, model: Any) -> Any:
+        return None if self.session.config.rollout_only else super()._clip_grad_norm(model)  # type: ignore[misc]
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        return None if self.session.config.rollout_only else super()._get_grad_norm(*args, **kwargs)  # type: ignore[misc]
+
+
+def _added(before: list[float], after: list[float]) -> list[Any]:
+    """What a list of TRL's metrics became: whether anew, and the values; nothing where it did not change."""
+    if after[: len(before)] != before:
+        return [True, list(after)]
+    return [False, after[len(before) :]] if len(after) > len(before) else []
+
+
+def _generators(device: torch.device) -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def _restore(states: dict[str, Tensor], device: torch.device) -> None:
+    """Those of devices that this run has."""
+    torch.set_rng_state(states["cpu"])
+    if device.type in states and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[device.type], device)

@@ -118,6 +118,11 @@ def test_what_a_function_logs_arrives_in_the_order_of_rows():
     assert metrics == {"mean_length": [2.0]}
 
 
+def test_any_argument_can_be_left_out():
+    with remote_reward(lambda completions, **_: [float(len(c)) for c in completions], drop=["prompts"]) as found:
+        assert found(prompts=["long"] * 2, completions=["a", "bb"]) == [1.0, 2.0]
+
+
 def test_an_error_of_the_function_names_worker_row_code_and_cause(workers):
     with pytest.raises(WorkerError, match=r"'judged' failed on worker 0 \(node .* pid \d+\): TypeError") as caught:
         workers(prompts=["a"], completions=["b"], bonus=["none"])

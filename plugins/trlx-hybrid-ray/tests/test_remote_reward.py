@@ -190,6 +190,15 @@ def test_what_cannot_be_placed_is_refused_with_the_table():
     assert "reward greedy" in str(caught.value)
 
 
+def test_a_constructor_that_exits_is_named_and_does_not_end_the_script():
+    class Leaving:
+        def __init__(self):
+            sys.exit("no key for the judge")
+
+    with pytest.raises(WorkerError, match=r"'Leaving': worker 0 .* did not start: SystemExit: no key for the judge"):
+        remote_reward(Leaving)
+
+
 def test_a_module_that_workers_do_not_have_is_named(tmp_path, monkeypatch):
     (tmp_path / "only_here.py").write_text("def score(prompts, **columns):\n    return [2.0] * len(prompts)\n")
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -280,19 +280,19 @@ class ActorPool:
             self.workers[index] = worker = Worker(self._noun, index, next(self._numbers), handle)
             self._starting[worker] = handle.ready.remote()
 
-    def started(self) -> Iterator[tuple[Worker, Exception | None]]:
+    def started(self) -> Iterator[tuple[Worker, BaseException | None]]:
         """Wait for all that were launched. What does not start is ended, and comes with the error: one of Ray's, or
         what it raised."""
         from ray.exceptions import RayError
 
         for worker, found in replies(self._starting, self._seconds):
             del self._starting[worker]
-            error: Exception | None = found if isinstance(found, RayError) else None
+            error: BaseException | None = found if isinstance(found, RayError) else None
             if error is None:
                 reply, worker.where = found
                 try:
                     result_of(reply, str(worker))
-                except Exception as met:
+                except (Exception, SystemExit) as met:  # the user's: it must not end this process
                     error = met
             if error is not None:
                 self.kill(worker)

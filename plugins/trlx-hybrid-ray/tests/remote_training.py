@@ -65,8 +65,12 @@ def pids(engine):
 
 
 def core_of(processes):
-    """vLLM's engine core among the processes of one engine."""
-    (core,) = [pid for pid in processes if "EngineCore" in " ".join(psutil.Process(pid).cmdline())]
+    """vLLM's engine core among the processes of one engine: its actor's child that is no resource tracker.
+
+    The title that vLLM gives it is there only where setproctitle finds room for it.
+    """
+    children = [psutil.Process(pid) for pid in processes if psutil.Process(pid).ppid() == processes[0]]
+    (core,) = [child.pid for child in children if "resource_tracker" not in " ".join(child.cmdline())]
     return core
 
 

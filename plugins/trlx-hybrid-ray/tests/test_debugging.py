@@ -181,12 +181,17 @@ def test_a_launched_rank_that_fails_is_looked_at_where_it_failed(environment, tm
 
 
 @pytest.mark.slow
-def test_breakpoints_in_the_users_own_script_stay_pdbs(environment):
-    connecting = "from trlx_hybrid_ray.actors import ensure_connected; ensure_connected()"
-    code = f"{connecting}\nbreakpoint()\nprint('over')"
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from trlx_hybrid_ray.actors import ensure_connected\nensure_connected()\nbreakpoint()\nprint('over')",
+        "from trlx_hybrid_ray.cluster import connect\nwith connect():\n    breakpoint()\nprint('over')",
+    ],
+    ids=["remote part", "connect"],
+)
+def test_breakpoints_in_the_users_own_script_stay_pdbs(code, environment):
     run = Terminal([sys.executable, "-c", code], environment)
     try:
-        run.until(r"Ray started at 127\.0\.0\.1")
         run.until(r"\(Pdb\) ")
         run.type("continue")
         run.until("over")

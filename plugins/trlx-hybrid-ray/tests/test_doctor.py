@@ -30,8 +30,8 @@ def test_the_command_examines_a_cluster_and_raises_tp_until_it_breaks(two_nodes,
     for node in two_nodes.nodes:
         assert f"node       127.0.0.1 ({node[:6]})  32 CPUs, 16 GPUs" in out
     assert "ray 2.60.0" in out
-    assert "ports      every node reaches the next one on a port of its choice" in out
-    assert "tp         2   works: gloo, 8 MiB summed in" in out
+    assert "nodes      a process group of 2 ranks works over 2 nodes: gloo, 8 MiB summed in" in out
+    assert "tp         a process group of 2 ranks works: gloo, 8 MiB summed in" in out
     assert "problem    tp: 64 ranks fail at placement: tp: 64 GPUs are asked for, the cluster has 32." in out
     assert status == 1
 

@@ -118,6 +118,11 @@ def test_what_a_function_logs_arrives_in_the_order_of_rows():
     assert metrics == {"mean_length": [2.0]}
 
 
+def test_any_argument_can_be_left_out():
+    with remote_reward(lambda completions, **_: [float(len(c)) for c in completions], drop=["prompts"]) as found:
+        assert found(prompts=["long"] * 2, completions=["a", "bb"]) == [1.0, 2.0]
+
+
 def test_an_error_of_the_function_names_worker_row_code_and_cause(workers):
     with pytest.raises(WorkerError, match=r"'judged' failed on worker 0 \(node .* pid \d+\): TypeError") as caught:
         workers(prompts=["a"], completions=["b"], bonus=["none"])
@@ -183,6 +188,15 @@ def test_what_cannot_be_placed_is_refused_with_the_table():
     with pytest.raises(PlacementError, match=r"1000 CPUs are asked for") as caught:
         remote_reward(judged, workers=1, cpus=1000, name="greedy")
     assert "reward greedy" in str(caught.value)
+
+
+def test_a_constructor_that_exits_is_named_and_does_not_end_the_script():
+    class Leaving:
+        def __init__(self):
+            sys.exit("no key for the judge")
+
+    with pytest.raises(WorkerError, match=r"'Leaving': worker 0 .* did not start: SystemExit: no key for the judge"):
+        remote_reward(Leaving)
 
 
 def test_a_module_that_workers_do_not_have_is_named(tmp_path, monkeypatch):

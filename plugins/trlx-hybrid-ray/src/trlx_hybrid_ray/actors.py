@@ -32,7 +32,6 @@ DEADLINE = 600.0
 START_SECONDS = 120.0
 """Seconds that the workers of a reward or an environment may take to start unless told otherwise."""
 RETURNED, RAISED, NOT_PLAIN = b"v", b"e", b"n"  # what a reply begins with
-BREAKPOINT = "PYTHONBREAKPOINT"
 
 
 # --- the connection -------------------------------------------------------------------------------------------------
@@ -64,24 +63,9 @@ def ensure_connected() -> None:
                 f"This is one of {world} training processes, and each would start a Ray cluster of its own. Start them "
                 "with `trlx-hybrid launch`, or start one with `ray start --head` and set RAY_ADDRESS=auto."
             )
-        before = os.environ.get(BREAKPOINT)
-        cluster = _connection.enter_context(
-            connect(
-                address,
-                namespace=os.environ.get(NAMESPACE),
-                forward_logs=debugging.wanted(),
-                dashboard=address == LOCAL and debugging.wanted() and not debugging.legacy(),
-            )
-        )
-        # `breakpoint()` in the user's own script stays pdb's: Ray's, without debugpy, passes it over.
-        if before is None:
-            os.environ.pop(BREAKPOINT, None)
-        else:
-            os.environ[BREAKPOINT] = before
+        cluster = _connection.enter_context(connect(address, namespace=os.environ.get(NAMESPACE)))
         atexit.register(_connection.close)  # registered after Ray's own handler, so it runs before that
     say(str(cluster))
-    if debugging.legacy():
-        say(f"debugger: {debugging.attach_command(cluster.address, cluster.token)}")
 
 
 def check_settings(function: str, deadline: float, **counts: int) -> None:
@@ -296,19 +280,19 @@ class ActorPool:
             self.workers[index] = worker = Worker(self._noun, index, next(self._numbers), handle)
             self._starting[worker] = handle.ready.remote()
 
-    def started(self) -> Iterator[tuple[Worker, Exception | None]]:
+    def started(self) -> Iterator[tuple[Worker, BaseException | None]]:
         """Wait for all that were launched. What does not start is ended, and comes with the error: one of Ray's, or
         what it raised."""
         from ray.exceptions import RayError
 
         for worker, found in replies(self._starting, self._seconds):
             del self._starting[worker]
-            error: Exception | None = found if isinstance(found, RayError) else None
+            error: BaseException | None = found if isinstance(found, RayError) else None
             if error is None:
                 reply, worker.where = found
                 try:
                     result_of(reply, str(worker))
-                except Exception as met:
+                except (Exception, SystemExit) as met:  # the user's: it must not end this process
                     error = met
             if error is not None:
                 self.kill(worker)

@@ -29,7 +29,7 @@ from trlx_hybrid.deadline import in_thread
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.variables import restored
 
-from . import reaper, token
+from . import debugging, reaper, token
 from .errors import ClusterError
 from .internals import LOOPBACK_VARIABLE, discovered
 from .token import MODE, PATH, TOKEN
@@ -73,7 +73,8 @@ class Cluster:
 
     def __str__(self) -> str:
         shown = f"Ray {'started' if self.started else 'joined'} at {self.address}, namespace {self.namespace}"
-        return shown + (f", dashboard {self.dashboard}" if self.dashboard else "")
+        shown += f", dashboard {self.dashboard}" if self.dashboard else ""
+        return shown + (f"\n{debugging.attaching(self.address, self.token)}" if debugging.legacy() else "")
 
 
 @contextmanager
@@ -87,7 +88,6 @@ def connect(
     everywhere: bool = False,
     token_file: str | Path | None = None,
     object_store_memory: int = OBJECT_STORE,
-    forward_logs: bool = False,
 ) -> Iterator[Cluster]:
     """Start a local cluster, or join a running one, for as long as the context lasts.
 
@@ -105,19 +105,19 @@ def connect(
         token_file: the token of the cluster to join, or to start with. By default a started cluster gets a new one,
             and a joined one is shown what Ray's variables or `~/.ray/auth_token` hold.
         object_store_memory: bytes, of a started cluster.
-        forward_logs: print what actors print.
 
     Raises:
-        ConfigError: arguments that contradict each other.
+        ConfigError: arguments that contradict each other, or a debugger that is not there.
         ClusterError: no cluster answers at the address, its token is another, or it does not start.
     """
     asked = {"cpus": cpus is not None, "gpus": gpus is not None, "dashboard": dashboard, "everywhere": everywhere}
     for name in (name for name, given in asked.items() if given and address != LOCAL):
         raise ConfigError(f"{name}= is of a cluster that is started; the one at {address} runs already. Leave it out.")
+    debugging.check()
     namespace = namespace or f"trlx-{secrets.token_hex(4)}"
     started = address == LOCAL
     with ExitStack() as stack:
-        stack.enter_context(restored("RAY_", NAMESPACE, "PYTHONBREAKPOINT"))
+        stack.enter_context(restored("RAY_", NAMESPACE))
         secret = Path(token_file) if token_file else None
         if started:
             # A socket's path may have 107 characters, Ray's part of it takes 65.
@@ -134,13 +134,13 @@ def connect(
             settings = {
                 "num_cpus": cpus,
                 "num_gpus": gpus,
-                "include_dashboard": dashboard,
+                "include_dashboard": dashboard or (debugging.wanted() and not debugging.legacy()),
                 "dashboard_host": "0.0.0.0" if everywhere else "127.0.0.1",
                 "object_store_memory": object_store_memory,
                 "_temp_dir": str(folder),
             }
             address = stack.enter_context(_started(settings, folder))
-        url = stack.enter_context(_joined(address, namespace, forward_logs))
+        url = stack.enter_context(_joined(address, namespace))
         announce()
         yield Cluster(
             address=address,
@@ -213,16 +213,17 @@ def _refuse_second_connection() -> None:
 
 
 @contextmanager
-def _joined(address: str, namespace: str, forward_logs: bool) -> Iterator[str]:
+def _joined(address: str, namespace: str) -> Iterator[str]:
     """A connection; gives the dashboard's host and port."""
     import ray
 
     os.environ.pop(ADDRESS, None)
     os.environ.setdefault(JOIN_VARIABLE, JOIN_SECONDS)
     try:
-        context: Any = ray.init(
-            address=address, namespace=namespace, log_to_driver=forward_logs, logging_level=logging.ERROR
-        )
+        with restored("PYTHONBREAKPOINT"):  # the driver's stays pdb: Ray's, without debugpy, passes breakpoints over
+            context: Any = ray.init(
+                address=address, namespace=namespace, log_to_driver=debugging.wanted(), logging_level=logging.ERROR
+            )
     except (ray.exceptions.RayError, ConnectionError, RuntimeError, TimeoutError, ValueError, OSError) as error:
         if _unauthenticated(error):
             raise ClusterError(

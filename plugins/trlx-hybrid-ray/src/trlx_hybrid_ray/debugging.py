@@ -58,12 +58,14 @@ def check() -> None:
         )
 
 
-def attach_command(address: str, token: Path | None) -> str:
-    """What to type in another terminal for the debugger there."""
+def attaching(address: str, token: Path | None) -> str:
+    """A line that says what to type in another terminal for the debugger there."""
     told = {LOOPBACK_VARIABLE: "0"} if address.startswith("127.") else {}
     told |= {MODE: "token", PATH: str(token)} if token else {}
     told[CHOICE] = LEGACY
-    return " ".join([*(f"{name}={value}" for name, value in told.items()), f"ray debug --address {address}"])
+    return " ".join(
+        ["debugger:", *(f"{name}={value}" for name, value in told.items()), f"ray debug --address {address}"]
+    )
 
 
 def post_mortem() -> bool:
@@ -80,7 +82,7 @@ def main(script: str, *arguments: str) -> None:
 
     from .cluster import ADDRESS, NAMESPACE, connect
 
-    with connect(os.environ[ADDRESS], namespace=os.environ.get(NAMESPACE), forward_logs=True):
+    with connect(os.environ[ADDRESS], namespace=os.environ.get(NAMESPACE)):
         os.environ["PYTHONBREAKPOINT"] = "ray.util.rpdb.set_trace"
         sys.argv, sys.path[0] = [script, *arguments], os.path.dirname(os.path.realpath(script))
         try:

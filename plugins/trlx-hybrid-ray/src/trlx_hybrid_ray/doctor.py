@@ -7,7 +7,6 @@ import os
 import platform
 import resource
 import shutil
-import socket
 import subprocess
 import time
 from collections import defaultdict
@@ -15,14 +14,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trlx_hybrid import deadline
 from trlx_hybrid.doctor import Finding, release_of
 from trlx_hybrid.errors import ConfigError, listed
 
 from .cluster import LOCAL, Cluster, connect
 from .errors import PlacementError, brief
 from .internals import authenticated
-from .placement import Node, Placement, PlacementRequest, alive_nodes, reserve
+from .placement import Node, PlacementRequest, alive_nodes, reserve
 from .waiting import replies
 from .worker_group import WorkerError, WorkerGroup, register, this_worker
 
@@ -101,31 +99,16 @@ class Facts:
     open_files: int
 
 
-class Examiner:
-    """An actor on each node: what the node can say of itself."""
-
-    def __init__(self) -> None:
-        self._listener: socket.socket | None = None
-
-    def facts(self) -> Facts:
-        """Of this node, and of the environment that actors get on it."""
-        versions = {name: release for name in PACKAGES if (release := release_of(name)) is not None}
-        shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
-        return Facts(
-            versions={"python": platform.python_version()} | versions,
-            gpus=_driver_gpus(),
-            shared_memory=shared.f_blocks * shared.f_frsize if shared else 0,
-            open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        )
-
-    def listen(self, address: str) -> int:
-        """Open a port on this node's address, as a process group's rank 0 will; returns it."""
-        self._listener = deadline.listen(address)
-        return int(self._listener.getsockname()[1])
-
-    def reach(self, address: str, port: int) -> str | None:
-        """Why a port of another node cannot be reached from here, or None."""
-        return deadline.unreachable(address, port)
+def own_facts() -> Facts:
+    """Of this node, and of the environment that actors get on it."""
+    versions = {name: release for name in PACKAGES if (release := release_of(name)) is not None}
+    shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
+    return Facts(
+        versions={"python": platform.python_version()} | versions,
+        gpus=_driver_gpus(),
+        shared_memory=shared.f_blocks * shared.f_frsize if shared else 0,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+    )
 
 
 def _driver_gpus() -> int | None:
@@ -146,19 +129,19 @@ def examine(cluster: Cluster) -> Iterator[Finding]:
 
     nodes = alive_nodes()
     yield from addresses(cluster, nodes)
-    kind: Any = ray.remote(num_cpus=0)(Examiner)
-    examiners = {
-        node: kind.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)).remote()
-        for node in nodes
-    }
-    facts, silent = _asked({node: examiner.facts.remote() for node, examiner in examiners.items()})
-    for node, why in silent.items():
-        yield Finding("node", f"{node.name} did not start the check's actor: {why}", problem=True)
+    where = [NodeAffinitySchedulingStrategy(node.id, soft=False) for node in nodes]
+    on = {node: {"num_cpus": 0, "scheduling_strategy": place} for node, place in zip(nodes, where, strict=True)}
+    found = dict(replies({n: ray.remote(own_facts).options(**on[n]).remote() for n in nodes}, ANSWER_SECONDS))
+    facts = {node: found[node] for node in nodes if isinstance(found[node], Facts)}
+    for node in (node for node in nodes if node not in facts):
+        why = brief(found[node]).rstrip(".")
+        yield Finding("node", f"{node.name} told nothing of itself: {why}. See its raylet's log", problem=True)
     for node in facts:
         yield described(node, facts[node])
         yield from shortages(node, facts[node])
     yield from differences(facts)
-    yield from _unreachable(list(facts), examiners)
+    if facts:
+        yield _reduced("nodes", [on[node] for node in facts], [node.name for node in facts], "gloo")
 
 
 def addresses(cluster: Cluster, nodes: Sequence[Node]) -> Iterator[Finding]:
@@ -224,43 +207,6 @@ def differences(facts: Mapping[Node, Facts]) -> Iterator[Finding]:
             yield Finding("versions", f"{package} differs: {told}. Install the same everywhere", problem=True)
 
 
-def _unreachable(nodes: Sequence[Node], examiners: Mapping[Node, Any]) -> Iterator[Finding]:
-    """Each node calls the next on a port of the kind that process groups open, the last one the first."""
-    ports, silent = _asked({node: examiners[node].listen.remote(node.address) for node in nodes})
-    for node, why in silent.items():
-        yield Finding("ports", f"{node.name} cannot open a port on its own address: {why}", problem=True)
-    ring = [(node, nodes[i - 1]) for i, node in enumerate(nodes) if nodes[i - 1] in ports]
-    answers, silent = _asked(
-        {(node, other): examiners[node].reach.remote(other.address, ports[other]) for node, other in ring}
-    )
-    failed = {pair: why for pair, why in (answers | silent).items() if why is not None}
-    for (node, other), why in failed.items():
-        yield Finding(
-            "ports",
-            f"{node.name} does not reach port {ports[other]} of {other.name}: {why}. Open the ports between the nodes: "
-            "torch.distributed uses ports chosen at random",
-            problem=True,
-        )
-    if ring and not failed:
-        yield Finding("ports", "every node reaches the next one on a port of its choice")
-
-
-def _asked(calls: Mapping[Any, Any]) -> tuple[dict[Any, Any], dict[Any, str]]:
-    """Answers, and why there is none."""
-    import ray
-
-    answers, silent = {}, {}
-    found = dict(replies(calls, ANSWER_SECONDS))
-    for asked in calls:
-        if isinstance(found[asked], ray.exceptions.GetTimeoutError):
-            silent[asked] = f"no answer within {ANSWER_SECONDS:g} s. See the logs of its raylet"
-        elif isinstance(found[asked], ray.exceptions.RayError):
-            silent[asked] = brief(found[asked])
-        else:
-            answers[asked] = found[asked]
-    return answers, silent
-
-
 # --- tensor parallelism, step by step ---------------------------------------------------------------------------------
 
 
@@ -319,7 +265,9 @@ def tensor_parallel(largest: int, *, backend: str | None = None) -> Iterator[Fin
         gpus = 1 if any(node.gpus for node in alive_nodes()) else 0
         try:
             with reserve(PlacementRequest(name="tp", replicas=size, gpus=gpus)) as placement:
-                finding = _reduced(placement, backend)
+                ranks = range(len(placement))
+                named = [", GPU ".join([placement.bundle(rank).node.name, *placement.gpus(rank)]) for rank in ranks]
+                finding = _reduced("tp", [placement.options(rank) for rank in ranks], named, backend)
         except PlacementError as error:
             finding = Finding("tp", f"{size} ranks fail at placement: {error}", problem=True)
         yield finding
@@ -327,11 +275,16 @@ def tensor_parallel(largest: int, *, backend: str | None = None) -> Iterator[Fin
             return
 
 
-def _reduced(placement: Placement, backend: str | None) -> Finding:
-    """Whether workers at these places form a process group and sum a tensor, or where that breaks."""
-    stage = "the start of its processes"
+def _reduced(topic: str, places: Sequence[Mapping[str, Any]], named: Sequence[str], backend: str | None) -> Finding:
+    """Whether workers at these places form a process group and sum a tensor, or where that breaks.
+
+    Args:
+        places: for each rank, what Ray's `.options()` takes.
+        named: these places, for messages.
+    """
+    ranks, stage = f"{len(places)} ranks", "the start of its processes"
     try:
-        group = WorkerGroup(GroupMember, placement, start_deadline=START_SECONDS)
+        group = WorkerGroup(GroupMember, places, start_deadline=START_SECONDS)
         with group as members:
             first = group.locations[0]
             stage = f"the process group (rendezvous at {first.address}:{first.port})"
@@ -339,12 +292,10 @@ def _reduced(placement: Placement, backend: str | None) -> Finding:
             stage = "the all-reduce"
             sums = members.reduce()
     except WorkerError as error:
-        node, gpus = placement.bundle(error.rank).node, placement.gpus(error.rank)
-        where = f"rank {error.rank} on {node.name}" + (f", GPU {','.join(gpus)}" if gpus else "")
         why = brief(error.__cause__ or error)
-        return Finding("tp", f"{len(placement)} ranks fail at {stage}: {where}: {why}", problem=True)
-    nodes = len({bundle.node.id for bundle in placement.bundles})
+        return Finding(topic, f"{ranks} fail at {stage}: rank {error.rank} on {named[error.rank]}: {why}", problem=True)
+    nodes = len({location.node for location in group.locations})
     over = f" over {nodes} nodes" if nodes > 1 else ""
     seconds = max(taken for _, taken in sums)
-    shown = f"works{over}: {sums[0][0]}, {MEBIBYTES} MiB summed in {seconds * 1e3:.1f} ms"
-    return Finding("tp", f"{len(placement):<3} {shown}")
+    summed = f"{sums[0][0]}, {MEBIBYTES} MiB summed in {seconds * 1e3:.1f} ms"
+    return Finding(topic, f"a process group of {ranks} works{over}: {summed}")

@@ -229,14 +229,11 @@ def run(options: Any) -> int:
     if job.debug:
         os.environ.setdefault(debugging.CHOICE, debugging.DISTRIBUTED)
         os.environ[debugging.POST_MORTEM] = "1"
-        debugging.check()
     config, arguments = accelerate_arguments(job)
-    wanted: dict[str, Any] = {"dashboard": options.dashboard or job.debug} if job.address is None else {}
+    wanted: dict[str, Any] = {"dashboard": options.dashboard} if job.address is None else {}
     try:
         with connect(job.address or LOCAL, token_file=options.token_file, **wanted) as cluster:
             say(str(cluster))
-            if job.debug and debugging.legacy():
-                say(f"debugger: {debugging.attach_command(cluster.address, cluster.token)}")
             code = launch(job, config, arguments, cluster.address)
     except KeyboardInterrupt:
         say("Stopped by SIGINT.")

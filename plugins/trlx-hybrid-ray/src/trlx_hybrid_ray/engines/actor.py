@@ -23,21 +23,8 @@ CLOSE_SECONDS = 1.0
 for the trainer, which is at the other end of a weight sync's communicator."""
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """What became of a request.
-
-    Attributes:
-        key: as its sender calls it.
-        completion: None where there is none.
-        error: why.
-        died: whether the engine died, and not this request alone.
-    """
-
-    key: int
-    completion: Completion | None
-    error: str = ""
-    died: bool = False
+Output = tuple[int, Completion | EngineError]
+"""What became of a request, by its sender's number for it; a `ServerDiedError` where the engine died with it."""
 
 
 @dataclass(slots=True)
@@ -118,16 +105,15 @@ class EngineActor:
         await asyncio.to_thread(reaper.end, self._reaper.owner, os.getpid(), GRACE)
 
     async def _sample(self, stream: _Stream, key: int, request: Request, sampling: Sampling) -> None:
+        found: Completion | EngineError
         try:
-            output = Output(key, await self._running.generate(request, sampling))
-        except ServerDiedError as error:
-            output = Output(key, None, str(error), died=True)
-        except EngineError as error:
-            output = Output(key, None, str(error))
+            found = await self._running.generate(request, sampling)
+        except EngineError as error:  # as a class and in a form that the trainer can read
+            found = (ServerDiedError if isinstance(error, ServerDiedError) else EngineError)(str(error))
         except Exception as error:  # a server of somebody else's: what it raises must reach the trainer
-            output = Output(key, None, f"{type(error).__name__}: {error}")
+            found = EngineError(f"{type(error).__name__}: {error}")
         stream.tasks.pop(key, None)
-        stream.outputs.put_nowait(output)
+        stream.outputs.put_nowait((key, found))
 
     @property
     def _running(self) -> EngineServer:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from trlx_hybrid.errors import EngineError
+from trlx_hybrid.serving import ServerDiedError
 from trlx_hybrid.types import Completion, Request, Sampling
 
 from .. import debugging
@@ -144,17 +145,17 @@ class RemoteStream:
             return []
         self._heard[server] = self._clock.now()
         finished = []
-        for output in outputs:
-            if output.died:
-                self._lose(server, output.error)
+        for key, found in outputs:
+            if isinstance(found, ServerDiedError):
+                self._lose(server, str(found))
                 break
-            if self._requests.pop(output.key, None) is None:
+            if self._requests.pop(key, None) is None:
                 continue  # aborted while it was on its way
-            self._router.done(output.key)
+            self._router.done(key)
             self._progress[server] = self._heard[server]
-            if output.completion is None:
-                raise EngineError(f"{self._pool.replicas[server]} refused a request: {output.error}")
-            finished.append((output.key, output.completion))
+            if isinstance(found, EngineError):
+                raise EngineError(f"{self._pool.replicas[server]} refused a request: {found}") from found
+            finished.append((key, found))
         return finished
 
     def _notice_silence(self) -> None:

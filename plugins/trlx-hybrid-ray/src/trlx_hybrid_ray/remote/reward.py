@@ -222,7 +222,11 @@ class RemoteReward:
 
         try:
             shared = ray.put((batch.others, tuple(batch.loggers)))
-            return {w: w.handle.score.remote(batch.columns_of(part), shared) for w, part in rows.items() if part}
+            return {
+                worker: worker.handle.score.remote(len(part), batch.columns_of(part), shared)
+                for worker, part in rows.items()
+                if part
+            }
         except TypeError:  # what Ray raises where it cannot pickle
             for name, value in {**batch.columns, **batch.others}.items():
                 try:
@@ -323,17 +327,21 @@ class RewardActor(PoolActor):
         self._name, self._function = name, loaded() if makes else loaded
         self._runner: asyncio.Runner | None = None
 
-    def score(self, columns: dict[str, list[Any]], shared: tuple[Mapping[str, Any], Sequence[str]]) -> bytes:
+    def score(
+        self, count: int, columns: dict[str, list[Any]], shared: tuple[Mapping[str, Any], Sequence[str]]
+    ) -> bytes:
         """Reply with the `Scores` of some rows.
 
         Args:
+            count: how many.
             columns: by name, what has an entry for each row.
             shared: arguments that have not; and which of `LOGGERS` the function expects.
         """
-        return reply_of(lambda: self._scored(columns, *shared))
+        return reply_of(lambda: self._scored(count, columns, *shared))
 
-    def _scored(self, columns: dict[str, list[Any]], others: Mapping[str, Any], loggers: Sequence[str]) -> Scores:
-        count = len(columns["prompts"])
+    def _scored(
+        self, count: int, columns: dict[str, list[Any]], others: Mapping[str, Any], loggers: Sequence[str]
+    ) -> Scores:
         extra: dict[str, list[Any]] = {}
         metrics: list[tuple[str, float]] = []
 

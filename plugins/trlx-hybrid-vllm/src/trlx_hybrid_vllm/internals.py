@@ -198,6 +198,7 @@ def launcher_environment(rank: int, local_rank: int, world: int) -> Iterator[Non
     wanted: dict[str, int | str] = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world}
     if "MASTER_PORT" not in os.environ or world == 1:
         wanted |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+        wanted |= {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # torchrun's, with which nobody would listen there
     # vLLM sets the last by itself.
     with restored(*wanted, "VLLM_ENABLE_V1_MULTIPROCESSING"):
         os.environ.update({name: str(value) for name, value in wanted.items()})

@@ -101,6 +101,19 @@ def test_a_pack_holds_the_tokens_of_a_prompt_once_and_its_last_one_for_each_row(
     assert torch.equal(pack.rows(labels), (ids * mask)[:, -COMPLETION:])
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU has nothing to wait for")
+def test_packing_waits_for_the_device_once(recwarn):
+    ids, mask = (tensor.cuda() for tensor in padded())
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        pack = Pack.of(ids, mask, COMPLETION, shared_below=1.0)
+        scores = torch.zeros(1, sum(pack.segments), device="cuda", requires_grad=True)
+        pack.rows(scores).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sum("called a synchronizing CUDA operation" in str(warning.message) for warning in recwarn) == 1
+
+
 def test_prompts_are_shared_only_where_it_pays():
     ids = torch.arange(3, 23).repeat(2, 1)
     ids[1, 3:] += 20

@@ -6,7 +6,7 @@ BIN := .venv/bin
 CPU := HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR TORCH_CPP_LOG_LEVEL=ERROR TOKENIZERS_PARALLELISM=false
 LAUNCH := --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
-.PHONY: help quickstart test test-slow test-gpu test-faults test-versions lint types docs bench check clean
+.PHONY: help quickstart test test-slow test-gpu test-faults test-versions models lint types docs bench check clean
 
 help:
 	@echo "make quickstart   install, then train a small model with GRPO through vLLM; ARGS='--seed 1' passes flags"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-slow    larger worlds of the same tests; make test-faults, tools and ranks that hang and crash"
 	@echo "make test-gpu     on a GPU machine: whole user scripts on one, two and four GPUs, and docs/tested.md of them"
 	@echo "make test-versions   the engine's tests on the newest vLLM and transformers that are served"
+	@echo "make models       measure the weight paths of all architectures, and write docs/models.md of them"
 	@echo "make test-adapters   OpenEnv and verifiers, in environments of their own"
 	@echo "make lint types docs bench check"
 
@@ -48,6 +49,9 @@ test-gpu:
 	failed=0; for width in 1:one_gpu 2:two_gpus 4:four_gpus; do \
 		$(PYTHON) -m pytest tests/whole_runs/test_$${width#*:}.py -n $$(( $(GPUS) / $${width%:*} )) $(ARGS) || failed=1; \
 	done; $(PYTHON) tests/whole_runs/page.py; exit $$failed
+
+models: .venv/run
+	$(CPU) $(BIN)/python -m tests.models
 
 test-faults: .venv/dev
 	FAULT_SEEDS=20 $(CPU) $(BIN)/python -m pytest plugins/trlx-hybrid-multiturn/tests/test_faults.py $(ARGS)

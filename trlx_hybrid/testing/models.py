@@ -7,6 +7,74 @@ from typing import Any
 CHARACTERS = [chr(code) for code in range(32, 127)]
 SPECIAL = ["<pad>", "<eos>", "<bos>"]
 ARCHITECTURES = ("qwen2", "qwen3", "llama", "gemma2")
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+YARN = ROPE | {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "first_k_dense_replace": 1}
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
+GRANITE = {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.2}
+LATENT = {
+    "head_dim": 64,
+    "q_lora_rank": 64,
+    "kv_lora_rank": 512,  # with 64, the size that vLLM's kernel for CPUs has
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "num_key_value_heads": 4,
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "apertus": {"rope_parameters": ROPE},
+    "cohere2": SLIDING | {"logit_scale": 0.25},
+    "deepseek_v3": LATENT
+    | ROUTED
+    | {"n_group": 2, "topk_group": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "rope_parameters": YARN},
+    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 64, "moe_layer_start_index": 1},
+    "exaone4": SLIDING,
+    "gemma3_text": SLIDING,
+    "gemma4_text": SLIDING
+    | {
+        "global_head_dim": 32,
+        "vocab_size_per_layer_input": len(SPECIAL) + len(CHARACTERS),
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+    },
+    "glm4_moe": ROUTED | {"use_qk_norm": True},
+    # Of latents, transformers takes 1e-6 whatever the config says (published: 1e-5, which is 2e-5 nats off in vLLM).
+    "glm4_moe_lite": LATENT | ROUTED | {"mlp_layer_types": ["dense", "sparse"], "rms_norm_eps": 1e-6},
+    "gpt2": {"activation_function": "gelu_new", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    "gpt_oss": SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granite": GRANITE,
+    "granitemoe": GRANITE | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "nemotron": {"initializer_range": 0.05},  # squares its activations
+    "olmo3": SLIDING,
+    "olmoe": EXPERTS,
+    "opt": {"ffn_dim": 192, "word_embed_proj_dim": 128, "dropout": 0.0},
+    "phi": {"num_key_value_heads": 4, "intermediate_size": 512, "resid_pdrop": 0.0},
+    "phi3": {"partial_rotary_factor": 0.75},
+    "qwen2_moe": EXPERTS | {"shared_expert_intermediate_size": 64},
+    "qwen3_5_moe_text": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 64},
+    "qwen3_5_text": LINEAR,
+    "qwen3_moe": EXPERTS,
+    "qwen3_next": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 64},
+    "smollm3": {"no_rope_layers": [1, 0]},
+}
+"""What architectures need beside the fields that all have: transformers' model types, and fields of their configs."""
 
 
 def character_tokenizer() -> Any:
@@ -34,7 +102,7 @@ def tiny_model(
     """A causal language model of a few ten thousand parameters, weights spread widely enough to tell apart.
 
     Args:
-        architecture: one of ARCHITECTURES (transformers' model types).
+        architecture: a model type of transformers, most of them with the fields of SHAPES.
         tied: whether input and output embeddings share their weight.
         config: fields of the model's config to change.
     """
@@ -55,7 +123,8 @@ def tiny_model(
         "eos_token_id": 1,
         "bos_token_id": 2,
         "initializer_range": 0.1,
-    } | config
+    }
+    fields |= SHAPES.get(architecture, {}) | config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(architecture, **fields))

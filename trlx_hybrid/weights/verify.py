@@ -99,11 +99,22 @@ def check_log_probs(engine: Engine, policy: Policy, prompt: list[int], completio
     if not gap <= allowed:  # a NaN must not pass
         raise SyncError(
             f"Engine and policy disagree by {gap:.3g} nats on a probe sequence after the weight sync "
-            f"(allowed: {allowed:g}). The weights are in place, so the engine computes something "
-            "else with them: a layer it repacks or derives from its weights, or another model definition. "
-            "Report it with `trlx-hybrid env`."
+            f"(allowed: {allowed:g}). {_cause(policy)}"
         )
     return gap
+
+
+def _cause(policy: Policy) -> str:
+    config: Any = policy.base.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
+        return (
+            "The trainer's attention leaves out the soft-capping that the model's config asks for: load the model with "
+            "attn_implementation='eager' or 'flash_attention_2' instead of 'sdpa'."
+        )
+    return (
+        "The weights are in place, so the engine computes something else with them: a layer it repacks or derives from "
+        "its weights, or another model definition. Report it with `trlx-hybrid env`."
+    )
 
 
 def allowed_gap(

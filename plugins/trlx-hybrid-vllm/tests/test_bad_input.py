@@ -7,11 +7,12 @@ import pytest
 import torch
 import trlx_hybrid
 from datasets import Dataset
-from trlx_hybrid.errors import ComponentError, ConfigError, EngineError, RewardError
+from trlx_hybrid.errors import ComponentError, ConfigError, EngineError, RewardError, SyncError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_vllm import plugin
 from trlx_hybrid_vllm.arguments import engine_dtype
 from trlx_hybrid_vllm.options import VLLMOptions
+from vllm.model_executor.models import registry
 
 
 def train(run, **given):
@@ -111,10 +112,31 @@ def test_a_head_size_without_a_kernel(run):
         train(run, model=tiny_model(head_dim=16))
 
 
-def test_experts_on_a_cpu(run):
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": []}
-    with pytest.raises(ComponentError, match="repacks expert weights"):
-        train(run, model=tiny_model("qwen3_moe", **experts))
+def test_a_size_of_latents_without_a_kernel(run):
+    with pytest.raises(ComponentError, match=r"kv_lora_rank \+ qk_rope_head_dim = 576, and this model's is 320"):
+        train(run, model=tiny_model("deepseek_v3", kv_lora_rank=256))
+
+
+def test_a_model_whose_class_in_vllm_cannot_be_imported(run, monkeypatch):
+    def fails(self):
+        raise RuntimeError("Error raised in subprocess:\nTraceback\nModuleNotFoundError: No module named 'torchvision'")
+
+    monkeypatch.setattr(registry._LazyRegisteredModel, "inspect_model_cls", fails)
+    with pytest.raises(
+        ComponentError, match=r"Qwen3ForCausalLM cannot be imported here: .*'torchvision'.*Install what"
+    ):
+        train(run)
+
+
+def test_a_config_without_what_vllm_reads_names_the_tensor(run):
+    """Published configs of DeepSeek-V3 say how tokens are routed; transformers' default says nothing."""
+    with pytest.raises(SyncError, match=r"no place for model\.layers\.1\.mlp\.gate\.e_score_correction_bias"):
+        train(run, model=tiny_model("deepseek_v3", topk_method="greedy"))
+
+
+def test_attention_whose_soft_capping_the_trainer_leaves_out(run):
+    with pytest.raises(SyncError, match=r"leaves out the soft-capping .* attn_implementation='eager'"):
+        train(run, model=tiny_model("gemma2", tied=True, attn_logit_softcapping=0.5))
 
 
 def test_tensor_parallel_size_that_does_not_divide(run):

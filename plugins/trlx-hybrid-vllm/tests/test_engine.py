@@ -10,6 +10,8 @@ import trlx_hybrid
 import vllm
 from trlx_hybrid import hookimpl
 from trlx_hybrid.errors import EngineError
+from trlx_hybrid.testing.agreement import gap
+from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.testing.processes import Script
 from trlx_hybrid.types import Phase, Request, Sampling
 from trlx_hybrid_vllm import internals, plugin
@@ -128,8 +130,6 @@ def test_both_ways_of_running_give_the_same(run):
 
 def test_eos_of_the_live_generation_config_stops(run):
     """The config a checkpoint once had is not what stops: the live one is, here with an end token of its own."""
-    from trlx_hybrid.testing.models import tiny_model
-
     model = tiny_model()
     model.generation_config.eos_token_id = list(range(3, 98))
     session = run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True, train=False).trainer.session
@@ -221,6 +221,15 @@ def test_trls_tool_loop_runs_through_the_engine(run):
         assert finished.trainer.vllm_generation.llm.llm_engine.model_config.max_model_len == 64
         assert session.sampler._tracker._turns == [1, 0]
     assert session.versions._syncs == 1
+
+
+def test_an_engine_that_could_not_be_built_leaves_nothing_behind_for_the_next(run):
+    """Experts have a process group of their own in vLLM: a dense model's groups would do for them as little as none."""
+    nowhere = {"engine_options": {"engine_args": {"load_format": "pt"}}}  # there are no weights in the model's folder
+    with pytest.raises(EngineError, match="could not build an engine"):
+        run(trlx_hybrid.GRPOTrainer, use_vllm=True, hybrid=nowhere)
+    finished = run(trlx_hybrid.GRPOTrainer, model=tiny_model("gpt_oss"), use_vllm=True, train=False)
+    assert gap(finished.trainer.session) < 1e-5
 
 
 def test_vllm_internals_are_where_they_were(run):

@@ -81,6 +81,17 @@ def test_buffers_that_a_checkpoint_holds_come_with_the_weights(run, path, archit
             session.weights.check(full=True) or proof.check_bits(session.live_engine, session.policy)
 
 
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "qwen3_next"])
+def test_experts_latents_and_states_survive_sleep(run, architecture):
+    """DeepSeek's derived matrices and linear attention's states are given back with the weights and the KV cache."""
+    model = tiny_model(architecture)
+    given = {"weights": "gather", "engine_options": {"enable_sleep_mode": True}}
+    finished = run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True, hybrid=given, max_steps=2, learning_rate=1e-2)
+    session = finished.trainer.session
+    assert session.live_engine.asleep == {"weights", "kv_cache"}
+    assert gap(session) < 1e-5
+
+
 def test_what_vllm_computes_into_a_buffer_stays_when_the_parameters_are_made_random():
     """Qwen2.5-VL's scale of the pixels is such a buffer, and in no checkpoint."""
     from trlx_hybrid_vllm.loader import dummy_load_format

@@ -10,9 +10,9 @@ import torch
 from trlx_hybrid.errors import did_you_mean
 from trlx_hybrid.memory.ledger import policy_tensors, storages
 from trlx_hybrid.weights.merging import parted_head
-from trlx_hybrid.weights.policy import Policy
+from trlx_hybrid.weights.policy import Policy, layer_kinds
 
-from .internals import attention_of
+from .internals import attention_of, is_latent, unimportable
 from .loader import dummy_load_format
 from .options import VLLMOptions
 from .plugin import untested
@@ -28,6 +28,7 @@ KV_BLOCK = 32  # tokens per KV block on a CPU; vLLM's attention there wants a mu
 SPARE_BLOCKS = 8
 WITHOUT_KV = ("linear_attention", "conv", "moe", "mlp")  # these layers keep a state per sequence, or nothing
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
+CPU_LATENT_SIZE = 576  # vllm/v1/attention/backends/mla/cpu_mla.py
 WORKSPACE = 6 << 30  # bytes: activations of the profiling run, CUDA graphs and sampling, seen below 4 GiB for 7B
 
 
@@ -55,7 +56,11 @@ def refuses(policy: Policy, world: int, options: VLLMOptions) -> str | None:
 def _architecture(name: str, options: VLLMOptions) -> str | None:
     from vllm import ModelRegistry
 
-    if options.model_impl != "vllm" or name in ModelRegistry.get_supported_archs():
+    known = name in ModelRegistry.get_supported_archs()
+    reason = unimportable(name) if known and options.model_impl != "transformers" else None
+    if reason is not None:
+        return f"{reason}. Install what is missing, or set engine='transformers'."
+    if options.model_impl != "vllm" or known:
         return None
     return f"vLLM has no model for {name}. Set vllm_model_impl='transformers', or engine='transformers'."
 
@@ -67,13 +72,15 @@ def _cpu(policy: Policy, heads: int | None) -> str | None:
         return None
     config = policy.base.config.get_text_config()
     head_size = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)
-    if head_size is not None and head_size not in CPU_HEAD_SIZES:
+    if is_latent(policy.base.config):
+        latent = config.kv_lora_rank + config.qk_rope_head_dim
+        if latent != CPU_LATENT_SIZE:
+            return (
+                f"vLLM's CPU kernel of latent attention is for kv_lora_rank + qk_rope_head_dim = {CPU_LATENT_SIZE}, "
+                f"and this model's is {latent}. Use a GPU, or engine='transformers'."
+            )
+    elif head_size is not None and head_size not in CPU_HEAD_SIZES:
         return f"vLLM's CPU attention has no kernel for head size {head_size}; it has {CPU_HEAD_SIZES}."
-    if policy.has_experts:
-        return (
-            "on a CPU, vLLM repacks expert weights at an unchanged shape, so synced weights would be misread. "
-            "Train mixture-of-experts models on a GPU, or with engine='transformers'."
-        )
     return None
 
 
@@ -142,6 +149,11 @@ def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype,
         arguments["worker_cls"] = "trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker"
         arguments["block_size"] = KV_BLOCK
         arguments["enable_chunked_prefill"] = False  # vLLM's CPU sampler fails on a seeded prompt read in parts
+        config = session.policy.base.config
+        if "linear_attention" in layer_kinds(config.get_text_config()):
+            arguments["enable_prefix_caching"] = False  # its states are kept where prompts are read in parts
+        if is_latent(config):
+            arguments["attention_backend"] = "CPU_MLA"  # the one for AMX repacks a weight and drops it
     return arguments
 
 
@@ -256,6 +268,9 @@ def write_without_weights(policy: Policy, folder: Path) -> None:
     """
     model = policy.base
     config = copy.deepcopy(model.config)
+    text: Any = config.get_text_config()
+    if text.model_type.startswith("cohere2") and text.sliding_window is not None:
+        text.sliding_window -= 1  # vLLM adds one: its layers see a token more than the trainer's
     config.architectures = [policy.architecture]
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # of the trainer's base; the engine is told its own

@@ -6,7 +6,7 @@ vLLM hands `worker_cls` to its executor by name; this is its public way to repla
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +14,9 @@ from unittest.mock import patch
 import torch
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+from .cpu_layers import PLAIN_LAYERS
+from .internals import flat
 
 IDENTITY = "VLLM_DIST_IDENT"
 """What vLLM's names of shared memory begin with."""
@@ -46,11 +49,10 @@ class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
             torch.set_num_threads = set_num_threads
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load without prepacking: vLLM would pack each linear weight for oneDNN or AMX and delete the original."""
-        with (
-            patch("vllm._custom_ops._supports_onednn", False),
-            patch("vllm.model_executor.layers.utils.check_cpu_sgl_kernel", lambda *_: False),
-        ):
+        """Load with layers that keep and use the weights as they are loaded."""
+        with ExitStack() as patches:
+            for name, plain in PLAIN_LAYERS.items():
+                patches.enter_context(patch(f"vllm.model_executor.layers.{name}", plain))
             super().load_model(*args, **kwargs)
         # vLLM's sampler for CPUs draws from torch's generator even where every request has a seed. So would tools in
         # threads meanwhile, and to take back its draws would be to take back theirs.
@@ -63,7 +65,7 @@ class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
 
     def discard(self, tags: tuple[str, ...]) -> None:
         """Free what bears one of the tags and is not free yet."""
-        owners = {"weights": list(self.model_runner.model.parameters()), "kv_cache": self.model_runner.kv_caches}
+        owners = {"weights": list(self.model_runner.model.parameters()), "kv_cache": flat(self.model_runner.kv_caches)}
         freed = getattr(self, "_freed", {})
         self._freed = {tag: _free(owners[tag]) for tag in tags if tag not in freed} | freed
 

@@ -79,6 +79,7 @@ class VLLMEngine:
                 self.llm = LLM(model=folder, **arguments)
                 built.append(internals.model_of(self.llm))
             except Exception as error:
+                forget_groups(self._made_default_group)  # the next engine would take them for its own
                 raise EngineError(
                     f"vLLM could not build an engine for {session.policy.architecture}: {str(error)[:500]} "
                     "Change HybridConfig.engine_options (or TRL's vllm_* arguments), or generate with "
@@ -92,6 +93,8 @@ class VLLMEngine:
         self.max_model_len: int = self.llm.llm_engine.model_config.max_model_len
         self._asleep: dict[str, int] = {}  # bytes that waking will take, of "weights" and "kv_cache"
         self._loader = WeightLoader(internals.model_of(self.llm))
+        latent = internals.latent_attention(internals.model_of(self.llm))
+        self._latent = [] if self.quantized else [layer for _, layer in latent]  # vLLM's own reload derives anew
         self._map: WeightMap | None = None
         self._places: Places | None = None
         self._policy = session.policy
@@ -159,6 +162,8 @@ class VLLMEngine:
         self._weights_are_current()
 
     def _weights_are_current(self) -> None:
+        for layer in self._latent:
+            layer.process_weights_after_loading(self.dtype)  # what it derives, in place: CUDA graphs read it there
         self.forget_computed()
         self.weights_lost = False
 
@@ -273,6 +278,7 @@ class VLLMEngine:
         llm, self.llm = self.llm, None
         if llm is not None:
             self._map = self._places = None
+            self._latent = []
             kept = 0 < gc.get_freeze_count() <= self._frozen  # nobody has frozen the engine since
             shut_down(llm, self._made_default_group, self.peers_lost, kept)
 
@@ -376,8 +382,6 @@ def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False, heap
         peers_lost: some rank will not do the same.
         heap_kept: as in `internals.frozen_heap`.
     """
-    from vllm.distributed import parallel_state
-
     detach_finalizer(llm)
     core = llm.llm_engine.engine_core.engine_core
     _make_freeable()
@@ -388,15 +392,22 @@ def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False, heap
     core.scheduler.shutdown()
     if peers_lost:
         abort(list(_device_groups()), ABORT_SECONDS)
+    forget_groups(made_default_group)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def forget_groups(made_default_group: bool) -> None:
+    """Destroy vLLM's process groups, and the default one where the engine made it."""
+    from vllm.distributed import parallel_state
+
     parallel_state.destroy_model_parallel()
     if parallel_state._WORLD is not None:
         parallel_state._WORLD.destroy()
     parallel_state._WORLD = parallel_state._NODE_COUNT = None
     if made_default_group and dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _coordinators() -> list[Any]:

@@ -1,5 +1,5 @@
 """Everything this plugin uses of vLLM 0.31 beyond its documented interface, in one place, but for what ending an
-engine (`engine.py`), its scheduler, its LoRA slots and its weight transfer take.
+engine (`engine.py`), its scheduler, its LoRA slots, its layers for CPUs and its weight transfer take.
 
 The plugin's tests run all of it, on the pinned version.
 """
@@ -10,7 +10,7 @@ import functools
 import gc
 import importlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 from unittest.mock import patch
@@ -27,13 +27,31 @@ def model_of(llm: Any) -> torch.nn.Module:
 
 
 def kv_caches(llm: Any) -> list[torch.Tensor]:
-    """The KV cache tensors, one per layer; several may share a storage."""
-    return list(llm.llm_engine.model_executor.driver_worker.model_runner.kv_caches)
+    """The KV cache's tensors; several may share a storage."""
+    return flat(llm.llm_engine.model_executor.driver_worker.model_runner.kv_caches)
+
+
+def flat(caches: Iterable[Any]) -> list[torch.Tensor]:
+    """Of a model runner's caches, one per layer: linear attention keeps a list of states in its place."""
+    return [tensor for cache in caches for tensor in (cache if isinstance(cache, list | tuple) else [cache])]
 
 
 def attention_of(config: Any) -> list[tuple[int, int]]:
     """Per layer of a model's config: its KV heads, and the elements each keeps of one token. Where vLLM compresses them
     (multi-head latent attention), one head and its latent."""
+    model = _described(config)
+    layers = [model[layer] for layer in range(model.total_num_hidden_layers)]
+    if model.is_deepseek_mla:
+        return [(1, layer.head_size) for layer in layers]
+    return [(layer.total_num_kv_heads, 2 * layer.head_size) for layer in layers]
+
+
+def is_latent(config: Any) -> bool:
+    """Whether vLLM computes the attention of a model's config from latents."""
+    return bool(_described(config).is_deepseek_mla)
+
+
+def _described(config: Any) -> Any:
     import vllm.config  # noqa: F401 - first: the next import is part of a circle
     from vllm.transformers_utils.model_arch_config_convertor import (
         MODEL_ARCH_CONFIG_CONVERTORS,
@@ -41,11 +59,15 @@ def attention_of(config: Any) -> list[tuple[int, int]]:
     )
 
     convertor = MODEL_ARCH_CONFIG_CONVERTORS.get(config.model_type, ModelArchConfigConvertorBase)
-    model = convertor(config, config.get_text_config()).convert()
-    layers = [model[layer] for layer in range(model.total_num_hidden_layers)]
-    if model.is_deepseek_mla:
-        return [(1, layer.head_size) for layer in layers]
-    return [(layer.total_num_kv_heads, 2 * layer.head_size) for layer in layers]
+    return convertor(config, config.get_text_config()).convert()
+
+
+def latent_attention(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """vLLM's layers of multi-head latent attention, by name. From `kv_b_proj` they compute two matrices, and keep them
+    as parameters of their own."""
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    return ((name, module) for name, module in model.named_modules() if isinstance(module, MLAAttention))
 
 
 def prefixes(llm: Any) -> int:
@@ -166,6 +188,40 @@ def unwrapped(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for parent, key, child in places:
             parent._modules[key] = child
+
+
+def bypassed(model: torch.nn.Module) -> set[int]:
+    """Ids of layers that the model calls past vLLM's LoRA wrapper around them: it holds them at two places, and one was
+    wrapped. An adapter there changes nothing."""
+    from vllm.lora.layers import BaseLayerWithLoRA
+
+    wrapped = {id(module.base_layer) for module in model.modules() if isinstance(module, BaseLayerWithLoRA)}
+    plain = (module for module in model.modules() if not isinstance(module, BaseLayerWithLoRA))
+    return wrapped & {id(child) for module in plain for child in module._modules.values()}
+
+
+def unimportable(architecture: str) -> str | None:
+    """Why vLLM's own class for an architecture of transformers' cannot be imported, or None."""
+    from vllm import ModelRegistry
+
+    try:
+        ModelRegistry.models[architecture].inspect_model_cls()
+    except Exception as error:  # whatever an import raises, there or in the process that vLLM starts for it
+        return f"vLLM's {architecture} cannot be imported here: {str(error).strip().splitlines()[-1]}"
+    return None
+
+
+def without_adapters(architecture: str) -> str | None:
+    """Why vLLM's own class for an architecture of transformers' has no LoRA slots, or None."""
+    from vllm import ModelRegistry
+    from vllm.model_executor.models import supports_lora
+
+    known = ModelRegistry.models.get(architecture)
+    try:
+        served = known is None or supports_lora(known.load_model_cls())
+    except ImportError:  # the engine's to tell
+        return None
+    return None if served else f"vLLM's {architecture} has no LoRA slots"
 
 
 MODULES_WITH_TENSORS = ("compressed_tensors.compressors.nvfp4.helpers", "flashinfer.quantization.fp4_quantization")

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from trlx_hybrid.errors import SyncError
 from trlx_hybrid.types import LoadReport
 
-from .internals import unwrapped
+from .internals import latent_attention, unwrapped
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -53,7 +54,7 @@ class WeightLoader:
     """Loads weights into one vLLM model.
 
     Attributes:
-        parameters: of the engine, by vLLM's names.
+        parameters: of the engine, by vLLM's names; without those that it derives from others.
         tensors: those, and the buffers that a checkpoint may fill.
         routes: per checkpoint tensor, where its slices lie; filled by the first load, as are the following.
         computed_from: checkpoint tensors that the loader computed something from, rather than copy slices of them.
@@ -63,7 +64,8 @@ class WeightLoader:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model: Any = model
         with unwrapped(model):
-            self.parameters = dict(model.named_parameters())
+            derived = {f"{name}.{key}" for name, module in latent_attention(model) for key in module._parameters}
+            self.parameters = {name: p for name, p in model.named_parameters() if name not in derived}
             self.tensors: dict[str, Tensor] = dict(persistent_buffers(model)) | self.parameters
         self.routes: dict[str, list[Route]] = {}
         self.computed_from: set[str] = set()
@@ -74,19 +76,29 @@ class WeightLoader:
         given: dict[str, int] = {}
         stream = counted(weights, given)
         if self.routes:
-            with unwrapped(self._model):
-                self._model.load_weights(stream)
+            self._load(stream, given)
             missing = (self.routes.keys() | self.computed_from) - given.keys()
             unwritten = {r.parameter for name in missing for r in self.routes.get(name, ())}
             unwritten |= missing & self.computed_from
         else:
             recorder = _Recorder(self.tensors)
-            with recorder, unwrapped(self._model):
-                self._model.load_weights(recorder.following(stream))
+            with recorder:
+                self._load(recorder.following(stream), given)
             self.routes = dict(recorder.routes)
             self.computed_from, self.unexplained = recorder.computed_from, recorder.unexplained
             unwritten = {name for name, p in self.parameters.items() if recorder.written.get(name, 0) < p.numel()}
         return LoadReport(tensors=len(given), bytes=sum(given.values()), unwritten=sorted(unwritten))
+
+    def _load(self, weights: NamedTensors, given: dict[str, int]) -> None:
+        try:
+            with unwrapped(self._model):
+                self._model.load_weights(weights)
+        except (KeyError, AssertionError, ValueError) as error:
+            raise SyncError(
+                f"vLLM's {type(self._model).__name__} has no place for {next(reversed(given), 'the weights')}: "
+                f"{type(error).__name__}: {error}. Its definition and the model's disagree, or the model's config "
+                "lacks what published ones have; use engine='transformers' and report it."
+            ) from error
 
     def write(self, weights: NamedTensors) -> None:
         """Copy tensors to where the first load put them, past vLLM's loader."""

@@ -92,7 +92,7 @@ def unserved(policy: Policy, dtype: torch.dtype | None) -> str | None:
 
     if not policy.adapters:
         return "the policy is not a PEFT model: there is no adapter to serve"
-    reason = _unserved_config(policy) or _unserved_layers(policy)
+    reason = _unserved_config(policy) or _unserved_layers(policy) or internals.without_adapters(policy.architecture)
     if reason is not None:
         return reason
     if policy.fsdp_version == 1:
@@ -292,8 +292,9 @@ class AdapterSlots:
             self._outside += [(part, a[rank:]), (part, b[:, rank:])]
         if wanted:
             raise SyncError(
-                f"vLLM has no LoRA slot for {listed(list(wanted.values()))}: it cannot serve this adapter. Use "
-                "weights='gather', which merges it, or leave these modules out of the adapter's target_modules."
+                f"vLLM has no LoRA slot for {listed(list(wanted.values()))}, or computes past it: it cannot serve this "
+                "adapter. Use weights='gather', which merges it, or leave these modules out of the adapter's "
+                "target_modules."
             )
 
     def _parts(self, index: int) -> Iterator[tuple[str, Tensor, Tensor, Any, int]]:
@@ -301,7 +302,10 @@ class AdapterSlots:
         layer and the module's number in it."""
         from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
+        bypassed = internals.bypassed(self._manager.model)
         for name, wrapper in self._manager.modules.items():
+            if id(wrapper.base_layer) in bypassed:
+                continue
             parts = self._manager.packed_modules.get(name, [name])
             if isinstance(wrapper, BaseLinearLayerWithLoRA) and len(parts) == wrapper.n_slices:
                 slots = zip(parts, wrapper.lora_a_stacked, wrapper.lora_b_stacked, strict=True)

@@ -48,6 +48,7 @@ class WeightMap:
 
     Attributes:
         pieces: by in-memory name of the parameter; none of one that vLLM's loader did not look into.
+        buffers: what engine parameters and buffers hold of the policy's persistent buffers.
         irregular: parameters of which the loader copied something that is no box, and how.
         computed: parameters from which it computed something.
         unknown: checkpoint tensors that it copied from, and that come from no parameter or buffer of the policy.
@@ -58,7 +59,9 @@ class WeightMap:
         self.pieces: dict[str, list[HeldBox]] = {}
         self.irregular: dict[str, str] = {}
         self.computed: set[str] = set()
-        self.unknown = loader.routes.keys() - policy.buffers().keys()
+        buffers = policy.buffers().keys() & loader.routes.keys()
+        self.buffers = [route for name in buffers for route in loader.routes[name]]
+        self.unknown = loader.routes.keys() - buffers
         device = next((p.device for p in loader.parameters.values()), torch.device("cpu"))
         for name, p in policy.base_parameters().items():
             shape = tuple(p.shape)
@@ -275,6 +278,8 @@ def regions(model: torch.nn.Module, weights: WeightMap) -> Regions:
     covered: dict[str, list[Slice]] = {name: [] for name in loader.tensors}
     for piece in (piece for pieces in weights.pieces.values() for piece in pieces):
         covered[piece.parameter].append(piece.memory)
+    for route in weights.buffers:  # an expert's bias may be a buffer there and a parameter here
+        covered[route.parameter].append(route.destination)
     padding: list[Tensor] = []
     for name, parameter in loader.parameters.items():
         kind = type(model.get_submodule(name.rpartition(".")[0])).__name__
@@ -355,7 +360,7 @@ def _experts(module: Any, method: Any) -> str | None:
     if module.use_ep:
         return "deals whole experts out to the ranks (expert parallelism), which has not been tried"
     backend = method.unquantized_backend
-    if backend.name not in EXPERTS_KEPT:
+    if backend.name not in EXPERTS_KEPT and method.experts_cls.__name__ != "PlainExperts":
         return (
             f"computes with the MoE backend {backend.value}, which lays the experts out anew; on a GPU, "
             "engine_args={'moe_backend': 'triton'} in engine_options chooses one that does not"

@@ -1,0 +1,159 @@
+"""vLLM's layers for CPUs that want their weights repacked, or bf16: the same in plain PyTorch, with the weights as they
+were loaded and in the model's dtype.
+
+One expert and one token after the other, so slower than vLLM's. `cpu_worker.py` puts them in place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import conv1d, gelu, linear, silu, softplus
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
+from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
+
+# --- linear layers ----------------------------------------------------------------------------------------------------
+
+
+def plain_linear(layer: Any, remove_weight: bool) -> None:
+    """Where vLLM would pack the weight for oneDNN, AMX or ZenDNN, and delete the original."""
+    layer.cpu_linear = linear
+
+
+# --- rotary embeddings ------------------------------------------------------------------------------------------------
+
+_forward_of_rows = RotaryEmbedding.forward_cpu
+
+
+def rotated(
+    layer: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """vLLM's kernel takes (tokens, width). Queries with a dimension for heads, as latent attention has them, it turns
+    wrongly."""
+    forward = _forward_of_rows if query.dim() == 2 else RotaryEmbedding.forward_native
+    return forward(layer, positions, query, key)  # type: ignore[no-any-return]
+
+
+# --- experts ----------------------------------------------------------------------------------------------------------
+
+
+class PlainExperts(CPUUnquantizedExperts):  # type: ignore[misc]
+    """Computes with the experts as they were loaded, one after the other: vLLM's own kernel repacks them, at an
+    unchanged shape, so what a sync writes would be misread."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Repacks nothing."""
+
+    def apply(
+        self,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        activation: MoEActivation,
+        global_num_experts: int,
+        expert_map: Tensor | None,
+        *_: Any,
+        apply_router_weight_on_input: bool,
+        **__: Any,
+    ) -> None:
+        """Write the weighted sum of each token's experts into `output`, (tokens, hidden) like `hidden_states`."""
+        total = torch.zeros_like(output)
+        chosen = topk_ids if expert_map is None else expert_map[topk_ids]  # -1 for those of other ranks
+        for expert in sorted(set(chosen.flatten().tolist())):
+            tokens, places = (chosen == expert).nonzero(as_tuple=True)
+            if expert < 0:
+                continue
+            first, second = (None if bias is None else bias[expert] for bias in (self.w1_bias, self.w2_bias))
+            inner = gated(activation, linear(hidden_states[tokens], w1[expert], first))
+            outer = linear(inner, w2[expert], second)
+            scale = 1 if apply_router_weight_on_input else topk_weights[tokens, places, None].to(outer.dtype)
+            total.index_add_(0, tokens, outer * scale)
+        output.copy_(total)
+
+
+def gated(activation: MoEActivation, hidden: Tensor) -> Tensor:
+    """What an expert does between its two products, (tokens, 2 * width) to (tokens, width).
+
+    Raises:
+        NotImplementedError: for an activation that vLLM's own kernel for CPUs has not either.
+    """
+    if activation == MoEActivation.SWIGLUOAI:  # gpt-oss, gate and up take turns
+        gate, up = hidden[..., ::2].clamp(max=7.0), hidden[..., 1::2].clamp(-7.0, 7.0)
+        return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+    gate, up = hidden.chunk(2, -1)
+    if activation == MoEActivation.SILU:
+        return silu(gate) * up
+    if activation in (MoEActivation.GELU, MoEActivation.GELU_TANH):
+        return gelu(gate, approximate="tanh" if activation == MoEActivation.GELU_TANH else "none") * up
+    raise NotImplementedError(f"experts with the activation {activation.value!r} on a CPU")
+
+
+def plain_backend(moe_config: Any) -> tuple[UnquantizedMoeBackend, type[PlainExperts]]:
+    """In the place of vLLM's choice, which falls on Triton for an engine with LoRA slots, even on a CPU."""
+    return UnquantizedMoeBackend.CPU, PlainExperts
+
+
+# --- linear attention -------------------------------------------------------------------------------------------------
+
+
+def gated_delta_rule(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType) -> None:
+    """The attention of Qwen3-Next's and Qwen3.5's linear layers, of all sequences of a step; vLLM's own is for bf16.
+
+    Args:
+        mixed_qkv: queries, keys and values beside each other, (tokens, width) before the convolution.
+        b, a: what the strength of an update and the decay are computed from, (tokens, value heads).
+        core_attn_out: is written, (tokens, value heads, head size).
+        layer_name: of the layer, which has weights and states.
+    """
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+    context = get_forward_context()
+    layer: Any = context.no_compile_layers[_resolve_layer_name(layer_name)]
+    if context.attn_metadata is None:  # a dry run
+        return
+    metadata: Any = context.attn_metadata[layer.prefix]
+    if metadata.spec_sequence_masks is not None:
+        raise NotImplementedError("linear attention with speculative decoding on a CPU")
+    weight = layer.conv1d.weight
+    convolved, states = gdn_attention._conv_buffer_view(layer), gdn_attention._ssm_state_view(layer)
+    decay = -layer.A_log.float().exp() * softplus(a.float() + layer.dt_bias.float())
+    starts, slots = metadata.non_spec_query_start_loc.tolist(), metadata.non_spec_state_indices_tensor.tolist()
+    for number in range(metadata.num_decodes + metadata.num_prefills):
+        slot, tokens = slots[number], slice(starts[number], starts[number + 1])
+        if number >= metadata.num_decodes and not metadata.has_initial_state[number]:
+            convolved[slot], states[slot] = 0, 0
+        window = torch.cat([convolved[slot], mixed_qkv[tokens].T], dim=-1)
+        convolved[slot] = window[:, -convolved.shape[-1] :]
+        mixed = silu(conv1d(window[None], weight, layer.conv1d.bias, groups=len(weight)))[0].T
+        query, key, value = layer.rearrange_mixed_qkv(mixed)
+        shared = value.shape[2] // key.shape[2]
+        found, last = torch_recurrent_gated_delta_rule(
+            query.repeat_interleave(shared, dim=2),
+            key.repeat_interleave(shared, dim=2),
+            value,
+            g=decay[None, tokens],
+            beta=b[None, tokens].sigmoid(),
+            initial_state=states[slot][None],
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+        )
+        core_attn_out[tokens], states[slot] = found[0], last[0]
+
+
+PLAIN_LAYERS = {
+    "utils.dispatch_cpu_unquantized_gemm": plain_linear,
+    "fused_moe.unquantized_fused_moe_method.select_unquantized_moe_backend": plain_backend,
+    "rotary_embedding.base.RotaryEmbedding.forward_cpu": rotated,
+    "mamba.ops.cpu.gdn_attention.cpu_gdn_attention_core": gated_delta_rule,
+}
+"""What they replace in vLLM's `model_executor.layers` while a model is built."""

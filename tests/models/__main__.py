@@ -1,0 +1,25 @@
+"""Measure the models and write docs/models.md: `python -m tests.models`, in four minutes of one core. With names of
+models, those only; the other rows stay.
+"""
+
+import sys
+from importlib.metadata import version
+
+from . import matrix, page
+
+
+def main(names: list[str]) -> None:
+    from trlx_hybrid_vllm.plugin import installed_vllm
+
+    rows = {row["model"]: row for row in page.seen()["rows"]} if names else {}
+    with matrix.inspected_here():
+        for name in names or matrix.MODELS:
+            rows[name] = matrix.measure(name)
+            print(rows[name], file=sys.stderr, flush=True)
+            found = installed_vllm()
+            versions = {"transformers": version("transformers"), "vllm": found[1] if found else "?"}
+            page.write([rows[name] for name in matrix.MODELS if name in rows], versions)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,64 @@
+"""docs/models.md from what `python -m tests.models` measured: `python tests/models/page.py` writes it anew."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results.json"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+CASES = {"all weights": "", "LoRA": "all linear layers: ", "LoRA on attention": "attention: "}
+
+HEAD = """# Models
+
+Tiny random shapes of each architecture, built by transformers {transformers} from a config, served by vLLM {vllm} on a
+CPU in float32. *All weights* is full fine-tuning, *LoRA* an adapter on all linear layers. Each cell has the
+[weight path](hybrid-engine.md#how-weights-reach-the-engine) that `auto` takes, and the largest difference between the
+log-probs that the engine samples with and the trainer's, in nats, before and after a change of all trained weights. It
+may be 1e-5. A note says why not a cheaper path, or what refuses the model.
+
+GPUs have other kernels. Most of vLLM's backends for experts lay the weights out anew there, which a path that shares
+them notices and says. What ran whole on GPUs is in [another table](tested.md).
+"""
+
+
+def page(results: Mapping[str, Any]) -> str:
+    """The page: a table, and the reasons in it once each."""
+    notes: dict[str, int] = {}
+    lines = [HEAD.format(**results["versions"]), "| model | class | all weights | LoRA |", "|---|---|---|---|"]
+    for row in results["rows"]:
+        adapters = [case for case in CASES if case.startswith("LoRA") and case in row]
+        weights = cell(row["all weights"], "", notes)
+        given = [cell(row[case], CASES[case] if len(adapters) > 1 else "", notes) for case in adapters]
+        lines.append(f"| {row['model']} | `{row['class']}` | {weights} | {'<br>'.join(given)} |")
+    return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in notes.items())]) + "\n"
+
+
+def cell(case: Mapping[str, Any], of: str, notes: dict[str, int]) -> str:
+    """What one case shows, with the number of its note."""
+    reason = case.get("refused", case.get("reason"))
+    note = f" ({notes.setdefault(escaped(reason), len(notes) + 1)})" if reason else ""
+    return f"{of}refused{note}" if "refused" in case else f"{of}`{case['weights']}` {case['gap']:.1e}{note}"
+
+
+def escaped(text: str) -> str:
+    """A message as a line of Markdown."""
+    return " ".join(text.split()).replace("_", "\\_").replace("*", "\\*").replace("<", "&lt;")
+
+
+def seen() -> dict[str, Any]:
+    """What was measured last."""
+    found: dict[str, Any] = json.loads(RESULTS.read_text())
+    return found
+
+
+def write(rows: Sequence[Mapping[str, Any]], versions: Mapping[str, str]) -> None:
+    """Keep what was measured, and write the page."""
+    RESULTS.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+    PAGE.write_text(page(seen()))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(seen()))

@@ -1,0 +1,47 @@
+"""docs/models.md is what runs of its models show: their weight paths, within 1e-5, and their refusals."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parent / "models"
+
+
+def module(name):
+    spec = importlib.util.spec_from_file_location(f"models_{name}", FOLDER / f"{name}.py")
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+matrix, page = module("matrix"), module("page")
+FAST = ("DeepSeek-V3, DeepSeek-R1", "GPT-2", "gpt-oss", "Qwen1.5-MoE, Qwen2-MoE", "Qwen3-Next")
+"""Latent attention and a routing's bias; transposed weights; rearranged experts; an adapter called past; states."""
+NAMES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in matrix.MODELS]
+
+
+def test_the_page_is_up_to_date():
+    results = page.seen()
+    assert [row["model"] for row in results["rows"]] == list(matrix.MODELS), "`python -m tests.models` measures all"
+    assert page.PAGE.read_text() == page.page(results), "python tests/models/page.py writes it anew"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_row_is_what_a_run_shows(name, started_once):
+    (expected,) = (row for row in page.seen()["rows"] if row["model"] == name)
+    with matrix.inspected_here():
+        row = matrix.measure(name)
+    assert without_gaps(row) == without_gaps(expected)
+    assert all(gap < 1e-5 for gap in (*gaps(row), *gaps(expected)))
+
+
+def gaps(row):
+    return [case["gap"] for case in row.values() if isinstance(case, dict) and "gap" in case]
+
+
+def without_gaps(row):
+    return {
+        key: {k: v for k, v in value.items() if k != "gap"} if isinstance(value, dict) else value
+        for key, value in row.items()
+    }

@@ -14,7 +14,7 @@ from trlx_hybrid import HybridEngine
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid_vllm import engine as module
 
-REPORT = {}
+REPORT, KEPT = {}, []
 
 
 def start():
@@ -48,7 +48,7 @@ def main(how, out):
         start()
         REPORT["default group"] = dist.is_initialized()
     elif how == "destroyed":
-        start()
+        KEPT.append(start())
         dist.destroy_process_group()
     else:
         loop = start()

@@ -46,7 +46,7 @@ class Ended:
 
     def proofs(self) -> list[tuple[str, int, float | None]]:
         """(path, tensors compared, log-prob gap) of each weight sync, as scripts/grpo.py prints it."""
-        found = re.findall(r"PROOF path=(\w+) verified=(\d+) gap=(\S+)", self.output)
+        found = re.findall(r"PROOF path=(\w+) verified=(\d+) gap=(None|[-+.e\d]+)", self.output)
         return [(path, int(verified), None if gap == "None" else float(gap)) for path, verified, gap in found]
 
     def traces(self) -> list[dict[str, Any]]:

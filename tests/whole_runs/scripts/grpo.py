@@ -11,6 +11,12 @@ from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
 
 
+def say(line):
+    """With its end in one piece: ranks share the output, and `print` writes both apart where nothing is buffered."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 def digest(values):
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12]
 
@@ -21,9 +27,7 @@ class Proofs:
 
     def trace(self, session, at, **found):
         self.number += 1
-        line = json.dumps({"number": self.number, "rank": session.ranks.rank, "at": at} | found)
-        sys.stdout.write(f"TRACE {line}\n")  # at once, since ranks share the output
-        sys.stdout.flush()
+        say(f"TRACE {json.dumps({'number': self.number, 'rank': session.ranks.rank, 'at': at} | found)}")
 
     @hookimpl
     def trlx_report_header(self, session):
@@ -40,7 +44,7 @@ class Proofs:
     @hookimpl
     def trlx_sync_end(self, session, report):
         if session.ranks.rank == 0:
-            print(f"PROOF path={report.weights} verified={report.verified} gap={report.logprob_gap}", flush=True)
+            say(f"PROOF path={report.weights} verified={report.verified} gap={report.logprob_gap}")
         self.trace(session, f"the sync of version {report.version}", weights=session.policy.digest())
 
     @hookimpl

@@ -1,16 +1,18 @@
 """Nothing of a process stays once it is gone, and nothing that is somebody else's goes."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
 from trlx_hybrid_ray import reaper
-from trlx_hybrid_ray.reaper import SEGMENT, SHARED_MEMORY, Segments, descendants, state
+from trlx_hybrid_ray.reaper import SEGMENT, SHARED_MEMORY, Segments, descendants, mapped, state
 
 OWNER = """
 import json, os, subprocess, sys, time
@@ -119,6 +121,19 @@ def test_processes_are_looked_at_only_where_a_segment_is_new(monkeypatch, tmp_pa
     time.sleep(0.3)  # somebody else's: by now it would be mapped
     segments.look()
     assert looks == [1]
+
+
+def test_the_maker_of_a_semaphore_is_known():
+    """glibc maps it under a name that it never has later."""
+    lock = multiprocessing.get_context("spawn").Lock()
+    name = f"sem.{lock._semlock.name.removeprefix('/')}"
+    assert SEGMENT.fullmatch(name)
+    assert name in mapped(os.getpid())
+    segment = shared_memory.SharedMemory(create=True, size=4096)
+    assert segment.name in mapped(os.getpid())
+    segment.unlink()
+    assert segment.name not in mapped(os.getpid())
+    segment.close()
 
 
 def test_a_new_name_in_shared_memory_is_told_and_not_waited_for(tmp_path, monkeypatch):

@@ -184,14 +184,22 @@ def _names_created(folder: str) -> list[int]:
 
 
 def mapped(pid: int) -> set[str]:
-    """Names below /dev/shm that a process maps; nothing where it is gone or not ours."""
-    names = set()
+    """Names in /dev/shm that a process maps; nothing where it is gone or not ours.
+
+    By device and inode: glibc maps a semaphore before it gives it its name (`sem_open`), and its maker's never shows.
+    """
+    found = set()
     with suppress(OSError):
+        device = os.stat(SHARED_MEMORY).st_dev
+        here = f"{os.major(device):02x}:{os.minor(device):02x}".encode()
         for line in Path(f"/proc/{pid}/maps").read_bytes().splitlines():
-            _, found, name = line.partition(SHARED_MEMORY.encode())
-            if found and not name.endswith(b" (deleted)"):
-                names.add(os.fsdecode(name))
-    return names
+            if SHARED_MEMORY.encode() in line:
+                _, _, _, where, inode, _ = line.split(None, 5)
+                found |= {int(inode)} if where == here else set()
+    if not found:
+        return set()
+    with os.scandir(SHARED_MEMORY) as entries:
+        return {entry.name for entry in entries if entry.inode() in found}
 
 
 def main(pid: int, owner: str, grace: float, folder: str) -> None:

@@ -21,6 +21,7 @@ from trlx_hybrid_reshard.plan import plan
 from trlx_hybrid_reshard.planner.architectures import describe
 from trlx_hybrid_reshard.sync import ReshardSync
 from trlx_hybrid_vllm.arguments import write_without_weights
+from trlx_hybrid_vllm.cpu_worker import unlink_segments
 from trlx_hybrid_vllm.loader import WeightLoader
 from trlx_hybrid_vllm.weight_map import WeightMap, refuses_writes, regions
 
@@ -54,6 +55,7 @@ class Loaded:
             with set_current_vllm_config(config), set_default_torch_dtype(self.dtype):
                 parallel_state.init_distributed_environment(WORLD, RANK, "env://", RANK, "gloo")
                 parallel_state.ensure_model_parallel_initialized(tp, 1)
+                unlink_segments(os.environ["VLLM_DIST_IDENT"])  # as it does then
                 self.model = initialize_model(config)
         self.loader = WeightLoader(self.model)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from cases import STEPS, Case, flags
+from trlx_hybrid_ray import reaper
 
 SCRIPTS = Path(__file__).parent / "scripts"
 MARK = "TRLX_WHOLE_RUN"  # in the environment of every process of a run
@@ -148,12 +149,7 @@ def left_behind(mark: str, memory: dict[str, int], own: set[str]) -> list[str]:
 
 def mapped(pid: int) -> set[str]:
     """Files of shared memory that a process uses and that have a name."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    except OSError:  # it has just ended
-        return set()
-    paths = (line.partition("/dev/shm/")[1:] for line in lines if not line.endswith(" (deleted)"))
-    return {"".join(path) for path in paths if path[0]}
+    return {reaper.SHARED_MEMORY + name for name in reaper.mapped(pid)}
 
 
 def gpu_memory() -> dict[str, int]:

@@ -32,7 +32,7 @@ from trlx_hybrid.deadline import listen, unreachable
 
 from .cluster import environment
 from .errors import LaunchError, ScriptError
-from .reaper import OWNER_VARIABLE, Reaper, end, state
+from .reaper import OWNER_VARIABLE, Reaper, end, state, take_priority_back
 
 TICK = 0.1  # seconds between two looks at files and processes
 CHUNK = 1 << 20  # bytes of one file in one report
@@ -354,6 +354,5 @@ def accelerate_launch() -> int:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where all was started in the background
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a raylet blocks SIGINT, and its children inherit that
-    with suppress(PermissionError):  # Ray gives workers a niceness of 15, which only root may take back
-        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    take_priority_back()
     sys.exit(accelerate_launch())

@@ -178,7 +178,7 @@ def _names_created(folder: str) -> list[int]:
 
     A process may be killed within milliseconds of making a segment: who looks from time to time comes too late.
     """
-    libc, create = ctypes.CDLL(None, use_errno=True), 0x100
+    libc, create = ctypes.CDLL(None), 0x100
     descriptor = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
     return [descriptor] if descriptor >= 0 and libc.inotify_add_watch(descriptor, folder.encode(), create) >= 0 else []
 
@@ -202,6 +202,12 @@ def mapped(pid: int) -> set[str]:
         return {entry.name for entry in entries if entry.inode() in found}
 
 
+def take_priority_back() -> None:
+    """Ray gives workers, and so what they start, a niceness of 15, which only root may take back."""
+    with suppress(PermissionError):
+        os.setpriority(os.PRIO_PROCESS, 0, 0)
+
+
 def main(pid: int, owner: str, grace: float, folder: str) -> None:
     """Wait until the owner is gone or writes to us, then end what it started."""
     process = os.pidfd_open(pid)
@@ -212,8 +218,7 @@ def main(pid: int, owner: str, grace: float, folder: str) -> None:
         signal.signal(stop, signal.SIG_IGN)
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 2)
-    with suppress(PermissionError):  # Ray gives workers a niceness of 15, and on a busy machine we would look too late
-        os.setpriority(os.PRIO_PROCESS, 0, 0)
+    take_priority_back()  # or on a busy machine we would look too late
     segments, rest = Segments(owner, pid), 0.0
     os.write(1, b"ready\n")
     while not (select.select([process, 0], [], [], rest)[0] or segments.wait([process, 0], TICK)):

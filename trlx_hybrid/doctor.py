@@ -94,7 +94,7 @@ def version_problems(releases: dict[str, str]) -> list[str]:
         advice = f"pip install '{package}=={last}.*'"
         if release is None:
             problems.append(f"{package} is not installed: {advice}")
-        elif not _series(first) <= _series(release) <= _series(last):
+        elif not series(first) <= series(release) <= series(last):
             tested = f"the tested series {first}" if first == last else f"of the tested series {first} to {last}"
             problems.append(f"{package} {release} is not {tested}: {advice}")
     for (package, beside), advice in KNOWN_BAD.items():
@@ -105,7 +105,8 @@ def version_problems(releases: dict[str, str]) -> list[str]:
     return problems
 
 
-def _series(release: str) -> tuple[int, ...]:
+def series(release: str) -> tuple[int, ...]:
+    """The first two numbers of a version."""
     return tuple(int(part) for part in release.split(".")[:2])
 
 

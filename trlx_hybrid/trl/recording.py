@@ -53,7 +53,7 @@ NO_FACTS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "ba
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Batch:
+class RecordedBatch:
     """One rank's rows of a rollout, as TRL trains on them, and what else the training takes from it.
 
     Attributes:
@@ -126,7 +126,7 @@ class Recording:
             part.write_text(json.dumps(facts, indent=1))
             part.replace(self.folder / FILE)
 
-    def write(self, batch: Batch) -> None:
+    def write(self, batch: RecordedBatch) -> None:
         """Add one; its `index` is set here.
 
         Raises:
@@ -138,7 +138,7 @@ class Recording:
         if batch.rewards is not None:
             tensors["rewards"] = batch.rewards
         tensors = {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in tensors.items()}
-        about = {f.name: getattr(batch, f.name) for f in dataclasses.fields(Batch)}
+        about = {f.name: getattr(batch, f.name) for f in dataclasses.fields(RecordedBatch)}
         about |= {"rewards": None, "generators": None, "digest": digest(tensors), "order": list(batch.values)}
         about["values"] = {name: v for name, v in batch.values.items() if not isinstance(v, Tensor)}
         try:
@@ -179,7 +179,7 @@ class Recording:
             )
         return earlier[-1]
 
-    def read(self, mode: str, step: int, number: int) -> Batch:
+    def read(self, mode: str, step: int, number: int) -> RecordedBatch:
         """One batch, on the CPU.
 
         Raises:
@@ -198,7 +198,7 @@ class Recording:
             raise ConfigError(f"{path} is damaged: its tensors are not those that were written. {WAY_OUT}")
         values = {name: tensors.get(f"batch.{name}", about["values"].get(name)) for name in about.pop("order")}
         states = {name.partition(".")[2]: t for name, t in tensors.items() if name.startswith("generator.")}
-        return Batch(**about | {"values": values, "generators": states, "rewards": tensors.get("rewards")})
+        return RecordedBatch(**about | {"values": values, "generators": states, "rewards": tensors.get("rewards")})
 
     @property
     def _here(self) -> Path:

@@ -25,7 +25,7 @@ from ..config import RESUME_VARIABLE
 from ..errors import ConfigError, listed
 from ..rollout.seeding import preserved_generators
 from ..weights.policy import is_sharded
-from .recording import WAY_OUT, Batch, Recording, compared, facts_of, refuse_foreign
+from .recording import WAY_OUT, RecordedBatch, Recording, compared, facts_of, refuse_foreign
 from .scoring import NUMBER, Deferred
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ class Replayed:
         self._starts(step)
         values = roll_out()
         self._recording.write(
-            Batch(
+            RecordedBatch(
                 mode=mode,
                 step=step,
                 number=number,
@@ -213,7 +213,7 @@ class Replayed:
     def _frozen(self) -> int:
         return self.session.policy.digest(frozen=True)
 
-    def _compare_weights(self, batch: Batch, first: bool) -> None:
+    def _compare_weights(self, batch: RecordedBatch, first: bool) -> None:
         """With those that the batch was sampled with; those before the first step must be the same. Collective."""
         here = self._weights()
         apart = here[0] == batch.weights[0] and here != batch.weights  # sharded otherwise, nothing can be said

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+from trlx_hybrid.doctor import series
 from trlx_hybrid.plugins.hookspecs import hookimpl
 
 from .options import MergedOptions, TransferOptions, VLLMOptions
@@ -44,7 +45,7 @@ def unavailable() -> str | None:
     if found is None:
         return f"vLLM is not installed. Install {wanted}: {INSTALL}."
     distribution, release = found
-    if _minor(release) < TESTED[0]:
+    if series(release) < TESTED[0]:
         return f"{distribution} {release} is installed, this plugin works with {wanted}. Install that: {INSTALL}."
     return None
 
@@ -52,16 +53,12 @@ def unavailable() -> str | None:
 def untested() -> str | None:
     """What a run on a vLLM that is newer than those tested is told, or None."""
     found = installed_vllm()
-    if found is None or _minor(found[1]) <= TESTED[-1]:
+    if found is None or series(found[1]) <= TESTED[-1]:
         return None
     return (
         f"{' '.join(found)} is newer than any that this plugin was tested with ({'.'.join(map(str, TESTED[-1]))}): "
         "it keeps vLLM's own scheduler, and every weight sync is proven in full."
     )
-
-
-def _minor(release: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in release.split(".")[:2])
 
 
 def _engine(session: Session, options: VLLMOptions) -> VLLMEngine:

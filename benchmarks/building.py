@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
 from contextlib import AbstractContextManager
@@ -15,10 +16,11 @@ GPU_SHARE = 0.3  # of each engine: TRL's default
 
 
 def prepare_process(folder: str) -> None:
-    """Before vLLM is imported. Two processes that compile the same model at once must not share a cache folder."""
+    """Before vLLM is imported. Two processes that compile the same model at once must not share a cache folder; one of
+    the same name that comes later finds what was compiled."""
     import torch
 
-    os.environ["VLLM_CACHE_ROOT"] = str(Path(folder) / f"vllm-cache-{os.getpid()}")
+    os.environ["VLLM_CACHE_ROOT"] = str(Path(folder) / f"vllm-cache-{multiprocessing.current_process().name}")
     with socket.socket() as probe:  # TRL would take 29500, as would any other job on this machine
         probe.bind(("127.0.0.1", 0))
         os.environ["MASTER_PORT"] = str(probe.getsockname()[1])

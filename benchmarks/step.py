@@ -9,15 +9,18 @@ would switch on for speed without another result: see `--hybrid`.
 
 `full` trains all weights in bf16, `fp32` an fp32 master under autocast, `lora` an adapter of rank 16, and `merged` the
 same with an engine into which ours merges it. Completions are of one length, or of lengths drawn from a lognormal
-distribution, the same rows in all arms.
+distribution, the same rows in all arms. Each kind with each distribution is a case (`full` is that of fixed lengths),
+written as soon as it is measured; one that fails takes nothing with it.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -80,14 +83,15 @@ def measure(
         started = time.perf_counter()
         variants = {"trl": KINDS[kind], "hybrid": dataclasses.replace(KINDS[kind], hybrid=hybrid)}
         workers = {name: stack.enter_context(trainer(name, variant)) for name, variant in variants.items()}
+        at_once = stack.enter_context(trainer("tuned", tuned_variant(kind, *TUNED[0])))
         wait_until_built(workers.values(), BUILD_SECONDS)
         for worker in workers.values():
             worker.call("step", 0, seconds=STEP_SECONDS)
-        for sleep, checkpointing in TUNED:
-            variant = dataclasses.replace(KINDS[kind], sleep=sleep, checkpointing=checkpointing, detokenize=False)
-            tuned = trainer("tuned", variant)
+        tries = [(TUNED[0], at_once), *((pair, None) for pair in TUNED)]  # the first again, with nobody else building
+        for (sleep, checkpointing), begun in tries:
+            tuned = begun or stack.enter_context(trainer("tuned", tuned_variant(kind, sleep, checkpointing)))
             if first_step_fits(tuned):
-                workers["tuned"] = stack.enter_context(tuned)
+                workers["tuned"] = tuned
                 break
         else:
             raise RuntimeError("TRL tuned does not fit beside the two other trainers in any of its settings.")
@@ -107,6 +111,11 @@ def measure(
         path = workers["hybrid"].call("engine_weights", seconds=STEP_SECONDS)
     print(f"{case}: weights={path}", flush=True)
     return measured, {f"{name} {case}": summary(found[warmup:]) for name, found in splits.items()}, settings
+
+
+def tuned_variant(kind: str, sleep: bool, checkpointing: bool) -> Variant:
+    """TRL tuned, in one of its settings."""
+    return dataclasses.replace(KINDS[kind], sleep=sleep, checkpointing=checkpointing, detokenize=False)
 
 
 def first_step_fits(worker: Worker) -> bool:
@@ -152,21 +161,18 @@ def metrics_of(measurements: Sequence[Measurement], splits: Splits) -> dict[str,
 
 
 def run(
-    model: str, kinds: Sequence[str], lengths: Sequence[str], repetitions: int, hybrid: Mapping[str, Any] = HYBRID
+    folder: Path, model: str, kind: str, lengths: str, repetitions: int, hybrid: Mapping[str, Any] = HYBRID
 ) -> Result:
-    """Each kind with each distribution of lengths is a case: `full` and `lora` are those of fixed lengths."""
-    measured: list[Measurement] = []
-    splits: Splits = {}
-    cases: dict[str, Any] = {}
-    for kind, name in ((kind, name) for kind in kinds for name in lengths):
-        case = kind if name == "fixed" else f"{kind}-{name}"
-        scale = dataclasses.replace(SCALES[model], cases=(LENGTHS[model][name],))
-        with tempfile.TemporaryDirectory(prefix="benchmark-step-", ignore_cleanup_errors=True) as folder:
-            write_model(Path(folder), scale)
-            more, found, tuned = measure(folder, scale, kind, hybrid, case, repetitions)
-        measured += more
-        splits |= found
-        cases[case] = {"lengths": dataclasses.asdict(LENGTHS[model][name]), "tuned": tuned, "hybrid": dict(hybrid)}
+    """One case: a kind and a distribution of lengths.
+
+    Args:
+        folder: of the model, written where there is none yet, and of what vLLM compiled for it.
+    """
+    case = kind if lengths == "fixed" else f"{kind}-{lengths}"
+    scale = dataclasses.replace(SCALES[model], cases=(LENGTHS[model][lengths],))
+    if not (folder / "config.json").exists():
+        write_model(folder, scale)
+    measured, splits, tuned = measure(str(folder), scale, kind, hybrid, case, repetitions)
     return Result(
         benchmark="step" if model == "1.5b" else f"step_{model}",
         device=accelerator(),
@@ -180,7 +186,14 @@ def run(
             "per_device_train_batch_size": BATCH,
             "kv_cache_bytes": scale.kv_cache_bytes,
             "warmup": WARMUP,
-            "cases": cases,
+            "cases": {
+                case: {
+                    "lengths": dataclasses.asdict(LENGTHS[model][lengths]),
+                    "repetitions": repetitions,
+                    "tuned": tuned,
+                    "hybrid": dict(hybrid),
+                }
+            },
             "medians_by_span": splits,
         },
     )
@@ -199,7 +212,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--add", action="store_true", help="keep the other cases of the result file")
     arguments = parser.parse_args(argv)
     kinds, lengths = arguments.kind or list(KINDS), arguments.lengths or ["fixed", "lognormal"]
-    run(arguments.model, kinds, lengths, arguments.repetitions, arguments.hybrid).publish(add=arguments.add)
+    failed, keep = [], arguments.add
+    with tempfile.TemporaryDirectory(prefix="benchmark-step-", ignore_cleanup_errors=True) as folder:
+        for kind, name in itertools.product(kinds, lengths):
+            try:
+                result = run(Path(folder), arguments.model, kind, name, arguments.repetitions, arguments.hybrid)
+            except (WorkerError, RuntimeError) as error:
+                failed.append(f"{kind} {name}")
+                print(error, file=sys.stderr, flush=True)
+            else:
+                result.publish(add=keep)
+                keep = True
+    if failed:
+        sys.exit(f"failed: {'; '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -169,7 +169,7 @@ def test_a_setting_that_does_not_fit_is_told_from_one_that_fails(text, fits):
 @pytest.mark.slow
 def test_a_tiny_step_with_drawn_lengths(tmp_path):
     """Real trainers; that all arms sampled the same lengths is checked inside."""
-    found = json.loads(step.run("tiny", ["lora"], ["lognormal"], repetitions=2).publish(tmp_path).read_text())
+    found = json.loads(step.run(tmp_path, "tiny", "lora", "lognormal", repetitions=2).publish(tmp_path).read_text())
     assert {(m["case"], m["arm"]) for m in found["measurements"]} == {
         ("lora-lognormal", arm) for arm in ("trl", "tuned", "hybrid")
     }

@@ -59,7 +59,8 @@ class Ended:
 def run(
     command: Sequence[object], limit: float, environment: dict[str, str] | None = None, kill_at: str | None = None
 ) -> Ended:
-    """Start it in a session of its own and wait for its end.
+    """Start it in a session of its own and wait for its end. Where TRLX_WHOLE_OUTPUT names a folder, what it prints is
+    kept there as it comes, each line with its second.
 
     Args:
         limit: seconds, after which every process is made to write its stacks and is killed.
@@ -76,14 +77,23 @@ def run(
     lines: list[str] = []
     last: list[float] = []
 
+    folder = os.environ.get("TRLX_WHOLE_OUTPUT")
+    kept = Path(folder, f"{process.pid}.log") if folder else Path(os.devnull)
+
     def follow() -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            lines.append(line)
-            if "train_runtime" in line:
-                last.append(time.monotonic())
-            if kill_at is not None and kill_at in line:
-                kill(mark, signal.SIGKILL)
+        with kept.open("w", buffering=1) as out:
+            out.write(f"{words}\n")
+            for line in process.stdout:
+                lines.append(line)
+                out.write(f"{time.monotonic() - started:.1f} {line}")
+                see(line)
+
+    def see(line: str) -> None:
+        if "train_runtime" in line:
+            last.append(time.monotonic())
+        if kill_at is not None and kill_at in line:
+            kill(mark, signal.SIGKILL)
 
     def watch() -> None:
         while not over.wait(0.5):

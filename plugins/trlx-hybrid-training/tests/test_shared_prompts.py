@@ -111,7 +111,8 @@ def test_packing_waits_for_the_device_once(recwarn):
         pack.rows(scores).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert sum("called a synchronizing CUDA operation" in str(warning.message) for warning in recwarn) == 1
+    waits = [f"{w.filename}:{w.lineno}" for w in recwarn if "called a synchronizing CUDA operation" in str(w.message)]
+    assert len(waits) == 1, waits
 
 
 def test_prompts_are_shared_only_where_it_pays():

@@ -63,7 +63,7 @@ LENGTHS["7b"] = LENGTHS["1.5b"]
 BATCH = 8  # rows of a forward pass
 HYBRID: dict[str, Any] = {
     "scoring": "packed",
-    "scoring_options": {"adaptive_checkpointing": True},
+    "scoring_options": {"adaptive_checkpointing": True, "joined": True},
     "plugin_options": {"training": {"lora_layers": True}},
 }
 Splits = dict[str, dict[str, float]]

@@ -347,6 +347,9 @@ class Scoring(Protocol):
     balanced: bool = False
     """Whether `micro_batches` is to be asked which rows to train together."""
 
+    joins: bool = False
+    """Whether `joined` is to be asked how many micro-batches share a pass."""
+
     def score(self, rows: Rows) -> Scores:
         """Score the rows, in their order. Collective: every rank scores rows of its own."""
 
@@ -359,6 +362,15 @@ class Scoring(Protocol):
             tokens: how many each row has, prompt and completion.
         """
         raise ComponentError(f"scoring {self.name!r} chooses no micro-batches")
+
+    def joined(self, tokens: Sequence[int]) -> int:
+        """How many of the micro-batches that come next in an optimizer step are to share one forward and one backward
+        pass: 1 or more, on every rank the same. Asked where it `joins`. Collective.
+
+        Args:
+            tokens: of each of them on this rank, at least one; prompts and completions.
+        """
+        raise ComponentError(f"scoring {self.name!r} joins no micro-batches")
 
     def note(self) -> str | None:
         """What the run's header says of it, or None. Called on every rank, when the model is prepared."""
@@ -373,7 +385,7 @@ OPTIONAL = {
     "Engine": {"peers_lost", "untested", "stream", "regions", "weights_written", "leave"},
     "WeightSync": {"keeps_weights", "open", "note", "put_back", "forget", "check", "release"},
     "Rollout": {"converses", "converse", "close"},
-    "Scoring": {"deferred", "balanced", "micro_batches", "note", "close"},
+    "Scoring": {"deferred", "balanced", "joins", "micro_batches", "joined", "note", "close"},
 }
 """Members that a component of that protocol may inherit; an engine may be without them as well."""
 

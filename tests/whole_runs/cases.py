@@ -31,7 +31,7 @@ BASE = {
 FIXED = {"ignore_eos": True}
 PACKED = {
     "scoring": "packed",
-    "scoring_options": json.dumps({"adaptive_checkpointing": True}),
+    "scoring_options": json.dumps({"adaptive_checkpointing": True, "joined": True}),
     "gradient_accumulation_steps": 2,
     "attn_implementation": "sdpa",  # rows cannot be packed for "eager"
     "plugin_options": json.dumps({"training": {"lora_layers": True}}),

@@ -17,7 +17,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +29,7 @@ from ..errors import ComponentError, StaleWeightsError
 from ..protocols import Rows, Scores
 from ..weights.policy import transformers_model
 from ..weights.verify import noise
+from .joined import WIDE, JoinedPass, joinable, tokens_of
 
 if TYPE_CHECKING:
     from ..plugins.host import PluginInfo
@@ -60,15 +63,29 @@ class Scored:
     _micro_batch: dict[str, Any] | None = None  # whose loss is being computed
     _loss_tokens = 0  # that the model was given to compute losses from, padding included
     _window = (-1, 0)  # the optimizer step, and the micro-batches that it has already
+    _joined: JoinedPass | None = None  # of the micro-batches whose losses are being computed
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As in TRL; counts the micro-batches of each optimizer step."""
+        """As in TRL; counts the micro-batches of each optimizer step, and ends the pass that several share."""
         step = self.state.global_step  # type: ignore[attr-defined]
         if self._window[0] != step:
-            self._window = step, 0
+            self._window, self._joined = (step, 0), None
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         self._window = step, self._window[1] + 1
+        if self._joined is not None and self._joined.taken:
+            self._end_joined(self._joined)
         return loss
+
+    def _end_joined(self, joined: JoinedPass) -> None:
+        """The backward pass that several micro-batches share; its time belongs to TRL's `step_time`."""
+        trainer: Any = self
+        self._joined, started = None, time.perf_counter()
+        joined.backward()
+        seconds = time.perf_counter() - started
+        if trainer._step % trainer.current_gradient_accumulation_steps:
+            trainer._current_train_step_time += seconds
+        else:
+            trainer._metrics["train"]["step_time"][-1] += seconds
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         trainer: Any = self
@@ -136,9 +153,9 @@ class Scored:
     ) -> Any:
         trainer: Any = self
         stock = super()._get_per_token_logps_and_entropies  # type: ignore[misc]
-        given = model, input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss
         if "session" not in self.__dict__:
-            return stock(*given, **images)
+            given = input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss
+            return stock(model, *given, **images)
         if self._skips_old:
             self._skips_old = False
             return Scores(torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device), None, None)
@@ -146,9 +163,11 @@ class Scored:
         def count(tokens: int) -> None:
             self._loss_tokens += tokens if torch.is_grad_enabled() else 0
 
-        def padded() -> Scores:
-            count(input_ids.numel())
-            return Scores(*stock(*given, **images))
+        def padded(ids: Tensor = input_ids, mask: Tensor = attention_mask, at_once: int | None = batch_size) -> Scores:
+            count(ids.numel())
+            return Scores(
+                *stock(model, ids, mask, logits_to_keep, at_once, compute_entropy, compute_aux_loss, **images)
+            )
 
         def forward(labels: Tensor, **inputs: Any) -> Scores:
             count(labels.numel())
@@ -161,22 +180,50 @@ class Scored:
 
         policy = self.session.policy
         reference = model is trainer.ref_model
-        scores = self.session.scoring.score(
-            Rows(
-                model=transformers_model(trainer.accelerator.unwrap_model(model)) if reference else policy.base,
-                input_ids=input_ids,
-                attention_mask=attention_mask,
-                completion_length=logits_to_keep,
-                at_once=batch_size or len(input_ids),
-                router_loss=compute_aux_loss,
-                padded=padded,
-                forward=forward,
-            )
+        rows = Rows(
+            model=transformers_model(trainer.accelerator.unwrap_model(model)) if reference else policy.base,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            completion_length=logits_to_keep,
+            at_once=batch_size or len(input_ids),
+            router_loss=compute_aux_loss,
+            padded=padded,
+            forward=forward,
         )
+        joins = not (reference or compute_aux_loss or any(value is not None for value in images.values()))
+        scores = (self._scored_together(rows, padded) if joins else None) or self.session.scoring.score(rows)
         if self._micro_batch is not None and NUMBER in self._micro_batch:
             deferred = self._deferred["train" if trainer.model.training else "eval"]
             deferred.fill(trainer, self._micro_batch, scores.log_probs.detach())
         return scores
+
+    def _scored_together(self, rows: Rows, padded: Callable[[Tensor, Tensor, int], Scores]) -> Scores | None:
+        """The rows of the micro-batch whose loss is computed, scored in one pass with those that follow; None where
+        they have a pass of their own. Collective.
+
+        Args:
+            padded: scores ids with a mask, so many rows at once, as TRL does.
+        """
+        trainer: Any = self
+        micro_batch, scoring = self._micro_batch, self.session.scoring
+        if micro_batch is None or not (torch.is_grad_enabled() and trainer.model.training and scoring.joins):
+            return None
+        if self._joined is None:
+            ahead = joinable(trainer, micro_batch, self._window[1])
+            count = scoring.joined(tokens_of(ahead))
+            if count == 1:
+                return None
+            prompts, prompt_mask, completions, mask = (torch.cat([m[name] for m in ahead[:count]]) for name in WIDE)
+            ids, attended = torch.cat([prompts, completions], dim=1), torch.cat([prompt_mask, mask], dim=1)
+            every = replace(
+                rows,
+                input_ids=ids,
+                attention_mask=attended,
+                at_once=len(ids),
+                padded=lambda: padded(ids, attended, rows.at_once),
+            )
+            self._joined = JoinedPass(scoring.score(every), ahead[:count])
+        return self._joined.take(micro_batch)
 
     def _defers(self) -> bool:
         """Whether the old log-probs of the rollout that begins are left to its first loss forwards."""

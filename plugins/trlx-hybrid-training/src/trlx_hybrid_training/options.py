@@ -37,6 +37,9 @@ class PackedOptions:
             leaves less than nine tenths of their tokens.
         adaptive_checkpointing: where the trainer's `gradient_checkpointing` is on, recompute only as many layers as
             memory asks for, see `trlx_hybrid_training.recomputation`.
+        joined: with `adaptive_checkpointing`, and where rows are packed: compute several micro-batches of an optimizer
+            step in one forward and one backward pass, as many as memory holds without recomputing a layer. TRL's losses
+            and metrics stay those of single micro-batches.
     """
 
     packing: bool = True
@@ -44,8 +47,14 @@ class PackedOptions:
     balanced: bool = True
     shared_prompts: bool = True
     adaptive_checkpointing: bool = False
+    joined: bool = False
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"scoring_options: {name} is True or False, got {getattr(self, name)!r}.")
+        if self.joined and not (self.adaptive_checkpointing and self.packing):
+            raise ConfigError(
+                "scoring_options: joined needs packing and adaptive_checkpointing, which counts what a token keeps in "
+                "memory. Set both to True, or leave joined out."
+            )

@@ -72,8 +72,10 @@ class Pack:
         mask, prefixes = whole, _shared(RowLengths.of(prompts, lengths), shared_below)
         sharing = [row for row, (_, tokens) in enumerate(prefixes) if tokens]
         if sharing:
+            alone = torch.ones(len(whole), 1, dtype=torch.bool)
+            alone[sharing] = False
             mask = whole.clone()
-            mask[torch.tensor(sharing).to(mask.device, non_blocking=True), : first - 1] = False
+            mask[:, : first - 1] &= alone.to(mask.device, non_blocking=True)
         scored = whole.clone()
         scored[:, :first] = False
         following = input_ids.roll(-1, dims=1).masked_fill(~scored.roll(-1, dims=1), IGNORED)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -66,6 +66,9 @@ class Kept:
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._seen)
+
     def add(self, tokens: int, bytes_: int) -> None:
         """Remember a pass, in place of those with about as many tokens and no more."""
         size = tokens.bit_length()
@@ -111,8 +114,7 @@ class Recomputation:
 
         The first layers are recomputed, the last ones are not: these have gone when the first are at work again.
         """
-        modules = self._session.policy.base.modules()
-        layers = [m for m in modules if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
+        layers = self._layers()
         if not layers or not torch.is_grad_enabled() or not layers[-1].training:
             yield
             return
@@ -134,13 +136,31 @@ class Recomputation:
             for layer in layers:  # TRL looks at them, and switches all of them off and on around a rollout
                 layer.gradient_checkpointing = True
 
+    def joined(self, tokens: Sequence[int]) -> int:
+        """How many micro-batches of these tokens one pass can compute without recomputing a layer; 1 where nothing was
+        counted yet, or not even one can. Collective."""
+        layers = self._layers()
+        counts = range(len(tokens), 1, -1) if layers and self._kept else ()
+        count = next((n for n in counts if self._fitting(sum(tokens[:n]), len(layers)) == len(layers)), 1)
+        ranks = self._session.ranks
+        return min(ranks.gather(count)) if ranks.world > 1 else count
+
+    def _layers(self) -> list[GradientCheckpointingLayer]:
+        """Those that are recomputed unless something is decided."""
+        modules = self._session.policy.base.modules()
+        return [m for m in modules if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
+
     def _keepable(self, tokens: int, layers: int) -> int:
+        kept = self._fitting(tokens, layers)
+        return min(self._session.ranks.gather(kept)) if self._sharded else kept
+
+    def _fitting(self, tokens: int, layers: int) -> int:
+        """How many layers need not be recomputed, by this rank's memory."""
         layer = self._kept.expected(tokens)
         if layer is None:
             return 1
         others = self._casts + self._head + self._gradients() + layers * self._input(tokens)
-        kept = keepable(self._session.free_bytes(), others, layer, layers)
-        return min(self._session.ranks.gather(kept)) if self._sharded else kept
+        return keepable(self._session.free_bytes(), others, layer, layers)
 
     def _gradients(self) -> int:
         """Bytes of those to come. Until the last micro-batch of a step FSDP2 holds them whole, where nobody sees them:

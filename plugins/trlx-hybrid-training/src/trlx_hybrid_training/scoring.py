@@ -52,6 +52,7 @@ class Packed(Scoring):
             attention.register()
         compiled = getattr(session.args, "torch_compile", False)  # which a layer that changes would be anew
         self.recomputation = Recomputation(session) if options.adaptive_checkpointing and not compiled else None
+        self._joins = options.joined and self.recomputation is not None
 
     def note(self) -> str:
         """How rows are scored, and why."""
@@ -60,7 +61,9 @@ class Packed(Scoring):
         else:
             prompts = ", shared prompts once" if self._shares else ""
             said = f"scoring: rows are packed{prompts}, attention by {self._attention}"
-        return said if self.recomputation is None else f"{said}; {self.recomputation.note()}"
+        if self.recomputation is not None:
+            said = f"{said}; {self.recomputation.note()}"
+        return f"{said}; micro-batches share a pass as far as memory allows" if self._joins else said
 
     def _choosing(self, tokens: int, copied: int = 0) -> AbstractContextManager[None]:
         return nullcontext() if self.recomputation is None else self.recomputation.chosen(tokens, copied)
@@ -75,6 +78,16 @@ class Packed(Scoring):
         if not self._shares:
             return equal_tokens(tokens, count)
         return fewest_tokens(RowLengths.of(prompts.cpu(), tokens), count)
+
+    @property
+    def joins(self) -> bool:  # type: ignore[override]
+        """Once rows are known to be the same packed."""
+        return self._joins and self.padded_because is None and id(self._session.policy.base) in self._compared
+
+    def joined(self, tokens: Sequence[int]) -> int:
+        """As many as memory holds without recomputing a layer."""
+        assert self.recomputation is not None
+        return self.recomputation.joined(tokens)
 
     def score(self, rows: Rows) -> Scores:
         """As TRL does, over as many tokens as there are."""

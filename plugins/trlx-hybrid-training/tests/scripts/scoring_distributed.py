@@ -1,7 +1,7 @@
-"""Launched by test_packed_distributed.py: GRPO with TRL's scoring and with ours, one run after the other; or with LoRA
-layers, which drop, as PEFT computes them and as we do.
+"""Launched by test_packed_distributed.py and test_joined.py: GRPO with TRL's scoring and with ours, one run after the
+other; or with LoRA layers, which drop, as PEFT computes them and as we do.
 
-scoring_distributed.py OUT [fsdp] [lora] [adaptive] [layers]
+scoring_distributed.py OUT [fsdp] [lora] [adaptive] [joined] [layers]
 """
 
 import json
@@ -16,6 +16,7 @@ from trlx_hybrid import GRPOTrainer
 from trlx_hybrid.session import Session
 from trlx_hybrid.testing.launched import sorting_prompts, tiny_grpo, use_fsdp_on_cpu
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid_training.scoring import Packed
 
 
 class Scripted:
@@ -43,7 +44,18 @@ def main(out: Path, options: set[str]) -> None:
         use_fsdp_on_cpu()
     if "adaptive" in options:  # one rank has memory to spare, the other has none
         Session.free_bytes = lambda self: self.ranks.rank << 50
-    packed = {"balanced": False, "adaptive_checkpointing": "adaptive" in options}
+    counts: list[int] = []
+    if "joined" in options:
+        stock = Packed.joined
+
+        def joined(self, tokens):
+            counts.append(stock(self, tokens))
+            return counts[-1]
+
+        Packed.joined = joined
+        Session.free_bytes = lambda self: 1 << 50
+    packed = {"balanced": False, "adaptive_checkpointing": bool({"adaptive", "joined"} & options)}
+    packed["joined"] = "joined" in options
     arms = {"padded": {}, "packed": {"scoring": "packed", "scoring_options": packed}}
     if "layers" in options:
         arms = {"peft": {}, "layers": {"plugin_options": {"training": {"lora_layers": True}}}}
@@ -53,7 +65,7 @@ def main(out: Path, options: set[str]) -> None:
         settings = tiny_grpo(
             out / arm,
             per_device_train_batch_size=4,
-            gradient_accumulation_steps=2,
+            gradient_accumulation_steps=4 if "joined" in options else 2,
             num_iterations=2,
             use_vllm=False,
             beta=0.1 if "lora" in options else 0.0,
@@ -77,6 +89,7 @@ def main(out: Path, options: set[str]) -> None:
                 "note": trainer.session.scoring.note(),
                 "why": trainer.session.scores_apart,
                 "recomputed": getattr(getattr(trainer.session.scoring, "recomputation", None), "recomputed", None),
+                "joined": counts,
                 "layers": sum(isinstance(m, Linear) and "forward" in vars(m) for m in trainer.model.modules()),
                 "sharded": any(hasattr(p, "full_tensor") for p in trainer.model.parameters()),
             }

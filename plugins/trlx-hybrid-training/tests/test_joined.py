@@ -1,0 +1,112 @@
+"""Several micro-batches in one forward and one backward pass: what TRL computes and logs of each stays the same."""
+
+import itertools
+import sys
+from pathlib import Path
+
+import pytest
+import trlx_hybrid
+from trl import RLOOConfig
+from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.session import Session
+from trlx_hybrid.testing.launched import FSDP2
+from trlx_hybrid.testing.processes import rank_reports
+from trlx_hybrid_training.options import PackedOptions
+from trlx_hybrid_training.recomputation import SHARE, WORKSPACE
+from trlx_hybrid_training.scoring import Packed
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scripted import difference, lora, masked
+
+GRPO, RLOO = trlx_hybrid.GRPOTrainer, trlx_hybrid.RLOOTrainer
+SCRIPT = Path(__file__).parent / "scripts" / "scoring_distributed.py"
+JOINED = {"balanced": False, "adaptive_checkpointing": True, "joined": True}
+STEPS = {
+    "optim": "sgd",
+    "learning_rate": 0.05,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 4,
+    "max_steps": 3,
+}
+CASES = {
+    **{loss: {"loss_type": loss} for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")},
+    "vespo": {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate"},
+    "two iterations": {"num_iterations": 2},
+    "a rollout for several steps": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    "two rollouts in a step": {"steps_per_generation": 2},
+    "high entropy": {"top_entropy_quantile": 0.25},  # no threshold between equal tokens, which rounding parts
+    "entropy bonus": {"entropy_coef": 0.1},
+    "tool masks": {"rollout_func": masked},
+    "KL": {"beta": 0.1, "peft_config": lora()},
+    "RLOO": {"config_class": RLOOConfig, "beta": 0.0},
+}
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """How many micro-batches each forward pass with gradients computed; memory is as free as `passes.free` says."""
+
+    class Passes(list):
+        free = 1 << 60
+
+    seen = Passes()
+
+    def joined(self, tokens, stock=Packed.joined):
+        seen.append(stock(self, tokens))
+        return seen[-1]
+
+    monkeypatch.setattr(Packed, "joined", joined)
+    monkeypatch.setattr(Session, "free_bytes", lambda self: seen.free)
+    return seen
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_micro_batches_that_share_a_pass_are_those_that_do_not(compared, noisy, passes, case):
+    trainer = RLOO if "config_class" in CASES[case] else GRPO
+    padded, joined = compared(trainer, JOINED, noisy, **STEPS | CASES[case])
+    assert max(difference(joined, padded)) < 1e-5
+    in_a_rollout = 2 if case in ("a rollout for several steps", "two rollouts in a step") else 4
+    assert set(passes[2:]) == {in_a_rollout}  # before that one is compared and counted, others of its step are left
+
+
+def test_as_many_as_memory_holds_share_a_pass(compared, noisy, passes):
+    passes.free = 0
+    padded, apart = compared(GRPO, JOINED, noisy, **STEPS)
+    assert set(passes) == {1}
+    assert max(difference(apart, padded)) < 1e-5
+
+
+def test_more_memory_lets_more_of_them_share_a_pass(compared, noisy, passes, monkeypatch):
+    """One after the other, between nearly none and enough for all."""
+    counts, stock = [], Packed.joined
+
+    def tried(self, tokens):
+        for more in range(0, 32 << 20, 128 << 10):
+            passes.free = int(WORKSPACE / SHARE) + more
+            counts.append((len(tokens), passes.free, stock(self, tokens)))
+        return 1
+
+    monkeypatch.setattr(Packed, "joined", tried)
+    compared(GRPO, JOINED, noisy, **STEPS)
+    of_four = [count for number, _, count in counts if number == 4]
+    assert sorted(set(of_four)) == [1, 2, 3, 4]
+    for _, step in itertools.groupby(counts, key=lambda found: found[0]):
+        rising = [count for _, _, count in step]
+        assert rising == sorted(rising)
+
+
+@pytest.mark.parametrize("options", [["fsdp"], ["fsdp", "lora"], []], ids=["FSDP2", "FSDP2 and adapters", "DDP"])
+def test_micro_batches_share_a_pass_in_two_processes(tmp_path, options):
+    """Under DDP all but the last one of a step, whose backward pass averages the gradients."""
+    environment = FSDP2 if "fsdp" in options else {"ACCELERATE_USE_CPU": "true"}
+    reports = rank_reports(SCRIPT, tmp_path, "joined", *options, count=2, environment=environment)
+    for padded, packed in reports:
+        assert set(packed["joined"][2:]) == ({4} if "fsdp" in options else {3, 1})
+        for mine, theirs in zip(packed["logs"], padded["logs"], strict=True):
+            assert mine == pytest.approx(theirs, abs=1e-5, rel=1e-5)
+
+
+@pytest.mark.parametrize("without", ["packing", "adaptive_checkpointing"])
+def test_what_joining_needs_is_named(without):
+    with pytest.raises(ConfigError, match="joined needs packing and adaptive_checkpointing"):
+        PackedOptions(**{"packing": True, "adaptive_checkpointing": True, "joined": True} | {without: False})

@@ -1,0 +1,89 @@
+"""One forward and one backward pass for several micro-batches of an optimizer step.
+
+TRL makes each micro-batch's loss of its rows' log-probs and entropies, and differentiates it at once; nothing else of
+that reaches the model. So the rows of several micro-batches may be scored in one forward pass: each loss gets its rows
+without their graph, its backward pass ends there, and after the last one the gradients of all go through the model
+together. What TRL computes, normalises and logs of a micro-batch stays what it was, whatever the loss; only sums over
+rows are taken in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import DistributedType
+from torch import Tensor
+
+from ..protocols import Scores
+
+WIDE = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+"""Of a micro-batch, what its log-probs are computed from."""
+
+
+class JoinedPass:
+    """The scores of several micro-batches, and the gradients that their losses bring.
+
+    Args:
+        scores: of all their rows, with their graph.
+        micro_batches: TRL's, in the order of the rows.
+    """
+
+    def __init__(self, scores: Scores, micro_batches: Sequence[dict[str, Any]]) -> None:
+        self._scored = [tensor for tensor in (scores.log_probs, scores.entropies) if tensor is not None]
+        sizes = [len(micro["prompt_ids"]) for micro in micro_batches]
+        self._parts = [[_apart(part) for part in torch.split(tensor, sizes)] for tensor in self._scored]
+        self._waiting = list(enumerate(micro_batches))
+
+    def take(self, micro_batch: dict[str, Any]) -> Scores | None:
+        """The scores of the micro-batch whose turn it is, once; None of another."""
+        if not self._waiting or self._waiting[0][1] is not micro_batch:
+            return None
+        number, _ = self._waiting.pop(0)
+        log_probs, entropies = [parts[number] for parts in self._parts] + [None] * (2 - len(self._parts))
+        assert log_probs is not None
+        return Scores(log_probs, entropies, None)
+
+    @property
+    def taken(self) -> bool:
+        """Whether every micro-batch has had its scores."""
+        return not self._waiting
+
+    def backward(self) -> None:
+        """Bring what the losses' backward passes have left at the scores into the model's gradients."""
+        outputs, gradients = [], []
+        for scored, parts in zip(self._scored, self._parts, strict=True):
+            if any(part.grad is not None for part in parts):
+                outputs.append(scored)
+                gradients.append(torch.cat([torch.zeros_like(p) if p.grad is None else p.grad for p in parts]))
+        torch.autograd.backward(outputs, gradients)
+
+
+def _apart(tensor: Tensor) -> Tensor:
+    return tensor.detach().requires_grad_(tensor.requires_grad)
+
+
+def joinable(trainer: Any, micro_batch: dict[str, Any], done: int) -> list[dict[str, Any]]:
+    """The micro-batches of an optimizer step that one pass could compute: this one first, then those that follow it.
+
+    Args:
+        done: how many of the step came before it.
+    """
+    kind = trainer.accelerator.distributed_type
+    left = trainer.current_gradient_accumulation_steps - done
+    if kind in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
+        left -= 1  # DDP averages in the backward pass of the last one, and prepares for it in that one's forward pass
+    elif kind != DistributedType.NO and not trainer.accelerator.is_fsdp2:
+        left = 1
+    drawn = getattr(trainer, "_buffered_inputs", None) or [micro_batch]
+    first = trainer._step % len(drawn)
+    ahead = list(drawn[first : first + max(1, left)])
+    alike = {tuple(micro[name].shape for name in WIDE) for micro in ahead}
+    return ahead if ahead[0] is micro_batch and len(alike) == 1 else [micro_batch]
+
+
+def tokens_of(micro_batches: Sequence[dict[str, Any]]) -> list[int]:
+    """Of each, prompts and completions; waits for the device once."""
+    counts = [micro["prompt_mask"].sum() + micro["completion_mask"].sum() for micro in micro_batches]
+    return [int(count) for count in torch.stack(counts).tolist()]

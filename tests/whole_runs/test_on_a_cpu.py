@@ -7,6 +7,7 @@ import sys
 import pytest
 import whole_run
 from cases import PACKED, STEPS, Case, flags
+from whole_run import SCRIPTS
 
 LIMIT = 500
 ON_CPU = {"use_cpu": True, "bf16": False, "dtype": "float32", "lora_target_modules": "all-linear"}
@@ -29,11 +30,17 @@ def test_a_plain_script_trains_to_its_end(launcher, case, path, model, whole, se
 
 def test_packed_rows(model, whole, tmp_path):
     settings = Case("lora", sleep=True, graphs=False, ragged=True).settings() | ON_CPU | PACKED
-    ended = whole([sys.executable, whole_run.SCRIPTS / "grpo.py", *flags(settings, model("plain"), tmp_path)], LIMIT)
+    ended = whole([sys.executable, SCRIPTS / "grpo.py", *flags(settings, model("plain"), tmp_path)], LIMIT)
     whole_run.check_training(whole_run.history(tmp_path), STEPS)
     whole_run.check_proofs(ended, "lora")
     whole_run.check_packed(ended)
     assert "LoRA layers: 14 of 14 compute in fewer passes" in ended.output
+
+
+def test_rollouts_repeat(model, whole):
+    whole_run.check_repeats(
+        [whole([sys.executable, SCRIPTS / "repeats.py", model("plain"), "sleep", "eager", "5"], LIMIT)]
+    )
 
 
 def ended(*traces):

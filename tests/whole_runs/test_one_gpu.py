@@ -89,6 +89,15 @@ def test_a_loop_without_a_trainer(sleep, model, whole):
     assert ended.output.count("'loss'") == 7
 
 
+@pytest.mark.parametrize("how", ["sleep-graphs", "awake-graphs", "sleep-eager"])
+def test_rollouts_repeat(how, model, whole, tmp_path):
+    """In one engine, and in the next one, which finds what the first has compiled."""
+    sleep, kind = how.split("-")
+    command = [sys.executable, SCRIPTS / "repeats.py", model("plain"), sleep, kind, "100"]
+    variables = Case("bf16", sleep=True, graphs=kind == "graphs").environment(tmp_path)
+    whole_run.check_repeats([whole(command, LIMIT, environment=variables) for _ in range(2)])
+
+
 def test_a_mixture_of_experts(model, whole, tmp_path):
     whole(python("grpo.py", SMALL | {"vllm_enable_sleep_mode": True}, model("experts"), tmp_path / "run"), LIMIT)
     whole_run.check_training(whole_run.history(tmp_path / "run"), STEPS)

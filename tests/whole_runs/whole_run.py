@@ -51,8 +51,11 @@ class Ended:
         return [(path, int(verified), None if gap == "None" else float(gap)) for path, verified, gap in found]
 
     def traces(self) -> list[dict[str, Any]]:
-        """What scripts/grpo.py says of each rank's engine, then of each sync and rollout, as they came."""
+        """What scripts/grpo.py says of each rank's engine, then of each sync and rollout, as they came; of syncs that
+        bring the same weights again, which gathered weights need and others do not, the first."""
         found = [json.loads(trace) for trace in re.findall(r"TRACE (\{[^{}]*\})", self.output)]
+        first = {(trace["rank"], trace.get("weights", trace["number"])): trace["number"] for trace in reversed(found)}
+        found = [t for t in found if first[t["rank"], t.get("weights", t["number"])] == t["number"]]
         return sorted(found, key=lambda trace: (trace["number"], trace["rank"]))
 
 
@@ -230,6 +233,14 @@ def check_packed(ended: Ended) -> None:
     assert "Rows stay padded" not in ended.output, ended.output[-8000:]
 
 
+def check_repeats(runs: Sequence[Ended]) -> None:
+    """What scripts/repeats.py sampled is the same each time, bit for bit, and in each of the runs."""
+    for ended in runs:
+        assert ", 0 rows apart" in ended.output, "\n".join(re.findall("APART .*", ended.output)[:20])
+    firsts = [re.findall("FIRST .*", ended.output) for ended in runs]
+    assert len({str(first) for first in firsts}) == 1, firsts
+
+
 def differences(logs: list[dict[str, float]], others: list[dict[str, float]]) -> list[str]:
     """What two runs logged differently, in words, in the order of the logs."""
     if len(logs) != len(others):
@@ -246,7 +257,7 @@ def parting(one: Ended, other: Ended) -> str:
     """Where two runs part that should compute the same, and so whose arithmetic it is."""
     engines: list[str] = []
     for mine, theirs in zip(one.traces(), other.traces(), strict=False):
-        apart = [key for key in mine if mine[key] != theirs.get(key)]
+        apart = [key for key in mine if key != "number" and mine[key] != theirs.get(key)]
         if mine["at"] == theirs["at"] == "the engine":
             engines += [f"{key} {mine[key]} and {theirs[key]}" for key in apart]
         elif apart:

@@ -51,7 +51,8 @@ class Proofs:
     def trlx_rollout_end(self, session, trajectories):
         at = f"a rollout of version {session.weight_version} for {'training' if session.training else 'evaluation'}"
         tokens, logprobs = [t.completion_ids for t in trajectories], [t.logprobs for t in trajectories]
-        self.trace(session, at, tokens=digest(tokens), logprobs=digest(logprobs))
+        rows = [digest(row)[:6] for row in logprobs]
+        self.trace(session, at, tokens=digest(tokens), logprobs=digest(logprobs), rows=" ".join(rows))
 
 
 def reward(completion_ids, **kwargs):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from trlx_hybrid.types import Completion, Request
 
 from . import internals
 from .sampling import completion_of, own_params, prompt_of, refuse_another_prompt, with_seed
+from .token_logprobs import without_ranks
 
 
 @dataclass(slots=True)
@@ -171,16 +172,23 @@ class EngineStream:
     def open(self) -> Iterator[EngineStream]:
         """While it is used; what is unfinished at the end is aborted, or the next run would finish it first."""
         scheduler = self._core.engine_core.scheduler
-        holding = hasattr(scheduler, "holding") and not self._text
-        if holding:
-            scheduler.holding = True
+        holds = hasattr(scheduler, "holding") and not self._text
         try:
-            yield self
+            with self._holding(scheduler) if holds else nullcontext():
+                yield self
         finally:
-            if holding:
-                scheduler.holding = False
             for key in list(self._ids):
                 EngineStream.abort(self, key)  # at once, where ranks would agree on it first
+
+    @contextmanager
+    def _holding(self, scheduler: Any) -> Iterator[None]:
+        """Tokens come when a request finishes, with log-probs and nothing else."""
+        scheduler.holding = True
+        try:
+            with without_ranks(scheduler, self._engine.vllm_config.device_config.device):
+                yield
+        finally:
+            scheduler.holding = False
 
 
 def collect(stream: EngineStream, requests: Iterable[Request]) -> list[Completion]:

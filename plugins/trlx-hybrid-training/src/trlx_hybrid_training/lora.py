@@ -75,7 +75,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+CAST = {torch.bfloat16, torch.float16, torch.float32}  # by autocast
+DTYPES = CAST | {torch.float64}
+PLAIN = {nn.Parameter, Tensor}
 
 
 def apply(model: nn.Module) -> list[tuple[str, str]]:
@@ -196,15 +198,14 @@ def _over_tokens(left: Tensor, right: Tensor, scaling: float, dtype: torch.dtype
     return _product(left.t(), right, scaling).to(dtype)
 
 
-def _dtype(x: Tensor, *parameters: Tensor) -> torch.dtype | None:
+def _dtype(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> torch.dtype | None:
     """What PEFT's products would all be computed in, or None where they differ, or parameters are not plain tensors."""
-    if any(type(p) not in (nn.Parameter, Tensor) for p in parameters):  # a DTensor, for instance
+    if not {type(weight), type(a), type(b)} <= PLAIN:  # a DTensor, for instance
         return None
-    kind = x.device.type
+    kind, dtypes = x.device.type, {x.dtype, weight.dtype, a.dtype, b.dtype}
     if torch.is_autocast_enabled(kind):
-        eligible = all(tensor.dtype in DTYPES[:3] for tensor in (x, *parameters))
-        return torch.get_autocast_dtype(kind) if eligible else None
-    return x.dtype if all(p.dtype == x.dtype for p in parameters) else None
+        return torch.get_autocast_dtype(kind) if dtypes <= CAST else None
+    return x.dtype if len(dtypes) == 1 else None
 
 
 def _unserved_type(layer: BaseTunerLayer) -> str | None:
@@ -219,30 +220,39 @@ def _unserved_type(layer: BaseTunerLayer) -> str | None:
 def _parts(layer: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float, float] | str:
     """W, bias, A, B and the scaling of the one active adapter, and the share of its input that is dropped; or why this
     layer, as it is now, does not compute what `_LowRank` does. Asked in each call, so it takes few µs."""
-    adapters = layer.lora_A
+    modules = layer._modules
+    adapters = modules["lora_A"]._modules
     names = [name for name in layer.active_adapters if name in adapters]
     if len(names) != 1:
         return f"{len(names)} of its adapters are active ({', '.join(names)}); one is served"
     (name,) = names
     if name in layer.lora_variant:
         return f"it computes a variant of LoRA ({type(layer.lora_variant[name]).__name__})"
-    base, a, b, dropout = layer.base_layer, adapters[name], layer.lora_B[name], layer.lora_dropout[name]
+    base, a, b = modules["base_layer"], adapters[name], modules["lora_B"]._modules[name]
     for module in (base, a, b):
         if type(module) is not nn.Linear:
             return f"it computes with a {type(module).__name__}"
         hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
         if hooks or module._backward_pre_hooks or "forward" in module.__dict__:
             return "hooks are to be called with its base, A or B, or a wrapper shards them one by one"
-    weight, bias = base.weight, base.bias
-    if b.bias is not None:
+    (weight, bias), (of_a, _), (of_b, added) = _held(base), _held(a), _held(b)
+    if added is not None:
         return "B has a bias (lora_bias)"
     if weight.dtype not in DTYPES:
         return f"its base is quantised ({weight.dtype})"
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         return "its base is trained as well"
-    drop = 0.0
+    drop, dropout = 0.0, modules["lora_dropout"]._modules[name]
     if type(dropout) is not nn.Identity:
         if type(dropout) is not nn.Dropout or dropout.p == 1:
             return f"its input is dropped otherwise than by nn.Dropout, or all of it ({dropout})"
         drop = dropout.p if dropout.training else 0.0
-    return weight, bias, a.weight, b.weight, layer.scaling[name], drop
+    return weight, bias, of_a, of_b, layer.scaling[name], drop
+
+
+def _held(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Its weight and bias. As attributes they take the longest to find, but wrappers (FSDP1) set tensors over them."""
+    held, own = linear._parameters, linear.__dict__
+    if "weight" in held and "bias" in held and "weight" not in own and "bias" not in own:
+        return held["weight"], held["bias"]  # type: ignore[return-value]
+    return linear.weight, linear.bias

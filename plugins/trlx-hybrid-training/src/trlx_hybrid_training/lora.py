@@ -150,40 +150,49 @@ class _LowRank(torch.autograd.Function):
         ctx.scaling, ctx.drop, ctx.dtypes = scaling, drop, (x.dtype, a.dtype, b.dtype)
         ctx.shared = x.dtype == dtype
         rows = x.reshape(-1, x.shape[-1])
-        inputs, weight, a, b = rows.to(dtype), weight.to(dtype), a.to(dtype), b.to(dtype)
-        out = F.linear(inputs, weight, None if bias is None else bias.to(dtype))
+        inputs, weight, a, b = _cast(rows, dtype), _cast(weight, dtype), _cast(a, dtype), _cast(b, dtype)
+        out = F.linear(inputs, weight, None if bias is None else _cast(bias, dtype))
         dropped, mask = torch.native_dropout(rows, drop, True) if drop else (inputs, None)
-        dropped = dropped.to(dtype)
-        hidden = dropped @ a.t()
+        dropped = _cast(dropped, dtype)
+        hidden = F.linear(dropped, a)
         out.addmm_(hidden, b.t(), alpha=scaling)
         # Other layers save the same x. A copy of it in `dtype` is this layer's own, and may as well be the dropped one.
         ctx.save_for_backward(x if ctx.shared else dropped, mask, weight, a, b, hidden)
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, mask, weight, a, b, hidden = ctx.saved_tensors
-        of_x, of_a, of_b = ctx.dtypes
-        shape = *grad.shape[:-1], x.shape[-1]
-        x = x.reshape(-1, x.shape[-1])
-        grad = grad.reshape(-1, grad.shape[-1]).to(x.dtype)
-        low = grad @ b
-        grad_x = grad_a = grad_b = None
-        if ctx.needs_input_grad[0]:
-            if mask is None:
-                grad_x = (grad @ weight).addmm_(low, a, alpha=ctx.scaling)
-            else:
-                through = _product(low, a, ctx.scaling / (1 - ctx.drop))
-                grad_x = torch.ops.aten.native_dropout_backward(through, mask, 1.0).addmm_(grad, weight)
-            grad_x = grad_x.view(shape).to(of_x)
-        if ctx.needs_input_grad[3]:
-            if mask is not None and ctx.shared:
-                x = torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - ctx.drop))
-            grad_a = _over_tokens(low, x, ctx.scaling, of_a)
-        if ctx.needs_input_grad[4]:
-            grad_b = _over_tokens(grad, hidden, ctx.scaling, of_b)
-        return grad_x, None, None, grad_a, grad_b, None, None, None
+        # The wrapper takes 2 µs, and is of use only while the backward pass itself is recorded (create_graph).
+        gradients = once_differentiable(_gradients) if torch.is_grad_enabled() else _gradients
+        return gradients(ctx, grad)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, mask, weight, a, b, hidden = ctx.saved_tensors
+    of_x, of_a, of_b = ctx.dtypes
+    shape = *grad.shape[:-1], x.shape[-1]
+    x = x.reshape(-1, x.shape[-1])
+    grad = _cast(grad.reshape(-1, grad.shape[-1]), x.dtype)
+    low = grad.mm(b)
+    grad_x = grad_a = grad_b = None
+    if ctx.needs_input_grad[0]:
+        if mask is None:
+            grad_x = grad.mm(weight).addmm_(low, a, alpha=ctx.scaling)
+        else:
+            through = _product(low, a, ctx.scaling / (1 - ctx.drop))
+            grad_x = torch.ops.aten.native_dropout_backward(through, mask, 1.0).addmm_(grad, weight)
+        grad_x = _cast(grad_x.view(shape), of_x)
+    if ctx.needs_input_grad[3]:
+        if mask is not None and ctx.shared:
+            x = torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - ctx.drop))
+        grad_a = _over_tokens(low, x, ctx.scaling, of_a)
+    if ctx.needs_input_grad[4]:
+        grad_b = _over_tokens(grad, hidden, ctx.scaling, of_b)
+    return grad_x, None, None, grad_a, grad_b, None, None, None
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)  # a call of `to` that does nothing takes time, too
 
 
 def _product(left: Tensor, right: Tensor, scaling: float) -> Tensor:
@@ -195,7 +204,7 @@ def _over_tokens(left: Tensor, right: Tensor, scaling: float, dtype: torch.dtype
     """scaling · leftᵀ right in `dtype`, both of them tokens × features."""
     if left.is_cuda and dtype == torch.float32 and left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left.t(), right, out_dtype=dtype).mul_(scaling)
-    return _product(left.t(), right, scaling).to(dtype)
+    return _cast(_product(left.t(), right, scaling), dtype)
 
 
 def _dtype(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> torch.dtype | None:

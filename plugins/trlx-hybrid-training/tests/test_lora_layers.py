@@ -497,6 +497,27 @@ def test_sharded_by_fsdp2_gradients_are_the_same(config, calls, tmp_path):
     assert largest_difference(found, expected) < 1e-5
 
 
+def test_plain_tensors_in_the_place_of_parameters_are_computed_with(calls):
+    """Set over the parameters of the module, or with those taken out, as FSDP1 does both; or as buffers."""
+    model = adapted(target_modules=["q_proj"])
+    lora.apply(model)
+    expected = model(TOKENS).logits
+    layers = [module for module in model.modules() if isinstance(module, Linear)]
+    linears = [part for layer in layers for part in layer.modules() if type(part) is nn.Linear]
+    held = [(linear, name, p) for linear in linears for name, p in linear.named_parameters()]
+    for linear, name, parameter in held:
+        vars(linear)[name] = parameter.detach().clone()
+        nn.init.zeros_(parameter)
+    assert torch.equal(model(TOKENS).logits, expected)
+    for linear, name, _ in held:
+        del linear._parameters[name]
+    assert torch.equal(model(TOKENS).logits, expected)
+    for linear, name, _ in held:
+        linear.register_buffer(name, vars(linear).pop(name))
+    assert torch.equal(model(TOKENS).logits, expected)
+    assert len(calls) == 8
+
+
 # --- what is not served ---------------------------------------------------------------------------------------------
 
 

@@ -75,7 +75,9 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+CAST = {torch.bfloat16, torch.float16, torch.float32}  # by autocast
+DTYPES = CAST | {torch.float64}
+PLAIN = {nn.Parameter, Tensor}
 
 
 def apply(model: nn.Module) -> list[tuple[str, str]]:
@@ -148,40 +150,49 @@ class _LowRank(torch.autograd.Function):
         ctx.scaling, ctx.drop, ctx.dtypes = scaling, drop, (x.dtype, a.dtype, b.dtype)
         ctx.shared = x.dtype == dtype
         rows = x.reshape(-1, x.shape[-1])
-        inputs, weight, a, b = rows.to(dtype), weight.to(dtype), a.to(dtype), b.to(dtype)
-        out = F.linear(inputs, weight, None if bias is None else bias.to(dtype))
+        inputs, weight, a, b = _cast(rows, dtype), _cast(weight, dtype), _cast(a, dtype), _cast(b, dtype)
+        out = F.linear(inputs, weight, None if bias is None else _cast(bias, dtype))
         dropped, mask = torch.native_dropout(rows, drop, True) if drop else (inputs, None)
-        dropped = dropped.to(dtype)
-        hidden = dropped @ a.t()
+        dropped = _cast(dropped, dtype)
+        hidden = F.linear(dropped, a)
         out.addmm_(hidden, b.t(), alpha=scaling)
         # Other layers save the same x. A copy of it in `dtype` is this layer's own, and may as well be the dropped one.
         ctx.save_for_backward(x if ctx.shared else dropped, mask, weight, a, b, hidden)
         return out.view(*x.shape[:-1], out.shape[-1])
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, mask, weight, a, b, hidden = ctx.saved_tensors
-        of_x, of_a, of_b = ctx.dtypes
-        shape = *grad.shape[:-1], x.shape[-1]
-        x = x.reshape(-1, x.shape[-1])
-        grad = grad.reshape(-1, grad.shape[-1]).to(x.dtype)
-        low = grad @ b
-        grad_x = grad_a = grad_b = None
-        if ctx.needs_input_grad[0]:
-            if mask is None:
-                grad_x = (grad @ weight).addmm_(low, a, alpha=ctx.scaling)
-            else:
-                through = _product(low, a, ctx.scaling / (1 - ctx.drop))
-                grad_x = torch.ops.aten.native_dropout_backward(through, mask, 1.0).addmm_(grad, weight)
-            grad_x = grad_x.view(shape).to(of_x)
-        if ctx.needs_input_grad[3]:
-            if mask is not None and ctx.shared:
-                x = torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - ctx.drop))
-            grad_a = _over_tokens(low, x, ctx.scaling, of_a)
-        if ctx.needs_input_grad[4]:
-            grad_b = _over_tokens(grad, hidden, ctx.scaling, of_b)
-        return grad_x, None, None, grad_a, grad_b, None, None, None
+        # The wrapper takes 2 µs, and is of use only while the backward pass itself is recorded (create_graph).
+        gradients = once_differentiable(_gradients) if torch.is_grad_enabled() else _gradients
+        return gradients(ctx, grad)
+
+
+def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, mask, weight, a, b, hidden = ctx.saved_tensors
+    of_x, of_a, of_b = ctx.dtypes
+    shape = *grad.shape[:-1], x.shape[-1]
+    x = x.reshape(-1, x.shape[-1])
+    grad = _cast(grad.reshape(-1, grad.shape[-1]), x.dtype)
+    low = grad.mm(b)
+    grad_x = grad_a = grad_b = None
+    if ctx.needs_input_grad[0]:
+        if mask is None:
+            grad_x = grad.mm(weight).addmm_(low, a, alpha=ctx.scaling)
+        else:
+            through = _product(low, a, ctx.scaling / (1 - ctx.drop))
+            grad_x = torch.ops.aten.native_dropout_backward(through, mask, 1.0).addmm_(grad, weight)
+        grad_x = _cast(grad_x.view(shape), of_x)
+    if ctx.needs_input_grad[3]:
+        if mask is not None and ctx.shared:
+            x = torch.ops.aten.native_dropout_backward(x, mask, 1 / (1 - ctx.drop))
+        grad_a = _over_tokens(low, x, ctx.scaling, of_a)
+    if ctx.needs_input_grad[4]:
+        grad_b = _over_tokens(grad, hidden, ctx.scaling, of_b)
+    return grad_x, None, None, grad_a, grad_b, None, None, None
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)  # a call of `to` that does nothing takes time, too
 
 
 def _product(left: Tensor, right: Tensor, scaling: float) -> Tensor:
@@ -193,18 +204,17 @@ def _over_tokens(left: Tensor, right: Tensor, scaling: float, dtype: torch.dtype
     """scaling · leftᵀ right in `dtype`, both of them tokens × features."""
     if left.is_cuda and dtype == torch.float32 and left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left.t(), right, out_dtype=dtype).mul_(scaling)
-    return _product(left.t(), right, scaling).to(dtype)
+    return _cast(_product(left.t(), right, scaling), dtype)
 
 
-def _dtype(x: Tensor, *parameters: Tensor) -> torch.dtype | None:
+def _dtype(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> torch.dtype | None:
     """What PEFT's products would all be computed in, or None where they differ, or parameters are not plain tensors."""
-    if any(type(p) not in (nn.Parameter, Tensor) for p in parameters):  # a DTensor, for instance
+    if not {type(weight), type(a), type(b)} <= PLAIN:  # a DTensor, for instance
         return None
-    kind = x.device.type
+    kind, dtypes = x.device.type, {x.dtype, weight.dtype, a.dtype, b.dtype}
     if torch.is_autocast_enabled(kind):
-        eligible = all(tensor.dtype in DTYPES[:3] for tensor in (x, *parameters))
-        return torch.get_autocast_dtype(kind) if eligible else None
-    return x.dtype if all(p.dtype == x.dtype for p in parameters) else None
+        return torch.get_autocast_dtype(kind) if dtypes <= CAST else None
+    return x.dtype if len(dtypes) == 1 else None
 
 
 def _unserved_type(layer: BaseTunerLayer) -> str | None:
@@ -219,30 +229,39 @@ def _unserved_type(layer: BaseTunerLayer) -> str | None:
 def _parts(layer: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float, float] | str:
     """W, bias, A, B and the scaling of the one active adapter, and the share of its input that is dropped; or why this
     layer, as it is now, does not compute what `_LowRank` does. Asked in each call, so it takes few µs."""
-    adapters = layer.lora_A
+    modules = layer._modules
+    adapters = modules["lora_A"]._modules
     names = [name for name in layer.active_adapters if name in adapters]
     if len(names) != 1:
         return f"{len(names)} of its adapters are active ({', '.join(names)}); one is served"
     (name,) = names
     if name in layer.lora_variant:
         return f"it computes a variant of LoRA ({type(layer.lora_variant[name]).__name__})"
-    base, a, b, dropout = layer.base_layer, adapters[name], layer.lora_B[name], layer.lora_dropout[name]
+    base, a, b = modules["base_layer"], adapters[name], modules["lora_B"]._modules[name]
     for module in (base, a, b):
         if type(module) is not nn.Linear:
             return f"it computes with a {type(module).__name__}"
         hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
         if hooks or module._backward_pre_hooks or "forward" in module.__dict__:
             return "hooks are to be called with its base, A or B, or a wrapper shards them one by one"
-    weight, bias = base.weight, base.bias
-    if b.bias is not None:
+    (weight, bias), (of_a, _), (of_b, added) = _held(base), _held(a), _held(b)
+    if added is not None:
         return "B has a bias (lora_bias)"
     if weight.dtype not in DTYPES:
         return f"its base is quantised ({weight.dtype})"
     if weight.requires_grad or (bias is not None and bias.requires_grad):
         return "its base is trained as well"
-    drop = 0.0
+    drop, dropout = 0.0, modules["lora_dropout"]._modules[name]
     if type(dropout) is not nn.Identity:
         if type(dropout) is not nn.Dropout or dropout.p == 1:
             return f"its input is dropped otherwise than by nn.Dropout, or all of it ({dropout})"
         drop = dropout.p if dropout.training else 0.0
-    return weight, bias, a.weight, b.weight, layer.scaling[name], drop
+    return weight, bias, of_a, of_b, layer.scaling[name], drop
+
+
+def _held(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """Its weight and bias. As attributes they take the longest to find, but wrappers (FSDP1) set tensors over them."""
+    held, own = linear._parameters, linear.__dict__
+    if "weight" in held and "bias" in held and "weight" not in own and "bias" not in own:
+        return held["weight"], held["bias"]  # type: ignore[return-value]
+    return linear.weight, linear.bias

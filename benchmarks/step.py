@@ -70,11 +70,11 @@ Splits = dict[str, dict[str, float]]
 
 
 def measure(
-    folder: str, scale: Scale, kind: str, hybrid: Mapping[str, Any], case: str, repetitions: int
+    folder: str, scale: Scale, kind: str, hybrid: Mapping[str, Any], case: str, repetitions: int, profiles: str | None
 ) -> tuple[list[Measurement], Splits, dict[str, bool]]:
     """All trainers, a step each in turn; what their steps were made of; and how TRL tuned was set."""
     splits: dict[str, list[dict[str, float]]] = {name: [] for name in CONTESTANTS}
-    steps = WARMUP + repetitions + 1  # the last one only begins
+    steps = WARMUP + repetitions + 1 + bool(profiles)  # the last one only begins
 
     def trainer(name: str, variant: Variant) -> Worker:
         return Worker(name, Stepper, "hybrid" if name == "hybrid" else "trl", folder, scale, variant, BATCH, steps)
@@ -109,6 +109,8 @@ def measure(
         warmup = WARMUP - 1
         measured = alternate([arm(name) for name in CONTESTANTS], warmup=warmup, repetitions=repetitions, case=case)
         path = workers["hybrid"].call("engine_weights", seconds=STEP_SECONDS)
+        for name, worker in workers.items() if profiles else ():
+            worker.call("profiled", warmup + repetitions, f"{profiles}/{case}-{name}", seconds=STEP_SECONDS)
     print(f"{case}: weights={path}", flush=True)
     return measured, {f"{name} {case}": summary(found[warmup:]) for name, found in splits.items()}, settings
 
@@ -161,18 +163,25 @@ def metrics_of(measurements: Sequence[Measurement], splits: Splits) -> dict[str,
 
 
 def run(
-    folder: Path, model: str, kind: str, lengths: str, repetitions: int, hybrid: Mapping[str, Any] = HYBRID
+    folder: Path,
+    model: str,
+    kind: str,
+    lengths: str,
+    repetitions: int,
+    hybrid: Mapping[str, Any] = HYBRID,
+    profiles: str | None = None,
 ) -> Result:
     """One case: a kind and a distribution of lengths.
 
     Args:
         folder: of the model, written where there is none yet, and of what vLLM compiled for it.
+        profiles: a folder where one step more of each arm leaves what its training half was made of.
     """
     case = kind if lengths == "fixed" else f"{kind}-{lengths}"
     scale = dataclasses.replace(SCALES[model], cases=(LENGTHS[model][lengths],))
     if not (folder / "config.json").exists():
         write_model(folder, scale)
-    measured, splits, tuned = measure(str(folder), scale, kind, hybrid, case, repetitions)
+    measured, splits, tuned = measure(str(folder), scale, kind, hybrid, case, repetitions, profiles)
     return Result(
         benchmark="step" if model == "1.5b" else f"step_{model}",
         device=accelerator(),
@@ -210,13 +219,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--hybrid", type=json.loads, default=HYBRID, help=f"our trainer's HybridConfig fields; {json.dumps(HYBRID)}"
     )
     parser.add_argument("--add", action="store_true", help="keep the other cases of the result file")
+    parser.add_argument(
+        "--profile", metavar="FOLDER", help="record the training half of one step more of each arm there"
+    )
     arguments = parser.parse_args(argv)
     kinds, lengths = arguments.kind or list(KINDS), arguments.lengths or ["fixed", "lognormal"]
     failed, keep = [], arguments.add
     with tempfile.TemporaryDirectory(prefix="benchmark-step-", ignore_cleanup_errors=True) as folder:
         for kind, name in itertools.product(kinds, lengths):
             try:
-                result = run(Path(folder), arguments.model, kind, name, arguments.repetitions, arguments.hybrid)
+                given = arguments.model, kind, name, arguments.repetitions, arguments.hybrid, arguments.profile
+                result = run(Path(folder), *given)
             except (WorkerError, RuntimeError) as error:
                 failed.append(f"{kind} {name}")
                 print(error, file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ from .contestants import GROUP
 from .harness import Timed, synchronise
 from .lengths import batches, prescribe_hybrid, prescribe_stock
 from .scale import Scale, Variant
+from .training_profile import TrainingProfile
 
 PROFILED = ("_prepare_inputs", "sync_weights", "vLLM.generate", "compute_loss")
 """Of TRL's profiled spans: rollout with scoring, sync, generation, and the loss's forward pass."""
@@ -39,6 +40,7 @@ class Stepper:
         self._go: queue.Queue[None] = queue.Queue()
         self._done: queue.Queue[Timed | BaseException] = queue.Queue()
         self._lengths: list[int] = []
+        self._profile: TrainingProfile | None = None
         self._note_spans()
         model, tokenizer = load(folder, Variant(model_dtype=variant.model_dtype))  # TRL puts the adapter on
         arguments = {
@@ -80,6 +82,11 @@ class Stepper:
         timed = self._answer()
         self.spans["training"] = timed.seconds - self.spans["rollout"]
         return timed
+
+    def profiled(self, turn: int, file: str) -> None:
+        """A step whose training half is recorded; it takes longer than others."""
+        self._profile = TrainingProfile(Path(file))
+        self.step(turn)
 
     def split(self) -> dict[str, float]:
         """What the last step was made of.
@@ -125,6 +132,9 @@ class Stepper:
         import torch
 
         synchronise()
+        if self._profile is not None:
+            self._profile.stop()
+            self._profile = None
         seconds = time.perf_counter() - started if started is not None else 0.0
         if self._variant.sleep:  # the next step would begin with this; until then the others have the memory
             torch.cuda.empty_cache()
@@ -158,6 +168,8 @@ class Stepper:
             result = generate(*arguments)
             synchronise()
             self.spans["rollout"] += time.perf_counter() - started
+            if self._profile is not None:
+                self._profile.start()
             return result
 
         self._trainer._generate = timed

@@ -169,7 +169,12 @@ def test_a_setting_that_does_not_fit_is_told_from_one_that_fails(text, fits):
 @pytest.mark.slow
 def test_a_tiny_step_with_drawn_lengths(tmp_path):
     """Real trainers; that all arms sampled the same lengths is checked inside."""
-    found = json.loads(step.run(tmp_path, "tiny", "lora", "lognormal", repetitions=2).publish(tmp_path).read_text())
+    profiles = tmp_path / "profiles"
+    result = step.run(tmp_path, "tiny", "lora", "lognormal", repetitions=2, profiles=str(profiles))
+    found = json.loads(result.publish(tmp_path).read_text())
+    for arm in step.CONTESTANTS:
+        assert "aten::mm" in (profiles / f"lora-lognormal-{arm}.txt").read_text()
+        assert (profiles / f"lora-lognormal-{arm}.json.gz").stat().st_size
     assert {(m["case"], m["arm"]) for m in found["measurements"]} == {
         ("lora-lognormal", arm) for arm in ("trl", "tuned", "hybrid")
     }

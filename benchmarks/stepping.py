@@ -7,6 +7,8 @@ import queue
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -129,17 +131,15 @@ class Stepper:
 
     def at_begin(self, started: float | None) -> float:
         """The step that began at `started` is over: report it, wait for the next one's turn, return its begin."""
-        import torch
 
         synchronise()
         if self._profile is not None:
             self._profile.stop()
             self._profile = None
         seconds = time.perf_counter() - started if started is not None else 0.0
-        if self._variant.sleep:  # the next step would begin with this; until then the others have the memory
-            torch.cuda.empty_cache()
-        self._done.put(Timed(seconds, list(self._lengths)))
-        self._go.get()
+        with lent(self._variant.sleep):
+            self._done.put(Timed(seconds, list(self._lengths)))
+            self._go.get()
         synchronise()
         return time.perf_counter()
 
@@ -194,6 +194,23 @@ class Stepper:
                 self.spans[name] += seconds
 
         patch.object(ProfilingContext, "_log_metrics", note).start()
+
+
+@contextmanager
+def lent(everything: bool) -> Iterator[None]:
+    """Others have the memory that the allocator keeps for later, which would otherwise be there in the next step: its
+    return is no part of a step, as long as there is that much."""
+    import torch
+
+    if not (everything and torch.cuda.is_available()):
+        yield
+        return
+    before = torch.cuda.memory_reserved()
+    torch.cuda.empty_cache()
+    kept = torch.cuda.memory_reserved()
+    yield
+    with suppress(torch.OutOfMemoryError):
+        torch.empty(before - kept, dtype=torch.uint8, device="cuda")
 
 
 class _Pausing(TrainerCallback):  # type: ignore[misc]

@@ -34,6 +34,8 @@ from .weight_map import Places, WeightMap, refuses_writes, regions
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 ABORT_SECONDS = 5.0
 """What vLLM gives an abort of its own communicators."""
+SPARE = 2 << 30
+"""Bytes of the device left to what allocates past torch: NCCL, cuBLAS, recorded graphs."""
 
 
 class VLLMEngine:
@@ -244,8 +246,8 @@ class VLLMEngine:
         """Allocate "weights" or "kv_cache" again; nothing to do for what is awake."""
         if what not in self._asleep:
             return
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()  # what the trainer's allocator cached would not be there to map
+        if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < self._asleep[what] + SPARE:
+            torch.cuda.empty_cache()  # what the trainer's allocator has cached would not be there to map
         self.llm.collective_rpc("wake_up", args=([what],))
         del self._asleep[what]
 

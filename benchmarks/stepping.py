@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -94,12 +94,13 @@ class Stepper:
         """What the last step was made of.
 
         Returns:
-            Seconds: `rollout`, TRL's `_generate` with all that happens in it; `training`, the rest; and TRL's profiled
-            spans within them. Tokens: `tokens_real`, of prompts and completions; `tokens_in_loss`, what the model was
-            given where gradients were wanted, padding included; `tokens_without_gradients`, what it was given
-            otherwise. `training_flops_per_second`: what training on the real tokens needs, by the seconds it took, and
-            `training_mfu`, the share of the device's peak that this is, where the peak is known.
-            `device_bytes_in_use` after the step, by everybody.
+            Seconds: `rollout`, TRL's `_generate` with all in it; `training`, the rest; TRL's profiled spans within,
+            and of ours `bring_up` and `put_down`, the edges of a rollout, where memory and weights change hands.
+            Tokens: `tokens_real`, of prompts and completions; `tokens_in_loss`, what the model was given where
+            gradients were wanted, padding included; `tokens_without_gradients`, what it was given otherwise.
+            `training_flops_per_second`: what training on the real tokens needs, by the seconds it took, and
+            `training_mfu`, the share of the device's peak that this is, where the peak is known. `device_bytes_in_use`
+            after the step, by everybody.
         """
         import torch
         from trlx_hybrid.trl.flops import model_flops, peak
@@ -160,19 +161,29 @@ class Stepper:
             prescribe_hybrid(session.sampler, batches(lengths))
 
     def _note_rollouts(self) -> None:
-        generate = self._trainer._generate
+        self._trainer._generate = self._timed(self._trainer._generate, "rollout", self._rolled_out)
+        session = getattr(self._trainer, "session", None)
+        if session is not None:
+            session._bring_up = self._timed(session._bring_up, "bring_up")
+            session._put_down = self._timed(session._put_down, "put_down")
+
+    def _timed(self, function: Any, name: str, after: Callable[[], None] = lambda: None) -> Any:
+        """The function, whose seconds until the device is idle are added up as a span."""
 
         def timed(*arguments: Any) -> Any:
             synchronise()
             started = time.perf_counter()
-            result = generate(*arguments)
+            result = function(*arguments)
             synchronise()
-            self.spans["rollout"] += time.perf_counter() - started
-            if self._profile is not None:
-                self._profile.start()
+            self.spans[name] += time.perf_counter() - started
+            after()
             return result
 
-        self._trainer._generate = timed
+        return timed
+
+    def _rolled_out(self) -> None:
+        if self._profile is not None:
+            self._profile.start()
 
     def _note_forwards(self) -> None:
         """Every forward pass embeds its tokens once; recomputation begins behind the embeddings."""

@@ -185,6 +185,13 @@ def test_an_interrupted_pass_is_not_taken_up_by_the_next_run(run, noisy, scripte
     assert max(difference(runs[1], runs[0])) < 1e-5
 
 
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_the_header_names_shared_passes_where_there_can_be_any(run, noisy, scripted, passes, capsys, checkpointing):
+    hybrid = noisy | {"scoring": "packed", "scoring_options": JOINED}
+    run(GRPO, hybrid=hybrid, plugins=[scripted], **STEPS | {"gradient_checkpointing": checkpointing})
+    assert ("micro-batches share a pass" in capsys.readouterr().err) == (max(passes) > 1) == checkpointing
+
+
 @pytest.mark.parametrize("without", ["packing", "adaptive_checkpointing"])
 def test_what_joining_needs_is_named(without):
     with pytest.raises(ConfigError, match="joined needs packing and adaptive_checkpointing"):

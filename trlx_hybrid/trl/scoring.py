@@ -47,8 +47,11 @@ RATIO = tuple(f"sampling/importance_sampling_ratio/{name}" for name in ("min", "
 OF_SEQUENCES = ("sequence_mask", "sequence_truncate")
 """Modes of TRL's correction that take the ratio of whole sequences."""
 
-READERS = ("_generate_and_score_completions", "_prepare_inputs", "compute_loss", "_compute_loss")
-"""Methods of TRL's that see the old log-probs."""
+LOSS = ("_prepare_inputs", "compute_loss", "_compute_loss")
+"""Methods of TRL's that take a micro-batch to its loss."""
+
+READERS = ("_generate_and_score_completions", *LOSS)
+"""Those that see the old log-probs."""
 
 SCORER = "_get_per_token_logps_and_entropies"
 """The one that computes log-probs."""
@@ -64,6 +67,14 @@ class Scored:
     _loss_tokens = 0  # that the model was given to compute losses from, padding included
     _window = (-1, 0)  # the optimizer step, and the micro-batches that it has already
     _joined: JoinedPass | None = None  # of the micro-batches whose losses are being computed
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As in TRL; what is left of a step that was interrupted goes with the run that it belongs to."""
+        self._window = (-1, 0)
+        try:
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._joined = None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As in TRL; counts the micro-batches of each optimizer step, and ends the pass that several share."""
@@ -190,19 +201,20 @@ class Scored:
             padded=padded,
             forward=forward,
         )
-        joins = not (reference or compute_aux_loss or any(value is not None for value in images.values()))
+        own = overriding(trainer, ("training_step", *LOSS))  # may score other rows, or not those of every micro-batch
+        joins = not (own or reference or compute_aux_loss or any(value is not None for value in images.values()))
         scores = (self._scored_together(rows, padded) if joins else None) or self.session.scoring.score(rows)
         if self._micro_batch is not None and NUMBER in self._micro_batch:
             deferred = self._deferred["train" if trainer.model.training else "eval"]
             deferred.fill(trainer, self._micro_batch, scores.log_probs.detach())
         return scores
 
-    def _scored_together(self, rows: Rows, padded: Callable[[Tensor, Tensor, int], Scores]) -> Scores | None:
+    def _scored_together(self, rows: Rows, padded: Callable[[Tensor, Tensor, None], Scores]) -> Scores | None:
         """The rows of the micro-batch whose loss is computed, scored in one pass with those that follow; None where
         they have a pass of their own. Collective.
 
         Args:
-            padded: scores ids with a mask, so many rows at once, as TRL does.
+            padded: scores ids with a mask as TRL does, all at once: sharded ranks take equally many forward passes.
         """
         trainer: Any = self
         micro_batch, scoring = self._micro_batch, self.session.scoring
@@ -220,7 +232,7 @@ class Scored:
                 input_ids=ids,
                 attention_mask=attended,
                 at_once=len(ids),
-                padded=lambda: padded(ids, attended, rows.at_once),
+                padded=functools.partial(padded, ids, attended, None),
             )
             self._joined = JoinedPass(scoring.score(every), ahead[:count])
         return self._joined.take(micro_batch)
@@ -308,7 +320,7 @@ def bound_together(trainer: Any) -> str | None:
     as each has as many rows. What is listed here divides by the tokens of one micro-batch, or compares them.
     """
     args = trainer.args
-    own = overriding(trainer, ("_prepare_inputs", "compute_loss", "_compute_loss"))
+    own = overriding(trainer, LOSS)
     if own is not None:
         return f"{own} may depend on which rows share a micro-batch."
     if getattr(args, "loss_type", None) == "bnpo":

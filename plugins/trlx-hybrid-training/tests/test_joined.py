@@ -5,7 +5,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import trl
 import trlx_hybrid
+from transformers import TrainerCallback
 from trl import RLOOConfig
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.session import Session
@@ -95,7 +98,11 @@ def test_more_memory_lets_more_of_them_share_a_pass(compared, noisy, passes, mon
         assert rising == sorted(rising)
 
 
-@pytest.mark.parametrize("options", [["fsdp"], ["fsdp", "lora"], []], ids=["FSDP2", "FSDP2 and adapters", "DDP"])
+@pytest.mark.parametrize(
+    "options",
+    [["fsdp"], ["fsdp", "lora"], ["fsdp", "empty"], []],
+    ids=["FSDP2", "FSDP2 and adapters", "FSDP2, padded on one rank", "DDP"],
+)
 def test_micro_batches_share_a_pass_in_two_processes(tmp_path, options):
     """Under DDP all but the last one of a step, whose backward pass averages the gradients."""
     environment = FSDP2 if "fsdp" in options else {"ACCELERATE_USE_CPU": "true"}
@@ -104,6 +111,85 @@ def test_micro_batches_share_a_pass_in_two_processes(tmp_path, options):
         assert set(packed["joined"][2:]) == ({4} if "fsdp" in options else {3, 1})
         for mine, theirs in zip(packed["logs"], padded["logs"], strict=True):
             assert mine == pytest.approx(theirs, abs=1e-5, rel=1e-5)
+
+
+@trlx_hybrid.hybrid
+class Comparing(trl.GRPOTrainer):
+    """Scores its rows in another order first."""
+
+    def _compute_loss(self, model, inputs):
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1).flip(0)
+        mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).flip(0)
+        scores = self._get_per_token_logps_and_entropies(model, ids, mask, inputs["completion_ids"].shape[1])
+        return super()._compute_loss(model, inputs) - 0.1 * scores[0][0].mean()
+
+
+class Copying(GRPO):
+    """Changes every other micro-batch."""
+
+    def _compute_loss(self, model, inputs):
+        if self._step % 2:
+            inputs = inputs | {"advantages": 2 * inputs["advantages"]}
+        return super()._compute_loss(model, inputs)
+
+
+class Enduring(GRPO):
+    """Goes on after a loss that could not be computed, and comes back to it."""
+
+    failed = False
+
+    def training_step(self, *args, **kwargs):
+        try:
+            return super().training_step(*args, **kwargs)
+        except FloatingPointError:
+            return torch.zeros(())
+
+    def get_high_entropy_mask(self, *args, **kwargs):
+        if self._step == 5 and not self.failed:
+            self.failed = True
+            raise FloatingPointError
+        return super().get_high_entropy_mask(*args, **kwargs)
+
+
+@pytest.mark.parametrize("trainer", [Comparing, Copying, Enduring])
+def test_a_loss_of_the_users_has_passes_of_its_own(compared, noisy, passes, trainer):
+    """It may score other rows, or not those of every micro-batch."""
+    padded, packed = compared(trainer, JOINED | {"deferred": False}, noisy, top_entropy_quantile=0.25, **STEPS)
+    assert max(difference(packed, padded)) < 1e-5
+    assert not passes
+
+
+class Interrupt(TrainerCallback):
+    """After the second micro-batch."""
+
+    seen = 0
+
+    def on_substep_end(self, args, state, control, **kwargs):
+        self.seen += 1
+        if self.seen == 2:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_pass_is_not_taken_up_by_the_next_run(run, noisy, scripted, passes):
+    """Its gradients would be those of the step that was interrupted."""
+    runs = []
+    for scoring in ({}, {"scoring": "packed", "scoring_options": JOINED}):
+        given = STEPS | {"callbacks": [Interrupt()], "train": False}
+        runs.append(run(GRPO, hybrid=noisy | scoring, plugins=[scripted], **given))
+        trainer = runs[-1].trainer
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        trainer.train()
+        runs[-1].close()
+    assert passes[0] == 3
+    assert max(difference(runs[1], runs[0])) < 1e-5
+
+
+@pytest.mark.parametrize("checkpointing", [True, False])
+def test_the_header_names_shared_passes_where_there_can_be_any(run, noisy, scripted, passes, capsys, checkpointing):
+    hybrid = noisy | {"scoring": "packed", "scoring_options": JOINED}
+    run(GRPO, hybrid=hybrid, plugins=[scripted], **STEPS | {"gradient_checkpointing": checkpointing})
+    assert ("micro-batches share a pass" in capsys.readouterr().err) == (max(passes) > 1) == checkpointing
 
 
 @pytest.mark.parametrize("without", ["packing", "adaptive_checkpointing"])

@@ -162,3 +162,11 @@ def test_a_pass_is_never_expected_to_keep_less_than_it_does(seen, fixed, each, d
     assert expected >= fixed + each * tokens
     if tokens in seen and tokens == max(n for n in seen if n.bit_length() == tokens.bit_length()):
         assert expected == fixed + each * tokens
+
+
+def test_a_large_pass_is_not_what_is_expected_of_a_small_one():
+    """Several micro-batches have shared it, and the next ones may not."""
+    kept = Kept()
+    for tokens in (6_000, 48_000):
+        kept.add(tokens, 100 * tokens)
+    assert kept.expected(7_000) == 700_000

@@ -75,15 +75,10 @@ class Kept:
         self._seen = {n: b for n, b in self._seen.items() if n.bit_length() != size or n > tokens} | {tokens: bytes_}
 
     def expected(self, tokens: int) -> int | None:
-        """Of a pass with so many tokens: what the next larger one kept, or the largest's in proportion. That is never
-        too little, as part of it (weights cast under autocast) is the same for any number. None before the first."""
-        larger = [n for n in self._seen if n >= tokens]
-        if larger:
-            return self._seen[min(larger)]
-        if not self._seen:
-            return None
-        most = max(self._seen)
-        return -(-self._seen[most] * tokens // most)
+        """Of a pass with so many tokens: the least that is certain, from what larger ones kept and from what smaller
+        ones did in proportion. That is never too little, as part of it (weights cast under autocast) is the same for
+        any number. None before the first."""
+        return min((b if n >= tokens else -(-b * tokens // n) for n, b in self._seen.items()), default=None)
 
 
 class Recomputation:
@@ -98,13 +93,13 @@ class Recomputation:
         self.recomputed: int | None = None
         self._sharded = any(is_sharded(p) for p in session.policy.module.parameters())
 
-    def note(self) -> str:
-        """For a reader: whether anything is left to decide."""
+    def idle(self) -> str | None:
+        """Why there is nothing to decide, or None."""
         if not self._session.args.gradient_checkpointing:
             return "gradient_checkpointing is off, so that there is nothing to decide"
         if not any(isinstance(module, GradientCheckpointingLayer) for module in self._session.policy.base.modules()):
             return "gradient checkpointing is not transformers' own here, and stays as it is"
-        return "layers are recomputed as far as memory asks for it"
+        return None
 
     @contextmanager
     def chosen(self, tokens: int, copied: int = 0) -> Iterator[None]:

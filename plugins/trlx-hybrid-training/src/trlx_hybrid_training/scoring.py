@@ -61,9 +61,12 @@ class Packed(Scoring):
         else:
             prompts = ", shared prompts once" if self._shares else ""
             said = f"scoring: rows are packed{prompts}, attention by {self._attention}"
-        if self.recomputation is not None:
-            said = f"{said}; {self.recomputation.note()}"
-        return f"{said}; micro-batches share a pass as far as memory allows" if self._joins else said
+        if self.recomputation is None:
+            return said
+        idle = self.recomputation.idle()
+        said = f"{said}; {idle or 'layers are recomputed as far as memory asks for it'}"
+        joins = self._joins and idle is None and self.padded_because is None
+        return f"{said}; micro-batches share a pass as far as memory allows" if joins else said
 
     def _choosing(self, tokens: int, copied: int = 0) -> AbstractContextManager[None]:
         return nullcontext() if self.recomputation is None else self.recomputation.chosen(tokens, copied)

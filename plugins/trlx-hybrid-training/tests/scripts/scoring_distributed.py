@@ -1,7 +1,7 @@
 """Launched by test_packed_distributed.py and test_joined.py: GRPO with TRL's scoring and with ours, one run after the
 other; or with LoRA layers, which drop, as PEFT computes them and as we do.
 
-scoring_distributed.py OUT [fsdp] [lora] [adaptive] [joined] [layers]
+scoring_distributed.py OUT [fsdp] [lora] [adaptive] [joined] [empty] [layers]
 """
 
 import json
@@ -20,10 +20,11 @@ from trlx_hybrid_training.scoring import Packed
 
 
 class Scripted:
-    """Completions that do not depend on the model: of ragged lengths, the same in every run."""
+    """Completions that do not depend on the model: of ragged lengths, the same in every run. Of the last rank's prompts
+    the last may be empty, after the first rollout."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, empty: bool) -> None:
+        self.calls, self.empty = 0, empty
 
     def __call__(self, prompts: list[str], trainer: GRPOTrainer) -> dict:
         self.calls += 1
@@ -32,8 +33,11 @@ class Scripted:
             [10 + (7 * i + self.calls + rank) % 80 + k for k in range(1 + (3 * i + rank) % 8)]
             for i in range(len(prompts))
         ]
+        prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        if self.empty and rank and self.calls > 1:
+            prompt_ids[-1] = []
         return {
-            "prompt_ids": [trainer.processing_class(prompt)["input_ids"] for prompt in prompts],
+            "prompt_ids": prompt_ids,
             "completion_ids": ids,
             "logprobs": [[-4.5] * len(row) for row in ids],
         }
@@ -77,7 +81,7 @@ def main(out: Path, options: set[str]) -> None:
             train_dataset=sorting_prompts(),
             processing_class=character_tokenizer(),
             peft_config=LoraConfig(r=4, target_modules="all-linear", lora_dropout=drop) if "lora" in options else None,
-            rollout_func=Scripted(),
+            rollout_func=Scripted("empty" in options),
             hybrid=hybrid,
         )
         trainer.train()

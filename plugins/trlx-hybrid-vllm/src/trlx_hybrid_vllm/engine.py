@@ -70,7 +70,7 @@ class VLLMEngine:
             tempfile.TemporaryDirectory(prefix="trlx-hybrid-") as folder,
             internals.launcher_environment(ranks.rank, ranks.local_rank, ranks.world),
             internals.running(self.dtype),
-            internals.frozen_heap(self._frozen > 0),
+            internals.frozen_heap(self._frozen > internals.PYTHONS_OWN),
             internals.compiled_once(folder),
             trainer_classes_kept(session.policy.module) as built,
         ):
@@ -246,9 +246,8 @@ class VLLMEngine:
         """Allocate "weights" or "kv_cache" again; nothing to do for what is awake."""
         if what not in self._asleep:
             return
-        if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] < self._asleep[what] + SPARE:
-            torch.cuda.empty_cache()  # what the trainer's allocator has cached would not be there to map
-        self.llm.collective_rpc("wake_up", args=([what],))
+        with internals.cache_kept(self._asleep[what] + SPARE):
+            self.llm.collective_rpc("wake_up", args=([what],))
         del self._asleep[what]
 
     @property
@@ -281,7 +280,7 @@ class VLLMEngine:
         if llm is not None:
             self._map = self._places = None
             self._latent = []
-            kept = 0 < gc.get_freeze_count() <= self._frozen  # nobody has frozen the engine since
+            kept = internals.PYTHONS_OWN < gc.get_freeze_count() <= self._frozen  # nobody has frozen the engine since
             shut_down(llm, self._made_default_group, self.peers_lost, kept)
 
     def leave(self) -> None:

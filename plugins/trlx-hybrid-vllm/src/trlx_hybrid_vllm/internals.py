@@ -273,6 +273,11 @@ def serve_by_default(llm: Any, adapter: Callable[[], Any]) -> None:
     processor.process_inputs = process_inputs
 
 
+PYTHONS_OWN = 1_000
+"""Objects that Python itself may have frozen: 3.12 starts with 375. Who freezes a heap with torch in it freezes some
+hundred thousand."""
+
+
 @contextmanager
 def frozen_heap(kept: bool) -> Iterator[None]:
     """Around vLLM's start and end, where a heap that somebody has frozen before (`gc.freeze`) is to be kept so.
@@ -285,6 +290,17 @@ def frozen_heap(kept: bool) -> Iterator[None]:
         yield
         return
     with patch.object(gc, "freeze", lambda: None), patch.object(gc, "unfreeze", lambda: None):
+        yield
+
+
+@contextmanager
+def cache_kept(wanted: int) -> Iterator[None]:
+    """Around vLLM's wake-up, which gives all that torch's allocator has cached back to the driver: where the device has
+    so many bytes beside it, the trainer keeps it, and its next loss does not ask the driver for it again."""
+    if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] >= wanted:
+        with patch.object(torch.accelerator, "empty_cache", lambda: None):
+            yield
+    else:
         yield
 
 

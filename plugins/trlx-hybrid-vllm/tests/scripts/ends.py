@@ -44,6 +44,8 @@ def main(how, out):
     if how == "left":
         gc.unfreeze()
         REPORT["frozen"] = frozen_by("does not")
+        with patch.object(gc, "get_freeze_count", lambda count=gc.get_freeze_count: count() + 375):  # as Python 3.12
+            REPORT["frozen by Python"] = frozen_by("does not")
         REPORT["frozen by the user"] = frozen_by("freezes")
         start()
         REPORT["default group"] = dist.is_initialized()

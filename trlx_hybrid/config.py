@@ -115,6 +115,13 @@ class HybridConfig:
             "sampled, and no reward function is called."
         },
     )
+    router_replay: bool = field(
+        default=False,
+        metadata={
+            "help": "Mixture-of-experts models: the trainer computes each token with the experts that the engine chose "
+            "for it. GRPO and RLOO with engine 'vllm', one turn, no tools."
+        },
+    )
     rollout_only: bool = field(
         default=False, metadata={"help": "Sample and score batches, and train on none of them: no loss, no step."}
     )

@@ -91,6 +91,8 @@ class HybridEngine:
         config = dataclasses.replace(config, engine=config.engine or "vllm")
         if config.scoring is not None:
             raise ConfigError("HybridEngine scores nothing, your loop does: leave HybridConfig.scoring out.")
+        if config.router_replay:
+            raise ConfigError("HybridEngine trains nothing, your loop does: leave HybridConfig.router_replay out.")
         if config.record is not None or config.replay is not None or config.rollout_only:
             raise ConfigError("HybridEngine trains nothing: leave record, replay and rollout_only out of HybridConfig.")
         if rollout is not None:

@@ -322,7 +322,10 @@ class Rows:
         padded: scores the rows as TRL does.
         forward: one forward pass through the model and whatever wraps it. Takes `labels`, (b, t) int64, the token that
             follows each position or -100 where nothing is to be scored, and the model's own arguments; returns scores
-            of shape (b, t), 0 where nothing was scored.
+            of shape (b, t), 0 where nothing was scored. Where the rows have experts, it takes these as well, `experts`
+            (b, t, layers, experts per token), of the same tokens.
+        experts: (B, P + C, layers, experts per token) int16, those that each token is to be computed with, -1 where the
+            model chooses; None where it chooses all.
     """
 
     model: PreTrainedModel
@@ -333,6 +336,7 @@ class Rows:
     router_loss: bool
     padded: Callable[[], Scores]
     forward: Callable[..., Scores]
+    experts: Tensor | None = None
 
 
 class Scoring(Protocol):

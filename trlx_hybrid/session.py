@@ -27,11 +27,14 @@ from .weights.sync import WeightVersions, choose
 from .weights.verify import autocast_dtype
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from .plugins.host import Host, PluginInfo
     from .plugins.selection import Selection
     from .protocols import Engine, Rollout, Scoring, WeightSync
     from .ranks import Ranks
     from .rollout.conversation import Conversation, Dialogue, Limits
+    from .trl.routing import RouterReplay
     from .weights.policy import Policy
 
 STATE_FILE = "hybrid_state.json"
@@ -52,6 +55,8 @@ class Session:
         versions: weight versions of policy and engine.
         training: whether the current rollout is for training (or for evaluation).
         rows: the dataset's rows of this rank's batch, as TRL gave them, in the order of its prompts.
+        router_replay: what lets the trainer's routers take the engine's experts, where the config asks for it.
+        experts: with it, those of the tokens that were sampled last, see `Completion`.
         metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs, which hold the mean since their
             last line: of one number per batch, or of all those in a list.
         adviser: the plugin whose advantages the trainer uses, if any.
@@ -109,6 +114,8 @@ class Session:
         )
         self.training = True
         self.rows: list[dict[str, Any]] = []
+        self.router_replay: RouterReplay | None = None
+        self.experts: list[np.ndarray[Any, Any]] = []
         self.metrics: dict[str, float | list[float]] = {}
         self._step = step
         self._announced = False
@@ -199,7 +206,10 @@ class Session:
         self._require_current()
         assert self.rollout is not None
         run = functools.partial(self.rollout.run, self)
-        return self.sampler.sample(self.live_engine, run, prompts, images, num_generations, timer)
+        completions = self.sampler.sample(self.live_engine, run, prompts, images, num_generations, timer)
+        if self.config.router_replay:
+            self.experts = self.sampler.experts(completions)
+        return completions
 
     def converse(self, dialogues: Sequence[Dialogue], limits: Limits, num_generations: int = 1) -> list[Conversation]:
         """Every dialogue of this rank to its end, in order. Only where `session.rollout.converses`.
@@ -369,8 +379,9 @@ class Session:
         try:
             self._stack.close()
         finally:
-            if self._scoring is not None:
-                self._scoring.close()
+            for part in (self._scoring, self.router_replay):
+                if part is not None:
+                    part.close()
             self.release_engine()
             self.memory.close()
 

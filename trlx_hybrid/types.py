@@ -5,9 +5,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .errors import ConfigError
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class Phase(enum.Enum):
@@ -122,12 +125,16 @@ class Completion:
             None as a whole when none were asked for. Natural logarithm, after temperature and truncation.
         logprob_token_ids: the ids that `logprobs` belongs to, same shape.
         finish_reason: "stop", "length" or "abort".
+        experts: (tokens, layers, experts per token) int16, the experts that each token of prompt and completion was
+            routed to, but for the last, which was not computed; -1 where that is not known, and in layers without
+            experts. None where `HybridConfig.router_replay` does not ask for them.
     """
 
     token_ids: list[int]
     logprobs: list[list[float | None]] | None = None
     logprob_token_ids: list[list[int]] | None = None
     finish_reason: str | None = None
+    experts: np.ndarray[Any, Any] | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

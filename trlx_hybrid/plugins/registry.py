@@ -39,6 +39,7 @@ class Component:
         refuses: called with the session and the options when the trainer is built, before the component is;
             returns why it cannot serve this model, or None.
         streams: of an engine: whether it serves requests one at a time (`Engine.stream`).
+        routes: of an engine: whether its completions can name the experts of their tokens (`Completion.experts`).
         needs: what it asks of the engine: "streams" (a rollout), "lora_slots" (a weight sync: memory in the engine for
             the policy's adapters), or whatever an engine knows. Engines read it before they are built.
         shares_memory: of a weight sync: whether the policy's parameters become the engine's memory where they can.
@@ -58,6 +59,7 @@ class Component:
     unavailable: Callable[[], str | None] = lambda: None
     refuses: Callable[[Any, Any], str | None] = lambda session, options: None
     streams: bool = False
+    routes: bool = False
     needs: Collection[str] = ()
     shares_memory: bool = False
     converses: bool = False

@@ -8,11 +8,13 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from ..errors import EngineError
+from ..errors import ComponentError, EngineError
 from ..types import Completion, Request, Sampling
 from .seeding import RowTracker, preserved_generators, request_seed
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..plugins.registry import Component
     from ..protocols import Engine
     from ..ranks import Ranks
@@ -97,6 +99,20 @@ class Sampler:
         completions = self._source.completions(sampled, len(requests))
         self._tracker.extend(places, prompts, [c.token_ids for c in completions])
         return completions
+
+    def experts(self, completions: Sequence[Completion]) -> list[np.ndarray[Any, Any]]:
+        """Those that the tokens of each were routed to, see `Completion.experts`.
+
+        Raises:
+            ComponentError: a rollout has left them out.
+        """
+        found = [completion.experts for completion in completions]
+        if any(experts is None for experts in found):
+            raise ComponentError(
+                f"The {self._source} returned completions without `experts`, which HybridConfig.router_replay needs. "
+                "It must hand on those of the engine's completions: report it, or leave router_replay out."
+            )
+        return [experts for experts in found if experts is not None]
 
     def converse(self, engine: Engine, prompts: Sequence[list[int]], num_generations: int) -> RequestMaker:
         """What makes the requests of conversations that start with these prompts: the same as `sample` would make.

@@ -249,6 +249,7 @@ def facts_of(trainer: Any) -> dict[str, Any]:
             "eos_token_id": tokenizer.eos_token_id,
         },
         "settings": json.loads(trainer.args.to_json_string()),
+        "router_replay": config.router_replay,
         "scoring": config.scoring,
         "scoring_options": config.options("scoring"),
     }

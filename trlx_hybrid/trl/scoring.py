@@ -19,6 +19,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from ..protocols import Rows, Scores
 from ..weights.policy import transformers_model
 from ..weights.verify import noise
 from .joined import WIDE, JoinedPass, joinable, tokens_of
+from .routing import DIFFERENCE, EXPERTS, aligned, experts_of
 
 if TYPE_CHECKING:
     from ..plugins.host import PluginInfo
@@ -67,6 +69,7 @@ class Scored:
     _loss_tokens = 0  # that the model was given to compute losses from, padding included
     _window = (-1, 0)  # the optimizer step, and the micro-batches that it has already
     _joined: JoinedPass | None = None  # of the micro-batches whose losses are being computed
+    _scores_old = False  # the next rows to be scored are those of the old log-probs, with the rollout's experts
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in TRL; what is left of a step that was interrupted goes with the run that it belongs to."""
@@ -99,6 +102,18 @@ class Scored:
             trainer._metrics["train"]["step_time"][-1] += seconds
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
+        if "session" not in self.__dict__ or self.session.router_replay is None:
+            return self._score_rollout(inputs)
+        self._scores_old = reads_old(self)
+        try:
+            batch = self._score_rollout(inputs)
+        finally:
+            self._scores_old = False
+        batch[EXPERTS] = self._experts(batch["prompt_mask"], batch["completion_ids"].shape[1])
+        self.session.experts = []  # a rollout's worth of memory
+        return batch
+
+    def _score_rollout(self, inputs: list[Any]) -> Any:
         trainer: Any = self
         if not self._defers():
             return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
@@ -167,30 +182,46 @@ class Scored:
         if "session" not in self.__dict__:
             given = input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss
             return stock(model, *given, **images)
+        of_old, self._scores_old = self._scores_old, False
         if self._skips_old:
             self._skips_old = False
             return Scores(torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device), None, None)
 
+        reference = model is trainer.ref_model
+        experts = None
+        if self.session.router_replay is not None and self._micro_batch is not None and not reference:
+            experts = experts_of(self._micro_batch)
+        elif of_old:
+            experts = self._experts(attention_mask[:, :-logits_to_keep], logits_to_keep)
+
         def count(tokens: int) -> None:
             self._loss_tokens += tokens if torch.is_grad_enabled() else 0
 
-        def padded(ids: Tensor = input_ids, mask: Tensor = attention_mask, at_once: int | None = batch_size) -> Scores:
+        def padded(
+            ids: Tensor = input_ids,
+            mask: Tensor = attention_mask,
+            at_once: int | None = batch_size,
+            chosen: Tensor | None = experts,
+        ) -> Scores:
             count(ids.numel())
-            return Scores(
-                *stock(model, ids, mask, logits_to_keep, at_once, compute_entropy, compute_aux_loss, **images)
-            )
+            with self._replaying(chosen):
+                return Scores(
+                    *stock(model, ids, mask, logits_to_keep, at_once, compute_entropy, compute_aux_loss, **images)
+                )
 
-        def forward(labels: Tensor, **inputs: Any) -> Scores:
+        def forward(labels: Tensor, experts: Tensor | None = None, **inputs: Any) -> Scores:
             count(labels.numel())
+            if rows.experts is not None and experts is None:
+                name = self.session.selection.scoring.component.name
+                raise ComponentError(f"scoring {name!r} leaves out the experts of its rows: set router_replay=False.")
             if compute_aux_loss:
                 inputs["output_router_logits"] = True
-            with trainer.accelerator.autocast():
+            with self._replaying(experts), trainer.accelerator.autocast():
                 outputs = model(**inputs, shift_labels=labels, fused_lm_head=True)
             entropies = outputs.entropy if compute_entropy else None
             return Scores(outputs.log_probs, entropies, outputs.aux_loss if compute_aux_loss else None)
 
         policy = self.session.policy
-        reference = model is trainer.ref_model
         rows = Rows(
             model=transformers_model(trainer.accelerator.unwrap_model(model)) if reference else policy.base,
             input_ids=input_ids,
@@ -200,6 +231,7 @@ class Scored:
             router_loss=compute_aux_loss,
             padded=padded,
             forward=forward,
+            experts=experts,
         )
         own = overriding(trainer, ("training_step", *LOSS))  # may score other rows, or not those of every micro-batch
         joins = not (own or reference or compute_aux_loss or any(value is not None for value in images.values()))
@@ -207,14 +239,37 @@ class Scored:
         if self._micro_batch is not None and NUMBER in self._micro_batch:
             deferred = self._deferred["train" if trainer.model.training else "eval"]
             deferred.fill(trainer, self._micro_batch, scores.log_probs.detach())
+        if self._micro_batch is not None and experts is not None:
+            self._log_difference()
         return scores
 
-    def _scored_together(self, rows: Rows, padded: Callable[[Tensor, Tensor, None], Scores]) -> Scores | None:
+    def _experts(self, prompt_mask: Tensor, completion_length: int) -> Tensor:
+        """Those of the rollout's tokens, see `routing.aligned`."""
+        return aligned(self.session.experts, prompt_mask, prompt_mask.shape[1] + completion_length)
+
+    def _replaying(self, experts: Tensor | None) -> AbstractContextManager[None]:
+        replay = self.session.router_replay
+        return nullcontext() if replay is None or experts is None else replay.replaying(experts)
+
+    def _log_difference(self) -> None:
+        """How often the trainer's routers would have chosen otherwise. Collective."""
+        trainer: Any = self
+        assert self.session.router_replay is not None
+        counts = self.session.router_replay.difference()
+        if len(counts):  # else an earlier micro-batch's pass computed this one's rows
+            differing, compared = trainer.accelerator.gather(counts).view(-1, 2).sum(0).tolist()
+            mode = "train" if trainer.model.training else "eval"
+            trainer._metrics[mode][DIFFERENCE].append(differing / max(compared, 1))
+
+    def _scored_together(
+        self, rows: Rows, padded: Callable[[Tensor, Tensor, None, Tensor | None], Scores]
+    ) -> Scores | None:
         """The rows of the micro-batch whose loss is computed, scored in one pass with those that follow; None where
         they have a pass of their own. Collective.
 
         Args:
-            padded: scores ids with a mask as TRL does, all at once: sharded ranks take equally many forward passes.
+            padded: scores ids with a mask and experts as TRL does, all at once: sharded ranks take equally many forward
+                passes.
         """
         trainer: Any = self
         micro_batch, scoring = self._micro_batch, self.session.scoring
@@ -227,12 +282,14 @@ class Scored:
                 return None
             prompts, prompt_mask, completions, mask = (torch.cat([m[name] for m in ahead[:count]]) for name in WIDE)
             ids, attended = torch.cat([prompts, completions], dim=1), torch.cat([prompt_mask, mask], dim=1)
+            chosen = None if rows.experts is None else torch.cat([m[EXPERTS] for m in ahead[:count]])
             every = replace(
                 rows,
                 input_ids=ids,
                 attention_mask=attended,
                 at_once=len(ids),
-                padded=functools.partial(padded, ids, attended, None),
+                experts=chosen,
+                padded=functools.partial(padded, ids, attended, None, chosen),
             )
             self._joined = JoinedPass(scoring.score(every), ahead[:count])
         return self._joined.take(micro_batch)

@@ -31,7 +31,7 @@ from ..ranks import Ranks
 from ..session import Session
 from ..weights.policy import Policy
 from ..weights.verify import FirstStep
-from . import tool_calling
+from . import routing, tool_calling
 from .arguments import (
     check_skipped,
     refuse_empty,
@@ -170,6 +170,8 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
             self.session.adviser = host.only(HOOK)
         if trainer._base_name in SCORING:
             self.session.scores_apart = scores_apart(trainer, self.session.adviser)
+        if self._config.router_replay:
+            self._replay_routers()
         weakref.finalize(trainer, self.session.close).atexit = False  # then the session leaves by itself
         ours = not selection.stock or self._config.scoring is not None or self._replay is not None
         if ours and policy.device.type in ("cpu", "cuda"):
@@ -183,6 +185,13 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
             trainer.vllm_generation = Generation(self.session)
             trainer._last_loaded_step = -1
         self._attach_recording()
+
+    def _replay_routers(self) -> None:
+        own = overriding(self, (SCORER,))
+        reason = f"{own} computes its log-probs" if own else routing.refuses(self, self.session, SCORING)
+        if reason is not None:
+            raise ConfigError(f"HybridConfig.router_replay cannot serve this run: {reason}. Leave it out.")
+        self.session.router_replay = routing.RouterReplay(self.session.policy.base)
 
     @property
     def use_vllm(self) -> bool:

@@ -120,8 +120,11 @@ class Packed(Scoring):
     def _score_packs(self, rows: Rows, packs: Sequence[Pack]) -> Scores:
         ours = rows.model.config._attn_implementation == attention.NAME
         scores: list[Scores] = []
-        for pack in packs:
+        for number, pack in enumerate(packs):
             inputs = pack.inputs
+            if rows.experts is not None:
+                experts = rows.experts[number * rows.at_once : (number + 1) * rows.at_once]
+                inputs["experts"] = experts.flatten(0, 1)[pack.places][None]
             if ours:
                 inputs |= {"segments": pack.segments, "prefixes": pack.prefixes}
             computed = sum(pack.segments)
@@ -151,6 +154,8 @@ class Packed(Scoring):
         copies = 2 if self._shares else 1
         ids, mask = (t.repeat_interleave(copies, dim=0) for t in (rows.input_ids, rows.attention_mask))
         given = replace(rows, input_ids=ids, attention_mask=mask, at_once=copies * rows.at_once, router_loss=False)
+        if rows.experts is not None:
+            given = replace(given, experts=rows.experts.repeat_interleave(copies, dim=0))
         packs = self._packs(given, shared_below=1.0)
         if session.ranks.any(packs is None):
             return

@@ -84,6 +84,20 @@ def _cpu(policy: Policy, heads: int | None) -> str | None:
     return None
 
 
+def refuses_routing(options: VLLMOptions) -> str | None:
+    """Why completions cannot name the experts of their tokens, as router replay needs them, or None."""
+    if options.tensor_parallel_size > 1 and not returns_no_experts():
+        return "vLLM returns the experts of tokens on the first rank of a replica only. Set tensor_parallel_size=1."
+    return None
+
+
+def returns_no_experts() -> bool:
+    """Whether this vLLM has no model runner that returns the experts of tokens."""
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
 def _unknown_arguments(options: VLLMOptions) -> str | None:
     import dataclasses
 
@@ -143,6 +157,11 @@ def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype,
         "logprobs_mode": "processed_logprobs",  # importance sampling needs what was sampled from
         "seed": 0,  # every request brings its own
     }
+    if session.config.router_replay:
+        if returns_no_experts():
+            arguments["enable_prefix_caching"] = False  # what is not computed is not routed
+        else:
+            arguments["enable_return_routed_experts"] = True
     if options.speculative_config is not None:
         arguments["speculative_config"] = dict(options.speculative_config)
     if cpu:

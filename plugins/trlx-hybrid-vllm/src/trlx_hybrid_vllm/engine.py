@@ -21,12 +21,13 @@ from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
 from trlx_hybrid.weights.policy import Policy
 
 from . import internals
-from .arguments import engine_arguments, engine_dtype, write_without_weights
+from .arguments import engine_arguments, engine_dtype, returns_no_experts, write_without_weights
 from .internals import trainer_classes_kept
 from .loader import WeightLoader, counted
 from .lora import lora_arguments
 from .options import VLLMOptions
 from .plugin import untested
+from .routing import RoutingCapture
 from .sampling import sampling_params
 from .streaming import EngineStream, ReplicaStream, collect
 from .weight_map import Places, WeightMap, refuses_writes, regions
@@ -89,6 +90,8 @@ class VLLMEngine:
                 ) from error
         detach_finalizer(self.llm)
         internals.keep_expanded_prompts(self.llm)
+        self._routes = session.config.router_replay
+        self._routing = RoutingCapture(self.llm) if self._routes and returns_no_experts() else None
         if adapters:
             this = weakref.ref(self)
             internals.serve_by_default(self.llm, lambda: getattr(this(), "adapter", None))
@@ -109,16 +112,18 @@ class VLLMEngine:
         self._require_awake()
         requests, mine = self._pooled(list(requests))
         with internals.running(self.dtype):
-            return collect(EngineStream(self.llm, sampling_params(sampling), self.adapter), requests)[mine]
+            stream = EngineStream(self.llm, sampling_params(sampling), self.adapter, self._routing)
+            return collect(stream, requests)[mine]
 
     @contextmanager
     def stream(self, sampling: Sampling) -> Iterator[EngineStream]:
         """Requests one at a time; the ranks of a replica step together."""
         self._require_awake()
         params = sampling_params(sampling)
-        stream = EngineStream(self.llm, params, self.adapter)
+        stream = EngineStream(self.llm, params, self.adapter, self._routing)
         if self.tensor_parallel_size > 1:
-            stream = ReplicaStream(self.llm, params, self.adapter, internals.tensor_parallel_group())
+            group = internals.tensor_parallel_group()
+            stream = ReplicaStream(self.llm, params, self.adapter, group, self._routing)
         with internals.running(self.dtype, collecting=True), stream.open():
             yield stream
 
@@ -171,12 +176,12 @@ class VLLMEngine:
 
     def forget_computed(self) -> None:
         """Drop what was computed with the weights: the prefix cache, if there is anything in it (vLLM walks all blocks
-        for that, 2 ms for 27 GiB), and the embeddings of images.
+        for that, 2 ms for 27 GiB), what vLLM keeps of its blocks' experts, and the embeddings of images.
 
         Raises:
             EngineError: requests are unfinished, whose keys and values vLLM keeps for others as well.
         """
-        if internals.prefixes(self.llm) and not self.llm.reset_prefix_cache():
+        if (internals.prefixes(self.llm) or self._routes) and not self.llm.reset_prefix_cache():
             internals.drain(self.llm)
             self.llm.reset_prefix_cache()
         if self.llm.llm_engine.model_config.is_multimodal_model:
@@ -278,7 +283,7 @@ class VLLMEngine:
         """Free the engine and what it made."""
         llm, self.llm = self.llm, None
         if llm is not None:
-            self._map = self._places = None
+            self._map = self._places = self._routing = None
             self._latent = []
             kept = internals.PYTHONS_OWN < gc.get_freeze_count() <= self._frozen  # nobody has frozen the engine since
             shut_down(llm, self._made_default_group, self.peers_lost, kept)

@@ -1,5 +1,5 @@
 """Everything this plugin uses of vLLM 0.31 beyond its documented interface, in one place, but for what ending an
-engine (`engine.py`), its scheduler, its LoRA slots, its layers for CPUs and its weight transfer take.
+engine (`engine.py`), its scheduler, its LoRA slots, its layers for CPUs, their routers and its weight transfer take.
 
 The plugin's tests run all of it, on the pinned version.
 """

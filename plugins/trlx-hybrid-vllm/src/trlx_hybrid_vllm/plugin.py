@@ -68,9 +68,10 @@ def _engine(session: Session, options: VLLMOptions) -> VLLMEngine:
 
 
 def _refuses(session: Session, options: VLLMOptions) -> str | None:
-    from .arguments import refuses
+    from .arguments import refuses, refuses_routing
 
-    return refuses(session.policy, session.ranks.world, options)
+    reason = refuses(session.policy, session.ranks.world, options)
+    return reason or (refuses_routing(options) if session.config.router_replay else None)
 
 
 def _shared(alias: bool) -> Callable[[Session, Any], WeightSync]:
@@ -152,6 +153,7 @@ def trlx_register(registry: Registry) -> None:
         unavailable=unavailable,
         refuses=_refuses,
         streams=True,
+        routes=True,
         summary="vLLM inside the trainer's process, on the trainer's device",
     )
     registry.offer(

@@ -12,8 +12,8 @@ import copy
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from . import internals
 from .sampling import completion_of, own_params, prompt_of, refuse_another_prompt, with_seed
 from .token_logprobs import without_ranks
 
+if TYPE_CHECKING:
+    from .routing import RoutingCapture
+
 
 @dataclass(slots=True)
 class _Partial:
@@ -32,17 +35,23 @@ class _Partial:
     key: int
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[np.ndarray[Any, Any]] = field(default_factory=list)
+    prompt_tokens: int = 0
+    experts: list[np.ndarray[Any, Any]] = field(default_factory=list)  # as vLLM returns them, if it does
 
-    def completion(self, finish_reason: str) -> Completion:
+    def completion(self, finish_reason: str, experts: np.ndarray[Any, Any] | None) -> Completion:
         if not self.logprobs:
-            return Completion(token_ids=self.token_ids, finish_reason=finish_reason)
+            return Completion(token_ids=self.token_ids, finish_reason=finish_reason, experts=experts)
         values = np.concatenate(self.logprobs)
         logprobs: list[list[float | None]] = [[value] for value in values.tolist()]
         for index in np.flatnonzero(np.isnan(values)).tolist():
             logprobs[index] = [None]
         ids = [[token] for token in self.token_ids]
         return Completion(
-            token_ids=self.token_ids, logprobs=logprobs, logprob_token_ids=ids, finish_reason=finish_reason
+            token_ids=self.token_ids,
+            logprobs=logprobs,
+            logprob_token_ids=ids,
+            finish_reason=finish_reason,
+            experts=experts,
         )
 
 
@@ -57,6 +66,7 @@ class EngineStream:
         llm: vLLM's LLM with an in-process engine core, idle.
         params: arguments of `SamplingParams` that the requests share.
         adapter: the LoRARequest that serves all of them, or None.
+        routing: what captures the experts of their tokens, where completions are to name them and vLLM does not.
 
     Attributes:
         cached_tokens, prompt_tokens: of the requests that finished their prompt: how many tokens came from the prefix
@@ -65,8 +75,10 @@ class EngineStream:
 
     shared = False
 
-    def __init__(self, llm: Any, params: Mapping[str, Any], adapter: Any = None) -> None:
-        self._llm, self._params, self._adapter = llm, params, adapter
+    def __init__(
+        self, llm: Any, params: Mapping[str, Any], adapter: Any = None, routing: RoutingCapture | None = None
+    ) -> None:
+        self._llm, self._params, self._adapter, self._routing = llm, params, adapter, routing
         self._engine, self._core = llm.llm_engine, llm.llm_engine.engine_core
         self._pattern: Any = None
         self._text = bool(params["detokenize"] or params["logprobs"])
@@ -85,7 +97,7 @@ class EngineStream:
         """
         request_id = self._queue(request)
         key, self._next = self._next, self._next + 1
-        self._arriving[request_id] = _Partial(key)
+        self._arriving[request_id] = _Partial(key, prompt_tokens=len(request.prompt_ids))
         if self._text:
             self._outside[self._engine.output_processor.request_states[request_id].external_req_id] = request_id
         self._ids[key] = request_id
@@ -144,8 +156,13 @@ class EngineStream:
             if output.prefill_stats is not None:
                 self.cached_tokens += output.prefill_stats.num_cached_tokens
                 self.prompt_tokens += output.prefill_stats.num_prompt_tokens
+            if output.routed_experts is not None:
+                arriving.experts.append(output.routed_experts)
+                output.routed_experts = None
             if output.finish_reason is not None:
-                completions.append((arriving.key, arriving.completion(str(output.finish_reason))))
+                experts = np.concatenate(arriving.experts) if arriving.experts else None
+                experts = self._experts(output.request_id, arriving.prompt_tokens + len(arriving.token_ids), experts)
+                completions.append((arriving.key, arriving.completion(str(output.finish_reason), experts)))
                 self._forget(output.request_id)
                 output.new_token_ids, output.new_logprobs = [], None  # vLLM would make an object of each
                 finished.append(output)
@@ -159,11 +176,24 @@ class EngineStream:
             request_id = self._outside.get(output.request_id)
             arriving = self._arriving.get(request_id or "")
             if request_id is not None and arriving is not None and output.finished:
-                completions.append((arriving.key, completion_of(output.outputs[0])))
+                done = output.outputs[0]
+                tokens = arriving.prompt_tokens + len(done.token_ids)
+                experts = self._experts(request_id, tokens, done.routed_experts)
+                completions.append((arriving.key, replace(completion_of(done), experts=experts)))
                 self.cached_tokens += output.num_cached_tokens or 0
                 self.prompt_tokens += len(output.prompt_token_ids)
                 self._forget(request_id)
         return completions
+
+    def _experts(
+        self, request_id: str, tokens: int, returned: np.ndarray[Any, Any] | None
+    ) -> np.ndarray[Any, Any] | None:
+        """`Completion.experts` of a request that is done; its last token never went through the model."""
+        if self._routing is not None:
+            return self._routing.take(request_id, tokens - 1)
+        if returned is not None and len(returned) != tokens - 1:
+            raise EngineError(f"vLLM returned the experts of {len(returned)} tokens, where {tokens - 1} were computed.")
+        return None if returned is None else returned.astype(np.int16)
 
     def _forget(self, request_id: str) -> None:
         del self._ids[self._arriving.pop(request_id).key]
@@ -179,6 +209,8 @@ class EngineStream:
         finally:
             for key in list(self._ids):
                 EngineStream.abort(self, key)  # at once, where ranks would agree on it first
+            if self._routing is not None:
+                self._routing.clear()
 
     @contextmanager
     def _holding(self, scheduler: Any) -> Iterator[None]:
@@ -217,8 +249,10 @@ class ReplicaStream(EngineStream):
 
     shared = True
 
-    def __init__(self, llm: Any, params: Mapping[str, Any], adapter: Any, group: Any) -> None:
-        super().__init__(llm, params, adapter)
+    def __init__(
+        self, llm: Any, params: Mapping[str, Any], adapter: Any, group: Any, routing: RoutingCapture | None = None
+    ) -> None:
+        super().__init__(llm, params, adapter, routing)
         self._group, self._rank = group, group.rank_in_group
         self._events: list[tuple[int, Request | None]] = []  # (key, what to add) or (key, None) to abort
         self._mine: dict[int, int] = {}  # key in the engine -> key given out

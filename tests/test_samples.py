@@ -22,8 +22,11 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("plugins/*/README.md"))]
 PYTHON = re.compile(r"^( *)```python\n(.*?)\n\1```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"`(HybridConfig\([^`]*\))`")
-REFUSED = {"train=Layout(fsdp=8)": "takes 4 ranks per engine, which do not divide 1"}
-"""Samples for several processes, by a part of them, with what one process is told."""
+REFUSED = {
+    "train=Layout(fsdp=8)": "takes 4 ranks per engine, which do not divide 1",
+    "router_replay=True": "routes no tokens to experts",
+}
+"""Samples for several processes or other models, by a part of them, with what one process, or the tiny one, is told."""
 NOT_RUN: dict[str, str] = {}
 """Samples by a part of them, with the reason."""
 
@@ -198,9 +201,10 @@ def test_replay(execute) -> None:
 def test_scoring(execute) -> None:
     shown = execute("docs/scoring.md", settings={"train": True})
     readme = execute("plugins/trlx-hybrid-training/README.md", settings={"train": True})
-    packed, adaptive, with_layers, of_the_readme = trainers = [*shown["trainers"], *readme["trainers"]]
-    assert {t.session.scoring.name for t in (packed, adaptive, of_the_readme)} == {"packed"}
+    packed, adaptive, joined, with_layers, of_the_readme = trainers = [*shown["trainers"], *readme["trainers"]]
+    assert {t.session.scoring.name for t in (packed, adaptive, joined, of_the_readme)} == {"packed"}
     assert adaptive.session.scoring.recomputation is not None
+    assert joined.session.scoring.joins
     assert with_layers.session.config.options("plugin") == {"training": {"lora_layers": True}}
     for trainer in trainers:
         trainer.session.close()

@@ -329,10 +329,10 @@ def test_closing_an_engine_unfreezes_what_vllm_froze_and_nothing_else(ended):
     _, report = ended["left"]
     while_open, after = report["frozen"]
     assert while_open > 10_000  # or each collection, and so each wake-up, walks the whole heap: half a second
-    assert after == 0
+    assert after < 1_000  # Python's own, in 3.12
     while_open, after = report["frozen by Python"]
     assert while_open > 10_000
-    assert after == 375
+    assert after < 1_000
     while_open, after = report["frozen by the user"]
     assert after > 10_000
     assert abs(after - while_open) < 1_000  # none of the engine's is among them

@@ -18,6 +18,7 @@ case makes one file:
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from .harness import Measurement
-from .result import Result, accelerator
+from .result import Result, accelerator, publish_each
 
 CASE_SECONDS = 420.0
 WARMUP = 2
@@ -159,19 +160,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     if given.pairs:
         pairs = tuple((int(n), int(t)) for n, t in (pair.split(",") for pair in given.pairs))
     layers = LAYERS.get(given.model, 0) if given.layers is None else given.layers
-    failed, keep = [], given.add
-    for (n, t), dtype in itertools.product(pairs, given.dtypes):
-        case = Case(model=given.model, layers=layers, ranks=n, tp=t, dtype=dtype)
-        try:
-            result = run(case, given.repetitions, given.unrecorded)
-        except RuntimeError as error:
-            failed.append(case.name)
-            print(error, file=sys.stderr, flush=True)
-        else:
-            result.publish(add=keep)
-            keep = True
-    if failed:
-        sys.exit(f"failed: {'; '.join(failed)}")
+    cases = [
+        Case(model=given.model, layers=layers, ranks=n, tp=t, dtype=dtype)
+        for (n, t), dtype in itertools.product(pairs, given.dtypes)
+    ]
+    measured = {case.name: functools.partial(run, case, given.repetitions, given.unrecorded) for case in cases}
+    publish_each(measured, add=given.add)
 
 
 if __name__ == "__main__":

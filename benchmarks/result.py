@@ -7,7 +7,8 @@ import os
 import platform
 import re
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .harness import Measurement
+from .worker import WorkerError
 
 RESULTS = Path(__file__).parent / "results"
 COMMIT_VARIABLE = "BENCH_COMMIT"
@@ -111,6 +113,30 @@ class Result:
         file.write_text(written(content))
         print(f"{self.benchmark} on {self.device}\n\n{self.table()}\n\nwritten to {file}")
         return file
+
+
+def publish_each(cases: Mapping[str, Callable[[], Result]], *, add: bool) -> None:
+    """Measure each case and write it as soon as it is measured; one that fails takes nothing with it.
+
+    Args:
+        cases: by the name that a failure is reported with.
+        add: keep what the file has of other cases.
+
+    Raises:
+        SystemExit: some failed; it names them, and each has said why.
+    """
+    failed = []
+    for name, measure in cases.items():
+        try:
+            result = measure()
+        except (RuntimeError, WorkerError) as error:
+            failed.append(name)
+            print(error, file=sys.stderr, flush=True)
+        else:
+            result.publish(add=add)
+            add = True
+    if failed:
+        sys.exit(f"failed: {'; '.join(failed)}")
 
 
 NUMBERS = re.compile(r"\[[\s\d.,e+-]+\]")

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -30,7 +30,7 @@ from typing import Any
 
 from .harness import Arm, Measurement, Timed, alternate
 from .lengths import Lengths
-from .result import Result, accelerator
+from .result import Result, accelerator, publish_each
 from .rollout import SCALES, write_model
 from .scale import Scale, Variant
 from .stepping import Stepper
@@ -224,20 +224,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     )
     arguments = parser.parse_args(argv)
     kinds, lengths = arguments.kind or list(KINDS), arguments.lengths or ["fixed", "lognormal"]
-    failed, keep = [], arguments.add
     with tempfile.TemporaryDirectory(prefix="benchmark-step-", ignore_cleanup_errors=True) as folder:
-        for kind, name in itertools.product(kinds, lengths):
-            try:
-                given = arguments.model, kind, name, arguments.repetitions, arguments.hybrid, arguments.profile
-                result = run(Path(folder), *given)
-            except (WorkerError, RuntimeError) as error:
-                failed.append(f"{kind} {name}")
-                print(error, file=sys.stderr, flush=True)
-            else:
-                result.publish(add=keep)
-                keep = True
-    if failed:
-        sys.exit(f"failed: {'; '.join(failed)}")
+        given = arguments.repetitions, arguments.hybrid, arguments.profile
+        cases = {
+            f"{kind} {name}": functools.partial(run, Path(folder), arguments.model, kind, name, *given)
+            for kind, name in itertools.product(kinds, lengths)
+        }
+        publish_each(cases, add=arguments.add)
 
 
 if __name__ == "__main__":

@@ -132,7 +132,6 @@ class Stepper:
 
     def at_begin(self, started: float | None) -> float:
         """The step that began at `started` is over: report it, wait for the next one's turn, return its begin."""
-
         synchronise()
         if self._profile is not None:
             self._profile.stop()

@@ -153,6 +153,11 @@ class Scored:
         """Why it matters which rows share a micro-batch, or None."""
         return bound_together(self)
 
+    @functools.cached_property
+    def _own_loss(self) -> str | None:
+        """A user's method that may score other rows than a micro-batch's, or not those of every one; or None."""
+        return overriding(self, ("training_step", *LOSS))
+
     def _in_one_step(self) -> bool:
         """Whether all micro-batches of the rollout that begins belong to the optimizer step that begins or goes on."""
         trainer: Any = self
@@ -233,8 +238,8 @@ class Scored:
             forward=forward,
             experts=experts,
         )
-        own = overriding(trainer, ("training_step", *LOSS))  # may score other rows, or not those of every micro-batch
-        joins = not (own or reference or compute_aux_loss or any(value is not None for value in images.values()))
+        pictured = any(value is not None for value in images.values())
+        joins = not (self._own_loss or reference or compute_aux_loss or pictured)
         scores = (self._scored_together(rows, padded) if joins else None) or self.session.scoring.score(rows)
         if self._micro_batch is not None and NUMBER in self._micro_batch:
             deferred = self._deferred["train" if trainer.model.training else "eval"]

@@ -10,6 +10,14 @@ from trlx_hybrid.protocols import Engine
 from trlx_hybrid.types import Completion, LoadReport
 
 EOS, FIRST, LAST = 1, 3, 97
+STEPS = {
+    "optim": "sgd",
+    "learning_rate": 0.05,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 4,
+    "max_steps": 3,
+}
+"""Of a run: several micro-batches in each optimizer step, whose weights differ by what gradients differ by."""
 
 
 class Scripted(Engine):

@@ -11,16 +11,9 @@ from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.trl.scoring import regrouped
 
 sys.path.insert(0, str(Path(__file__).parent))
-from scripted import difference
+from scripted import STEPS, difference
 
 GRPO, RLOO = trlx_hybrid.GRPOTrainer, trlx_hybrid.RLOOTrainer
-STEPS = {
-    "optim": "sgd",
-    "learning_rate": 0.05,
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 4,
-    "max_steps": 3,
-}
 EXACT = {
     **{loss: {"loss_type": loss} for loss in ("grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")},
     "vespo": {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate"},

@@ -19,18 +19,11 @@ from trlx_hybrid_training.recomputation import SHARE, WORKSPACE
 from trlx_hybrid_training.scoring import Packed
 
 sys.path.insert(0, str(Path(__file__).parent))
-from scripted import difference, lora, masked
+from scripted import STEPS, difference, lora, masked
 
 GRPO, RLOO = trlx_hybrid.GRPOTrainer, trlx_hybrid.RLOOTrainer
 SCRIPT = Path(__file__).parent / "scripts" / "scoring_distributed.py"
 JOINED = {"balanced": False, "adaptive_checkpointing": True, "joined": True}
-STEPS = {
-    "optim": "sgd",
-    "learning_rate": 0.05,
-    "per_device_train_batch_size": 4,
-    "gradient_accumulation_steps": 4,
-    "max_steps": 3,
-}
 CASES = {
     **{loss: {"loss_type": loss} for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")},
     "vespo": {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate"},

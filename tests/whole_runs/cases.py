@@ -28,6 +28,7 @@ BASE = {
     "verify_every": 1,
     "attn_implementation": "eager",  # its backward repeats bit for bit
 }
+ONE_STEP = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no"}
 FIXED = {"ignore_eos": True}
 PACKED = {
     "scoring": "packed",

@@ -15,9 +15,10 @@ HEAD = """# What was run whole
 Each line is a script as a user writes it, started from the shell on GPUs by `make test-gpu`, trained for seven steps
 with an evaluation and a checkpoint in between, until it fell off its end. *Passed* means: exit code 0 within 20 s of
 the last step; no process, shared memory or GPU memory left; every tensor of every weight sync compared with the
-policy's; losses and rewards finite; and where `a_plain_script_trains_to_its_end` has two times, every logged number the
-same in a second run with `weights="gather"`. A name reads: processes, ranks per engine, weights, sleep mode, CUDA
-graphs, lengths, offload.
+policy's; losses and rewards finite; and where `a_plain_script_trains_to_its_end` has several times, every logged number
+the same in the last run, with `weights="gather"`, and in the one before it. Of three times, the first is a run of one
+step: it compiles for CUDA graphs what the others load. A name reads: processes, ranks per engine, weights, sleep mode,
+CUDA graphs, lengths, offload.
 
 What is not listed has not been seen on a GPU in this way. On a CPU two of these scripts run with every change.
 """

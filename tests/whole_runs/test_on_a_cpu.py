@@ -11,20 +11,24 @@ from whole_run import SCRIPTS
 
 LIMIT = 500
 ON_CPU = {"use_cpu": True, "bf16": False, "dtype": "float32", "lora_target_modules": "all-linear"}
-CASES = [
-    ([], Case("fp32", sleep=True, graphs=False, ragged=True), "alias"),
-    (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"],
-        Case("fp32", True, False, tp=2),
-        "reshard",
-    ),
-]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-@pytest.mark.parametrize(("launcher", "case", "path"), CASES, ids=["python", "torchrun"])
-def test_a_plain_script_trains_to_its_end(launcher, case, path, model, whole, seen, tmp_path):
+def test_a_plain_script_trains_to_its_end_and_its_recording_does_again(model, whole, seen, tmp_path):
+    case = Case("fp32", sleep=True, graphs=False, ragged=True)
+    recorded = ON_CPU | {"record": tmp_path / "recording"}
     whole_run.check_case(
-        case, launcher, model("plain"), tmp_path, whole, seen, LIMIT, changes=ON_CPU, path=path, gather=False
+        case, [], model("plain"), tmp_path, whole, seen, LIMIT, changes=recorded, path="alias", gather=False
+    )
+    replayed = case.settings() | ON_CPU | {"replay": tmp_path / "recording"}
+    whole([sys.executable, SCRIPTS / "grpo.py", *flags(replayed, model("plain"), tmp_path / "replay")], LIMIT)
+    assert whole_run.history(tmp_path / "replay") == whole_run.history(tmp_path / "run")
+
+
+def test_a_plain_script_trains_to_its_end_on_two_ranks(model, whole, seen, tmp_path):
+    case = Case("fp32", sleep=True, graphs=False, tp=2)
+    whole_run.check_case(
+        case, TORCHRUN, model("plain"), tmp_path, whole, seen, LIMIT, changes=ON_CPU, path="reshard", gather=False
     )
 
 

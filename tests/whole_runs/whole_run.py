@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cases import STEPS, Case, flags
+from cases import ONE_STEP, STEPS, Case, flags
 from trlx_hybrid_ray import reaper
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -285,6 +285,9 @@ def check_case(
 ) -> None:
     """The plain script trains to its end, its weights proven at every sync; so it does with gathered weights, alike.
 
+    With CUDA graphs, a run of one step comes before: both runs load what it has compiled. A process that compiles and
+    one that loads the same rounded differently, twice, with equal weights, and those that loaded it never.
+
     Args:
         launcher: arguments of Python that start the script, before its name.
         folder: of the runs.
@@ -296,18 +299,24 @@ def check_case(
     settings = case.settings() | (changes or {})
     variables = case.environment(folder) | (environment or {})
 
-    def train(name: str, given: dict[str, object], expected: str) -> tuple[list[dict[str, float]], Ended]:
+    def start(name: str, given: dict[str, object]) -> Ended:
         words = flags(given, model, folder / name)
-        ended = whole([sys.executable, *launcher, SCRIPTS / "grpo.py", *words], limit, environment=variables)
+        return whole([sys.executable, *launcher, SCRIPTS / "grpo.py", *words], limit, environment=variables)
+
+    def train(name: str, given: dict[str, object], expected: str) -> tuple[list[dict[str, float]], Ended]:
+        ended = start(name, given)
         logs = history(folder / name)
         check_training(logs, STEPS)
         check_proofs(ended, expected)
         assert ended.traces(), ended.output[-8000:]
         return logs, ended
 
+    compared = gather and case.repeats
+    if compared and case.graphs:
+        start("compiles", settings | ONE_STEP)
     logs, ended = train("run", settings, path or case.path)
     seen["gap"] = check_gap(logs)
-    if gather and case.repeats:
+    if compared:
         others, other = train("gather", settings | {"weights": "gather"}, "gather")
         if apart := differences(logs, others):  # so that a report tells a wrong sync from arithmetic that differs
             again, once_more = train("again", settings, path or case.path)

@@ -1,6 +1,7 @@
 """GRPO with every flag of TRL and of HybridConfig, and a plugin that prints what each weight sync proved, and digests
 of what engine and trainer computed: where two runs that should be the same part, they say whose arithmetic it is."""
 
+import gc
 import hashlib
 import json
 import random
@@ -21,6 +22,15 @@ def digest(values):
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()[:12]
 
 
+def compiled_kernels():
+    """What torch compiled for this process or loaded from what another one compiled, and with which settings."""
+    kernels = (o for o in gc.get_objects() if type(o).__name__ == "CachingAutotuner")
+    found = sorted({f"{k.fn.__name__} {[str(launcher.config) for launcher in k.launchers]}" for k in kernels})
+    for kernel in found:
+        say(f"KERNEL {kernel}")
+    return found
+
+
 class Proofs:
     def __init__(self):
         self.number = 0
@@ -31,13 +41,14 @@ class Proofs:
 
     @hookimpl
     def trlx_report_header(self, session):
-        llm = getattr(session.live_engine, "llm", None)  # an engine of other processes has none here
+        llm = getattr(session.engine, "llm", None)  # none in a replay, and here none of an engine of other processes
         config = llm and llm.llm_engine.vllm_config
         found = config and {
             "kv_blocks": config.cache_config.num_gpu_blocks,
             "graphs": str(config.compilation_config.cudagraph_mode),
             "fused_all_reduce": bool(config.compilation_config.pass_config.fuse_allreduce_rms),
             "schedules_ahead": bool(config.scheduler_config.async_scheduling),
+            "kernels": digest(compiled_kernels()),
         }
         self.trace(session, "the engine", **(found or {}))
 

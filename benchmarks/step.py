@@ -109,10 +109,13 @@ def measure(
         warmup = WARMUP - 1
         measured = alternate([arm(name) for name in CONTESTANTS], warmup=warmup, repetitions=repetitions, case=case)
         path = workers["hybrid"].call("engine_weights", seconds=STEP_SECONDS)
-        for name, worker in workers.items() if profiles else ():
-            worker.call("profiled", warmup + repetitions, f"{profiles}/{case}-{name}", seconds=STEP_SECONDS)
-    print(f"{case}: weights={path}", flush=True)
-    return measured, {f"{name} {case}": summary(found[warmup:]) for name, found in splits.items()}, settings
+        spans = {f"{name} {case}": summary(found[warmup:]) for name, found in splits.items()}
+        found = [f"{m.arm} {m.median:.2f} s, training {spans[f'{m.arm} {case}']['training']:.2f} s" for m in measured]
+        print(f"{case}: {'; '.join(found)}; weights={path}", flush=True)
+        if profiles:
+            file = f"{profiles}/{case}"
+            workers["hybrid"].call("profiled", warmup + repetitions, file, seconds=STEP_SECONDS)
+    return measured, spans, settings
 
 
 def tuned_variant(kind: str, sleep: bool, checkpointing: bool) -> Variant:
@@ -175,7 +178,7 @@ def run(
 
     Args:
         folder: of the model, written where there is none yet, and of what vLLM compiled for it.
-        profiles: a folder where one step more of each arm leaves what its training half was made of.
+        profiles: a folder where one step more of ours leaves what its training half was made of.
     """
     case = kind if lengths == "fixed" else f"{kind}-{lengths}"
     scale = dataclasses.replace(SCALES[model], cases=(LENGTHS[model][lengths],))
@@ -219,9 +222,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--hybrid", type=json.loads, default=HYBRID, help=f"our trainer's HybridConfig fields; {json.dumps(HYBRID)}"
     )
     parser.add_argument("--add", action="store_true", help="keep the other cases of the result file")
-    parser.add_argument(
-        "--profile", metavar="FOLDER", help="record the training half of one step more of each arm there"
-    )
+    parser.add_argument("--profile", metavar="FOLDER", help="record the training half of one step more of ours there")
     arguments = parser.parse_args(argv)
     kinds, lengths = arguments.kind or list(KINDS), arguments.lengths or ["fixed", "lognormal"]
     with tempfile.TemporaryDirectory(prefix="benchmark-step-", ignore_cleanup_errors=True) as folder:

@@ -1,7 +1,8 @@
 # Everything runs in .venv, made from the lock files. On a GPU machine install the extras instead: see README.md.
 PYTHON ?= python3
 PIP_ARGS ?=
-WORKERS ?= 2
+# For two cores: tests also wait, for processes that start and deadlines that pass.
+WORKERS ?= 3
 BIN := .venv/bin
 CPU := HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR TORCH_CPP_LOG_LEVEL=ERROR TOKENIZERS_PARALLELISM=false
 LAUNCH := --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no

@@ -9,6 +9,7 @@ from trlx_hybrid.errors import SyncError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.weights.policy import Policy
 from trlx_hybrid_vllm import internals
+from trlx_hybrid_vllm.adapted_linear import Joined, adapters_under_weights, between_slots
 from trlx_hybrid_vllm.arguments import write_without_weights
 from trlx_hybrid_vllm.engine import shut_down
 from trlx_hybrid_vllm.loader import WeightLoader
@@ -40,14 +41,18 @@ def perturb(model, seed):
 class Served:
     """An engine with the policy's base in it, and the adapter's slots."""
 
-    def __init__(self, policy, folder, dtype):
+    def __init__(self, policy, folder, dtype, joined):
         from vllm import LLM
 
         arguments = lora_arguments(policy, dtype)
         assert isinstance(arguments, dict), arguments
         self.policy = policy
         write_without_weights(policy, folder)
-        with internals.launcher_environment(0, 0, 1), internals.running(torch.float32):
+        with (
+            internals.launcher_environment(0, 0, 1),
+            internals.running(torch.float32),
+            adapters_under_weights(arguments["max_lora_rank"] if joined else None, torch.device("cpu")),
+        ):
             self.llm = LLM(
                 model=str(folder),
                 load_format="dummy",
@@ -101,8 +106,8 @@ def base_weights(policy):
 def serve(tmp_path):
     served = []
 
-    def start(policy, dtype=torch.float32):
-        served.append(Served(policy, tmp_path / "model", dtype))
+    def start(policy, dtype=torch.float32, joined=True):
+        served.append(Served(policy, tmp_path / "model", dtype, joined))
         return served[-1]
 
     (tmp_path / "model").mkdir()
@@ -127,11 +132,16 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_engine_computes_what_the_unmerged_model_computes_version_after_version(serve, case):
+@pytest.mark.parametrize(
+    ("case", "joined"), [*((case, True) for case in CASES), ("qwen2", False)], ids=lambda value: str(value)
+)
+def test_the_engine_computes_what_the_unmerged_model_computes_version_after_version(serve, case, joined):
+    """With A under the weights, and with vLLM's own slots and kernels."""
     architecture, shape, config = CASES[case]
     policy = policy_of(tiny_model(architecture, **shape), **config)
-    served = serve(policy)
+    served = serve(policy, joined=joined)
+    adapted = [w for w in served.slots._manager.modules.values() if hasattr(w, "lora_a_stacked")]
+    assert {isinstance(wrapper, Joined) for wrapper in adapted} == {joined}
     for version in range(3):
         perturb(policy.module, seed=version)
         before = {name: p.detach().clone() for name, p in policy.module.named_parameters()}
@@ -163,6 +173,10 @@ def test_stale_slots_differ_and_are_named(serve):
     wrapper = served.slots._manager.modules["model.layers.0.self_attn.qkv_proj"]
     wrapper.lora_a_stacked[1][0, 0, 5, 7] = 1.0  # beyond rank 4
     assert served.slots.differing() == ["model.layers.0.self_attn.k_proj (outside the adapter)"]
+    wrapper.lora_a_stacked[1][0, 0, 5, 7] = 0.0
+    assert served.slots.differing() == []
+    wrapper.joined_b[-1, 0] = 1.0  # what v takes of q's A
+    assert served.slots.differing() == ["model.layers.0.self_attn.q_proj (outside the adapter)"]
     del served.slots._manager.modules["model.layers.1.self_attn.qkv_proj"]
     with pytest.raises(SyncError, match=r"no LoRA slot for model\.layers\.1\.self_attn\.q_proj.*k_proj.*gather"):
         AdapterSlots(served.llm, policy)
@@ -215,7 +229,7 @@ def test_slots_survive_eviction_and_a_sleep_that_lost_them(serve):
     served.slots.write()
     assert served.gap(0) < 1e-5
     for wrapper in served.slots._manager.modules.values():
-        for slot in internals.adapter_slots_of(wrapper):
+        for slot in [*internals.adapter_slots_of(wrapper), *between_slots(wrapper)]:
             slot.fill_(float("nan"))
     served.slots.reset()
     served.slots.write()

@@ -21,6 +21,7 @@ from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
 from trlx_hybrid.weights.policy import Policy
 
 from . import internals
+from .adapted_linear import adapters_under_weights
 from .arguments import engine_arguments, engine_dtype, returns_no_experts, write_without_weights
 from .internals import trainer_classes_kept
 from .loader import WeightLoader, counted
@@ -73,6 +74,7 @@ class VLLMEngine:
             internals.running(self.dtype),
             internals.frozen_heap(self._frozen > internals.PYTHONS_OWN),
             internals.compiled_once(folder),
+            adapters_under_weights(None if self.untested else arguments.get("max_lora_rank"), session.policy.device),
             trainer_classes_kept(session.policy.module) as built,
         ):
             write_without_weights(session.policy, Path(folder))

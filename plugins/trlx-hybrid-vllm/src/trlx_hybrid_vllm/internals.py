@@ -1,5 +1,6 @@
 """Everything this plugin uses of vLLM 0.31 beyond its documented interface, in one place, but for what ending an
-engine (`engine.py`), its scheduler, its LoRA slots, its layers for CPUs, their routers and its weight transfer take.
+engine (`engine.py`), its scheduler, its LoRA slots and adapted layers, its layers for CPUs, their routers and its
+weight transfer take.
 
 The plugin's tests run all of it, on the pinned version.
 """
@@ -310,7 +311,7 @@ def compiled_once(folder: str) -> Iterator[None]:
 
     vLLM keeps compiled models under a hash of its config, the model's path included. Every start would compile anew,
     choose its kernels by the clock anew, which may round otherwise, and leave one more folder in vLLM's cache. What the
-    path stands for, the model's config, is in the hash by itself.
+    path stands for, the model's config, is in the hash by itself; what we put in the place of vLLM's layers is not.
     """
     from vllm.config import ModelConfig
 
@@ -319,7 +320,7 @@ def compiled_once(folder: str) -> Iterator[None]:
     @functools.wraps(plain)
     def compute_hash(config: Any) -> Any:
         path = config.model
-        config.model = "trlx-hybrid" if path == folder else path
+        config.model = "trlx-hybrid, adapters under weights" if path == folder else path
         try:
             return plain(config)
         finally:

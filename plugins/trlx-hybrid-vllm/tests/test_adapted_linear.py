@@ -1,0 +1,70 @@
+"""A layer with its adapter in one product and one kernel, in Triton's interpreter where there is no GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+INTERPRETED = """
+import torch, triton, triton.language
+import vllm.triton_utils
+vllm.triton_utils.triton, vllm.triton_utils.tl = triton, triton.language  # placeholders where there is no GPU
+from trlx_hybrid_vllm.adapted_linear import with_b, with_b_in_torch
+
+torch.manual_seed(0)
+for tokens, rows, spare, dtype, biased in (
+    (1, 64, 16, torch.float32, False),
+    (17, 100, 48, torch.float32, True),
+    (70, 200, 96, torch.float32, False),
+    (33, 136, 16, torch.float16, True),  # the interpreter's products of bfloat16 are wrong
+):
+    product = torch.randn(tokens, rows + spare).to(dtype)
+    b = torch.randn(rows, spare).to(dtype)
+    bias = torch.randn(rows).to(dtype) if biased else None
+    found = with_b(product, b, bias)
+    expected = with_b_in_torch(product.double(), b.double(), bias.double() if biased else None)
+    assert found.is_contiguous() and found.dtype == dtype and found.shape == (tokens, rows)
+    apart = (found.double() - expected).abs().max() / expected.abs().max()
+    assert apart <= 4 * torch.finfo(dtype).eps, (tokens, rows, spare, dtype, apart)
+print("equal")
+"""
+
+
+def test_the_kernel_adds_what_torch_adds():
+    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.stdout.endswith("equal\n"), done.stderr[-4000:]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_kernel_is_right_on_this_gpu():
+    from trlx_hybrid_vllm.adapted_linear import runs_on
+
+    assert runs_on(torch.device("cuda"))
+
+
+def test_the_weight_and_its_adapter_are_one_product():
+    """Of three fused layers, each with an adapter of its own, against what each computes alone."""
+    from trlx_hybrid_vllm.adapted_linear import spare_rows
+
+    torch.manual_seed(0)
+    sizes, rank, columns = (5, 3, 4), 3, 7
+    rows, spare = sum(sizes), spare_rows(len(sizes), rank)
+    assert spare == 16
+    joined, b = torch.zeros(rows + spare, columns, dtype=torch.float64), torch.zeros(rows, spare, dtype=torch.float64)
+    above, expected = 0, []
+    x, bias = torch.randn(2, 6, columns, dtype=torch.float64), torch.randn(rows, dtype=torch.float64)
+    for number, size in enumerate(sizes):
+        weight, a = torch.randn(size, columns, dtype=torch.float64), torch.randn(rank, columns, dtype=torch.float64)
+        part = torch.randn(size, rank, dtype=torch.float64)
+        joined[above : above + size], joined[rows + number * rank : rows + (number + 1) * rank] = weight, a
+        b[above : above + size, number * rank : (number + 1) * rank] = part
+        expected.append(x @ weight.T + x @ a.T @ part.T)
+        above += size
+    found = torch.ops.trlx_hybrid.adapted_linear(x, joined, b, bias)
+    torch.testing.assert_close(found, torch.cat(expected, -1) + bias, rtol=1e-12, atol=1e-12)
+    torch.library.opcheck(torch.ops.trlx_hybrid.adapted_linear, (x, joined, b, bias), test_utils="test_faketensor")

@@ -5,11 +5,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from trlx_hybrid import HybridConfig, HybridEngine, Layout
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.hybrid_engine import check_rollout, check_train, shards_of, with_rollout
+from trlx_hybrid.layouts import check_rollout, check_train, check_train_config, shards_of, with_rollout
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 
 WORLD = 4
@@ -64,6 +64,56 @@ def test_what_differs_is_named(four_ranks):
         check_train(Layout(pp=2), nn.Linear(2, 2), WORLD)
 
 
+FSDP = {"version": 2, "dp_shard_size": 4, "dp_replicate_size": 1, "reshard_after_forward": True, "cpu_offload": False}
+FSDP |= {"activation_checkpointing": False, "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
+FSDP |= {"sharding_strategy": "FULL_SHARD"}
+
+
+def sharded_qwen(**settings):
+    model = tiny_model()
+    for layer in model.model.layers:
+        fully_shard(layer, **settings)
+    fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False)  # as accelerate does
+    return fully_shard(model)
+
+
+def held(model, **settings):
+    check_train_config({"fsdp_config": settings}, model, WORLD)
+
+
+def test_a_model_under_fsdp2_is_held_against_accelerates_settings(four_ranks):
+    model = sharded_qwen()
+    held(model, **FSDP)
+    held(model, **{f"fsdp_{name}": value for name, value in FSDP.items()})
+    held(model, transformer_cls_names_to_wrap="Qwen3DecoderLayer", offload_params=False, sharding_strategy="full_shard")
+    others = {"version": 1, "dp_shard_size": 8, "dp_replicate_size": 2, "reshard_after_forward": False}
+    others |= {"cpu_offload": True, "activation_checkpointing": True, "transformer_layer_cls_to_wrap": "Qwen3MLP"}
+    for name, value in (others | {"sharding_strategy": "HYBRID_SHARD"}).items():
+        with pytest.raises(ConfigError, match=f"has {name}={value!r}, and the model .*[Ii]t changes nothing"):
+            held(model, **FSDP | {name: value})
+
+
+def test_what_fully_shard_was_given_is_seen(four_ranks):
+    held(sharded_qwen(reshard_after_forward=False), reshard_after_forward=False, sharding_strategy="SHARD_GRAD_OP")
+    held(sharded_qwen(offload_policy=CPUOffloadPolicy(pin_memory=False)), cpu_offload=True)
+    held(sharded(2, 2), dp_shard_size=2, dp_replicate_size=2, sharding_strategy="HYBRID_SHARD")
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"fsdp": {}}, r"train_config has no setting 'fsdp'\."),
+        ({"fsdp_config": True}, "must be a mapping of settings, got True"),
+        ({"fsdp_config": {"reshard_after_foward": True}}, "Did you mean 'reshard_after_forward'"),
+        ({"fsdp_config": {"fsdp_state_dict_type": "x"}}, "has 'state_dict_type', which does not show in a model"),
+        ({"fsdp_config": {"version": 2}}, "the model is not sharded by FSDP2"),
+    ],
+)
+def test_train_configs_that_cannot_be_held_are_refused(config, reason):
+    with pytest.raises(ConfigError, match=reason):
+        check_train_config(config, nn.Linear(2, 2), WORLD)
+
+
 def test_engines_must_fit_the_processes():
     check_rollout(Layout(tp=2), WORLD)
     check_rollout(Layout(tp=2, dp=2), WORLD)
@@ -71,6 +121,9 @@ def test_engines_must_fit_the_processes():
         check_rollout(Layout(tp=3), WORLD)
     with pytest.raises(ConfigError, match="takes 8 ranks, and there are 4"):
         check_rollout(Layout(tp=2, dp=4), WORLD)
+    check_rollout(Layout(tp=4), WORLD, alone=True)
+    with pytest.raises(ConfigError, match="dp_type='none' is one engine, and 4 processes hold 2 of tp_size=2"):
+        check_rollout(Layout(tp=2), WORLD, alone=True)
 
 
 def test_the_engine_gets_its_parallelism_and_keeps_its_other_options():
@@ -91,8 +144,20 @@ def test_the_engine_gets_its_parallelism_and_keeps_its_other_options():
         ({"rollout": Layout(fsdp=2)}, "engines are not sharded by FSDP"),
         ({"rollout": Layout(tp=2)}, "takes 2 ranks per engine, which do not divide 1"),
         ({"train": Layout(fsdp=8)}, r"The model is whole on every rank, train=Layout\(fsdp=8\)"),
+        (
+            {"rollout_config": {"tp_size": 4, "pp_size": 2, "dp_type": "none"}},
+            r"rollout=Layout\(pp=2, tp=4\): pipeline stages can be planned .* not run yet",
+        ),
+        ({"rollout_config": {"tp_sise": 4}}, r"rollout_config has no setting 'tp_sise'\. Did you mean 'tp_size'\?"),
+        ({"rollout_config": {"tp_size": "4"}}, "rollout_config: tp_size='4' is no number of ranks"),
+        ({"rollout_config": {"tp_size": 0}}, "tp=0 in a layout"),
+        ({"rollout_config": {"dp_type": "replicas"}}, "dp_type='replicas'.*'none' is one engine over all"),
+        ({"rollout_config": {"tp_size": 2}}, "takes 2 ranks per engine, which do not divide 1"),
+        ({"rollout_config": Layout(tp=2)}, "rollout_config= takes a mapping, got Layout"),
+        ({"rollout_config": {}, "rollout": Layout()}, "rollout= or rollout_config=, two spellings of the same"),
+        ({"train_config": {}, "train": Layout()}, "train= or train_config=, two spellings of the same"),
+        ({"train_config": {"fsdp_config": {"dp_shard_size": 8}}}, "the model is not sharded by FSDP2"),
     ],
-    ids=["pp", "fsdp", "tp", "train"],
 )
 def test_the_hybrid_engine_refuses_before_anything_is_built(arguments, reason):
     with pytest.raises(ConfigError, match=reason):

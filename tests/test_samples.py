@@ -84,6 +84,16 @@ def execute(run, monkeypatch, tmp_path) -> Callable[..., dict[str, Any]]:
     return start
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    """This process as the only one of a group, for samples that shard a model."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def test_every_page_with_samples_is_executed_here() -> None:
     executed = set(re.findall(r'execute\(\s*"(.*?)"', Path(__file__).read_text()))
     assert executed == {str(page.relative_to(ROOT)) for page in PAGES if samples(page)}
@@ -139,23 +149,39 @@ def test_plugins(execute, run) -> None:
     assert isinstance(trainer.session.rollout, names["SortedRollout"])
 
 
-def test_hybrid_engine(execute) -> None:
-    """A trainer with sleep mode, and the plain loop."""
-    model, tokenizer = tiny_model(max_position_embeddings=1024), character_tokenizer()
-    before = model.lm_head.weight.detach().clone()
-    edits = {"max_tokens=512, engine_options": "max_tokens=8, engine_options"}
-    names = execute("docs/hybrid-engine.md", edits=edits, model=model, tokenizer=tokenizer, optimizer=None)
+def test_hybrid_engine(execute, one_rank, capfd) -> None:
+    """A trainer with sleep mode, the plain loop, and the one in accelerate's words."""
+    import torch
+
+    tokenizer = character_tokenizer()
+    generated = []
+
+    def loss(model, sampled):
+        if isinstance(sampled, torch.Tensor):
+            generated.append(sampled)
+            return model(input_ids=sampled).logits.pow(2).mean()
+        assert [len(c.token_ids) for c in sampled] == [len(c.logprobs) for c in sampled]
+        return model(input_ids=torch.tensor([sampled[0].token_ids])).logits.pow(2).mean()
+
+    edits = {
+        "max_tokens=512, engine_options": "max_tokens=8, engine_options",
+        '"tp_size": 4': '"tp_size": 1',
+        '"dp_shard_size": 4': '"dp_shard_size": 1',
+    }
+    given = {"model": tiny_model(), "batches": [tokenizer(["a b", "12345"], padding=True, return_tensors="pt")] * 2}
+    names = execute("docs/hybrid-engine.md", edits=edits, **given, tokenizer=tokenizer, optimizer=None, loss=loss)
     (trainer,) = names["trainers"]
+    engine = names["engine"]
+    assert engine.session.live_engine.dtype is torch.bfloat16
+    assert engine.session.weights.name == "reshard"
+    assert [ids.shape[0] for ids in generated] == [2, 2]
+    assert capfd.readouterr().out.count("on their way") == 2
+    engine.close()
     trainer.train()
     assert trainer.session.live_engine.sleeps
     trainer.session.close()
-
-    def loss(model, completions):
-        import torch
-
-        assert [len(c.token_ids) for c in completions] == [len(c.logprobs) for c in completions]
-        return model(input_ids=torch.tensor([completions[0].token_ids])).logits.pow(2).mean()
-
+    model = tiny_model(max_position_embeddings=1024)
+    before = model.lm_head.weight.detach().clone()
     names["train"](model, tokenizer, [[[5, 6], [7, 8]]] * 2, loss)
     assert not before.equal(model.lm_head.weight)
 

@@ -9,26 +9,29 @@
             optimizer.step()
             optimizer.zero_grad()
 
-Runs in one process, under `torchrun` and under `accelerate launch`.
+Inside `rollout_context` the model's own `generate` is the engine's as well. Runs in one process, under `torchrun` and
+under `accelerate launch`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .config import HybridConfig
+from .config import HybridConfig, build
 from .errors import ConfigError, EngineError, HybridError, StaleWeightsError
+from .layouts import RolloutConfig, check_rollout, check_train, check_train_config, with_rollout
 from .memory.ledger import torch_optimizer
 from .plugins.hookspecs import hookimpl
 from .plugins.host import Host, check_ranks_agree
 from .plugins.selection import TrainerArguments, select
 from .ranks import Ranks
+from .rollout.model_generate import served_generate
 from .session import Session
 from .types import Completion, Layout, Phase, Sampling, SyncPlan, SyncReport
 from .weights.policy import Policy
@@ -38,8 +41,11 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch import Tensor, nn
 
-Start = TypeVar("Start", bound=Callable[[SyncPlan], None])
-End = TypeVar("End", bound=Callable[[SyncReport], None])
+Start = TypeVar("Start", bound=Callable[[SyncPlan], None] | Callable[[], None])
+End = TypeVar("End", bound=Callable[[SyncReport], None] | Callable[[], None])
+
+RESHARD = "reshard"
+"""The weight sync that `enable_reshard` is about."""
 
 
 class HybridEngine:
@@ -53,7 +59,15 @@ class HybridEngine:
         engine_options: options of the engine, for short.
         rollout: how each engine is split, e.g. `Layout(tp=4)`; as many engines as the processes hold.
         train: how the model is sharded, e.g. `Layout(fsdp=8)`. Changes nothing: it is held against the model.
-        sampling: how to sample; `max_tokens` alone is enough for most.
+        rollout_config: the same as `rollout`, by `tp_size`, `pp_size` and `dp_type`; see
+            `trlx_hybrid.layouts.RolloutConfig`.
+        train_config: the same as `train`, by accelerate's settings: `{"fsdp_config": {"dp_shard_size": 8, …}}`.
+        enable_reshard: True is `HybridConfig(weights="reshard")`; False takes any other path.
+        compress_reshard: whether weights are cast before they are sent. They are sent in the engine's dtype: True makes
+            that `compression_dtype`, False the model's own.
+        compression_dtype: the engine's dtype, and that on the wire; smaller than the model's, or the same.
+        sampling: how `generate` of the engine samples; `max_tokens` alone is enough for most. Neither is needed where
+            only the model's `generate` is called, which brings its own.
         accelerator: the one of your loop; made here otherwise.
         mixed_precision: "bf16" or "fp16" where the loop trains an fp32 model under autocast: the engine then computes
             in that. Read from the accelerator by default.
@@ -74,6 +88,11 @@ class HybridEngine:
         engine_options: dict[str, Any] | None = None,
         rollout: Layout | None = None,
         train: Layout | None = None,
+        rollout_config: Mapping[str, Any] | None = None,
+        train_config: Mapping[str, Any] | None = None,
+        enable_reshard: bool | None = None,
+        compress_reshard: bool | None = None,
+        compression_dtype: torch.dtype | None = None,
         sampling: Sampling | None = None,
         max_tokens: int | None = None,
         accelerator: Accelerator | None = None,
@@ -83,8 +102,14 @@ class HybridEngine:
     ) -> None:
         from accelerate import Accelerator
 
-        if (sampling is None) == (max_tokens is None):
-            raise ConfigError("HybridEngine takes either sampling=Sampling(...) or max_tokens=, exactly one of them.")
+        if sampling is not None and max_tokens is not None:
+            raise ConfigError("HybridEngine takes either sampling=Sampling(...) or max_tokens=, not both.")
+        for name, layout, mapping in (("rollout", rollout, rollout_config), ("train", train, train_config)):
+            if layout is not None and mapping is not None:
+                raise ConfigError(f"HybridEngine takes {name}= or {name}_config=, two spellings of the same: give one.")
+            if mapping is not None and not isinstance(mapping, Mapping):
+                got = type(mapping).__name__
+                raise ConfigError(f"{name}_config= takes a mapping, got {got}; {name}= takes a Layout.")
         if config is not None and engine_options is not None:
             raise ConfigError("HybridEngine takes engine_options= only without config=; put them into the config.")
         config = config or HybridConfig(engine_options=engine_options)
@@ -95,10 +120,17 @@ class HybridEngine:
             raise ConfigError("HybridEngine trains nothing, your loop does: leave HybridConfig.router_replay out.")
         if config.record is not None or config.replay is not None or config.rollout_only:
             raise ConfigError("HybridEngine trains nothing: leave record, replay and rollout_only out of HybridConfig.")
+        split = build(RolloutConfig, rollout_config or {}, "rollout_config")
+        rollout = rollout if rollout_config is None else split.layout
         if rollout is not None:
             config = with_rollout(config, rollout)
+        policy = Policy(lambda: model, tokenizer, next(model.parameters()).device)
+        config = with_reshard(config, enable_reshard, compress_reshard, compression_dtype, policy.dtype)
         host = Host.load(config.disable_plugins or (), plugins)
         selection = select(config, TrainerArguments(engine_options={}), host.registry)
+        if enable_reshard is False:
+            paths = [path for path in selection.paths if path.component.name != RESHARD]
+            selection = dataclasses.replace(selection, paths=paths)
         if selection.stock:
             raise ConfigError("HybridEngine needs an engine other than 'transformers': HybridConfig(engine='vllm').")
         accelerator = accelerator or Accelerator(cpu=next(model.parameters()).device.type == "cpu")
@@ -108,21 +140,22 @@ class HybridEngine:
             )
         ranks = Ranks(accelerator)
         if rollout is not None:
-            check_rollout(rollout, ranks.world)
+            check_rollout(rollout, ranks.world, alone=split.dp_type == "none")
         if train is not None:
             check_train(train, model, ranks.world)
+        if train_config is not None:
+            check_train_config(train_config, model, ranks.world)
         check_ranks_agree(ranks.gather(host.plugins))
         fsdp = getattr(accelerator.state, "fsdp_plugin", None)
-        self._steps, self._closed = 0, False
+        policy.fsdp_version = fsdp and fsdp.fsdp_version
+        self._model, self._steps, self._closed = model, 0, False
         self.session = Session(
             host,
             config,
             selection,
             args=_arguments(optimizer, mixed_precision or accelerator.mixed_precision, seed),
             sampling=sampling or Sampling(max_tokens=max_tokens or 0, logprobs=0),
-            policy=Policy(
-                lambda: model, tokenizer, next(model.parameters()).device, fsdp_version=fsdp and fsdp.fsdp_version
-            ),
+            policy=policy,
             ranks=ranks,
             step=lambda: self._steps,
             optimizer=lambda: torch_optimizer(optimizer),
@@ -131,6 +164,9 @@ class HybridEngine:
     @contextmanager
     def rollout_context(self, training: bool = True) -> Iterator[None]:
         """Memory goes to the engine, with the model's current weights in it; collective.
+
+        Inside, `generate` is the engine's, and `model.generate` as well, which takes and returns what transformers' own
+        does; see `trlx_hybrid.rollout.model_generate.generate`.
 
         Args:
             training: False for evaluation, which shares no random draws with training.
@@ -141,7 +177,7 @@ class HybridEngine:
         """
         if self._closed:
             raise EngineError("This HybridEngine was closed, and its memory is free: make a new one.")
-        with self.session.rollout_phase(training):
+        with self.session.rollout_phase(training), served_generate(self.session, self._model):
             yield
 
     def generate(self, prompts: Sequence[list[int]], num_generations: int = 1) -> list[Completion]:
@@ -153,7 +189,13 @@ class HybridEngine:
         Raises:
             StaleWeightsError: outside of a rollout, or the weights changed within it.
             EngineError: a prompt is longer than the context.
+            ConfigError: nothing was said about how long a completion may be.
         """
+        if self.session.sampling.max_tokens < 1:
+            raise ConfigError(
+                "HybridEngine was made without max_tokens= and sampling=, and its generate() needs one of them. The "
+                "model's own, model.generate(input_ids=..., max_new_tokens=...), takes the length with each call."
+            )
         if self.session.phase is not Phase.ROLLOUT:
             raise StaleWeightsError("generate() outside of rollout_context(), in which the engine is awake and synced.")
         repeated = [prompt for prompt in prompts for _ in range(num_generations)]
@@ -171,12 +213,13 @@ class HybridEngine:
             self.session.versions.changed()
 
     def on_reshard_start(self, function: Start) -> Start:
-        """Decorator: call `function(plan)` before weights are brought into the engine."""
+        """Decorator: call `function(plan)`, or `function()` where it takes nothing, before weights are brought into the
+        engine, on whichever path."""
         self._listen("trlx_sync_start", lambda plan: _called(function, "on_reshard_start", plan))
         return function
 
     def on_reshard_end(self, function: End) -> End:
-        """Decorator: call `function(report)` when the engine holds the model's weights."""
+        """Decorator: call `function(report)`, or `function()`, when the engine holds the model's weights."""
         self._listen("trlx_sync_end", lambda report: _called(function, "on_reshard_end", report))
         return function
 
@@ -239,69 +282,59 @@ def _arguments(optimizer: torch.optim.Optimizer | None, precision: str, seed: in
 
 def _called(function: Callable[..., None], moment: str, what: SyncPlan | SyncReport) -> None:
     try:
-        function(what)
+        function(*([what] if _takes_argument(function) else []))
     except Exception as error:  # the loop's own, not a plugin's to be reported to its author
         name = getattr(function, "__qualname__", function)
         raise HybridError(f"{name}, called {moment}, raised {type(error).__name__}: {error}") from error
 
 
-def with_rollout(config: HybridConfig, rollout: Layout) -> HybridConfig:
-    """The config with the engine's parallelism in its options.
+def _takes_argument(function: Callable[..., None]) -> bool:
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # a builtin that does not say
+        return True
+    return True
+
+
+def with_reshard(
+    config: HybridConfig,
+    enable: bool | None,
+    compress: bool | None,
+    dtype: torch.dtype | None,
+    own: torch.dtype,
+) -> HybridConfig:
+    """The config with the weight sync, and with the engine's dtype, which is that on the wire.
+
+    Args:
+        enable, compress, dtype: `enable_reshard`, `compress_reshard` and `compression_dtype` of `HybridEngine`.
+        own: the model's dtype.
 
     Raises:
-        ConfigError: an engine cannot have this layout, or the options say something else.
+        ConfigError: they contradict the config, or each other.
     """
-    if rollout.fsdp > 1:
-        raise ConfigError(f"rollout={rollout}: engines are not sharded by FSDP. Give tp, the ranks of one engine.")
-    if rollout.pp > 1:
+    if enable is not None and config.weights != "auto" and enable != (config.weights == RESHARD):
+        raise ConfigError(f"enable_reshard={enable} contradicts HybridConfig.weights={config.weights!r}. Give one.")
+    if enable:
+        config = dataclasses.replace(config, weights=RESHARD)
+    if compress is None and dtype is None:
+        return config
+    if config.weights != RESHARD:
+        raise ConfigError("compress_reshard and compression_dtype say what a reshard sends: add enable_reshard=True.")
+    if bool(compress) != (dtype is not None):
         raise ConfigError(
-            f"rollout={rollout}: pipeline stages can be planned (`trlx-hybrid reshard-plan`), not run yet: the ranks "
-            "of an engine share its requests over tp alone. Use tp."
+            "compress_reshard=True and compression_dtype= belong together: the dtype of the engine, which weights are "
+            "cast to before they are sent, e.g. torch.bfloat16."
         )
-    options = config.options("engine")
-    given = options.setdefault("tensor_parallel_size", rollout.tp)
-    if given != rollout.tp:
-        raise ConfigError(f"rollout={rollout}, and the engine's options say tensor_parallel_size={given}. Give one.")
-    return dataclasses.replace(config, engine_options=options)
-
-
-def check_rollout(rollout: Layout, world: int) -> None:
-    """That the processes can hold such engines.
-
-    Raises:
-        ConfigError: they cannot.
-    """
-    if world % rollout.tp:
-        raise ConfigError(f"rollout={rollout} takes {rollout.tp} ranks per engine, which do not divide {world}.")
-    engines = world // rollout.tp
-    if rollout.dp not in (1, engines):
-        raise ConfigError(f"rollout={rollout} takes {rollout.world} ranks, and there are {world}: leave dp out.")
-
-
-def check_train(train: Layout, model: nn.Module, world: int) -> None:
-    """That the model lies as the loop says.
-
-    Raises:
-        ConfigError: it does not; names both.
-    """
-    if train.pp > 1:
-        raise ConfigError(f"train={train}: a model under FSDP or DDP has no pipeline stages. Leave pp out.")
-    shards, wanted = shards_of(model), train.fsdp * train.tp
-    if shards != wanted:
-        lies = f"is sharded over {shards} ranks" if shards > 1 else "is whole on every rank"
+    sent = own if dtype is None else dtype
+    if sent != own and sent.itemsize >= own.itemsize:
+        raise ConfigError(f"compression_dtype={sent} compresses nothing: the model is in {own}. Leave it out.")
+    name, options = str(sent).removeprefix("torch."), config.options("engine")
+    given = options.get("dtype") or "auto"
+    if str(given).removeprefix("torch.") not in ("auto", name):
         raise ConfigError(
-            f"The model {lies}, train={train}. Shard it first (`accelerator.prepare`, `fully_shard`) and pass what "
-            "comes back, or correct train=."
+            f"compress_reshard={compress} sends {sent}, which the engine then computes in, and its options say "
+            f"dtype={given!r}. Give one."
         )
-    replicas = world // shards
-    if train.dp not in (1, replicas):
-        raise ConfigError(f"train={train} takes {train.world} ranks; the model has {replicas} replicas on {world}.")
-
-
-def shards_of(model: nn.Module) -> int:
-    """Over how many ranks the model's largest parameter is sharded; 1 for one that every rank has in full."""
-    largest: Any = max(model.parameters(), key=lambda p: p.numel())
-    if not hasattr(largest, "placements"):
-        return 1
-    sizes = zip(largest.placements, largest.device_mesh.shape, strict=True)
-    return math.prod(int(size) for placement, size in sizes if not placement.is_replicate())
+    return dataclasses.replace(config, engine_options=options | {"dtype": name})

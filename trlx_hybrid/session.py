@@ -197,6 +197,7 @@ class Session:
         images: Sequence[list[Any] | None] | None = None,
         num_generations: int = 1,
         timer: AbstractContextManager[Any] | None = None,
+        sampling: Sampling | None = None,
     ) -> list[Completion]:
         """One completion per prompt of this rank, in order; arguments as in `Sampler.sample`.
 
@@ -206,7 +207,7 @@ class Session:
         self._require_current()
         assert self.rollout is not None
         run = functools.partial(self.rollout.run, self)
-        completions = self.sampler.sample(self.live_engine, run, prompts, images, num_generations, timer)
+        completions = self.sampler.sample(self.live_engine, run, prompts, images, num_generations, timer, sampling)
         if self.config.router_replay:
             self.experts = self.sampler.experts(completions)
         return completions

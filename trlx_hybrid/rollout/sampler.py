@@ -67,6 +67,7 @@ class Sampler:
         images: Sequence[list[Any] | None] | None,
         num_generations: int,
         timer: AbstractContextManager[Any] | None = None,
+        sampling: Sampling | None = None,
     ) -> list[Completion]:
         """One completion per prompt of this rank, in order.
 
@@ -75,6 +76,7 @@ class Sampler:
             prompts: token ids; the copies of one prompt's group follow each other, as TRL lays them out.
             num_generations: size of a group.
             timer: entered around the engine's work (TRL's profiler).
+            sampling: how to sample this once, where not as the run does.
 
         Raises:
             EngineError: a prompt leaves no room for a completion.
@@ -94,7 +96,7 @@ class Sampler:
             for i, (row, turn) in enumerate(places)
         ]
         with preserved_generators(), timer or nullcontext():
-            sampled = run(requests, self.sampling)
+            sampled = run(requests, sampling or self.sampling)
         assert self._source is not None
         completions = self._source.completions(sampled, len(requests))
         self._tracker.extend(places, prompts, [c.token_ids for c in completions])

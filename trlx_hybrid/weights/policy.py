@@ -70,8 +70,8 @@ class Policy:
 
     @property
     def architecture(self) -> str:
-        """Class name of the transformers model; FSDP2 puts a class of its own in front of it."""
-        return next(c.__name__ for c in type(self.base).__mro__ if not c.__name__.startswith("FSDP"))
+        """Class name of the transformers model."""
+        return class_name(self.base)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -278,9 +278,26 @@ def _finish_forward(module: Any) -> None:
     if not state._modules_to_run_forward:
         return
     state._modules_to_run_forward.clear()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
-    for owner in (state, *filter(None, groups)):
+    for owner in (state, *_groups(state)):
         owner._training_state = TrainingState.IDLE
+
+
+def _groups(state: Any) -> list[Any]:
+    """What FSDP2 moves together of a unit, by its state."""
+    return [*filter(None, getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])]
+
+
+def unit_settings(unit: Any) -> tuple[bool, bool]:
+    """Whether a module that FSDP2 shards is sharded again after its forward pass, and whether its shards are kept in
+    host memory. FSDP2 takes both as arguments and tells neither."""
+    groups = _groups(unit._get_fsdp_state())
+    offloads = any(p.offload_to_cpu for group in groups for p in group.fsdp_params)
+    return any(group.post_forward_mesh_info is not None for group in groups), offloads
+
+
+def class_name(module: nn.Module) -> str:
+    """Of a module; FSDP2 puts a class of its own in front of it."""
+    return next(c.__name__ for c in type(module).__mro__ if not c.__name__.startswith("FSDP"))
 
 
 def is_sharded(p: Tensor) -> bool:

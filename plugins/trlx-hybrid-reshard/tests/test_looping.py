@@ -21,7 +21,7 @@ def seen(tmp_path_factory):
 
 def test_layouts_that_are_not_so_are_refused_on_every_rank(seen):
     for report in seen[0]:
-        sharded, engine = report["refused"]
+        sharded, engine = report["refused"][:2]
         assert "The model is sharded over 2 ranks, train=Layout(fsdp=8)" in sharded
         assert "rollout=Layout(tp=4) takes 4 ranks per engine, which do not divide 2" in engine
 
@@ -30,8 +30,33 @@ def test_each_rollout_samples_from_the_resharded_weights(seen):
     for report in seen[0]:
         assert report["parallel"] == 2
         assert report["syncs"] == [["reshard", 0], ["reshard", 1]]
+        assert report["ended"] == 2
         assert len(report["gaps"]) == 4
         assert max(report["gaps"]) < 1e-5
+
+
+def test_the_models_generate_is_served_by_the_engine_in_a_rollout(seen):
+    drawn = set()
+    for report in seen[0]:
+        for served, own in report["generated"]:
+            assert served == own
+            drawn |= set(map(tuple, served))
+    assert len(drawn) == 8  # of each prompt on each rank, before and after the optimizer's step
+
+
+def test_ranks_that_ask_for_different_sampling_are_told_alike(seen):
+    first, second = (report["refused"][2:] for report in seen[0])
+    assert first == second
+    assert len(first) == 2
+    assert "max_tokens=4" in first[0]
+    assert "rank 1 with Sampling(max_tokens=5" in first[0]
+
+
+def test_a_line_before_and_one_after_each_sync_are_logged(seen):
+    first, second = (report["logged"] for report in seen[0])
+    assert first == []
+    assert [line.split(",")[0].split("=")[0] for line in second] == ["[Reshard] start", "[Reshard] duration"] * 2
+    assert [line for line in second if "start" in line] == [f"[Reshard] start, weight version {n}" for n in (0, 1)]
 
 
 def test_a_line_about_each_of_the_first_syncs_is_seen_without_any_set_up(seen):

@@ -21,7 +21,7 @@ from trlx_hybrid.errors import (
     SyncError,
 )
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
-from trlx_hybrid.types import Phase
+from trlx_hybrid.types import Phase, Sampling
 from trlx_hybrid_vllm import internals
 
 PROMPTS = [[5, 6, 7, 40], list(range(10, 23)), [90]]
@@ -135,6 +135,23 @@ def test_the_listeners_hear_each_rollout_once(loop):
     assert {plan.weights for plan in plans} == {report.weights for report in reports} == {"alias"}
     assert reports[0].logprob_gap < 1e-5
     assert all(report.bytes == 0 and report.verified > 0 for report in reports)
+
+
+def test_listeners_that_take_nothing_hear_the_same(loop):
+    run, heard = loop(), []
+
+    @run.engine.on_reshard_start
+    def started():
+        heard.append("start")
+
+    @run.engine.on_reshard_end
+    def ended():
+        heard.append("end")
+
+    run.engine.on_reshard_end(lambda report=None: heard.append(report.version))
+    for _ in range(2):
+        run.step()
+    assert heard == ["start", "end", 0, "start", "end", 1]
 
 
 def test_a_rollout_with_unchanged_weights_syncs_nothing_and_draws_anew(loop):
@@ -308,7 +325,7 @@ def test_generating_after_a_step_inside_the_rollout_is_refused(loop):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "either sampling=.* or max_tokens="),
+        ({"max_tokens": 4, "sampling": Sampling(max_tokens=4)}, "either sampling=.* or max_tokens=, not both"),
         ({"max_tokens": 4, "config": HybridConfig(engine="vllm"), "engine_options": {}}, "only without config="),
         ({"max_tokens": 4, "config": HybridConfig(engine="transformers")}, "needs an engine other than 'transformers'"),
         ({"max_tokens": 4, "engine_options": {"max_len": 3}}, "has no setting 'max_len'. Did you mean 'max_model_len'"),
@@ -317,6 +334,53 @@ def test_generating_after_a_step_inside_the_rollout_is_refused(loop):
 def test_settings_that_contradict_each_other_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         HybridEngine(tiny_model(), character_tokenizer(), **given)
+
+
+RESHARD = {"enable_reshard": True, "compress_reshard": True, "compression_dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"config": HybridConfig(weights="copy")}, r"enable_reshard=True contradicts HybridConfig.weights='copy'"),
+        (
+            {"config": HybridConfig(weights="reshard"), "enable_reshard": False},
+            r"enable_reshard=False contradicts HybridConfig.weights='reshard'",
+        ),
+        ({"enable_reshard": None}, "say what a reshard sends: add enable_reshard=True"),
+        ({"compress_reshard": None}, "compress_reshard=True and compression_dtype= belong together"),
+        ({"compress_reshard": False}, "belong together"),
+        ({"compression_dtype": None}, "belong together"),
+        ({"compression_dtype": torch.float64}, "torch.float64 compresses nothing: the model is in torch.float32"),
+        ({"compression_dtype": torch.float8_e4m3fn}, "computes in no dtype 'float8_e4m3fn'"),
+        ({"engine_options": {"dtype": "float32"}}, "sends torch.bfloat16, which .* its options say dtype='float32'"),
+        (
+            {"engine_options": {"dtype": "bfloat16"}, "compress_reshard": False, "compression_dtype": None},
+            "compress_reshard=False sends torch.float32, which .* its options say dtype='bfloat16'",
+        ),
+    ],
+)
+def test_what_a_reshard_cannot_be_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        HybridEngine(tiny_model(), character_tokenizer(), **RESHARD | given)
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [(RESHARD, "bfloat16"), (RESHARD | {"compress_reshard": False, "compression_dtype": None}, "float32")],
+)
+def test_a_reshard_sends_what_the_engine_computes_in(given, dtype):
+    with HybridEngine(tiny_model(), character_tokenizer(), **given) as engine:
+        selection = engine.session.selection
+        assert selection.engine.options.dtype == dtype
+        assert selection.weights.component.name == "reshard"
+
+
+def test_without_reshard_any_other_path_is_taken():
+    with HybridEngine(tiny_model(), character_tokenizer(), enable_reshard=False) as engine:
+        names = [path.component.name for path in engine.session.selection.weight_paths]
+        assert "reshard" not in names
+        assert names[-1] == "gather"
 
 
 def test_a_config_that_names_no_engine_leaves_it_at_vllm():

@@ -187,6 +187,7 @@ class ReshardSync(WeightSync):
         """
         agreement, sides = self._opened
         engine = self._run.live_engine
+        logger.info("[Reshard] start, weight version %d", self._run.weight_version)
         started = time.perf_counter()
         changed = sides.shards.refresh()
         everything, self._synced = changed or engine.weights_lost or not self._synced, False

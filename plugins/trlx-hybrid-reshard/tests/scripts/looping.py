@@ -1,6 +1,10 @@
-"""Launched by test_looping.py: a custom loop over two ranks, FSDP2 and an engine of tp=2, with its layouts named."""
+"""Launched by test_looping.py: a custom loop over two ranks, FSDP2 and an engine of tp=2, with its layouts named.
+
+On rank 1 the log of the weight sync is on, at INFO.
+"""
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -11,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from trlx_hybrid import HybridEngine, Layout
-from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.errors import ConfigError, EngineError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -29,17 +33,39 @@ def main(folder):
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    report = {"refused": [], "syncs": [], "gaps": []}
+    report = {"refused": [], "syncs": [], "gaps": [], "generated": [], "ended": 0, "logged": []}
+    if RANK == 1:
+        logged = logging.Handler()
+        logged.emit = lambda record: report["logged"].append(record.getMessage())
+        logging.getLogger("trlx_hybrid_reshard").addHandler(logged)
+        logging.getLogger("trlx_hybrid_reshard").setLevel(logging.INFO)
     for layouts in ({"train": Layout(fsdp=8)}, {"rollout": Layout(tp=4)}):
         try:
             engine_of(model, **layouts)
         except ConfigError as error:
             report["refused"].append(str(error))
-    with engine_of(model, optimizer, rollout=Layout(tp=WORLD), train=Layout(fsdp=WORLD)) as engine:
+    fsdp = {"version": 2, "dp_shard_size": WORLD, "reshard_after_forward": True}
+    layouts = {"rollout_config": {"tp_size": WORLD, "pp_size": 1, "dp_type": "none"}}
+    layouts |= {"train_config": {"fsdp_config": fsdp}, "enable_reshard": True, "compress_reshard": False}
+    prompts = torch.tensor([[0, 0, 5, 6, 7, 40 + RANK], [11, 12, 13, 14, 15, 60 + RANK]])
+    asked = {"input_ids": prompts, "attention_mask": (prompts != 0).long(), "max_new_tokens": 9}
+    with engine_of(model, optimizer, **layouts) as engine:
         engine.on_reshard_start(lambda plan: report["syncs"].append([plan.weights, plan.version]))
+
+        @engine.on_reshard_end
+        def ended():
+            report["ended"] += 1
+
         for _ in range(2):
+            own = model.generate(**asked, synced_gpus=True)
             with engine.rollout_context():
                 (completion,) = engine.generate([[5, 6, 7, 40 + RANK]])
+                served = model.generate(**asked)
+                try:
+                    model.generate(**asked | {"max_new_tokens": 4 + RANK})
+                except EngineError as error:
+                    report["refused"].append(str(error))
+            report["generated"].append([served.tolist(), own.tolist()])
             everyone = [None] * WORLD
             dist.all_gather_object(everyone, completion)
             for rank, drawn in enumerate(everyone):  # scoring is collective: both ranks score both rows

@@ -112,7 +112,7 @@ class VLLMEngine:
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """Sample; the ranks of a replica pool their requests, and each keeps its own rows."""
         self._require_awake()
-        requests, mine = self._pooled(list(requests))
+        requests, mine = self._pooled(list(requests), sampling)
         with internals.running(self.dtype):
             stream = EngineStream(self.llm, sampling_params(sampling), self.adapter, self._routing)
             return collect(stream, requests)[mine]
@@ -124,6 +124,7 @@ class VLLMEngine:
         params = sampling_params(sampling)
         stream = EngineStream(self.llm, params, self.adapter, self._routing)
         if self.tensor_parallel_size > 1:
+            self._pooled([], sampling)
             group = internals.tensor_parallel_group()
             stream = ReplicaStream(self.llm, params, self.adapter, group, self._routing)
         with internals.running(self.dtype, collecting=True), stream.open():
@@ -136,14 +137,26 @@ class VLLMEngine:
                 "(`session.rollout_phase` does both)."
             )
 
-    def _pooled(self, requests: list[Request]) -> tuple[list[Request], slice]:
+    def _pooled(self, requests: list[Request], sampling: Sampling) -> tuple[list[Request], slice]:
+        """The requests of all ranks, and where those of this one are.
+
+        Raises:
+            EngineError: the ranks would sample differently, and so compute something else from some token on.
+        """
         if self.tensor_parallel_size == 1:
             return requests, slice(None)
         group = internals.tensor_parallel_group()
         gathered: list[Any] = [None] * group.world_size
-        dist.all_gather_object(gathered, requests, group=group.cpu_group)
-        start = sum(len(part) for part in gathered[: group.rank_in_group])
-        return [r for part in gathered for r in part], slice(start, start + len(requests))
+        dist.all_gather_object(gathered, (requests, sampling), group=group.cpu_group)
+        for rank, (_, other) in enumerate(gathered):
+            if other != gathered[0][1]:
+                raise EngineError(
+                    f"Rank 0 of an engine samples with {gathered[0][1]}, rank {rank} with {other}, and they decode all "
+                    "requests together. Sample alike on all of them."
+                )
+        parts = [part for part, _ in gathered]
+        start = sum(map(len, parts[: group.rank_in_group]))
+        return [r for part in parts for r in part], slice(start, start + len(requests))
 
     # --- weights ----------------------------------------------------------------------------------------------------
 

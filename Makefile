@@ -7,7 +7,7 @@ BIN := .venv/bin
 CPU := HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR TORCH_CPP_LOG_LEVEL=ERROR TOKENIZERS_PARALLELISM=false
 LAUNCH := --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
-.PHONY: help quickstart test test-slow test-gpu test-faults test-versions models lint types docs bench check clean
+.PHONY: help quickstart test test-slow test-gpu test-faults test-versions test-vision models lint types docs bench check clean
 
 help:
 	@echo "make quickstart   install, then train a small model with GRPO through vLLM; ARGS='--seed 1' passes flags"
@@ -15,6 +15,7 @@ help:
 	@echo "make test-slow    larger worlds of the same tests; make test-faults, tools and ranks that hang and crash"
 	@echo "make test-gpu     on a GPU machine: whole user scripts on one, two and four GPUs, and docs/tested.md of them"
 	@echo "make test-versions   the engine's tests on the newest vLLM and transformers that are served"
+	@echo "make test-vision  models that see images"
 	@echo "make models       measure the weight paths of all architectures, and write docs/models.md of them"
 	@echo "make test-adapters   OpenEnv and verifiers, in environments of their own"
 	@echo "make lint types docs bench check"
@@ -72,6 +73,21 @@ test-faults: .venv/dev
 test-versions: .venv-newest/run
 	$(CPU) .venv-newest/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) \
 		$(patsubst %,plugins/trlx-hybrid-vllm/tests/test_%.py,engine bad_input scheduler lora_sync model_generate)
+
+# torchvision has no published build for CPUs: its operators are declared as Python starts, which is all that is needed.
+.venv-vision/run: requirements/vision.lock .venv/dev
+	$(PYTHON) -m venv .venv-vision
+	echo '*' > .venv-vision/.gitignore
+	.venv-vision/bin/pip install -q $(PIP_ARGS) --no-deps -r requirements/vision.lock
+	.venv-vision/bin/python -c 'import pathlib, sysconfig as of; \
+		here, rest = (of.get_path("purelib", vars=dict(base=base)) for base in (".venv-vision", "$(CURDIR)/.venv")); \
+		lines = f"import site; site.addsitedir({rest!r})", "import trlx_hybrid.testing.torchvision_operators", ""; \
+		pathlib.Path(here, "rest.pth").write_text("\n".join(lines))'
+	@touch $@
+
+test-vision: .venv-vision/run
+	$(CPU) .venv-vision/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) \
+		$(patsubst %,plugins/trlx-hybrid-%/tests/test_images.py,vllm reshard)
 
 # OpenEnv and verifiers ask for versions that clash with vLLM's: each has an environment of its own, without torch.
 .venv-%/run: requirements/%.lock

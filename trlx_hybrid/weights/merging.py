@@ -103,8 +103,8 @@ def beyond_lora(model: Any) -> str | None:
 def parted_head(model: Any) -> nn.Module | None:
     """The output head of a transformers model whose config ties it to the input embeddings, where adapters change one
     of the two without the other: it then has weights of its own, for an engine too. None otherwise."""
-    config = model.config
-    if not (config.tie_word_embeddings or config.get_text_config().tie_word_embeddings):
+    configs = model.config, model.config.get_text_config()  # of a vision-language model the text's may not say
+    if not any(getattr(config, "tie_word_embeddings", False) for config in configs):
         return None
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     ends = [adapted(end) for end in (embeddings, head) if end is not None]

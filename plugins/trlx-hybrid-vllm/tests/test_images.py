@@ -3,62 +3,22 @@
 import pytest
 import torch
 import trlx_hybrid
-from trlx_hybrid import HybridEngine
+from peft import LoraConfig
+from trl import GRPOConfig
+from trlx_hybrid import HybridConfig, HybridEngine, hookimpl
 from trlx_hybrid.errors import EngineError
-from trlx_hybrid.testing.models import character_tokenizer
+from trlx_hybrid.testing.launched import tiny_grpo
+from trlx_hybrid.testing.vision import MARKS, PATCHES, counted_squares, picture, tiny_vision_model
 from trlx_hybrid.types import Sampling
 
-MARKS = {name: f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad", "video_pad")}
-SIZE = {"shortest_edge": 56 * 56, "longest_edge": 56 * 56}
 SAMPLING = Sampling(max_tokens=8, logprobs=0, extra={"ignore_eos": True})
 
 
-@pytest.fixture
-def vision():
-    """A tiny Qwen2.5-VL, its processor, and an image of four tokens."""
+@pytest.fixture(params=sorted(PATCHES))
+def vision(request):
+    """A tiny model, its processor, and an image of four tokens."""
     pytest.importorskip("torchvision", reason="the processors of vision-language models need torchvision")
-    from PIL import Image
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor
-    from transformers import Qwen2VLImageProcessor as Images
-    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor as Videos
-
-    tokenizer = character_tokenizer()
-    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS.values())})
-    settings = {"size": SIZE, "patch_size": 14, "merge_size": 2}
-    processor = Qwen2_5_VLProcessor(Images(**settings), tokenizer, Videos(**settings))
-    text = {
-        "vocab_size": len(tokenizer),
-        "hidden_size": 128,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.1,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]},
-    }
-    tower = {
-        "depth": 2,
-        "hidden_size": 64,
-        "intermediate_size": 96,
-        "num_heads": 2,
-        "out_hidden_size": 128,
-        "window_size": 56,
-        "fullatt_block_indexes": [1],
-        "initializer_range": 0.1,
-    }
-    ids = {
-        "image_token_id": "image_pad",
-        "video_token_id": "video_pad",
-        "vision_start_token_id": "vision_start",
-        "vision_end_token_id": "vision_end",
-    }
-    ids = {key: tokenizer.convert_tokens_to_ids(MARKS[mark]) for key, mark in ids.items()}
-    torch.manual_seed(0)
-    model = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=tower, **ids)).eval()
-    return model, processor, Image.effect_noise((56, 56), 90).convert("RGB")
+    return *tiny_vision_model(request.param), picture(request.param, squares=5)
 
 
 def gap(model, processor, prompt, image, completion):
@@ -67,6 +27,7 @@ def gap(model, processor, prompt, image, completion):
     ids = torch.tensor([[*prompt, *completion.token_ids]])
     with torch.no_grad():
         logits = model(input_ids=ids, mm_token_type_ids=(ids == processor.image_token_id).int(), **seen).logits
+    logits[..., [processor.image_token_id, processor.video_token_id]] = float("-inf")  # are never sampled
     log_probs = logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     ours = log_probs.gather(-1, ids[0, len(prompt) :, None])[:, 0]
     return float((torch.tensor([p[0] for p in completion.logprobs]) - ours).abs().max())
@@ -94,6 +55,71 @@ def test_an_image_is_seen_alike_before_and_after_the_vision_tower_was_trained(vi
         unexpanded = [token for i, token in enumerate(prompt) if token != prompt[i - 1]]
         with pytest.raises(EngineError, match=f"has {len(unexpanded)} tokens, and vLLM makes"):
             sampled(unexpanded)
+
+
+class Syncs:
+    def __init__(self):
+        self.seen = []
+
+    @hookimpl
+    def trlx_sync_end(self, session, report):
+        self.seen.append((report.weights, report.verified, report.logprob_gap))
+
+
+def trained(architecture, folder, peft_config=None, **hybrid):
+    """(logs, syncs, names of the weights that changed) of three GRPO steps on pictures."""
+    model, processor = tiny_vision_model(architecture)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    syncs = Syncs()
+    trainer = trlx_hybrid.GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids],
+        args=GRPOConfig(**tiny_grpo(folder, learning_rate=1e-2)),
+        train_dataset=counted_squares(architecture),
+        processing_class=processor,
+        peft_config=peft_config,
+        hybrid=HybridConfig(verify_every=1, **hybrid),
+        plugins=[syncs],
+    )
+    try:
+        trainer.train()
+        own = ("time", "hybrid/")
+        logs = [
+            {key: value for key, value in log.items() if not any(text in key for text in own)}
+            for log in trainer.state.log_history
+            if "loss" in log
+        ]
+        assert max(log["sampling/sampling_logp_difference/max"] for log in logs) < 1e-5
+        after = {name.replace(".base_layer", ""): p for name, p in trainer.session.policy.base_parameters().items()}
+        changed = {name for name, p in before.items() if not torch.equal(p, after[name])}
+    finally:
+        trainer.session.close()
+    return logs, syncs.seen, changed
+
+
+@pytest.mark.parametrize("architecture", sorted(PATCHES))
+def test_grpo_trains_tower_and_text_alike_on_shared_and_on_gathered_weights(architecture, tmp_path):
+    pytest.importorskip("torchvision")
+    logs, syncs, changed = trained(architecture, tmp_path / "alias")
+    assert {weights for weights, *_ in syncs} == {"alias"}
+    gathered, others, _ = trained(architecture, tmp_path / "gather", weights="gather")
+    assert {weights for weights, *_ in others} == {"gather"}
+    assert logs == gathered
+    for _, verified, gap in (*syncs, *others):
+        assert verified
+        assert gap < 1e-5
+    assert any("visual" in name for name in changed)
+    assert any("language_model" in name for name in changed)
+
+
+def test_an_adapter_of_the_text_model_is_served_beside_the_tower(tmp_path):
+    pytest.importorskip("torchvision")
+    adapter = LoraConfig(r=4, target_modules=r".*language_model.*_proj")
+    logs, syncs, changed = trained("qwen2_5_vl", tmp_path, adapter)
+    assert {weights for weights, *_ in syncs} == {"lora"}
+    assert max(gap for *_, gap in syncs) < 1e-5
+    assert max(log["grad_norm"] for log in logs) > 0
+    assert not changed
 
 
 def test_a_sync_drops_the_embeddings_of_images(run, monkeypatch):

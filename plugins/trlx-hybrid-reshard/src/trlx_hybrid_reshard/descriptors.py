@@ -12,8 +12,9 @@ from .buckets import Buckets
 from .plan import RankPlan, Turns
 from .sharding import Ints, Sharding, crossings, position_in, rechunked
 
-DIMENSIONS = 3
-"""Of the largest tensor, layers not counted. Smaller ones have ranges [0, 1) in the rest."""
+DIMENSIONS = 5
+"""Of the largest tensor, that of a convolution over frames; layers not counted. Smaller ones have ranges [0, 1) in the
+rest."""
 
 SLICE = np.dtype(
     [
@@ -39,7 +40,7 @@ class Descriptors:
     Attributes:
         receives, sends: (slices,) of `SLICE`.
         copies: from the rank's own source to its own target; `here` is in the target.
-        there: (slices, 3), where each copy starts in the source.
+        there: (slices, DIMENSIONS), where each copy starts in the source.
     """
 
     receives: Slices

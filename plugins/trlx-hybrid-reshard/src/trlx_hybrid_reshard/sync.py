@@ -25,7 +25,7 @@ from trlx_hybrid.weights.merging import beyond_lora
 
 from .agreement import Agreement, model_difference, plan_difference
 from .buckets import Buckets, bucketed
-from .descriptors import lower
+from .descriptors import DIMENSIONS, lower
 from .layouts import Model
 from .live import LiveSharding, read_engines
 from .options import ReshardOptions
@@ -123,7 +123,7 @@ class ReshardSync(WeightSync):
         for name, p in policy.base_parameters().items():
             if hasattr(p, "ds_id"):
                 return f"{name} is in ZeRO-3's flat buffers, whose layout is DeepSpeed's own; use FSDP2"
-            if not 1 <= p.dim() <= 3:
+            if not 1 <= p.dim() <= DIMENSIONS:
                 return f"{name} has {p.dim()} dimensions"
         return None
 

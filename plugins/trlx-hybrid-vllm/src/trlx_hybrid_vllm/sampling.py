@@ -39,9 +39,29 @@ def sampling_params(sampling: Sampling) -> dict[str, Any]:
     return params
 
 
-def with_seed(params: Mapping[str, Any], request: Request) -> SamplingParams:
-    """The parameters of one request: those that all share, and its own."""
-    return SamplingParams(**{**params, **own_params(params, request)})
+def with_seed(params: Mapping[str, Any], request: Request, suppressed: Sequence[int] = ()) -> SamplingParams:
+    """The parameters of one request: those that all share, and its own.
+
+    Args:
+        suppressed: tokens that are never sampled, unless the parameters give them a bias.
+    """
+    own = own_params(params, request)
+    if suppressed:
+        own["logit_bias"] = dict.fromkeys(suppressed, NEVER) | (params.get("logit_bias") or {})
+    return SamplingParams(**{**params, **own})
+
+
+NEVER = -100.0
+"""The least that vLLM takes as a bias of a logit."""
+
+
+def placeholders(model_config: Any) -> list[int]:
+    """Tokens that stand for images and videos in prompts of vLLM's `ModelConfig`. A completion with one of them could
+    not be scored, since there would be more than the prompt's images have features for. TRL suppresses them, too, where
+    it samples itself."""
+    names = "image_token_id", "image_token_index", "video_token_id"
+    ids = (getattr(model_config.hf_config, name, None) for name in names)
+    return [token for token in ids if isinstance(token, int)]
 
 
 def own_params(params: Mapping[str, Any], request: Request) -> dict[str, Any]:

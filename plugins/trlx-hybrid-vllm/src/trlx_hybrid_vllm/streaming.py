@@ -21,7 +21,7 @@ from trlx_hybrid.errors import EngineError
 from trlx_hybrid.types import Completion, Request
 
 from . import internals
-from .sampling import completion_of, own_params, prompt_of, refuse_another_prompt, with_seed
+from .sampling import completion_of, own_params, placeholders, prompt_of, refuse_another_prompt, with_seed
 from .token_logprobs import without_ranks
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class EngineStream:
     def _queue(self, request: Request) -> str:
         """Returns the id that vLLM works with."""
         if request.images is not None:
-            params = with_seed(self._params, request)
+            params = with_seed(self._params, request, placeholders(self._engine.model_config))
             key = str(self._llm.enqueue([prompt_of(request)], [params], self._adapter, use_tqdm=False)[0])
             try:
                 refuse_another_prompt(request, self._engine.output_processor.request_states[key].prompt_token_ids)

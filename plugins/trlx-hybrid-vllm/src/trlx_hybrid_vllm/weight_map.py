@@ -318,8 +318,11 @@ KEEPS = {
     "RMSNorm",
     "GemmaRMSNorm",
     "RoutedExperts",
+    "Conv2dLayer",
+    "Conv3dLayer",
 }
-"""Layers of vLLM 0.31 that compute with the very tensors their loader filled, when nothing quantises them."""
+"""Layers of vLLM 0.31 that compute with the very tensors their loader filled, when nothing quantises them. So do
+torch's own, which vision towers have."""
 
 UNQUANTISED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 EXPERTS_KEPT = {"TRITON", "BATCHED_TRITON"}
@@ -331,7 +334,6 @@ PADDED = {"VocabParallelEmbedding", "ParallelLMHead"}
 def refuses_writes(model: torch.nn.Module) -> str | None:
     """Why the weights of this vLLM model must not be written past its loader, or None."""
     from vllm.distributed import get_pp_group
-    from vllm.v1.attention.backend import AttentionImpl
 
     if get_pp_group().world_size > 1:
         return "the engine has pipeline stages, each with a part of the layers"
@@ -340,7 +342,8 @@ def refuses_writes(model: torch.nn.Module) -> str | None:
     for name, module in model.named_modules():
         kind, method = type(module).__name__, getattr(module, "quant_method", None)
         weighty = any(p is not None for p in module._parameters.values())
-        if weighty and (kind not in KEEPS or not type(module).__module__.startswith("vllm.")):
+        keeps = type(module).__module__.startswith("vllm.") and kind in KEEPS
+        if weighty and not keeps and not type(module).__module__.startswith("torch.nn.modules."):
             return f"{name} is a {kind}, which is not known to keep what was loaded"
         if weighty and method is not None and type(method).__name__ not in UNQUANTISED:
             return f"{name} keeps its weights in the form of {type(method).__name__}"
@@ -348,12 +351,20 @@ def refuses_writes(model: torch.nn.Module) -> str | None:
             return f"{name} {reason}"
         if module is model or kind in UNQUANTISED:  # what such a method does to its layer is judged above
             continue
-        if hasattr(module, "process_weights_after_loading"):
-            impl: Any = getattr(module, "impl", None)
-            after = getattr(type(impl), "process_weights_after_loading", None)
-            if kind != "Attention" or (after is not AttentionImpl.process_weights_after_loading and _has_sinks(impl)):
-                return f"{name} is a {kind}, which derives something from its weights after loading them"
+        if hasattr(module, "process_weights_after_loading") and _derives(module, kind):
+            return f"{name} is a {kind}, which derives something from its weights after loading them"
     return None
+
+
+def _derives(module: Any, kind: str) -> bool:
+    """Whether a layer that looks at its weights after loading them makes something of them then."""
+    from vllm.v1.attention.backend import AttentionImpl
+
+    if kind == "MMEncoderAttention":  # scales, with 8 bits
+        return bool(module.fp8_enabled)
+    impl = getattr(module, "impl", None)
+    after = getattr(type(impl), "process_weights_after_loading", None)
+    return kind != "Attention" or (after is not AttentionImpl.process_weights_after_loading and _has_sinks(impl))
 
 
 def _experts(module: Any, method: Any) -> str | None:

@@ -1,0 +1,57 @@
+"""Launched by test_images.py: GRPO on pictures with FSDP2 and a tensor-parallel vLLM on a CPU; each rank reports."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed.tensor import DTensor
+from trl import GRPOConfig
+from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
+from trlx_hybrid.testing.launched import FSDP2, tiny_grpo, use_fsdp_on_cpu
+from trlx_hybrid.testing.vision import counted_squares, tiny_vision_model
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+class Syncs:
+    def __init__(self):
+        self.seen = []
+
+    @hookimpl
+    def trlx_sync_end(self, session, report):
+        differing = session.live_engine.differing(session.policy.full_weights())
+        self.seen.append({"weights": report.weights, "gap": report.logprob_gap, "differing": differing})
+
+
+def main(folder):
+    model, processor = tiny_vision_model("qwen2_5_vl")
+    plugin = Syncs()
+    settings = tiny_grpo(folder, per_device_train_batch_size=4, vllm_tensor_parallel_size=WORLD)
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids],
+        args=GRPOConfig(**settings | {"learning_rate": 1e-2}),
+        train_dataset=counted_squares("qwen2_5_vl"),
+        processing_class=processor,
+        hybrid=HybridConfig(verify_every=1),
+        plugins=[plugin],
+    )
+    trainer.train()
+    sharded = all(isinstance(p, DTensor) for p in trainer.model.parameters())
+    report = {
+        "syncs": plugin.seen,
+        "sharded": sharded,
+        "logs": [log for log in trainer.state.log_history if "loss" in log],
+    }
+    trainer.session.close()
+    return report
+
+
+if __name__ == "__main__":
+    os.environ.update(FSDP2 | {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "Qwen2_5_VLDecoderLayer"})
+    use_fsdp_on_cpu()
+    out = Path(sys.argv[1])
+    (out / f"rank{RANK}.json").write_text(json.dumps(main(out)))
+    torch.distributed.destroy_process_group()

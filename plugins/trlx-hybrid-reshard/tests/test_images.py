@@ -1,0 +1,21 @@
+"""A model that sees images, its tower included, sharded by FSDP2 and resharded into a tensor-parallel engine."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from ranks import reports
+
+
+def test_every_sync_brings_the_tower_as_well(tmp_path):
+    pytest.importorskip("torchvision", reason="the processors of vision-language models need torchvision")
+    for report in reports("images.py", tmp_path, 2):
+        assert report["sharded"]
+        assert len(report["syncs"]) == len(report["logs"]) == 3
+        assert max(log["grad_norm"] for log in report["logs"]) > 0
+        for sync in report["syncs"]:
+            assert sync["weights"] == "reshard"
+            assert sync["differing"] == []
+            assert sync["gap"] < 1e-5

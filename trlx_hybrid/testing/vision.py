@@ -1,0 +1,107 @@
+"""Tiny vision-language models with random weights, their processors, and pictures for them."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from .models import character_tokenizer
+
+MARKS = {name: f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad", "video_pad")}
+PATCHES = {"qwen2_5_vl": 14, "qwen3_vl": 16}
+"""Pixels of a patch's side, of each model type served here; a picture has four by four, an image token two by two."""
+TEMPLATE = (
+    "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
+    + MARKS["vision_start"]
+    + MARKS["image_pad"]
+    + MARKS["vision_end"]
+    + "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+def tiny_vision_model(architecture: str = "qwen2_5_vl", seed: int = 0) -> tuple[Any, Any]:
+    """A model of a few ten thousand parameters, and its processor.
+
+    Args:
+        architecture: one of PATCHES.
+    """
+    import torch
+    import transformers
+    from transformers import AutoConfig, AutoModelForImageTextToText
+    from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+    from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
+
+    older, patch = architecture == "qwen2_5_vl", PATCHES[architecture]
+    tokenizer = character_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS.values())})
+    tokenizer.chat_template = TEMPLATE
+    side = (4 * patch) ** 2
+    settings = {"size": {"shortest_edge": side, "longest_edge": side}, "patch_size": patch, "merge_size": 2}
+    kind = transformers.Qwen2_5_VLProcessor if older else transformers.Qwen3VLProcessor
+    processor = kind(
+        Qwen2VLImageProcessor(**settings), tokenizer, Qwen2VLVideoProcessor(**settings), chat_template=TEMPLATE
+    )
+    tower: dict[str, Any] = {"depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2}
+    tower |= {"out_hidden_size": 128, "patch_size": patch, "initializer_range": 0.1}
+    if older:
+        tower |= {"window_size": 56, "fullatt_block_indexes": [1]}
+    else:
+        tower |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    text = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 128,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "initializer_range": 0.1,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+        "bos_token_id": 2,
+        "rope_parameters": rope if older else rope | {"mrope_interleaved": True},
+    } | ({} if older else {"head_dim": 32})
+    ids = {
+        "image_token_id": "image_pad",
+        "video_token_id": "video_pad",
+        "vision_start_token_id": "vision_start",
+        "vision_end_token_id": "vision_end",
+    }
+    ids = {key: tokenizer.convert_tokens_to_ids(MARKS[mark]) for key, mark in ids.items()}
+    config = AutoConfig.for_model(architecture, text_config=text, vision_config=tower, **ids)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config).eval()
+    head = model.get_output_embeddings().weight.data
+    model.get_input_embeddings().weight.data[:, 0] = 1  # of each text token, and no layer changes it
+    for layer in model.model.language_model.layers:
+        layer.self_attn.o_proj.weight.data[0] = layer.mlp.down_proj.weight.data[0] = 0
+    head[:, 0] = 0
+    head[list(ids.values()), 0] = -30  # as after pretraining, these are hardly ever sampled
+    model.generation_config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return model, processor
+
+
+def picture(architecture: str, squares: int, seed: int = 0) -> Any:
+    """A white PIL image of four by four patches with so many dark squares, at most 16, each in a patch of its own."""
+    from PIL import Image
+
+    patch = PATCHES[architecture]
+    image = Image.new("RGB", (4 * patch, 4 * patch), "white")
+    for place in random.Random(seed).sample(range(16), squares):
+        left, top = place % 4 * patch + 2, place // 4 * patch + 2
+        image.paste((0, 0, 0), (left, top, left + patch - 4, top + patch - 4))
+    return image
+
+
+def counted_squares(architecture: str, rows: int = 16) -> Any:
+    """A dataset of TRL's for such a model: pictures of up to three squares, and how many there are."""
+    from datasets import Dataset
+
+    prompt = [{"role": "user", "content": "how many? "}]
+    numbers = [row % 4 for row in range(rows)]
+    return Dataset.from_list(
+        [{"prompt": prompt, "image": picture(architecture, n, seed), "squares": n} for seed, n in enumerate(numbers)]
+    )

@@ -21,8 +21,10 @@ def test_plugins_lists_plugins_and_components(capsys):
     assert "gather" in out
     assert main(["plugins", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [p["name"] for p in report["plugins"]] == ["multiturn", "ray", "reshard", "training", "trajectories", "vllm"]
-    assert {"name": "vllm", "distribution": "trlx-hybrid-vllm"}.items() <= report["plugins"][5].items()
+    assert [p["name"] for p in report["plugins"]] == [
+        *("cure", "multiturn", "ray", "reshard", "training", "trajectories", "vllm")
+    ]
+    assert {"name": "vllm", "distribution": "trlx-hybrid-vllm"}.items() <= report["plugins"][6].items()
     weights = {"alias", "lora", "copy", "merged", "reshard", "transfer", "gather"}
     engines = {"vllm", "remote"}
     others = {"single_turn", "multi_turn", "padded", "packed"}

@@ -209,7 +209,14 @@ def test_an_example_prints_its_help_and_starts_nothing(script: Path, monkeypatch
 
 def test_no_example_writes_over_the_run_of_another(read: Any) -> None:
     folders = []
-    for name in ("calculator", "custom_loop", "guessing_game", "quickstart", "ray_remote_environment"):
+    for name in (
+        "calculator",
+        "coder_and_tester",
+        "custom_loop",
+        "guessing_game",
+        "quickstart",
+        "ray_remote_environment",
+    ):
         script = str(ROOT / "examples" / f"{name}.py")
         folders.append(read(lambda: runpy.run_path(script, run_name="__main__"), []).output_dir)  # noqa: B023
     assert len(set(folders)) == len(folders)

@@ -236,6 +236,18 @@ def test_scoring(execute) -> None:
         trainer.session.close()
 
 
+def test_cure(execute, tmp_path) -> None:
+    from trl import GRPOConfig
+
+    settings = {"per_device_train_batch_size": 16, "num_generations": 4, "shuffle_dataset": False}
+    args = GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, **settings)
+    shown = execute("docs/cure.md", settings=settings | {"train": True}, args=args)
+    readme = execute("plugins/trlx-hybrid-cure/README.md", settings=settings | {"train": True}, rows=shown["rows"])
+    for trainer in (*shown["trainers"], *readme["trainers"]):
+        assert trainer.state.log_history[0]["cure/pass@1"] == 0  # a tiny model has nothing to say
+        trainer.session.close()
+
+
 def test_configuration(execute, monkeypatch) -> None:
     """The three ways say the same."""
     page = (ROOT / "docs/configuration.md").read_text()

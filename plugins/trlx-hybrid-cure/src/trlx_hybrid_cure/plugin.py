@@ -1,0 +1,23 @@
+"""What this distribution offers: a check for `trlx-hybrid doctor`. Imports little: every process loads every plugin."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trlx_hybrid.plugins.hookspecs import hookimpl
+
+if TYPE_CHECKING:
+    from trlx_hybrid.doctor import Finding
+
+
+@hookimpl
+def trlx_doctor(options: Any) -> list[Finding]:
+    """Say behind which walls programs would run."""
+    from trlx_hybrid.doctor import Finding
+
+    from .sandbox import Sandbox, SandboxError
+
+    try:
+        return [Finding("sandbox", f"programs of CURE run behind {Sandbox().using}")]
+    except SandboxError as error:
+        return [Finding("sandbox", str(error))]

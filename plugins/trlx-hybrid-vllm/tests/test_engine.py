@@ -323,6 +323,7 @@ def test_an_engine_that_is_left_takes_the_process_group_along_that_it_made(ended
     stderr, report = ended[how]
     assert report["default group at exit"] is False
     assert "Traceback" not in stderr
+    assert how == "half" or "nanobind" not in stderr  # Triton's list of what was not collected; "half" ends as on a GPU
 
 
 def test_closing_an_engine_unfreezes_what_vllm_froze_and_nothing_else(ended):

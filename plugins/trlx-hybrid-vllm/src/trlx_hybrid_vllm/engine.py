@@ -325,6 +325,9 @@ def release_at_exit(llm: Any, made_default_group: bool) -> None:
     rank that is elsewhere not at all. So the graphs go first, and the communicators are aborted; last the default one
     of a single process, where the engine made it: nobody else would, and torch warns of what nobody destroyed.
 
+    Where there are none of them, on a CPU, what vLLM has frozen is collected as Python ends, or Triton would list all
+    that it has left.
+
     Args:
         llm: None where a `shut_down` failed half-way.
     """
@@ -335,6 +338,8 @@ def release_at_exit(llm: Any, made_default_group: bool) -> None:
     if made_default_group and dist.is_initialized() and dist.get_world_size() == 1:
         groups.append(dist.group.WORLD)
     abort(groups, ABORT_SECONDS)
+    if not torch.cuda.is_available():
+        gc.unfreeze()
 
 
 class _Unmapped:

@@ -85,7 +85,12 @@ def test_a_model_under_fsdp2_is_held_against_accelerates_settings(four_ranks):
     model = sharded_qwen()
     held(model, **FSDP)
     held(model, **{f"fsdp_{name}": value for name, value in FSDP.items()})
-    held(model, transformer_cls_names_to_wrap="Qwen3DecoderLayer", offload_params=False, sharding_strategy="full_shard")
+    held(
+        model,
+        transformer_cls_names_to_wrap="Qwen3DecoderLayer,Qwen3DecoderLayer",
+        offload_params=False,
+        sharding_strategy="full_shard",
+    )
     others = {"version": 1, "dp_shard_size": 8, "dp_replicate_size": 2, "reshard_after_forward": False}
     others |= {"cpu_offload": True, "activation_checkpointing": True, "transformer_layer_cls_to_wrap": "Qwen3MLP"}
     for name, value in (others | {"sharding_strategy": "HYBRID_SHARD"}).items():

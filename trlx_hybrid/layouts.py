@@ -150,7 +150,8 @@ def check_train_config(config: Mapping[str, Any], model: nn.Module, world: int) 
     found = _fsdp_of(model, world)
     for name, value in settings.items():
         if name == "transformer_layer_cls_to_wrap":
-            fits = set(value if isinstance(value, list | tuple | set) else [value]) <= found[name]
+            names = value.split(",") if isinstance(value, str) else value  # as in accelerate's file
+            fits = set(map(str.strip, names)) <= found[name]
         else:
             value = value.upper() if isinstance(value, str) else value  # as accelerate reads it
             fits = type(value) is type(found[name]) and value == found[name]

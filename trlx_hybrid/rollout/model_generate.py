@@ -131,9 +131,12 @@ def _resolved(own: Any, given: Any, settings: Mapping[str, Any]) -> Any:
     config.update(**own.to_dict(), defaults_only=True)
     config.update(**{k: v for k, v in defaults.items() if k != "max_length"}, defaults_only=True)
     unknown = config.update(**settings)
+    served = {name: value for name, value in defaults.items() if name in SERVED and name != "max_length"}
+    config.update(**served, defaults_only=True)  # None, as is often given beside do_sample=False
     known = INDIFFERENT | set(SERVED)
     for name, value in (config.to_dict() | unknown).items():
-        if name not in known and value is not None and value is not False and value != defaults.get(name):
+        nothing = value is None or (isinstance(value, int | float | list | tuple | dict) and not value)
+        if name not in known and not nothing and value != defaults.get(name):
             hint = did_you_mean(name, SERVED) if name in unknown else ""
             raise ConfigError(
                 f"generate() inside rollout_context() does not follow {name}={value!r:.60}.{hint} "

@@ -32,6 +32,7 @@ print("equal")
 """
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel itself runs here")
 def test_the_kernel_adds_what_torch_adds():
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
@@ -42,14 +43,14 @@ def test_the_kernel_adds_what_torch_adds():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_the_kernel_is_right_on_this_gpu():
-    from trlx_hybrid_vllm.adapted_linear import runs_on
+    from trlx_hybrid_vllm.adapted_linear import runs_here
 
-    assert runs_on(torch.device("cuda"))
+    assert runs_here()
 
 
 def test_the_weight_and_its_adapter_are_one_product():
     """Of three fused layers, each with an adapter of its own, against what each computes alone."""
-    from trlx_hybrid_vllm.adapted_linear import spare_rows
+    from trlx_hybrid_vllm.adapted_linear import adapted_linear, spare_rows
 
     torch.manual_seed(0)
     sizes, rank, columns = (5, 3, 4), 3, 7
@@ -65,6 +66,8 @@ def test_the_weight_and_its_adapter_are_one_product():
         b[above : above + size, number * rank : (number + 1) * rank] = part
         expected.append(x @ weight.T + x @ a.T @ part.T)
         above += size
-    found = torch.ops.trlx_hybrid.adapted_linear(x, joined, b, bias)
+    found = adapted_linear(x, joined, b, bias)
     torch.testing.assert_close(found, torch.cat(expected, -1) + bias, rtol=1e-12, atol=1e-12)
-    torch.library.opcheck(torch.ops.trlx_hybrid.adapted_linear, (x, joined, b, bias), test_utils="test_faketensor")
+    if not torch.cuda.is_available():  # the operator is of the platform's devices
+        operator = torch.ops.trlx_hybrid.adapted_linear
+        torch.library.opcheck(operator, (x, joined, b, bias), test_utils="test_faketensor")

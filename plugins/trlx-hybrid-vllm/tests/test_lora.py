@@ -51,7 +51,7 @@ class Served:
         with (
             internals.launcher_environment(0, 0, 1),
             internals.running(torch.float32),
-            adapters_under_weights(arguments["max_lora_rank"] if joined else None, torch.device("cpu")),
+            adapters_under_weights(arguments["max_lora_rank"] if joined else None),
         ):
             self.llm = LLM(
                 model=str(folder),

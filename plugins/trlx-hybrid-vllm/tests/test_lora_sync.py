@@ -11,6 +11,8 @@ from trlx_hybrid import hookimpl
 from trlx_hybrid.testing.agreement import gap
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.testing.processes import rank_reports
+from trlx_hybrid_vllm.adapted_linear import Joined
+from trlx_hybrid_vllm.internals import model_of
 from vllm import SamplingParams
 
 ADAPTER = {"r": 4, "lora_alpha": 6, "target_modules": "all-linear", "init_lora_weights": "gaussian"}
@@ -154,3 +156,22 @@ def test_over_two_ranks_only_the_adapter_moves_and_the_engine_computes_what_the_
             assert moved == report["adapter"] or moved == first[1]
         assert {moved for _, moved, *_ in others} == {report["adapter"]}
         assert any(report["losses"])
+
+
+def test_slots_that_no_sync_fills_change_nothing_after_a_sleep(run):
+    """vLLM fuses what this adapter takes for one layer, so its slots are there, and the adapter comes merged."""
+    finished = run(
+        trlx_hybrid.GRPOTrainer,
+        model=tiny_model("glm4"),
+        peft_config=LoraConfig(**ADAPTER | {"target_modules": ["q_proj", "gate_up_proj"]}),
+        use_vllm=True,
+        vllm_enable_sleep_mode=True,
+        max_steps=3,
+    )
+    session = finished.trainer.session
+    assert session.weights.name == "gather"
+    layers = [module for module in model_of(session.live_engine.llm).modules() if isinstance(module, Joined)]
+    assert layers
+    with session.rollout_phase(True):
+        assert not any(t.any() for layer in layers for t in (*layer.lora_a_stacked, layer.joined_b))
+    assert gap(session) < 1e-5

@@ -48,8 +48,10 @@ def a_stop(engine):
         {"max_length": WIDTH + 7, "num_beams": 1},
         {"max_new_tokens": 5, "do_sample": True, "top_k": 1},
         {"generation_config": GenerationConfig(max_new_tokens=6, repetition_penalty=2.0, pad_token_id=3)},
+        {"max_new_tokens": 4, "do_sample": False} | dict.fromkeys(("temperature", "top_p", "top_k", "min_new_tokens")),
+        {"max_new_tokens": 4, "min_new_tokens": 0, "logits_processor": LogitsProcessorList()},
     ],
-    ids=["greedy", "repetition_penalty", "max_length", "top_k=1", "generation_config"],
+    ids=["greedy", "repetition_penalty", "max_length", "top_k=1", "generation_config", "None", "nothing"],
 )
 @pytest.mark.parametrize("masked", [True, False], ids=["attention_mask", "pad tokens"])
 def test_the_tokens_are_those_of_the_models_own_generate(engine, given, masked):

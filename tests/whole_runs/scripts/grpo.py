@@ -1,13 +1,13 @@
 """GRPO with every flag of TRL and of HybridConfig, and a plugin that prints what each weight sync proved, and digests
 of what engine and trainer computed: where two runs that should be the same part, they say whose arithmetic it is."""
 
-import gc
 import hashlib
 import json
 import random
 import sys
 
 from datasets import Dataset
+from torch._inductor.codecache import PyCodeCache
 from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
 
@@ -24,7 +24,8 @@ def digest(values):
 
 def compiled_kernels():
     """What torch compiled for this process or loaded from what another one compiled, and with which settings."""
-    kernels = (o for o in gc.get_objects() if type(o).__name__ == "CachingAutotuner")
+    loaded = (value for module in PyCodeCache.modules for value in vars(module).values())
+    kernels = (value for value in loaded if type(value).__name__ == "CachingAutotuner")
     found = sorted({f"{k.fn.__name__} {[str(launcher.config) for launcher in k.launchers]}" for k in kernels})
     for kernel in found:
         say(f"KERNEL {kernel}")

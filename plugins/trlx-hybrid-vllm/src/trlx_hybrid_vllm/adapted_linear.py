@@ -28,11 +28,15 @@ from vllm.model_executor.layers.linear import (
     RowParallelLinear,
     UnquantizedLinearMethod,
 )
+from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 from vllm.utils.torch_utils import direct_register_custom_op
 
 logger = logging.getLogger(__name__)
 
+LARGEST = 64
+"""Rank. B has a column for each spare row, which are those of all parts of a fused layer: at large ranks that takes
+more memory, and time, than it saves."""
 MULTIPLE = 16
 """Of the spare rows: a product's rows begin at multiples of 32 bytes."""
 ROWS, DEPTH = 64, 64
@@ -124,24 +128,37 @@ def _with_b(  # type: ignore[no-untyped-def]
     tl.store(out + token[:, None] * rows + row[None, :], total.to(out.dtype.element_ty), mask=here)
 
 
-@functools.cache
-def runs_on(device: torch.device) -> bool:
+def runs_here() -> bool:
     """Whether the kernel computes here what torch computes, on random numbers; on a CPU torch does it."""
-    if device.type != "cuda":
+    if not current_platform.is_cuda_alike():
         return True
-    generator = torch.Generator(device).manual_seed(0)
-    product, b, bias = (
-        torch.randn(shape, generator=generator, device=device).bfloat16() for shape in ((70, 176), (128, 48), (128,))
-    )
     try:
-        ours, theirs = with_b(product, b, bias), with_b_in_torch(product.float(), b.float(), bias.float())
-        apart = float((ours.float() - theirs).abs().max() / theirs.abs().max())
+        apart = _apart(torch.device("cuda", torch.cuda.current_device()))
     except Exception as error:  # whatever a compiler on another machine says
         logger.warning("Adapters are computed by vLLM's own kernels; ours does not run here: %r", error)
         return False
-    if not apart <= 2**-8:
+    if not apart <= ROUNDING:
         logger.warning("Adapters are computed by vLLM's own kernels; ours differs by %g here.", apart)
-    return apart <= 2**-8
+    return apart <= ROUNDING
+
+
+ROUNDING = 2**-8
+"""Of bf16, relative."""
+
+
+@functools.cache
+def _apart(device: torch.device) -> float:
+    """The largest relative difference between the kernel and torch: for few, some and many tokens, with one and several
+    parts, with a bias and without."""
+    generator = torch.Generator(device).manual_seed(0)
+    largest = 0.0
+    for tokens, rows, spare, biased in ((1, 128, 16, True), (20, 136, 48, False), (70, 128, 96, True)):
+        shapes = (tokens, rows + spare), (rows, spare), (rows,)
+        product, b, bias = (torch.randn(s, generator=generator, device=device).bfloat16() for s in shapes)
+        ours = with_b(product, b, bias if biased else None)
+        theirs = with_b_in_torch(product.float(), b.float(), bias.float() if biased else None)
+        largest = max(largest, float((ours.float() - theirs).abs().max() / theirs.abs().max()))
+    return largest
 
 
 # --- where it lies ----------------------------------------------------------------------------------------------------
@@ -169,23 +186,34 @@ class Joined:
 
 
 @contextmanager
-def adapters_under_weights(rank: int | None, device: torch.device) -> Iterator[None]:
+def adapters_under_weights(rank: int | None) -> Iterator[bool]:
     """Around the start of an engine: its adapted layers are `Joined`, where they can be.
 
     Args:
-        rank: of vLLM's slots; None for an engine without.
-        device: where the engine is to live.
-    """
-    if rank is None or envs.VLLM_LORA_ENABLE_DUAL_STREAM or envs.VLLM_BATCH_INVARIANT or not runs_on(device):
-        yield
-        return
-    from vllm.lora import model_manager
+        rank: of vLLM's slots; None for an engine whose slots are not those of the policy's one adapter.
 
-    with (
-        patch.object(UnquantizedLinearMethod, "create_weights", with_spare_rows(rank)),
-        patch.object(model_manager, "from_layer", joining(model_manager.from_layer)),
-    ):
-        yield
+    Yields:
+        Whether layers will be.
+    """
+    otherwise = envs.VLLM_LORA_ENABLE_DUAL_STREAM or envs.VLLM_BATCH_INVARIANT
+    if rank is None or rank > LARGEST or otherwise or not runs_here():
+        yield False
+    else:
+        from vllm.lora import model_manager
+
+        with (
+            patch.object(UnquantizedLinearMethod, "create_weights", with_spare_rows(rank)),
+            patch.object(model_manager, "from_layer", joining(model_manager.from_layer)),
+        ):
+            yield True
+
+
+def clear_adapters(model: torch.nn.Module) -> None:
+    """After the weights' memory was lost: what lies there now is anything, and every request is computed with it. An
+    engine that holds an adapter is written anew before it samples; one with slots that no weight sync fills is not."""
+    for module in model.modules():
+        if isinstance(module, Joined):
+            module.reset_lora(0)
 
 
 def with_spare_rows(rank: int) -> Callable[..., None]:

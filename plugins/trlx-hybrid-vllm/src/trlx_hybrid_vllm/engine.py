@@ -21,7 +21,7 @@ from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
 from trlx_hybrid.weights.policy import Policy
 
 from . import internals
-from .adapted_linear import adapters_under_weights
+from .adapted_linear import adapters_under_weights, clear_adapters
 from .arguments import engine_arguments, engine_dtype, returns_no_experts, write_without_weights
 from .internals import trainer_classes_kept
 from .loader import WeightLoader, counted
@@ -63,6 +63,8 @@ class VLLMEngine:
         arguments = adapters | engine_arguments(session, options, self.dtype)
         self.quantized = options.quantization is not None
         self.untested = untested()
+        alone = arguments.get("max_loras") == 1 and not arguments.get("fully_sharded_loras")
+        rank = arguments["max_lora_rank"] if adapters and alone and self.untested is None else None
         self.sleeps = options.enable_sleep_mode
         self.tensor_parallel_size = options.tensor_parallel_size
         self._made_default_group = not dist.is_initialized()
@@ -73,8 +75,8 @@ class VLLMEngine:
             internals.launcher_environment(ranks.rank, ranks.local_rank, ranks.world),
             internals.running(self.dtype),
             internals.frozen_heap(self._frozen > internals.PYTHONS_OWN),
-            internals.compiled_once(folder),
-            adapters_under_weights(None if self.untested else arguments.get("max_lora_rank"), session.policy.device),
+            adapters_under_weights(rank) as joined,
+            internals.compiled_once(folder, joined),
             trainer_classes_kept(session.policy.module) as built,
         ):
             write_without_weights(session.policy, Path(folder))
@@ -268,6 +270,8 @@ class VLLMEngine:
             return
         with internals.cache_kept(self._asleep[what] + SPARE):
             self.llm.collective_rpc("wake_up", args=([what],))
+        if what == WEIGHTS and self.weights_lost:
+            clear_adapters(internals.model_of(self.llm))
         del self._asleep[what]
 
     @property

@@ -306,12 +306,15 @@ def cache_kept(wanted: int) -> Iterator[None]:
 
 
 @contextmanager
-def compiled_once(folder: str) -> Iterator[None]:
+def compiled_once(folder: str, joined: bool) -> Iterator[None]:
     """Around the start of an engine whose folder has a random name: it takes what an earlier start compiled.
 
     vLLM keeps compiled models under a hash of its config, the model's path included. Every start would compile anew,
     choose its kernels by the clock anew, which may round otherwise, and leave one more folder in vLLM's cache. What the
-    path stands for, the model's config, is in the hash by itself; what we put in the place of vLLM's layers is not.
+    path stands for, the model's config, is in the hash by itself.
+
+    Args:
+        joined: whether adapters lie under weights, which the hash must tell apart.
     """
     from vllm.config import ModelConfig
 
@@ -320,7 +323,7 @@ def compiled_once(folder: str) -> Iterator[None]:
     @functools.wraps(plain)
     def compute_hash(config: Any) -> Any:
         path = config.model
-        config.model = "trlx-hybrid, adapters under weights" if path == folder else path
+        config.model = f"trlx-hybrid{', adapters under weights' * joined}" if path == folder else path
         try:
             return plain(config)
         finally:

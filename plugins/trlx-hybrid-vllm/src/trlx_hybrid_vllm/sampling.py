@@ -39,29 +39,29 @@ def sampling_params(sampling: Sampling) -> dict[str, Any]:
     return params
 
 
-def with_seed(params: Mapping[str, Any], request: Request, suppressed: Sequence[int] = ()) -> SamplingParams:
-    """The parameters of one request: those that all share, and its own.
-
-    Args:
-        suppressed: tokens that are never sampled, unless the parameters give them a bias.
-    """
-    own = own_params(params, request)
-    if suppressed:
-        own["logit_bias"] = dict.fromkeys(suppressed, NEVER) | (params.get("logit_bias") or {})
-    return SamplingParams(**{**params, **own})
+def with_seed(params: Mapping[str, Any], request: Request) -> SamplingParams:
+    """The parameters of one request: those that all share, and its own."""
+    return SamplingParams(**{**params, **own_params(params, request)})
 
 
 NEVER = -100.0
 """The least that vLLM takes as a bias of a logit."""
 
 
-def placeholders(model_config: Any) -> list[int]:
-    """Tokens that stand for images and videos in prompts of vLLM's `ModelConfig`. A completion with one of them could
-    not be scored, since there would be more than the prompt's images have features for. TRL suppresses them, too, where
-    it samples itself."""
+def without_placeholders(params: dict[str, Any], config: Any) -> dict[str, Any]:
+    """The parameters, with which a model that sees images hardly ever samples a token that stands for one, unless they
+    give it a bias themselves. A completion with such a token could not be scored: there would be more of them than the
+    images have features for. TRL suppresses them, too, where it samples itself.
+
+    Args:
+        config: vLLM's, of the whole engine. With speculative decoding vLLM takes no bias.
+    """
+    if not config.model_config.is_multimodal_model or config.speculative_config is not None:
+        return params
     names = "image_token_id", "image_token_index", "video_token_id"
-    ids = (getattr(model_config.hf_config, name, None) for name in names)
-    return [token for token in ids if isinstance(token, int)]
+    ids = (getattr(config.model_config.hf_config, name, None) for name in names)
+    bias = {token: NEVER for token in ids if isinstance(token, int)}
+    return params | {"logit_bias": bias | (params.get("logit_bias") or {})}
 
 
 def own_params(params: Mapping[str, Any], request: Request) -> dict[str, Any]:

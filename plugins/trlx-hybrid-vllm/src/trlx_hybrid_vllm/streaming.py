@@ -21,7 +21,7 @@ from trlx_hybrid.errors import EngineError
 from trlx_hybrid.types import Completion, Request
 
 from . import internals
-from .sampling import completion_of, own_params, placeholders, prompt_of, refuse_another_prompt, with_seed
+from .sampling import completion_of, own_params, prompt_of, refuse_another_prompt, with_seed, without_placeholders
 from .token_logprobs import without_ranks
 
 if TYPE_CHECKING:
@@ -78,8 +78,9 @@ class EngineStream:
     def __init__(
         self, llm: Any, params: Mapping[str, Any], adapter: Any = None, routing: RoutingCapture | None = None
     ) -> None:
-        self._llm, self._params, self._adapter, self._routing = llm, params, adapter, routing
+        self._llm, self._adapter, self._routing = llm, adapter, routing
         self._engine, self._core = llm.llm_engine, llm.llm_engine.engine_core
+        self._params = without_placeholders(dict(params), self._engine.vllm_config)
         self._pattern: Any = None
         self._text = bool(params["detokenize"] or params["logprobs"])
         self._arriving: dict[str, _Partial] = {}  # by vLLM's request id
@@ -106,7 +107,7 @@ class EngineStream:
     def _queue(self, request: Request) -> str:
         """Returns the id that vLLM works with."""
         if request.images is not None:
-            params = with_seed(self._params, request, placeholders(self._engine.model_config))
+            params = with_seed(self._params, request)
             key = str(self._llm.enqueue([prompt_of(request)], [params], self._adapter, use_tqdm=False)[0])
             try:
                 refuse_another_prompt(request, self._engine.output_processor.request_states[key].prompt_token_ids)

@@ -175,10 +175,16 @@ class VLLMServer:
 
     async def generate(self, request: Request, sampling: Sampling) -> Completion:
         """Sample one completion. Its tokens depend on the request alone: it brings its own seed."""
-        from ..sampling import completion_of, placeholders, prompt_of, refuse_another_prompt, sampling_params, with_seed
+        from ..sampling import (
+            completion_of,
+            prompt_of,
+            refuse_another_prompt,
+            sampling_params,
+            with_seed,
+            without_placeholders,
+        )
 
-        suppressed = placeholders(self._llm.model_config) if request.images is not None else ()
-        params = with_seed(sampling_params(sampling), request, suppressed)
+        params = with_seed(without_placeholders(sampling_params(sampling), self._llm.vllm_config), request)
         final: Any = None
         try:
             async for output in self._llm.generate(prompt_of(request), params, str(next(self._numbers))):

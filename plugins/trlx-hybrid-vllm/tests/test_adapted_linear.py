@@ -1,19 +1,17 @@
 """A layer with its adapter in one product and one kernel, in Triton's interpreter where there is no GPU."""
 
-import os
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).parent))
+from interpreting import interpreted
+
 INTERPRETED = """
-import torch, triton, triton.language
-import vllm.triton_utils
-vllm.triton_utils.triton, vllm.triton_utils.tl = triton, triton.language  # placeholders where there is no GPU
 from trlx_hybrid_vllm.adapted_linear import with_b, with_b_in_torch
 
-torch.manual_seed(0)
 for tokens, rows, spare, dtype, biased in (
     (1, 64, 16, torch.float32, False),
     (17, 100, 48, torch.float32, True),
@@ -34,11 +32,8 @@ print("equal")
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel itself runs here")
 def test_the_kernel_adds_what_torch_adds():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.stdout.endswith("equal\n"), done.stderr[-4000:]
+    said, errors = interpreted(INTERPRETED)
+    assert said.endswith("equal\n"), errors[-4000:]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

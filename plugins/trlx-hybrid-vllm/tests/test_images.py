@@ -11,13 +11,14 @@ from trlx_hybrid.testing.launched import tiny_grpo
 from trlx_hybrid.testing.vision import MARKS, PATCHES, counted_squares, picture, tiny_vision_model
 from trlx_hybrid.types import Sampling
 
+NEEDED = "the processors of vision-language models need torchvision"
 SAMPLING = Sampling(max_tokens=8, logprobs=0, extra={"ignore_eos": True})
 
 
 @pytest.fixture(params=sorted(PATCHES))
 def vision(request):
     """A tiny model, its processor, and an image of four tokens."""
-    pytest.importorskip("torchvision", reason="the processors of vision-language models need torchvision")
+    pytest.importorskip("torchvision", reason=NEEDED)
     return *tiny_vision_model(request.param), picture(request.param, squares=5)
 
 
@@ -68,6 +69,7 @@ class Syncs:
 
 def trained(architecture, folder, peft_config=None, **hybrid):
     """(logs, syncs, names of the weights that changed) of three GRPO steps on pictures."""
+    pytest.importorskip("torchvision", reason=NEEDED)
     model, processor = tiny_vision_model(architecture)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     syncs = Syncs()
@@ -99,7 +101,6 @@ def trained(architecture, folder, peft_config=None, **hybrid):
 
 @pytest.mark.parametrize("architecture", sorted(PATCHES))
 def test_grpo_trains_tower_and_text_alike_on_shared_and_on_gathered_weights(architecture, tmp_path):
-    pytest.importorskip("torchvision")
     logs, syncs, changed = trained(architecture, tmp_path / "alias")
     assert {weights for weights, *_ in syncs} == {"alias"}
     gathered, others, _ = trained(architecture, tmp_path / "gather", weights="gather")
@@ -113,7 +114,6 @@ def test_grpo_trains_tower_and_text_alike_on_shared_and_on_gathered_weights(arch
 
 
 def test_an_adapter_of_the_text_model_is_served_beside_the_tower(tmp_path):
-    pytest.importorskip("torchvision")
     adapter = LoraConfig(r=4, target_modules=r".*language_model.*_proj")
     logs, syncs, changed = trained("qwen2_5_vl", tmp_path, adapter)
     assert {weights for weights, *_ in syncs} == {"lora"}

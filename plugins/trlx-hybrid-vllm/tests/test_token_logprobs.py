@@ -1,22 +1,20 @@
 """Log-probs of sampled tokens from kernels of our own, in Triton's interpreter where there is no GPU."""
 
 import inspect
-import os
 import re
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
-INTERPRETED = """
-import torch, triton, triton.language
-import vllm.triton_utils
-from vllm.v1.outputs import LogprobsTensors
-vllm.triton_utils.triton, vllm.triton_utils.tl = triton, triton.language  # placeholders where there is no GPU
-from trlx_hybrid_vllm import token_logprobs as ours
+sys.path.insert(0, str(Path(__file__).parent))
+from interpreting import interpreted
 
-torch.manual_seed(0)
+INTERPRETED = """
+from trlx_hybrid_vllm import token_logprobs as ours
+from vllm.v1.outputs import LogprobsTensors
+
 float32, bfloat16 = torch.float32, torch.bfloat16
 for rows, vocabulary, dtype in ((1, 5, float32), (3, 4096, float32), (4, 9001, float32), (2, 4097, bfloat16)):
     wide = (torch.randn(rows, vocabulary + 3) * 8).to(dtype)
@@ -46,11 +44,8 @@ print("equal")
 
 
 def test_they_are_those_of_a_log_softmax():
-    environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERPRETED], capture_output=True, text=True, env=environment, timeout=300
-    )
-    assert done.stdout.endswith("equal\n"), done.stderr[-4000:]
+    said, errors = interpreted(INTERPRETED)
+    assert said.endswith("equal\n"), errors[-4000:]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

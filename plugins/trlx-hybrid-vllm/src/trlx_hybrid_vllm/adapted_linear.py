@@ -9,7 +9,6 @@ spare rows of the same memory, some 1% of it; so one product gives both, and one
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -32,7 +31,7 @@ from vllm.platforms import current_platform
 from vllm.triton_utils import tl, triton
 from vllm.utils.torch_utils import direct_register_custom_op
 
-logger = logging.getLogger(__name__)
+from .internals import may_replace
 
 LARGEST = 64
 """Rank. B has a column for each spare row, which are those of all parts of a fused layer: at large ranks that takes
@@ -43,6 +42,8 @@ ROWS, DEPTH = 64, 64
 """Of a weight, that one program computes; and how many of the spare ones it reads at once."""
 PLAIN = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, ReplicatedLinear)
 """Layers that compute x·Wᵀ and nothing else of their own."""
+ROUNDING = 2**-8
+"""Of bf16, relative."""
 LIBRARY = torch.library.Library("trlx_hybrid", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
@@ -132,18 +133,8 @@ def runs_here() -> bool:
     """Whether the kernel computes here what torch computes, on random numbers; on a CPU torch does it."""
     if not current_platform.is_cuda_alike():
         return True
-    try:
-        apart = _apart(torch.device("cuda", torch.cuda.current_device()))
-    except Exception as error:  # whatever a compiler on another machine says
-        logger.warning("Adapters are computed by vLLM's own kernels; ours does not run here: %r", error)
-        return False
-    if not apart <= ROUNDING:
-        logger.warning("Adapters are computed by vLLM's own kernels; ours differs by %g here.", apart)
-    return apart <= ROUNDING
-
-
-ROUNDING = 2**-8
-"""Of bf16, relative."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    return may_replace("Adapters are", lambda: _apart(device), ROUNDING)
 
 
 @functools.cache
@@ -255,15 +246,13 @@ def joining(plain: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Mod
 
 
 def join(layer: Any) -> None:
-    """Make a wrapped layer `Joined`; not where its weight is quantised, or its slots are many or sharded."""
+    """Make a wrapped layer with slots for one adapter `Joined`; not where its weight is quantised."""
     base, slots_a, slots_b = layer.base_layer, layer.lora_a_stacked, layer.lora_b_stacked
-    weight, (slots, _, rank, columns) = base.weight.data, slots_a[0].shape
+    weight, (*_, rank, columns) = base.weight.data, slots_a[0].shape
     rows, spare = len(weight), spare_rows(len(slots_a), rank)
     left = weight.untyped_storage().nbytes() // weight.element_size() - weight.storage_offset() - weight.numel()
     if (
         type(base.quant_method) is not UnquantizedLinearMethod
-        or slots > 1
-        or layer.lora_config.fully_sharded_loras
         or slots_a[0].dtype != weight.dtype
         or (rows, columns) != (sum(b.shape[2] for b in slots_b), weight.shape[1])
         or left < spare * columns
@@ -285,11 +274,9 @@ def between_slots(layer: Any) -> list[Tensor]:
     if not isinstance(layer, Joined):
         return []
     wrapper: Any = layer
-    used = sum(a.shape[2] for a in wrapper.lora_a_stacked)
-    found, above = [layer.joined_weight[len(layer.joined_b) + used :], layer.joined_b[:, used:]], 0
-    for b in wrapper.lora_b_stacked:
-        size, rank = b.shape[2:]
-        part, start = layer.joined_b[above : above + size, :used], b.storage_offset() % layer.joined_b.shape[1]
-        found += [part[:, :start], part[:, start + rank :]]
-        above += size
+    rank, sizes = wrapper.lora_a_stacked[0].shape[2], [b.shape[2] for b in wrapper.lora_b_stacked]
+    used = rank * len(sizes)
+    found = [layer.joined_weight[len(layer.joined_b) + used :], layer.joined_b[:, used:]]
+    for number, part in enumerate(wrapper.joined_b[:, :used].split(sizes)):
+        found += [part[:, : number * rank], part[:, (number + 1) * rank :]]
     return [t for t in found if t.numel()]

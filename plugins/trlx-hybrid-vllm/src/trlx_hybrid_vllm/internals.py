@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -20,6 +21,8 @@ import torch
 from torch import nn
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.variables import restored
+
+logger = logging.getLogger(__name__)
 
 
 def model_of(llm: Any) -> torch.nn.Module:
@@ -272,6 +275,24 @@ def serve_by_default(llm: Any, adapter: Callable[[], Any]) -> None:
         return plain(*args, lora_request=lora_request or adapter(), **kwargs)
 
     processor.process_inputs = process_inputs
+
+
+def may_replace(subject: str, apart: Callable[[], float], bound: float) -> bool:
+    """Whether a kernel of ours may take the place of vLLM's on this machine; says so where it may not.
+
+    Args:
+        subject: what is computed with vLLM's otherwise, with its verb.
+        apart: runs it, and returns by how much it differs.
+        bound: the most that this may be.
+    """
+    try:
+        found = apart()
+    except Exception as error:  # whatever a compiler on another machine says
+        logger.warning("%s computed by vLLM's own kernels; ours does not run here: %r", subject, error)
+        return False
+    if not found <= bound:
+        logger.warning("%s computed by vLLM's own kernels; ours differs by %g here.", subject, found)
+    return found <= bound
 
 
 PYTHONS_OWN = 1_000

@@ -8,7 +8,6 @@ CUDA profile on an H200). Here each program reads one block of a row once, and a
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 from vllm.triton_utils import tl, triton
 
-logger = logging.getLogger(__name__)
+from .internals import may_replace
 
 BLOCK = 4096
 """Logits that one program reads."""
@@ -109,12 +108,9 @@ def equal_to_vllm(device: torch.device) -> bool:
     generator = torch.Generator(device).manual_seed(0)
     logits = torch.randn(5, 3 * BLOCK + 17, generator=generator, device=device) * 8
     tokens = torch.arange(5, device=device) * 2_000
-    try:
-        ours, theirs = token_logprobs(logits, tokens), compute_token_logprobs(logits, tokens[:, None])[:, 0]
-        apart = float((ours - theirs).abs().max())
-    except Exception as error:  # whatever a compiler on another machine says
-        logger.warning("Log-probs are computed by vLLM's own kernel; ours does not run here: %r", error)
-        return False
-    if not apart <= EXACT:
-        logger.warning("Log-probs are computed by vLLM's own kernel; ours differs by %g nats here.", apart)
-    return apart <= EXACT
+
+    def apart() -> float:
+        theirs = compute_token_logprobs(logits, tokens[:, None])[:, 0]
+        return float((token_logprobs(logits, tokens) - theirs).abs().max())
+
+    return may_replace("Log-probs (in nats) are", apart, EXACT)

@@ -129,10 +129,9 @@ def _resolved(own: Any, given: Any, settings: Mapping[str, Any]) -> Any:
     config = GenerationConfig() if given is None else copy.deepcopy(given)
     defaults = config._get_default_generation_params()
     config.update(**own.to_dict(), defaults_only=True)
-    config.update(**{k: v for k, v in defaults.items() if k != "max_length"}, defaults_only=True)
     unknown = config.update(**settings)
-    served = {name: value for name, value in defaults.items() if name in SERVED and name != "max_length"}
-    config.update(**served, defaults_only=True)  # None, as is often given beside do_sample=False
+    # Last, for None is often given beside do_sample=False.
+    config.update(**{k: v for k, v in defaults.items() if k != "max_length"}, defaults_only=True)
     known = INDIFFERENT | set(SERVED)
     for name, value in (config.to_dict() | unknown).items():
         nothing = value is None or (isinstance(value, int | float | list | tuple | dict) and not value)

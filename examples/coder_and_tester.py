@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
-from quickstart import plot_rewards, quiet, train
+from quickstart import demonstration_config, plot_rewards, quiet, train
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from toy_chat import ToyConfig
 from toy_task import build_model
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, set_seed
-from trl import SFTConfig, SFTTrainer, TrlParser
+from trl import SFTTrainer, TrlParser
 from trlx_hybrid import GRPOTrainer
 from trlx_hybrid_cure import CureReward, Sandbox, two_speakers
 from trlx_hybrid_cure.sandbox import Job
@@ -127,25 +127,12 @@ def learn_from_demonstrations(
     """Train the small model from scratch with TRL's SFTTrainer, on programs and tests alike."""
     set_seed(config.seed)
     rng = random.Random(config.seed)
+    sft = demonstration_config(f"{config.output_dir}/demonstrated", script.sft_steps, config.seed)
     rows = []
-    for _ in range(script.sft_steps * 64):
+    for _ in range(sft.max_steps * sft.per_device_train_batch_size):
         task, speaker = rng.choice(tasks), rng.choice(list(ASKS))
         said = demonstrate(task, speaker, script.share_right, rng)
         rows.append({"prompt": ASKS[speaker] + task["asked"], "completion": said})
-    sft = SFTConfig(
-        output_dir=f"{config.output_dir}/demonstrated",
-        max_steps=script.sft_steps,
-        per_device_train_batch_size=64,
-        learning_rate=4e-3,
-        adam_beta2=0.98,
-        bf16=False,
-        gradient_checkpointing=False,
-        dataloader_pin_memory=False,
-        logging_steps=10,
-        save_strategy="no",
-        report_to="none",
-        seed=config.seed,
-    )
     model = build_model(tokenizer, config.vllm_max_model_length)
     trainer = SFTTrainer(model, sft, train_dataset=Dataset.from_list(rows), processing_class=tokenizer)
     train(trainer, f"Learning from demonstrations, {script.share_right:.0%} of them right", metric="loss")

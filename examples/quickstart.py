@@ -20,6 +20,7 @@ import warnings
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import datasets
 import matplotlib
@@ -117,13 +118,11 @@ def demonstrated_policy(script: ScriptArguments, tasks: list[Task], seed: int) -
     return model_dir
 
 
-def train_on_demonstrations(script: ScriptArguments, tasks: list[Task], seed: int, scratch: str) -> Path:
-    """Train the small model from scratch with TRL's SFTTrainer; return the folder that holds it."""
-    set_seed(seed)
-    rng = random.Random(seed)
-    config = SFTConfig(
-        output_dir=f"{scratch}/model",
-        max_steps=script.sft_steps,
+def demonstration_config(output_dir: str, steps: int, seed: int, **settings: Any) -> SFTConfig:
+    """How a model this small learns from demonstrations, 64 in each step."""
+    return SFTConfig(
+        output_dir=output_dir,
+        max_steps=steps,
         per_device_train_batch_size=64,
         learning_rate=4e-3,
         adam_beta2=0.98,
@@ -134,7 +133,15 @@ def train_on_demonstrations(script: ScriptArguments, tasks: list[Task], seed: in
         save_strategy="no",
         report_to="none",
         seed=seed,
+        **settings,
     )
+
+
+def train_on_demonstrations(script: ScriptArguments, tasks: list[Task], seed: int, scratch: str) -> Path:
+    """Train the small model from scratch with TRL's SFTTrainer; return the folder that holds it."""
+    set_seed(seed)
+    rng = random.Random(seed)
+    config = demonstration_config(f"{scratch}/model", script.sft_steps, seed)
     # A task comes back in every epoch with another draw of right or wrong, as if another person demonstrated it.
     epochs = -(-script.sft_steps * config.per_device_train_batch_size // len(tasks))
     demonstrations = Dataset.from_list(

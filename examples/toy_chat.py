@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from quickstart import plot_rewards, train
+from quickstart import demonstration_config, plot_rewards, train
 from tokenizers import Tokenizer, decoders, models
 from toy_task import build_model
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, set_seed
-from trl import GRPOConfig, SFTConfig, SFTTrainer
+from trl import GRPOConfig, SFTTrainer
 
 Conversation = list[dict[str, Any]]
 
@@ -85,21 +85,7 @@ def learn_from_demonstrations(
     """Train a small model from scratch with TRL's SFTTrainer, on what the assistant says in demonstrations."""
     set_seed(config.seed)
     rng = random.Random(config.seed)
-    sft = SFTConfig(
-        output_dir=f"{config.output_dir}/demonstrated",
-        max_steps=steps,
-        per_device_train_batch_size=64,
-        learning_rate=4e-3,
-        adam_beta2=0.98,
-        assistant_only_loss=True,
-        bf16=False,
-        gradient_checkpointing=False,
-        dataloader_pin_memory=False,
-        logging_steps=10,
-        save_strategy="no",
-        report_to="none",
-        seed=config.seed,
-    )
+    sft = demonstration_config(f"{config.output_dir}/demonstrated", steps, config.seed, assistant_only_loss=True)
     demonstrations = Dataset.from_list(
         [{"messages": demonstrate(rng)} for _ in range(steps * sft.per_device_train_batch_size)]
     )

@@ -60,34 +60,29 @@ test-faults: .venv/dev
 	FAULT_SEEDS=50 $(CPU) $(BIN)/python -m pytest -m "slow or not slow" \
 		$(patsubst %,plugins/trlx-hybrid-ray/tests/test_%.py,launch_faults remote_faults remote_engine_seeds) $(ARGS)
 
-# The newest versions that are served, in front of those that `make test` runs on, which are the oldest.
-.venv-newest/run: requirements/newest.lock .venv/dev
-	$(PYTHON) -m venv .venv-newest
-	echo '*' > .venv-newest/.gitignore
-	.venv-newest/bin/pip install -q $(PIP_ARGS) --no-deps -r requirements/newest.lock
-	.venv-newest/bin/python -c 'import pathlib, sysconfig as of; \
-		here, oldest = (of.get_path("purelib", vars=dict(base=base)) for base in (".venv-newest", "$(CURDIR)/.venv")); \
-		pathlib.Path(here, "oldest.pth").write_text(f"import site; site.addsitedir({oldest!r})\n")'
+# A few distributions in front of those that `make test` runs on. AT_START is run as Python starts.
+.venv-newest/run .venv-vision/run: .venv-%/run: requirements/%.lock .venv/dev
+	$(PYTHON) -m venv .venv-$*
+	echo '*' > .venv-$*/.gitignore
+	.venv-$*/bin/pip install -q $(PIP_ARGS) --no-deps -r $<
+	.venv-$*/bin/python -c 'import pathlib, sysconfig as of; \
+		here, rest = (of.get_path("purelib", vars=dict(base=base)) for base in (".venv-$*", "$(CURDIR)/.venv")); \
+		lines = f"import site; site.addsitedir({rest!r})", "$(AT_START)", ""; \
+		pathlib.Path(here, "rest.pth").write_text("\n".join(lines))'
 	@touch $@
 
+# The newest versions that are served; `make test` runs on the oldest.
 test-versions: .venv-newest/run
 	$(CPU) .venv-newest/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) \
 		$(patsubst %,plugins/trlx-hybrid-vllm/tests/test_%.py,engine bad_input scheduler lora_sync model_generate)
 
 # torchvision has no published build for CPUs: its operators are declared as Python starts, which is all that is needed.
-.venv-vision/run: requirements/vision.lock .venv/dev
-	$(PYTHON) -m venv .venv-vision
-	echo '*' > .venv-vision/.gitignore
-	.venv-vision/bin/pip install -q $(PIP_ARGS) --no-deps -r requirements/vision.lock
-	.venv-vision/bin/python -c 'import pathlib, sysconfig as of; \
-		here, rest = (of.get_path("purelib", vars=dict(base=base)) for base in (".venv-vision", "$(CURDIR)/.venv")); \
-		lines = f"import site; site.addsitedir({rest!r})", "import trlx_hybrid.testing.torchvision_operators", ""; \
-		pathlib.Path(here, "rest.pth").write_text("\n".join(lines))'
-	@touch $@
+.venv-vision/run: AT_START := import trlx_hybrid.testing.torchvision_operators
 
 test-vision: .venv-vision/run
 	$(CPU) .venv-vision/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) \
-		$(patsubst %,plugins/trlx-hybrid-%/tests/test_images.py,vllm reshard)
+		$(patsubst %,plugins/trlx-hybrid-%/tests/test_images.py,vllm reshard) \
+		tests/whole_runs/test_on_a_cpu.py::test_pictures
 
 # OpenEnv and verifiers ask for versions that clash with vLLM's: each has an environment of its own, without torch.
 .venv-%/run: requirements/%.lock

@@ -9,6 +9,7 @@ import torch
 from transformers import GenerationConfig
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid.testing.vision import tiny_vision_model
 
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {
@@ -32,14 +33,18 @@ CALLS = [
 
 
 def write(name: str, folder: Path) -> Path:
-    """`plain`, `experts` or `caller`, of a size for the device there is; written once."""
+    """`plain`, `experts`, `caller` or `pictures`, of a size for the device there is; written once."""
     path = folder / name
     if (path / "config.json").exists():
         return path
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "caller":
+    head_dim = 64 if device == "cuda" else 32
+    tokenizer: Any
+    if name == "pictures":
+        model, tokenizer = tiny_vision_model("qwen3_vl", head_dim=head_dim)
+    elif name == "caller":
         tokenizer = chat_tokenizer(CALLS)
-        model = chatty_model(tokenizer, CALLS, head_dim=64 if device == "cuda" else 32)
+        model = chatty_model(tokenizer, CALLS, head_dim=head_dim)
     else:
         tokenizer = character_tokenizer()
         tokenizer.chat_template = (
@@ -49,7 +54,8 @@ def write(name: str, folder: Path) -> Path:
         shape = SIZES[device] | {"max_position_embeddings": 2048, "initializer_range": 0.02}
         experts = name == "experts"
         model = tiny_model("qwen3_moe" if experts else "qwen3", **shape | (EXPERTS if experts else {}))
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    text = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
+    model.generation_config = GenerationConfig(eos_token_id=text.eos_token_id, pad_token_id=text.pad_token_id)
     partial = folder / f"{name}.part"
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)

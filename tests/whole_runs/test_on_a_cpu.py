@@ -41,6 +41,11 @@ def test_packed_rows(model, whole, tmp_path):
     assert "LoRA layers: 14 of 14 compute in fewer passes" in ended.output
 
 
+@pytest.mark.parametrize("weights", ["bf16", "lora"])
+def test_pictures(weights, model, whole, seen, tmp_path):
+    whole_run.check_pictures(Case(weights, sleep=True, graphs=False), ON_CPU, model, whole, seen, tmp_path, LIMIT)
+
+
 def test_rollouts_repeat(model, whole):
     whole_run.check_repeats(
         [whole([sys.executable, SCRIPTS / "repeats.py", model("plain"), "sleep", "eager", "5"], LIMIT)]

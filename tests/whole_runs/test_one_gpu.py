@@ -104,6 +104,11 @@ def test_a_mixture_of_experts(model, whole, tmp_path):
 
 
 @pytest.mark.parametrize("weights", ["bf16", "lora"])
+def test_pictures(weights, model, whole, seen, tmp_path):
+    whole_run.check_pictures(Case(weights, sleep=True, graphs=False), {}, model, whole, seen, tmp_path, LIMIT)
+
+
+@pytest.mark.parametrize("weights", ["bf16", "lora"])
 def test_packed_rows(weights, model, whole, seen, tmp_path):
     case = Case(weights, sleep=True, graphs=True, ragged=True)
     ended = whole(python("grpo.py", case.settings() | PACKED, model("plain"), tmp_path / "run"), LIMIT)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 from cases import ONE_STEP, STEPS, Case, flags
 from trlx_hybrid_ray import reaper
 
@@ -231,6 +232,27 @@ def check_packed(ended: Ended) -> None:
     assert "scoring: rows are packed" in ended.output, ended.output[:8000]
     assert "layers are recomputed as far as memory asks for it" in ended.output, ended.output[:8000]
     assert "Rows stay padded" not in ended.output, ended.output[-8000:]
+
+
+def check_pictures(
+    case: Case,
+    changes: dict[str, object],
+    model: Callable[[str], Path],
+    whole: Callable[..., Ended],
+    seen: dict[str, Any],
+    folder: Path,
+    limit: float,
+) -> None:
+    """A vision-language model trains to its end as others do, its tower's weights among those that are proven."""
+    pytest.importorskip("torchvision", reason="the processors of vision-language models need torchvision")
+    settings = case.settings() | changes
+    if case.weights == "lora":
+        settings |= {"lora_target_modules": ".*language_model.*_proj"}
+    ended = whole([sys.executable, SCRIPTS / "pictures.py", *flags(settings, model("pictures"), folder)], limit)
+    logs = history(folder)
+    check_training(logs, STEPS)
+    check_proofs(ended, case.path)
+    seen["gap"] = check_gap(logs)
 
 
 def check_repeats(runs: Sequence[Ended]) -> None:

@@ -20,11 +20,12 @@ TEMPLATE = (
 )
 
 
-def tiny_vision_model(architecture: str = "qwen2_5_vl", seed: int = 0) -> tuple[Any, Any]:
+def tiny_vision_model(architecture: str = "qwen2_5_vl", seed: int = 0, head_dim: int = 32) -> tuple[Any, Any]:
     """A model of a few ten thousand parameters, and its processor.
 
     Args:
         architecture: one of PATCHES.
+        head_dim: of tower and text; vLLM's attention on GPUs wants 64 or more.
     """
     import torch
     import transformers
@@ -42,16 +43,17 @@ def tiny_vision_model(architecture: str = "qwen2_5_vl", seed: int = 0) -> tuple[
     processor = kind(
         Qwen2VLImageProcessor(**settings), tokenizer, Qwen2VLVideoProcessor(**settings), chat_template=TEMPLATE
     )
-    tower: dict[str, Any] = {"depth": 2, "hidden_size": 64, "intermediate_size": 96, "num_heads": 2}
-    tower |= {"out_hidden_size": 128, "patch_size": patch, "initializer_range": 0.1}
+    tower: dict[str, Any] = {"depth": 2, "hidden_size": 2 * head_dim, "intermediate_size": 96, "num_heads": 2}
+    tower |= {"out_hidden_size": 4 * head_dim, "patch_size": patch, "initializer_range": 0.1}
     if older:
         tower |= {"window_size": 56, "fullatt_block_indexes": [1]}
     else:
         tower |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}
+    sections = [head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16]  # of time, height and width
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
     text = {
         "vocab_size": len(tokenizer),
-        "hidden_size": 128,
+        "hidden_size": 4 * head_dim,
         "intermediate_size": 192,
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
@@ -62,7 +64,7 @@ def tiny_vision_model(architecture: str = "qwen2_5_vl", seed: int = 0) -> tuple[
         "eos_token_id": 1,
         "bos_token_id": 2,
         "rope_parameters": rope if older else rope | {"mrope_interleaved": True},
-    } | ({} if older else {"head_dim": 32})
+    } | ({} if older else {"head_dim": head_dim})
     ids = {
         "image_token_id": "image_pad",
         "video_token_id": "video_pad",

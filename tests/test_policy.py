@@ -7,7 +7,8 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from transformers import AriaConfig, Qwen3Config, Qwen3MoeConfig
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid.weights.policy import Policy, is_sharded
+from trlx_hybrid.weights import policy as policies
+from trlx_hybrid.weights.policy import Policy, is_sharded, modules_of, parameters_of
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": []}
 
@@ -125,14 +126,23 @@ def test_fsdp_units_are_looked_for_once_and_again_in_a_model_that_takes_the_plac
             fully_shard(model.model.layers[0], reshard_after_forward=False)
             policy.reshard()
             fully_shard(model, reshard_after_forward=False)
-            walk = model.modules
-            monkeypatch.setattr(model, "modules", lambda walk=walk: walks.append(1) or walk())
-            for _ in range(3):
-                for unit in (model, model.model.layers[0]):
-                    unit.unshard()
-                assert not any(is_sharded(p) for p in model.parameters())
-                policy.reshard()
-                assert all(is_sharded(p) for p in model.parameters())
+            with monkeypatch.context() as patch:
+                patch.setattr(policies, "modules_of", lambda root: walks.append(1) or modules_of(root))
+                for _ in range(3):
+                    for unit in (model, model.model.layers[0]):
+                        unit.unshard()
+                    assert not any(is_sharded(p) for p in model.parameters())
+                    policy.reshard()
+                    assert all(is_sharded(p) for p in model.parameters())
         assert len(walks) == 2
+
     finally:
         dist.destroy_process_group()
+
+
+def test_modules_and_parameters_are_torchs_in_its_order():
+    model = tiny_model(tie_word_embeddings=True)
+    model.again, model.absent = model.model.layers[0], None
+    model.register_parameter("missing", None)
+    assert [*map(id, modules_of(model))] == [*map(id, model.modules())]
+    assert [*map(id, parameters_of(model))] == [*map(id, model.parameters())]

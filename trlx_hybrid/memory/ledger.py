@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from ..types import Phase
+from ..weights.policy import modules_of, parameters_of
 from .estimate import GIB, OWNERS, REMEDIES, ParameterSize, Prediction
 
 if TYPE_CHECKING:
@@ -168,13 +169,14 @@ def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 
 
 def policy_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers."""
-    return itertools.chain(module.parameters(), module.buffers())
+    """Parameters and buffers; tied ones as often as they hang somewhere."""
+    held = (t for m in modules_of(module) for t in itertools.chain(m._parameters.values(), m._buffers.values()))
+    return (tensor for tensor in held if tensor is not None)
 
 
 def gradient_tensors(module: nn.Module) -> Iterator[Tensor]:
     """The gradients that exist."""
-    return (p.grad for p in module.parameters() if p.grad is not None)
+    return (p.grad for p in parameters_of(module) if p.grad is not None)
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:

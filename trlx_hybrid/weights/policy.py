@@ -143,7 +143,7 @@ class Policy:
         root = self.module
         found_in = root, type(root)  # FSDP2 shards in place, and changes the class
         if not self._units or self._units_of != found_in:  # a walk over 36 layers takes 1.4 ms
-            self._units = [module for module in root.modules() if hasattr(module, "_get_fsdp_state")]
+            self._units = [module for module in modules_of(root) if hasattr(module, "_get_fsdp_state")]
             self._units_of = found_in
         for unit in self._units:
             _finish_forward(unit)
@@ -178,7 +178,8 @@ class Policy:
     def fingerprint(self) -> int:
         """A number that changes when this rank's trainable weights do: a hash of a few hundred bits of each of up to
         16 tensors spread over the model. Cheap enough for every rollout; it catches loads nobody announced."""
-        trainable = [p for p in self.module.parameters() if p.requires_grad] or list(self.module.parameters())
+        parameters = list(parameters_of(self.module))
+        trainable = [p for p in parameters if p.requires_grad] or parameters
         stride = -(-len(trainable) // FINGERPRINT_TENSORS)
         samples = []
         for p in trainable[::stride]:
@@ -217,6 +218,28 @@ def _saved(model: nn.Module, merge: bool) -> Iterator[tuple[str, Callable[[], Te
     """Those of `_weights` that transformers writes into a checkpoint, a head that adapters parted included."""
     ignored: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
     return ((name, read) for name, read in _weights(model, "", set(), merge, parted_head(model)) if name not in ignored)
+
+
+def modules_of(root: nn.Module) -> Iterator[nn.Module]:
+    """As `root.modules()`, in its order, for what is asked at every rollout and loss: without the names that it makes,
+    in less than half of its time, which is 5 ms for adapters in 28 layers."""
+    seen, waiting = set[int](), [root]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            waiting += [child for child in reversed(module._modules.values()) if child is not None]
+
+
+def parameters_of(root: nn.Module) -> Iterator[nn.Parameter]:
+    """As `root.parameters()`, see `modules_of`."""
+    seen = set[int]()
+    for module in modules_of(root):
+        for p in module._parameters.values():
+            if p is not None and id(p) not in seen:
+                seen.add(id(p))
+                yield p
 
 
 def unwrapped(module: nn.Module) -> nn.Module:

@@ -6,6 +6,7 @@ engine that repacked or derived matrices from them (a tied head left stale was 0
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Set
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import SyncError, listed
 from ..types import Completion, Request, Sampling
+from .policy import modules_of
 
 if TYPE_CHECKING:
     from ..plugins.registry import Component
@@ -155,13 +157,20 @@ def allowed_share(policy: Policy, exact: bool) -> float:
 
 def noise(module: nn.Module) -> str | None:
     """What makes its next forward pass random (dropout, a router's jitter, NEFTune's noise), or None."""
-    for name, child in module.named_modules():
+    for child in modules_of(module):
         plain = isinstance(child, nn.modules.dropout._DropoutNd)
         for key, value in vars(child).items() if child.training else ():
-            random = key == "p" if plain else any(word in key for word in ("drop", "jitter", "noise"))
+            random = key == "p" if plain else _names_noise(key)
             if random and isinstance(value, int | float) and value is not True and value > 0:
+                name = next(name for name, found in module.named_modules() if found is child)
                 return f"{name}.{key}={value}"
     return None
+
+
+@functools.cache
+def _names_noise(key: str) -> bool:
+    """An attribute of a module. Thousands of them have a few dozen names."""
+    return any(word in key for word in ("drop", "jitter", "noise"))
 
 
 def disagreement(

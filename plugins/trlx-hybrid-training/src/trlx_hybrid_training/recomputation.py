@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trlx_hybrid.memory.ledger import plain_tensors
-from trlx_hybrid.weights.policy import is_sharded
+from trlx_hybrid.weights.policy import is_sharded, modules_of, parameters_of
 from trlx_hybrid.weights.verify import autocast_dtype
 
 if TYPE_CHECKING:
@@ -136,31 +136,35 @@ class Recomputation:
         counted yet, or not even one can. Collective."""
         layers = self._layers()
         counts = range(len(tokens), 1, -1) if layers and self._kept else ()
-        count = next((n for n in counts if self._fitting(sum(tokens[:n]), len(layers)) == len(layers)), 1)
+        memory = self._memory() if counts else (0, 0)
+        count = next((n for n in counts if self._fitting(sum(tokens[:n]), len(layers), memory) == len(layers)), 1)
         ranks = self._session.ranks
         return min(ranks.gather(count)) if ranks.world > 1 else count
 
     def _layers(self) -> list[GradientCheckpointingLayer]:
         """Those that are recomputed unless something is decided."""
-        modules = self._session.policy.base.modules()
+        modules = modules_of(self._session.policy.base)
         return [m for m in modules if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
 
     def _keepable(self, tokens: int, layers: int) -> int:
-        kept = self._fitting(tokens, layers)
+        kept = self._fitting(tokens, layers, self._memory()) if self._kept else 1
         return min(self._session.ranks.gather(kept)) if self._sharded else kept
 
-    def _fitting(self, tokens: int, layers: int) -> int:
+    def _fitting(self, tokens: int, layers: int, memory: tuple[int, int]) -> int:
         """How many layers need not be recomputed, by this rank's memory."""
-        layer = self._kept.expected(tokens)
-        if layer is None:
-            return 1
-        others = self._casts + self._head + self._gradients() + layers * self._input(tokens)
-        return keepable(self._session.free_bytes(), others, layer, layers)
+        layer, (free, others) = self._kept.expected(tokens), memory
+        assert layer is not None
+        return keepable(free, others + layers * tokens * self._input, layer, layers)
+
+    def _memory(self) -> tuple[int, int]:
+        """Bytes that nobody uses, and how many of them something else than activations will take. Looks at every
+        parameter: once for each pass."""
+        return self._session.free_bytes(), self._casts + self._head + self._gradients()
 
     def _gradients(self) -> int:
         """Bytes of those to come. Until the last micro-batch of a step FSDP2 holds them whole, where nobody sees them:
         they may be counted twice."""
-        trained = [p for p in self._session.policy.module.parameters() if p.requires_grad]
+        trained = [p for p in parameters_of(self._session.policy.module) if p.requires_grad]
         if self._sharded and self._session.args.gradient_accumulation_steps > 1:
             return sum(p.numel() * p.itemsize for p in trained)
         return sum(tensor.nbytes for tensor in plain_tensors([p for p in trained if p.grad is None]))
@@ -183,10 +187,11 @@ class Recomputation:
         each = (4 if weight.requires_grad else 0) + (weight.itemsize if is_sharded(weight) else 0)
         return int(weight.numel()) * each
 
-    def _input(self, tokens: int) -> int:
-        """Bytes of what a recomputed layer keeps, its input."""
+    @functools.cached_property
+    def _input(self) -> int:
+        """Bytes of what a recomputed layer keeps of a token, its input."""
         policy = self._session.policy
-        return tokens * int(policy.base.config.get_text_config().hidden_size) * policy.dtype.itemsize
+        return int(policy.base.config.get_text_config().hidden_size) * policy.dtype.itemsize
 
 
 @contextmanager

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from trlx_hybrid.errors import EngineError, SyncError, listed
-from trlx_hybrid.memory.ledger import storages
+from trlx_hybrid.memory.ledger import policy_tensors, storages
 from trlx_hybrid.protocols import NamedTensors, Regions
 from trlx_hybrid.ranks import abort
 from trlx_hybrid.session import Session
 from trlx_hybrid.types import Completion, LoadReport, Request, Sampling
-from trlx_hybrid.weights.policy import Policy
+from trlx_hybrid.weights.policy import Policy, modules_of
 
 from . import internals
 from .adapted_linear import adapters_under_weights, clear_adapters
@@ -292,8 +292,8 @@ class VLLMEngine:
         if what == KV_CACHE:
             return internals.kv_caches(self.llm)
         model = internals.model_of(self.llm)
-        slots = [t for m in model.modules() for t in internals.adapter_slots_of(m)]
-        return [*model.parameters(), *model.buffers(), *slots]
+        slots = [t for m in modules_of(model) for t in internals.adapter_slots_of(m)]
+        return [*policy_tensors(model), *slots]
 
     def _bytes(self, what: str) -> int:
         return sum(storage.nbytes() for storage in storages(self.resident(what)))

@@ -46,13 +46,14 @@ def logged(finished, name):
 
 def test_what_is_left_between_engine_and_trainer_is_rounding(train):
     """The ruler is a model in which nothing can be chosen, with as many experts to a token: there the gap is what the
-    engine's bf16 rounds."""
+    engine's bf16 rounds. Of what goes beyond it nine tenths are gone; the rest is of its size, above it or below as
+    the processor's products round."""
     own, replayed = train(False, HALF, **LONG), train(True, HALF, **LONG)
     rounding = train(False, HALF, model=routed(num_experts=CHOSEN), **LONG)
     assert own.recorder.completions == replayed.recorder.completions
     for kind in ("mean", "max"):
         (without,), (with_it,), (least,) = (logged(each, f"{GAP}/{kind}") for each in (own, replayed, rounding))
-        assert with_it <= least < without
+        assert with_it - least < 0.1 * (without - least)
     assert not logged(own, DIFFERENCE)
     assert 0 < logged(replayed, DIFFERENCE)[0] < 0.05
 

@@ -6,12 +6,14 @@ python failing_on_gpus.py FOLDER [FAULT...]
 """
 
 import faulthandler
+import functools
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from trlx_hybrid.testing.processes import free_port
@@ -86,22 +88,27 @@ def run(folder, fault):
 
 
 def main(folder, faults):
-    """All faults, one pair of processes after another; what the first rank saw, and how long it then took to exit."""
+    """All faults, each with a pair of processes, at once: starting them takes longest."""
     folder.mkdir(parents=True, exist_ok=True)
-    found = {}
-    for fault in faults:
-        pair = start(folder, fault)
-        try:
-            code = pair[0].wait(LIMIT)
-            found[fault] = json.loads((folder / f"{fault}.json").read_text())
-            found[fault] |= {"returncode": code, "exit_seconds": time.time() - found[fault].pop("until")}
-        except (subprocess.TimeoutExpired, FileNotFoundError) as error:
-            found[fault] = {"error": None, "hung": str(error), "said": (folder / f"{fault}.0.log").read_text()[-2000:]}
-        for process in pair:
-            process.kill()
-            process.wait()
-        print(json.dumps(found[fault]), flush=True)
+    with ThreadPoolExecutor(len(faults)) as pool:
+        found = dict(zip(faults, pool.map(functools.partial(ended, folder), faults), strict=True))
     (folder / "found.json").write_text(json.dumps(found))
+
+
+def ended(folder, fault):
+    """What the first rank saw, and how long it then took to exit."""
+    pair = start(folder, fault)
+    try:
+        code = pair[0].wait(LIMIT)
+        found = json.loads((folder / f"{fault}.json").read_text())
+        found |= {"returncode": code, "exit_seconds": time.time() - found.pop("until")}
+    except (subprocess.TimeoutExpired, FileNotFoundError) as error:
+        found = {"error": None, "hung": str(error), "said": (folder / f"{fault}.0.log").read_text()[-2000:]}
+    for process in pair:
+        process.kill()
+        process.wait()
+    print(fault, json.dumps(found), flush=True)
+    return found
 
 
 def start(folder, fault):

@@ -20,12 +20,12 @@ os.environ[TESTED_BY] = str(os.getpid())
 
 @dataclass
 class Launched:
-    """How a launch ended: exit code, what it printed, how long it took."""
+    """How a launch ended: exit code, what it printed, and when, by `time.monotonic`."""
 
     code: int
     out: str
     err: str
-    seconds: float
+    ended: float
 
     def lines(self, rank):
         """What a rank printed, whatever node it was on."""
@@ -44,12 +44,12 @@ def launch(capfd, folder, script, *arguments, **settings):
         **{"processes_per_node": 1, "gpus": False} | settings,
     )
     capfd.readouterr()
-    started = time.monotonic()
     code = run(job, *accelerate_arguments(job), ray.get_runtime_context().gcs_address)
+    ended = time.monotonic()
     out, err = capfd.readouterr()
     sys.stdout.write(out)  # for whoever reads about a failed test
     sys.stderr.write(err)
-    return Launched(code, out, err, time.monotonic() - started)
+    return Launched(code, out, err, ended)
 
 
 def leftovers(tag):

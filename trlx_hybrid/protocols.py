@@ -83,6 +83,11 @@ class Run(Protocol):
         """The dataset's rows of this rank's batch, as TRL gave them, in the order of its prompts."""
 
     @property
+    def on_completion(self) -> Callable[[int, Request, Completion], None] | None:
+        """What wants to know each completion of a rollout as it comes, by the number of its prompt among this rank's.
+        The built-in rollout calls it."""
+
+    @property
     def metrics(self) -> dict[str, float | list[float]]:
         """Numbers of the current rollout, named `hybrid/…`, for the trainer's logs; add to it."""
 

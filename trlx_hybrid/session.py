@@ -22,7 +22,7 @@ from .memory.trainer_memory import TrainerMemory
 from .plugins.registry import BUILTIN
 from .rollout.sampler import Sampler
 from .rollout.seeding import preserved_generators
-from .types import Completion, Phase, Sampling
+from .types import Completion, Phase, Request, Sampling
 from .weights.sync import WeightVersions, choose
 from .weights.verify import autocast_dtype
 
@@ -55,6 +55,8 @@ class Session:
         versions: weight versions of policy and engine.
         training: whether the current rollout is for training (or for evaluation).
         rows: the dataset's rows of this rank's batch, as TRL gave them, in the order of its prompts.
+        on_completion: called with each completion of the current rollout as it comes, and before it the number of its
+            prompt among this rank's and its request; None where nobody wants to know. Alike on all ranks.
         router_replay: what lets the trainer's routers take the engine's experts, where the config asks for it.
         experts: with it, those of the tokens that were sampled last, see `Completion`.
         metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs, which hold the mean since their
@@ -114,6 +116,7 @@ class Session:
         )
         self.training = True
         self.rows: list[dict[str, Any]] = []
+        self.on_completion: Callable[[int, Request, Completion], None] | None = None
         self.router_replay: RouterReplay | None = None
         self.experts: list[np.ndarray[Any, Any]] = []
         self.metrics: dict[str, float | list[float]] = {}

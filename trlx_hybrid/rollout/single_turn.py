@@ -1,4 +1,4 @@
-"""The rollout of plain GRPO: one completion per prompt, one call of the engine."""
+"""The rollout of plain GRPO: one completion per prompt."""
 
 from __future__ import annotations
 
@@ -15,4 +15,17 @@ class SingleTurn(Rollout):
 
     def run(self, session: Run, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order."""
-        return session.live_engine.generate(requests, sampling)
+        engine, tell = session.live_engine, session.on_completion
+        if tell is None:
+            return engine.generate(requests, sampling)
+        completions: dict[int, Completion] = {}
+        with engine.stream(sampling) as stream:
+            numbers = {stream.add(request): number for number, request in enumerate(requests)}
+            more = True
+            while more:
+                finished, more = stream.step(len(completions) < len(requests))
+                for key, completion in finished:
+                    number = numbers[key]
+                    completions[number] = completion
+                    tell(number, requests[number], completion)
+        return [completions[number] for number in range(len(requests))]

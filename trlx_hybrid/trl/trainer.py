@@ -42,6 +42,7 @@ from .arguments import (
     trainer_arguments,
 )
 from .checkpoint import Checkpointing
+from .early_rewards import begun_early
 from .generation import Generation, trajectories_of
 from .recording import Recording
 from .replay import Replayed
@@ -227,7 +228,8 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
         self._conversations: Any = None
         if not self._attached:
             return super()._generate(prompts)  # type: ignore[misc]
-        with self._part("rollout"), self.session.rollout_phase(trainer.model.training):
+        phase = self.session.rollout_phase(trainer.model.training)
+        with self._part("rollout"), phase, begun_early(self, parse_response, prompts):
             self._generated = super()._generate(prompts)  # type: ignore[misc]
         return self._generated
 

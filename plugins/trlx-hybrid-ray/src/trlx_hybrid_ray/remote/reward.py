@@ -6,9 +6,10 @@ import asyncio
 import functools
 import inspect
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from trlx_hybrid.errors import ConfigError, RewardError, listed
 
@@ -50,6 +51,7 @@ def remote_reward(
     deadline: float = DEADLINE,
     start_deadline: float = START_SECONDS,
     drop: Sequence[str] = (),
+    early: bool = False,
     processing_class: Any = None,
     model_kwargs: Mapping[str, Any] | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -74,6 +76,10 @@ def remote_reward(
         deadline: seconds that a batch may take; `math.inf` waits for ever.
         start_deadline: seconds for all workers to start, imports and models included.
         drop: arguments that the function is not to be given, because they cannot be sent or are large.
+        early: score each group as soon as it is sampled, while others are sampled still: whole, in one worker. The
+            function then sees a group at a time, and TRL's `trainer_state` as it was when the rollout began. Needs a
+            trainer of this package, no tools, environments or `rollout_func`, and an engine that serves requests one at
+            a time.
         processing_class: a reward model's tokenizer; by default the one that belongs to it.
         model_kwargs: for a reward model's `from_pretrained`, as `GRPOConfig.model_init_kwargs`.
         chat_template_kwargs: as in `GRPOConfig`, for a reward model.
@@ -120,7 +126,8 @@ def remote_reward(
         gpus=gpus,
         start_deadline=start_deadline,
     )
-    return RemoteReward(called, pool, frozenset(drop), debugging.patience(deadline))
+    kind = EarlyRemoteReward if early else RemoteReward
+    return kind(called, pool, frozenset(drop), debugging.patience(deadline))
 
 
 def _trl_name(reward: Any) -> str:
@@ -160,9 +167,11 @@ class RemoteReward:
             ConfigError: an argument cannot be sent; names it.
         """
         batch = Batch(arguments, self._drop)
+        sent = self._begun_of(batch)
         died: WorkerDiedError | None = None
         while batch.missing:
-            again, died = died, self._score(batch)
+            again, died = died, self._scored(batch, sent or self._dealt_out(batch))
+            sent = {}
             if died is not None and again is not None:
                 raise self._error(
                     WorkerDiedError,
@@ -176,22 +185,29 @@ class RemoteReward:
         batch.log()
         return batch.rewards
 
-    def _score(self, batch: Batch) -> WorkerDiedError | None:
-        """Have the missing rows scored by all workers; the first death among these. What it had is missing still."""
-        from ray.exceptions import GetTimeoutError, RayActorError, RayError
+    def _begun_of(self, batch: Batch) -> dict[Share, Any]:
+        """References to the answers of workers that have begun with rows of this batch."""
+        return {}
 
+    def _dealt_out(self, batch: Batch) -> dict[Share, Any]:
+        """The missing rows to all workers, in blocks."""
         self._pool.restore()
         workers = list(self._pool.workers.values())
-        rows = dict(
-            zip(workers, (batch.missing[r.start : r.stop] for r in row_ranges(len(batch.missing), len(workers))))
-        )
+        blocks = row_ranges(len(batch.missing), len(workers))
+        rows = [tuple(batch.missing[block.start : block.stop]) for block in blocks]
+        return self._sent(batch, [Share(worker, part) for worker, part in zip(workers, rows) if part])
+
+    def _scored(self, batch: Batch, sent: Mapping[Share, Any]) -> WorkerDiedError | None:
+        """Take in what workers answer; the first death among them. What that one had is missing still."""
+        from ray.exceptions import GetTimeoutError, RayActorError, RayError
+
         died: WorkerDiedError | None = None
         late = []
-        for worker, found in replies(self._sent(batch, rows), self._deadline):
+        for (worker, rows), found in replies(sent, self._deadline):
             failed: BaseException | None = found if isinstance(found, RayError) else None
             try:
                 if failed is None:
-                    batch.add(rows[worker], *result_of(found, str(worker)))
+                    batch.add(rows, *result_of(found, str(worker)))
             except (Exception, SystemExit) as met:  # whatever the function raised
                 failed = met
             if isinstance(found, GetTimeoutError):
@@ -215,17 +231,16 @@ class RemoteReward:
             )
         return died
 
-    def _sent(self, batch: Batch, rows: Mapping[Worker, Sequence[int]]) -> dict[Worker, Any]:
-        """References to the answers of those that have rows to score."""
+    def _sent(self, batch: Batch, shares: Sequence[Share]) -> dict[Share, Any]:
+        """References to the answers of workers that have these rows to score."""
         import ray
         from ray import cloudpickle
 
         try:
             shared = ray.put((batch.others, tuple(batch.loggers)))
             return {
-                worker: worker.handle.score.remote(len(part), batch.columns_of(part), shared)
-                for worker, part in rows.items()
-                if part
+                share: share.worker.handle.score.remote(len(share.rows), batch.columns_of(share.rows), shared)
+                for share in shares
             }
         except TypeError:  # what Ray raises where it cannot pickle
             for name, value in {**batch.columns, **batch.others}.items():
@@ -252,6 +267,49 @@ class RemoteReward:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class EarlyRemoteReward(RemoteReward):
+    """What `remote_reward(early=True)` returns: groups are scored while others are sampled."""
+
+    def __init__(self, name: str, pool: UserPool, drop: frozenset[str], deadline: float) -> None:
+        super().__init__(name, pool, drop, deadline)
+        self._begun: dict[Share, tuple[dict[str, Any], Any]] = {}
+
+    def begin(self, rows: Sequence[int], **arguments: Any) -> None:
+        """Score rows of a batch that TRL will call with, in the worker that has begun with the fewest. Returns at once.
+
+        Args:
+            rows: their numbers in the batch.
+            arguments: what TRL will pass, of these rows.
+
+        Raises:
+            ConfigError: an argument cannot be sent; names it.
+        """
+        self._pool.restore()
+        batch, begun = Batch(arguments, self._drop), Counter[int]()
+        for share in self._begun:
+            begun[share.worker.number] += len(share.rows)
+        worker = min(self._pool.workers.values(), key=lambda worker: begun[worker.number])
+        (reference,) = self._sent(batch, [Share(worker, tuple(range(len(rows))))]).values()
+        self._begun[Share(worker, tuple(rows))] = batch.columns, reference
+
+    def _begun_of(self, batch: Batch) -> dict[Share, Any]:
+        """Those whose columns are what TRL calls with now; of an interrupted rollout they are not."""
+        begun, self._begun = self._begun, {}
+        return {share: reference for share, (columns, reference) in begun.items() if batch.has(share.rows, columns)}
+
+    def close(self) -> None:
+        """As of any, and nothing is begun any more."""
+        self._begun = {}
+        super().close()
+
+
+class Share(NamedTuple):
+    """Rows of a batch that a worker scores, by their numbers."""
+
+    worker: Worker
+    rows: tuple[int, ...]
 
 
 Scores = tuple[list[float | None], dict[str, list[Any]], list[tuple[str, float]]]
@@ -283,6 +341,13 @@ class Batch:
     def columns_of(self, rows: Sequence[int]) -> dict[str, list[Any]]:
         """The columns of some rows."""
         return {name: [values[row] for row in rows] for name, values in self.columns.items()}
+
+    def has(self, rows: Sequence[int], columns: Mapping[str, list[Any]]) -> bool:
+        """Whether these are the columns of the rows."""
+        try:
+            return max(rows) < len(self.rewards) and bool(self.columns_of(rows) == dict(columns))
+        except Exception:  # what cannot be compared, arrays for one, is not known to be equal
+            return False
 
     def add(
         self,

@@ -1,0 +1,142 @@
+"""Rewards that are begun while the rollout is sampled: the same as those of a whole batch, and earlier."""
+
+import functools
+import json
+import os
+import signal
+import sys
+import time
+import uuid
+
+import pytest
+import trlx_hybrid
+from trlx_hybrid.testing.models import character_tokenizer
+from trlx_hybrid_ray.remote import remote_reward
+
+ENGINE = {"engine": "vllm", "engine_options": {"enable_sleep_mode": True}}
+RAGGED = {
+    "generation_kwargs": {"stop_token_ids": list(range(10, 16))},
+    "max_completion_length": 56,
+    "per_device_train_batch_size": 16,
+    "max_steps": 2,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nodes(session_cluster):
+    """Actors do not find test modules, so they get functions by value."""
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    yield session_cluster
+    cloudpickle.unregister_pickle_by_value(sys.modules[__name__])
+
+
+def graded(prompts, completions, completion_ids, index, trainer_state, log_extra, log_metric, folder, **columns):
+    """Depends on all that TRL gives a row, logs, and notes when it was asked for which rows."""
+    (folder / f"{uuid.uuid4().hex}.json").write_text(json.dumps({"at": time.time(), "index": index}))
+    log_extra("tokens", [len(ids) for ids in completion_ids])
+    log_metric("mean_tokens", sum(len(ids) for ids in completion_ids) / len(completion_ids))
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [
+        len(str(prompt)) + sum(map(str.isdigit, text)) + row % 3 + trainer_state.global_step
+        for prompt, text, row in zip(prompts, texts, index, strict=True)
+    ]
+
+
+def asked(folder):
+    return sorted((json.loads(file.read_text()) for file in folder.glob("*.json")), key=lambda call: call["at"])
+
+
+class Begun:
+    """What was begun of each rollout before it was over."""
+
+    def __init__(self, reward):
+        self.rollouts, self._now = [], []
+        reward.begin, self._begin = self._told, type(reward).begin.__get__(reward)
+
+    def _told(self, rows, **arguments):
+        self._now.append(list(rows))
+        self._begin(rows, **arguments)
+
+    @trlx_hybrid.hookimpl
+    def trlx_leave_phase(self, phase):
+        if phase.name == "ROLLOUT":
+            self.rollouts.append(self._now)
+            self._now = []
+
+
+def as_messages(rows):
+    return rows.map(lambda row: {"prompt": [{"role": "user", "content": row["prompt"]}]})
+
+
+def test_training_is_the_same_and_groups_are_scored_while_others_are_sampled(run, prompts, tmp_path):
+    """The same as of the function itself, which TRL calls here with all rows."""
+    tokenizer = character_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    scored = functools.partial(graded, folder=tmp_path)
+    with remote_reward(scored, workers=2, early=True) as reward:
+        for rows in (prompts, as_messages(prompts)):
+            logs = {}
+            for function in (scored, reward):
+                begun, before = Begun(reward), len(asked(tmp_path))
+                given = RAGGED | {"reward_funcs": function, "train_dataset": rows, "processing_class": tokenizer}
+                finished = run(trlx_hybrid.GRPOTrainer, hybrid=ENGINE, plugins=[begun], **given)
+                finished.close()
+                logs[function], calls = finished.logs, asked(tmp_path)[before:]
+            assert logs[reward] == logs[scored]
+            assert any("mean_tokens" in log for log in logs[reward])
+            assert [len(call["index"]) for call in calls] == [4] * 8  # four groups in each of two rollouts
+            assert all(len(set(call["index"])) == 1 for call in calls)
+            groups = [[row, row + 1, row + 2, row + 3] for row in range(0, 16, 4)]
+            assert [sorted(rows) for rows in begun.rollouts] == [groups, groups]
+            assert begun.rollouts[0] != groups  # but in the order in which they were sampled
+
+
+def lengths(prompts, completions, folder, **columns):
+    (folder / f"{uuid.uuid4().hex}.json").write_text(json.dumps({"at": time.time(), "index": completions}))
+    return [float(len(c)) for c in completions]
+
+
+def test_what_was_begun_is_scored_once_and_what_has_changed_anew(tmp_path):
+    with remote_reward(functools.partial(lengths, folder=tmp_path), workers=2, early=True) as reward:
+        reward.begin([0, 1], prompts=["a", "a"], completions=["x", "yy"])
+        reward.begin([2, 3], prompts=["b", "b"], completions=["interrupted", "before"])
+        given = {"prompts": ["a", "a", "b", "b"], "completions": ["x", "yy", "zzz", ""]}
+        assert reward(**given) == [1.0, 2.0, 3.0, 0.0]
+        assert sorted(call["index"] for call in asked(tmp_path)) == [
+            [""],
+            ["interrupted", "before"],
+            ["x", "yy"],
+            ["zzz"],
+        ]
+        assert reward(**given) == [1.0, 2.0, 3.0, 0.0]  # nothing is begun any more
+        reward.begin([0], prompts=["a"], completions=["of a pool that was closed"])
+        reward.close()
+        assert reward(prompts=["a"], completions=["of a pool that was closed"]) == [25.0]
+
+
+def dying(prompts, completions, marker, **columns):
+    """Ends its process once."""
+    if "die" in completions and not os.path.exists(marker):
+        open(marker, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [float(len(c)) for c in completions]
+
+
+def test_rows_of_a_worker_that_died_meanwhile_are_scored_again(tmp_path, capfd):
+    with remote_reward(functools.partial(dying, marker=str(tmp_path / "died")), workers=2, early=True) as reward:
+        reward.begin([0, 1], prompts=["a", "a"], completions=["die", "x"])
+        reward.begin([2, 3], prompts=["b", "b"], completions=["yy", "zzz"])
+        assert reward(prompts=["a", "a", "b", "b"], completions=["die", "x", "yy", "zzz"]) == [3.0, 1.0, 2.0, 3.0]
+    assert "Reward function 'dying' lost a worker" in capfd.readouterr().err
+
+
+def test_where_nothing_can_begin_early_it_is_said_once(run, tmp_path, caplog):
+    scored = functools.partial(lengths, folder=tmp_path)
+    with remote_reward(scored, early=True, drop=["trainer_state"]) as reward:
+        finished = run(trlx_hybrid.GRPOTrainer, reward_funcs=reward, max_steps=2)
+    assert [len(call["index"]) for call in asked(tmp_path)] == [8, 8]
+    said = [record.getMessage() for record in caplog.records if "Rewards begin" in record.getMessage()]
+    assert said == ["Rewards begin when all is sampled: TRL generates."]
+    assert finished.logs

@@ -15,14 +15,14 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import OBEDIENT, Segments, nothing_left
 
-COMMAND = [sys.executable, "-m", "trlx_hybrid.cli", "launch", "--cpu"]
+COMMAND = [sys.executable, "-m", "trlx_hybrid.cli", "launch"]
 
 
-def start(folder, *arguments, **settings):
+def start(folder, *arguments, cpu=("--cpu",), **settings):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= settings.pop("env", {})
     return subprocess.Popen(
-        [*COMMAND, *arguments],
+        [*COMMAND, *cpu, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -11,7 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ from typing import Any
 from trlx_hybrid.config import RESUME_VARIABLE
 from trlx_hybrid.errors import ConfigError, listed
 
-from . import debugging
+from . import debugging, placement_file
 from .cluster import LOCAL, connect, hung
 from .errors import LaunchError, PlacementError, ScriptError, brief
 from .monitor import Monitor
-from .placement import Placement, PlacementRequest, reserve
+from .placement import SET_ASIDE, Placement, PlacementRequest, reserve
 from .printer import Printer, prefixes, say
 from .waiting import replies
 
@@ -77,6 +77,9 @@ class Job:
         gpus: one GPU for each rank; otherwise they get CPUs only, and see no GPU.
         cpus_per_process: CPUs that Ray sets aside for each rank.
         only: addresses or ids of the only nodes to use.
+        labels: that these nodes have.
+        placement: the file that says where everything goes; None leaves to each part of the run what it takes.
+        others: what is reserved beside the ranks, by that file.
         config_file: accelerate's, or None for its default one.
         settings: further arguments of `accelerate launch`.
         address: of the Ray cluster to join; None starts one on this machine.
@@ -93,6 +96,9 @@ class Job:
     gpus: bool
     cpus_per_process: float = 1.0
     only: tuple[str, ...] = ()
+    labels: Mapping[str, str] | None = None
+    placement: str | None = None
+    others: tuple[PlacementRequest, ...] = ()
     config_file: str | None = None
     settings: tuple[str, ...] = ()
     address: str | None = None
@@ -126,6 +132,7 @@ class Job:
             cpus=self.cpus_per_process,
             strategy="strict_spread",
             nodes=self.only,
+            labels=self.labels,
         )
 
 
@@ -147,7 +154,8 @@ def add_command(commands: Any) -> None:
     add("--gpus-per-node", type=int, metavar="N", help="ranks (and GPUs) per node; required unless --cpu")
     add("--cpu", action="store_true", help="ranks without GPUs; needs --processes-per-node")
     add("--processes-per-node", type=int, metavar="N", help="ranks per node; required with --cpu")
-    add("--cpus-per-process", type=float, default=1.0, metavar="N", help="CPUs reserved for each rank (default: 1)")
+    add("--cpus-per-process", type=float, metavar="N", help="CPUs reserved for each rank (default: 1)")
+    add("--placement", metavar="YAML", help="file that says where ranks, engines and rewards go, instead of the above")
     add("--config_file", "--config-file", metavar="YAML", help="accelerate's config file (default: accelerate's own)")
     add(
         "--accelerate",
@@ -179,14 +187,7 @@ def job_of(options: Any) -> Job:
     Raises:
         ConfigError: they contradict each other, or name no script.
     """
-    if options.cpu and options.gpus_per_node is not None:
-        raise ConfigError("--cpu and --gpus-per-node exclude each other.")
-    if not options.cpu and options.gpus_per_node is None:
-        raise ConfigError("Say how many ranks a node has: --gpus-per-node N, or --cpu --processes-per-node N.")
-    if options.cpu and options.processes_per_node is None:
-        raise ConfigError("--cpu needs --processes-per-node N: how many ranks each node has.")
-    if not options.cpu and options.processes_per_node is not None:
-        raise ConfigError("--processes-per-node needs --cpu. With GPUs, use --gpus-per-node N (one rank per GPU).")
+    places = _places_of(options) if options.placement is None else _places_in(options)
     if not os.path.isfile(options.script):
         raise ConfigError(f"{options.script}: no such file (working directory {os.getcwd()}).")
     if options.config_file is not None and not os.path.isfile(options.config_file):
@@ -200,11 +201,7 @@ def job_of(options: Any) -> Job:
         script=options.script,
         arguments=tuple(options.arguments),
         folder=os.getcwd(),
-        nodes=options.nodes if options.nodes is not None else len(options.node) or 1,
-        processes_per_node=options.processes_per_node if options.cpu else options.gpus_per_node,
-        gpus=not options.cpu,
-        cpus_per_process=options.cpus_per_process,
-        only=tuple(options.node),
+        **places,
         config_file=options.config_file,
         settings=tuple(settings),
         address=options.address or os.environ.get("RAY_ADDRESS") or None,
@@ -212,6 +209,45 @@ def job_of(options: Any) -> Job:
         debug=options.debug,
         start_timeout=math.inf if options.debug else options.start_timeout,
     )
+
+
+def _places_of(options: Any) -> dict[str, Any]:
+    """What the options say of where ranks go, as a `Job` has it."""
+    if options.cpu and options.gpus_per_node is not None:
+        raise ConfigError("--cpu and --gpus-per-node exclude each other.")
+    if not options.cpu and options.gpus_per_node is None:
+        raise ConfigError("Say how many ranks a node has: --gpus-per-node N, or --cpu --processes-per-node N.")
+    if options.cpu and options.processes_per_node is None:
+        raise ConfigError("--cpu needs --processes-per-node N: how many ranks each node has.")
+    if not options.cpu and options.processes_per_node is not None:
+        raise ConfigError("--processes-per-node needs --cpu. With GPUs, use --gpus-per-node N (one rank per GPU).")
+    return {
+        "nodes": options.nodes if options.nodes is not None else len(options.node) or 1,
+        "processes_per_node": options.processes_per_node if options.cpu else options.gpus_per_node,
+        "gpus": not options.cpu,
+        "cpus_per_process": 1.0 if options.cpus_per_process is None else options.cpus_per_process,
+        "only": tuple(options.node),
+    }
+
+
+def _places_in(options: Any) -> dict[str, Any]:
+    """What the file of `--placement` says of where everything goes, as a `Job` has it."""
+    for name in ("nodes", "node", "gpus_per_node", "cpu", "processes_per_node", "cpus_per_process"):
+        if getattr(options, name) not in (None, [], False):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{option} and --placement {options.placement} both say where ranks go. Leave one out.")
+    requests = placement_file.read(options.placement)
+    trainer = requests[placement_file.TRAINER]
+    return {
+        "nodes": trainer.replicas,
+        "processes_per_node": trainer.size,
+        "gpus": trainer.gpus > 0,
+        "cpus_per_process": trainer.cpus,
+        "only": tuple(trainer.nodes),
+        "labels": trainer.labels,
+        "placement": options.placement,
+        "others": tuple(placement_file.of_all_ranks(requests, trainer.replicas * trainer.size)),
+    }
 
 
 def run(options: Any) -> int:
@@ -341,8 +377,13 @@ def launch(job: Job, config: str, arguments: tuple[str, ...], head: str) -> int:
         for start in range(job.restarts + 1):
             last = start == job.restarts
             try:
-                with _places(job, start, printer) as placement, Monitor(placement, head, printer, job.debug) as monitor:
-                    _start_ranks(job, placement, monitor.actors, config, arguments, variables(job, run_id, start))
+                with ExitStack() as stack:
+                    placement, *others = _places(job, start, printer, stack)
+                    monitor = stack.enter_context(Monitor(placement, head, printer, job.debug))
+                    told = variables(job, run_id, start)
+                    if job.placement is not None:
+                        told[SET_ASIDE] = placement_file.told(others, job.world, job.placement)
+                    _start_ranks(job, placement, monitor.actors, config, arguments, told)
                     code, again = monitor.until_over()
             except ScriptError:
                 raise
@@ -360,12 +401,19 @@ def launch(job: Job, config: str, arguments: tuple[str, ...], head: str) -> int:
     return code
 
 
-def _places(job: Job, start: int, printer: Printer) -> Placement:
-    """After a failure Ray may need a moment to know what is free again, and a lost node to come back."""
+def _places(job: Job, start: int, printer: Printer, stack: ExitStack) -> list[Placement]:
+    """All that the run needs, or nothing: of its ranks first, then of what is reserved beside them; shown, and given
+    back by the stack. After a failure Ray may need a moment to know what is free again, and a lost node to come back.
+    """
     deadline = time.monotonic() + job.start_timeout
     while True:
         try:
-            return reserve(job.request, show=printer.say)
+            with ExitStack() as kept:
+                found = [kept.enter_context(reserve(request)) for request in (job.request, *job.others)]
+                stack.enter_context(kept.pop_all())
+            for placement in found:
+                printer.say(str(placement))
+            return found
         except PlacementError as error:
             if start == 0:
                 raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import getpass
+import json
 import math
 import os
 import secrets
@@ -17,7 +18,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from trlx_hybrid.deadline import in_thread
-from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.errors import ConfigError, listed
 
 from .cluster import answer, ask
 from .errors import PlacementError
@@ -36,6 +37,8 @@ GPU_SECONDS = 120.0
 POLL = 0.1
 TOLERANCE = 1e-4
 """Ray counts resources in ten-thousandths."""
+SET_ASIDE = "TRLX_HYBRID_RAY_SET_ASIDE"
+"""Where ranks find what their launcher has reserved for them, see `placement_file`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,11 +163,15 @@ class Placement:
 
     Workers have ranks: rank = replica * size + number in the replica. Replicas are numbered by node and GPU, whatever
     order Ray deals its bundles out in.
+
+    Attributes:
+        lent: by the launcher of this run, which gives it back.
     """
 
     request: PlacementRequest
     group: PlacementGroup
     bundles: tuple[Bundle, ...]
+    lent: bool = False
 
     def __len__(self) -> int:
         return self.request.replicas * self.request.size
@@ -211,8 +218,11 @@ class Placement:
         return "\n".join(lines)
 
     def remove(self) -> None:
-        """Give everything back. Ends the actors that live in it."""
-        _remove(self.group)
+        """Give everything back. Ends the actors that live in it, unless it is lent."""
+        if self.lent:
+            _taken.discard(self.request.name)
+        else:
+            _remove(self.group)
 
     def __enter__(self) -> Placement:
         return self
@@ -226,7 +236,8 @@ def reserve(
 ) -> Placement:
     """Reserve a place for every worker, on the cluster that this process is connected to.
 
-    What cannot fit on these nodes is refused at once; what others hold is waited for until the deadline.
+    What cannot fit on these nodes is refused at once; what others hold is waited for until the deadline. In a rank
+    whose launcher was told where everything goes, it is what the launcher has set aside.
 
     Args:
         deadline: seconds until a refusal; None waits for ever.
@@ -236,6 +247,8 @@ def reserve(
         PlacementError: it cannot be had; with a table of what is free and who holds the rest. Nothing stays reserved.
         ClusterError: the cluster's head does not answer.
     """
+    if SET_ASIDE in os.environ:
+        return _set_aside(request)
     until = None if deadline is None else time.monotonic() + deadline
     group: PlacementGroup | None = None
     asked: dict[str, str] = {}
@@ -366,6 +379,50 @@ def _user() -> str:
         return getpass.getuser()
     except (KeyError, OSError):  # a container's user may have no name
         return str(os.getuid())
+
+
+# --- what a launcher has reserved ------------------------------------------------------------------------------------
+
+_taken: set[str] = set()  # by this process
+
+
+def _set_aside(request: PlacementRequest) -> Placement:
+    """What the launcher has reserved under this name: for all ranks together, or this rank's share of it.
+
+    Raises:
+        PlacementError: it has reserved nothing, or something else; or it was taken already.
+    """
+    from ray.util import get_placement_group
+
+    told = json.loads(os.environ[SET_ASIDE])
+    where, entry = f"--placement {told['file']}", told["sets"].get(request.name)
+    size = f", size: {request.size}" if request.size > 1 else ""
+    line = f"{request.name}: {{replicas: {request.replicas}{size}, gpus: {request.gpus:g}, cpus: {request.cpus:g}}}"
+    if entry is None:
+        names = listed([repr(name) for name in told["sets"]]) or "nothing"
+        raise PlacementError(f"{where} sets aside {names}, and the run asks for {request.name!r}. Add `{line}`.")
+    if (entry["replicas"], entry["bundle"]) != (request.replicas, request.bundle):
+        raise PlacementError(
+            f"{where} sets aside {entry['replicas']} times {_of_bundle(entry['bundle'])} for {request.name!r}, and the "
+            f"run asks for {request.replicas} times {_of_bundle(request.bundle)}. Write `{line}`."
+        )
+    if request.name in _taken:
+        raise PlacementError(
+            f"Two parts of the run ask for what {where} sets aside for {request.name!r}. Give one of them another "
+            "name=."
+        )
+    share = int(os.environ.get("RANK", 0)) * entry["replicas"] % len(entry["bundles"])
+    bundles = tuple(
+        Bundle(index=bundle["index"], node=Node(**bundle["node"]), gpus=tuple(bundle["gpus"]))
+        for bundle in entry["bundles"][share : share + entry["replicas"]]
+    )
+    group = answer(functools.partial(get_placement_group, entry["group"]))
+    _taken.add(request.name)
+    return Placement(request=request, group=group, bundles=bundles, lent=True)
+
+
+def _of_bundle(bundle: Mapping[str, float]) -> str:
+    return _amounts(bundle.get("GPU", 0.0), bundle.get("CPU", 0.0))
 
 
 # --- refusals -------------------------------------------------------------------------------------------------------

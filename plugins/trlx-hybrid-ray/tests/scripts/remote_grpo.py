@@ -1,12 +1,13 @@
 """GRPO with engines in Ray actors; prints rewards, and seconds and bytes of each weight sync.
 
     python remote_grpo.py OUT [engine=remote] [replicas=1] [tp=1] [model=tiny|1.5b] [steps=4] [backend=auto] [fsdp=1]
-        [lose=N]
+        [lose=N] [judge=N]
     trlx-hybrid launch --gpus-per-node 1 remote_grpo.py OUT [...]
 
 Without GPUs everything on the CPU. Under `trlx-hybrid launch` every rank trains, and all sample from the same engines,
 on the GPUs that are left, with weights by `nccl`. Engines start without CUDA graphs, which would take minutes. With
-`lose` the engines' processes are killed LOSE_SECONDS after sync N began.
+`lose` the engines' processes are killed LOSE_SECONDS after sync N began. With `judge` the reward is computed in N Ray
+actors of each rank, while others are sampled.
 """
 
 import json
@@ -21,6 +22,7 @@ from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
 from trlx_hybrid.testing.launched import sorting_prompts, use_fsdp_on_cpu
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid_ray.remote import remote_reward
 
 SHAPES = {
     "tiny": {},
@@ -73,7 +75,7 @@ def main():
     out = Path(sys.argv[1])
     out.mkdir(parents=True, exist_ok=True)
     options = {"engine": "remote", "replicas": "1", "tp": "1", "model": "tiny", "steps": "4"}
-    options |= {"backend": "auto", "lose": "-1"}
+    options |= {"backend": "auto", "lose": "-1", "judge": "0"}
     options |= dict(option.split("=") for option in sys.argv[2:])
     cuda, rank = torch.cuda.is_available(), int(os.environ.get("RANK", "0"))
     if options.get("fsdp") and not cuda:
@@ -81,8 +83,14 @@ def main():
     rewards, syncs = [], Syncs(int(options["lose"]))
 
     def digits(completions, **_):
-        rewards.append([float(sum(c.isdigit() for c in text)) + len(text) / 100 for text in completions])
+        return [float(sum(c.isdigit() for c in text)) + len(text) / 100 for text in completions]
+
+    def recorded(**given):
+        rewards.append(digits(**given))
         return rewards[-1]
+
+    judges = int(options["judge"])
+    reward = remote_reward(digits, workers=judges, cpus=0.5, early=True) if judges else recorded
 
     if options["engine"] == "remote":
         given = {
@@ -101,7 +109,7 @@ def main():
         hybrid = HybridConfig(engine="vllm", verify_every=1)
     trainer = GRPOTrainer(
         model=tiny_model(dtype=torch.bfloat16 if cuda else torch.float32, **SHAPES[options["model"]]),
-        reward_funcs=digits,
+        reward_funcs=reward,
         args=GRPOConfig(
             output_dir=str(out / "run"),
             per_device_train_batch_size=8,
@@ -124,6 +132,8 @@ def main():
         plugins=[syncs],
     )
     trainer.train()
+    if judges:
+        rewards += [[log["reward"]] for log in trainer.state.log_history if "reward" in log]
     report = {
         "weights": trainer.session.weights.name,
         "sharded": all(hasattr(p, "full_tensor") for p in trainer.model.parameters()),

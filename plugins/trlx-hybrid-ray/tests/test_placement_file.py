@@ -1,0 +1,151 @@
+"""`trlx-hybrid launch --placement`: one file says where everything goes, and there it is."""
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launching import Segments, launch, nothing_left
+from test_launch_command_line import start
+from trlx_hybrid.errors import ConfigError
+from trlx_hybrid_ray.errors import PlacementError
+from trlx_hybrid_ray.launch import add_command, job_of
+from trlx_hybrid_ray.placement import SET_ASIDE, PlacementRequest, reserve
+from trlx_hybrid_ray.placement_file import told
+
+SCRIPTS = Path(__file__).parent / "scripts"
+PLACED = str(SCRIPTS / "placed.py")
+
+
+@pytest.fixture
+def job(tmp_path):
+    """Of a file with these lines, and of further options."""
+
+    def of(lines, *options, script=PLACED):
+        file = tmp_path / "places.yaml"
+        file.write_text(lines)
+        parser = argparse.ArgumentParser()
+        add_command(parser.add_subparsers())
+        return job_of(parser.parse_args(["launch", "--placement", str(file), *options, script]))
+
+    return of
+
+
+def settings(job):
+    """What the helper that launches takes of it."""
+    names = ("nodes", "processes_per_node", "gpus", "cpus_per_process", "only", "labels", "placement", "others")
+    return {name: getattr(job, name) for name in names}
+
+
+def mapped(text, name):
+    """(node, GPU) of each worker by the launcher's map."""
+    lines = re.findall(rf"^{name} [\d-]+ on node \S+ \((\w+)\), GPU (.*)$", text, re.MULTILINE)
+    return [(node, gpu) for node, gpus in lines for gpu in gpus.split(", ")]
+
+
+def test_every_part_is_where_the_map_says_that_was_printed_before_the_start(two_nodes, capfd, tmp_path, job):
+    """Also where a rank has closed its part and opens it again."""
+    here, there = two_nodes.nodes
+    segments = Segments()
+    wanted = job(
+        f"trainer: {{replicas: 2, size: 2, gpus: 1, cpus: 0.5}}\n"
+        f"reward judge: {{replicas: 2, gpus: 1, nodes: [{there}]}}\n"
+        f"environment Counter: {{gpus: 1, cpus: 0.5, nodes: [{here[:8]}]}}\n"
+    )
+    done = launch(capfd, tmp_path, PLACED, tmp_path, **settings(wanted))
+    assert done.code == 0, done.err[-4000:]
+    first_words = done.err.index("[node")  # of a rank
+    judges = mapped(done.err[:first_words], "reward judge")
+    counters = mapped(done.err[:first_words], "environment Counter")
+    assert len({*judges, *counters, *mapped(done.err, "rank")}) == 8 + 4 + 4
+    assert {node for node, _ in judges} == {there[:6]}
+    assert {node for node, _ in counters} == {here[:6]}
+    for rank in range(4):
+        found = json.loads((tmp_path / f"placed.{rank}").read_text())
+        assert sorted(map(tuple, found["judges"])) == sorted(judges[2 * rank : 2 * rank + 2])
+        assert found["again"] == found["judges"]
+        assert list(map(tuple, found["counters"])) == counters[rank : rank + 1]
+    assert nothing_left(str(tmp_path), segments) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("reward jugde: {}", "sets aside 'reward jugde', and the run asks for 'reward judge'. Add `reward judge: "),
+        ("reward judge: {}", r"sets aside 1 times 1 CPU for 'reward judge', and the run asks for 2 times 1 GPU, 1 CPU"),
+    ],
+)
+def test_a_part_that_the_file_does_not_know_ends_the_run_with_the_line_to_write(
+    two_nodes, capfd, tmp_path, job, lines, message
+):
+    wanted = job(f"trainer: {{}}\n{lines}\n")
+    done = launch(capfd, tmp_path, PLACED, tmp_path, **settings(wanted))
+    assert done.code == 1
+    last = done.err.strip().splitlines()[-1]
+    assert "places.yaml " + message in last
+    assert "reward judge: {replicas: 2, gpus: 1, cpus: 1}`." in last
+
+
+def test_what_is_set_aside_is_given_once(two_nodes, monkeypatch):
+    request = PlacementRequest(name="reward judge")
+    with reserve(request) as owned:
+        monkeypatch.setenv(SET_ASIDE, told([owned], 1, "places.yaml"))
+        with reserve(request) as lent:
+            assert lent.bundles == owned.bundles
+            with pytest.raises(
+                PlacementError, match=r"Two parts of the run ask for what --placement places\.yaml sets"
+            ):
+                reserve(request)
+        with reserve(request) as again:
+            assert again.bundles == owned.bundles
+
+
+def test_too_much_is_refused_before_anything_starts(two_nodes, capfd, tmp_path, job):
+    """With who holds what; nothing stays reserved."""
+    from ray.util import placement_group_table
+
+    wanted = job("trainer: {replicas: 2, size: 16, gpus: 1}\nreward judge: {gpus: 1}\n")
+    with pytest.raises(PlacementError, match=r"reward judge: 32 GPUs are asked for, 0 of 32 are free"):
+        launch(capfd, tmp_path, PLACED, tmp_path, **settings(wanted))
+    assert all(group["state"] == "REMOVED" for group in placement_group_table().values())
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "message"),
+    [
+        ("- trainer", (), "write a line for each part of the run, as `engine: {gpus: 2}`"),
+        ("engine: {gpus: 1}", (), "nothing is said of the ranks. Add `trainer: {size: 8, gpus: 1}`"),
+        ("trainer: {}\nengine: {gpu: 1}", (), r"places.yaml: engine has no setting 'gpu'. Did you mean 'gpus'"),
+        ("trainer: {replicas: 0}", (), "trainer: 0 replicas of 1 are no workers"),
+        ("trainer: {gpus: 2}", (), "trainer: gpus=2: a rank has one GPU, or none"),
+        ("trainer: {}", ("--nodes", "2"), "--nodes and --placement .*places.yaml both say where ranks go"),
+        ("trainer: {}", ("--cpu",), "--cpu and --placement .*places.yaml both say where ranks go"),
+        ("trainer: {", (), r"places.yaml: while parsing a flow node"),
+    ],
+)
+def test_files_that_cannot_be(job, lines, options, message):
+    with pytest.raises(ConfigError, match=message):
+        job(lines, *options)
+
+
+@pytest.mark.slow
+def test_a_run_with_engines_and_a_judge_from_the_command_line(two_nodes, tmp_path):
+    segments = Segments()
+    places = tmp_path / "places.yaml"
+    places.write_text(
+        "trainer: {size: 2}\nengine: {replicas: 2, strategy: spread}\nreward digits: {replicas: 2, cpus: 0.5}\n"
+    )
+    joined = ["--address", two_nodes.address, "--token-file", str(two_nodes.token)]
+    script = [str(SCRIPTS / "remote_grpo.py"), str(tmp_path / "out"), "replicas=2", "steps=2", "judge=2"]
+    process = start(tmp_path, "--placement", str(places), *joined, *script, cpu=())
+    out, err = process.communicate(timeout=400)
+    assert process.returncode == 0, err[-4000:]
+    shown = err[: err.index("[node")] if "[node" in err else err
+    for line in ("rank 0-1 on node", "engine 0 on node", "engine 1 on node", "reward digits 0-3 on node"):
+        assert line in shown
+    assert out.count(": rewards [") == 2
+    assert nothing_left(str(tmp_path), segments) == []

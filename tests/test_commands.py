@@ -73,6 +73,7 @@ def read(monkeypatch, tmp_path) -> Callable[..., Any]:
     monkeypatch.chdir(tmp_path)
     Path("examples").symlink_to(ROOT / "examples")
     Path("accelerate.yaml").touch()
+    Path("places.yaml").write_text("trainer: {replicas: 2, size: 8, gpus: 1}")
     page = (ROOT / "docs/configuration.md").read_text()
     (script,) = re.findall(r"<!-- runnable -->\n```python\n(.*?)```", page, re.DOTALL)
     Path("train.py").write_text(script)

@@ -140,18 +140,22 @@ def test_the_engine_gets_its_parallelism_and_keeps_its_other_options():
     assert with_rollout(made, Layout(tp=4)) == made
     with pytest.raises(ConfigError, match="the engine's options say tensor_parallel_size=4"):
         with_rollout(made, Layout(tp=2))
+    staged = with_rollout(made, Layout(tp=4, pp=2))
+    assert staged.options("engine")["pipeline_parallel_size"] == 2
+    with pytest.raises(ConfigError, match="the engine's options say pipeline_parallel_size=2"):
+        with_rollout(staged, Layout(tp=4))
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ({"rollout": Layout(tp=4, pp=2)}, r"rollout=Layout\(pp=2, tp=4\): pipeline stages can be planned"),
+        ({"rollout": Layout(tp=4, pp=2)}, r"rollout=Layout\(pp=2, tp=4\) takes 8 ranks per engine, which do not div"),
         ({"rollout": Layout(fsdp=2)}, "engines are not sharded by FSDP"),
         ({"rollout": Layout(tp=2)}, "takes 2 ranks per engine, which do not divide 1"),
         ({"train": Layout(fsdp=8)}, r"The model is whole on every rank, train=Layout\(fsdp=8\)"),
         (
             {"rollout_config": {"tp_size": 4, "pp_size": 2, "dp_type": "none"}},
-            r"rollout=Layout\(pp=2, tp=4\): pipeline stages can be planned .* not run yet",
+            r"rollout=Layout\(pp=2, tp=4\) takes 8 ranks per engine, which do not divide 1",
         ),
         ({"rollout_config": {"tp_sise": 4}}, r"rollout_config has no setting 'tp_sise'\. Did you mean 'tp_size'\?"),
         ({"rollout_config": {"tp_size": "4"}}, "rollout_config: tp_size='4' is no number of ranks"),

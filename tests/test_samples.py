@@ -166,7 +166,8 @@ def test_hybrid_engine(execute, one_rank, capfd) -> None:
     edits = {
         "max_tokens=512, engine_options": "max_tokens=8, engine_options",
         '"tp_size": 4': '"tp_size": 1',
-        '"dp_shard_size": 4': '"dp_shard_size": 1',
+        '"pp_size": 2': '"pp_size": 1',
+        '"dp_shard_size": 8': '"dp_shard_size": 1',
     }
     given = {"model": tiny_model(), "batches": [tokenizer(["a b", "12345"], padding=True, return_tensors="pt")] * 2}
     names = execute("docs/hybrid-engine.md", edits=edits, **given, tokenizer=tokenizer, optimizer=None, loss=loss)

@@ -65,15 +65,13 @@ def with_rollout(config: HybridConfig, rollout: Layout) -> HybridConfig:
     """
     if rollout.fsdp > 1:
         raise ConfigError(f"rollout={rollout}: engines are not sharded by FSDP. Give tp, the ranks of one engine.")
-    if rollout.pp > 1:
-        raise ConfigError(
-            f"rollout={rollout}: pipeline stages can be planned (`trlx-hybrid reshard-plan`), not run yet: the ranks "
-            "of an engine share its requests over tp alone. Use tp."
-        )
     options = config.options("engine")
-    given = options.setdefault("tensor_parallel_size", rollout.tp)
-    if given != rollout.tp:
-        raise ConfigError(f"rollout={rollout}, and the engine's options say tensor_parallel_size={given}. Give one.")
+    for name, size in (("tensor_parallel_size", rollout.tp), ("pipeline_parallel_size", rollout.pp)):
+        given = options.get(name, size)
+        if given != size:
+            raise ConfigError(f"rollout={rollout}, and the engine's options say {name}={given}. Give one.")
+        if size > 1:
+            options[name] = size
     return dataclasses.replace(config, engine_options=options)
 
 
@@ -83,15 +81,16 @@ def check_rollout(rollout: Layout, world: int, alone: bool = False) -> None:
     Raises:
         ConfigError: they cannot.
     """
-    if world % rollout.tp:
-        raise ConfigError(f"rollout={rollout} takes {rollout.tp} ranks per engine, which do not divide {world}.")
-    engines = world // rollout.tp
+    size = rollout.tp * rollout.pp
+    if world % size:
+        raise ConfigError(f"rollout={rollout} takes {size} ranks per engine, which do not divide {world}.")
+    engines = world // size
     if rollout.dp not in (1, engines):
         raise ConfigError(f"rollout={rollout} takes {rollout.world} ranks, and there are {world}: leave dp out.")
     if alone and engines > 1:
         raise ConfigError(
             f"rollout_config: dp_type='none' is one engine, and {world} processes hold {engines} of "
-            f"tp_size={rollout.tp}. Leave dp_type out, or take tp_size={world}."
+            f"tp_size={rollout.tp}, pp_size={rollout.pp}. Leave dp_type out, or take sizes whose product is {world}."
         )
 
 

@@ -49,7 +49,7 @@ class Case:
     Attributes:
         weights: "bf16" trains in the engine's dtype, "fp32" a master beside it, "lora" an adapter on a bf16 base, and
             "merged" the same, merged into the engine's weights.
-        tp: ranks per engine.
+        tp, pp: ranks per engine that share each layer, and stages of layers.
         sharding: "one" process, "ddp" or "fsdp2" over two.
     """
 
@@ -60,11 +60,13 @@ class Case:
     offload: str = "auto"
     tp: int = 1
     sharding: str = "one"
+    pp: int = 1
 
     @property
     def name(self) -> str:
         """As pytest and docs/tested.md show it."""
-        words = [self.sharding, f"tp{self.tp}", self.weights]
+        stages = [f"pp{self.pp}"] if self.pp > 1 else []
+        words = [self.sharding, f"tp{self.tp}", *stages, self.weights]
         words += ["sleep" if self.sleep else "awake", "graphs" if self.graphs else "eager"]
         return "-".join([*words, "ragged" if self.ragged else "fixed", f"offload_{self.offload}"])
 
@@ -73,7 +75,7 @@ class Case:
         """The weight sync that serves it."""
         if self.weights in ("lora", "merged"):
             return self.weights
-        if self.tp > 1 or self.sharding == "fsdp2":
+        if self.tp * self.pp > 1 or self.sharding == "fsdp2":
             return "reshard"
         return "alias" if self.weights == "bf16" else "copy"
 
@@ -92,7 +94,7 @@ class Case:
 
     def settings(self) -> dict[str, object]:
         """Of TRL's and our configs."""
-        engine: dict[str, object] = {"enforce_eager": not self.graphs}
+        engine: dict[str, object] = {"enforce_eager": not self.graphs, "pipeline_parallel_size": self.pp}
         if self.graphs:
             engine["engine_args"] = {"compilation_config": {"inductor_compile_config": COMBINED}}
         chosen: dict[str, object] = {

@@ -11,6 +11,7 @@ CASES = [
     Case("bf16", sleep=True, graphs=False, tp=2, sharding="fsdp2"),
     Case("fp32", sleep=True, graphs=False, tp=4, sharding="fsdp2"),
     Case("lora", sleep=True, graphs=False, tp=4, sharding="fsdp2"),
+    Case("bf16", sleep=True, graphs=False, tp=2, pp=2, sharding="fsdp2"),
 ]
 
 pytestmark = pytest.mark.usefixtures("gpus")

@@ -25,8 +25,9 @@ def test_a_plain_script_trains_to_its_end_and_its_recording_does_again(model, wh
     assert whole_run.history(tmp_path / "replay") == whole_run.history(tmp_path / "run")
 
 
-def test_a_plain_script_trains_to_its_end_on_two_ranks(model, whole, seen, tmp_path):
-    case = Case("fp32", sleep=True, graphs=False, tp=2)
+@pytest.mark.parametrize("tp", [2, 1], ids=["tp", "pp"])
+def test_a_plain_script_trains_to_its_end_on_two_ranks(tp, model, whole, seen, tmp_path):
+    case = Case("fp32", sleep=True, graphs=False, tp=tp, pp=2 // tp)
     whole_run.check_case(
         case, TORCHRUN, model("plain"), tmp_path, whole, seen, LIMIT, changes=ON_CPU, path="reshard", gather=False
     )

@@ -22,6 +22,7 @@ CASES = [
     Case("bf16", sleep=True, graphs=True, tp=2, sharding="ddp", ragged=True),
     Case("lora", sleep=False, graphs=True, tp=1, sharding="ddp"),
     Case("fp32", sleep=True, graphs=False, tp=1, sharding="ddp"),
+    Case("bf16", sleep=True, graphs=False, tp=1, pp=2, sharding="fsdp2"),
 ]
 FSDP2 = {
     "ACCELERATE_USE_FSDP": "true",

@@ -20,11 +20,11 @@ def alone(tmp_path_factory):
     return json.loads((folder / "rank0.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+@pytest.fixture(scope="module", params=[1, pytest.param(2, marks=pytest.mark.slow)], ids=["tp=2", "pp=2"])
+def ranks(request, tmp_path_factory):
     environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
     folder = tmp_path_factory.mktemp("ranks")
-    return rank_reports(SCRIPT, folder, count=2, environment=environment, timeout=DEADLINE)
+    return rank_reports(SCRIPT, folder, request.param, count=2, environment=environment, timeout=DEADLINE)
 
 
 def assert_same_rows(ranks, alone, index):

@@ -10,28 +10,29 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ranks import ends
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory):
-    """(reports, stderr) of two ranks."""
-    folder = tmp_path_factory.mktemp("looping")
-    ended = ends("looping.py", folder, 2)
-    assert [end.returncode for end in ended] == [0, 0], "\n".join(end.stderr[-3000:] for end in ended)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)], [e.stderr for e in ended]
+@pytest.fixture(scope="module", params=[(2, 1), (2, 2)], ids=["tp=2", "tp=2, pp=2"])
+def seen(request, tmp_path_factory):
+    """(reports, stderr) of the ranks of one engine."""
+    folder, (tp, pp) = tmp_path_factory.mktemp("looping"), request.param
+    ended = ends("looping.py", folder, tp * pp, tp, pp)
+    assert not any(end.returncode for end in ended), "\n".join(end.stderr[-3000:] for end in ended)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(tp * pp)], [e.stderr for e in ended]
 
 
 def test_layouts_that_are_not_so_are_refused_on_every_rank(seen):
+    world = len(seen[0])
     for report in seen[0]:
         sharded, engine = report["refused"][:2]
-        assert "The model is sharded over 2 ranks, train=Layout(fsdp=8)" in sharded
-        assert "rollout=Layout(tp=4) takes 4 ranks per engine, which do not divide 2" in engine
+        assert f"The model is sharded over {world} ranks, train=Layout(fsdp=8)" in sharded
+        assert f"rollout=Layout(tp=8) takes 8 ranks per engine, which do not divide {world}" in engine
 
 
 def test_each_rollout_samples_from_the_resharded_weights(seen):
     for report in seen[0]:
-        assert report["parallel"] == 2
+        assert report["parallel"] == len(seen[0])
         assert report["syncs"] == [["reshard", 0], ["reshard", 1]]
         assert report["ended"] == 2
-        assert len(report["gaps"]) == 4
+        assert len(report["gaps"]) == 2 * len(seen[0])
         assert max(report["gaps"]) < 1e-5
 
 
@@ -41,27 +42,27 @@ def test_the_models_generate_is_served_by_the_engine_in_a_rollout(seen):
         for served, own in report["generated"]:
             assert served == own
             drawn |= set(map(tuple, served))
-    assert len(drawn) == 8  # of each prompt on each rank, before and after the optimizer's step
+    assert len(drawn) == 4 * len(seen[0])  # of each prompt on each rank, before and after the optimizer's step
 
 
 def test_ranks_that_ask_for_different_sampling_are_told_alike(seen):
-    first, second = (report["refused"][2:] for report in seen[0])
-    assert first == second
+    first, *others = (report["refused"][2:] for report in seen[0])
+    assert all(other == first for other in others)
     assert len(first) == 2
     assert "max_tokens=4" in first[0]
     assert "rank 1 with Sampling(max_tokens=5" in first[0]
 
 
 def test_a_line_before_and_one_after_each_sync_are_logged(seen):
-    first, second = (report["logged"] for report in seen[0])
-    assert first == []
+    first, second, *others = (report["logged"] for report in seen[0])
+    assert not any([first, *others])
     assert [line.split(",")[0].split("=")[0] for line in second] == ["[Reshard] start", "[Reshard] duration"] * 2
     assert [line for line in second if "start" in line] == [f"[Reshard] start, weight version {n}" for n in (0, 1)]
 
 
 def test_a_line_about_each_of_the_first_syncs_is_seen_without_any_set_up(seen):
-    first, second = ([line for line in error.splitlines() if "duration=" in line] for error in seen[1])
+    first, *others = ([line for line in error.splitlines() if "duration=" in line] for error in seen[1])
     assert len(first) == 2
     assert all(line.startswith("[Reshard] duration=") for line in first)
     assert all("transferred=" in line and "(minimum " in line and "peak=+" in line for line in first)
-    assert second == []
+    assert not any(others)

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from datasets import Dataset
 from trlx_hybrid.errors import ComponentError, ConfigError, EngineError, RewardError, SyncError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_vllm import plugin
-from trlx_hybrid_vllm.arguments import engine_dtype
+from trlx_hybrid_vllm.arguments import engine_dtype, refuses, refuses_routing
 from trlx_hybrid_vllm.options import VLLMOptions
 from vllm.model_executor.models import registry
 
@@ -142,6 +143,15 @@ def test_attention_whose_soft_capping_the_trainer_leaves_out(run):
 def test_tensor_parallel_size_that_does_not_divide(run):
     with pytest.raises(ComponentError, match="tensor_parallel_size=3 does not divide the 1 processes"):
         train(run, vllm_tensor_parallel_size=3)
+
+
+def test_pipeline_stages_that_cannot_be(run):
+    hybrid = {"engine": "vllm", "engine_options": {"pipeline_parallel_size": 2}}
+    with pytest.raises(ComponentError, match="size=1 times pipeline_parallel_size=2 does not divide the 1 processes"):
+        train(run, hybrid=hybrid)
+    policy, options = SimpleNamespace(base=tiny_model()), VLLMOptions(pipeline_parallel_size=3)
+    assert "pipeline_parallel_size=3 is more than the model's 2 layers" in refuses(policy, 3, options)
+    assert "each stage of a replica knows the experts of its own layers only" in refuses_routing(options)
 
 
 def test_a_prompt_longer_than_the_context(run):

@@ -70,6 +70,17 @@ def test_the_least_kv_cache_is_what_vllm_counts_for_one_sequence(name):
     assert real <= least <= 1.05 * real
 
 
+def test_the_cache_of_a_pipeline_stage_is_that_of_its_layers():
+    """vLLM cuts five layers into 1, 2 and 2."""
+    policy = SimpleNamespace(base=tiny_model(num_hidden_layers=5))
+    session = SimpleNamespace(policy=policy)
+    whole, staged = (
+        kv_cache_bytes(session, VLLMOptions(pipeline_parallel_size=stages), torch.bfloat16, least=True)
+        for stages in (1, 3)
+    )
+    assert staged * 5 == whole * 2
+
+
 def test_a_base_quantised_by_bitsandbytes_is_refused_with_the_reason(run, unbuilt):
     class Params4bit(torch.nn.Parameter):
         """Of this name in bitsandbytes, which needs a GPU."""

@@ -417,5 +417,5 @@ def test_ranks_round_alike_and_slices_and_shards_are_refused(tmp_path):
     first, second = rank_reports(script, tmp_path, count=2)
     assert first == second
     assert len(first["digest"]) == 64
-    assert "the engine holds slices (tensor_parallel_size=2)" in first["sliced"]
+    assert "each of the 2 ranks of an engine holds a part of the weights" in first["sliced"]
     assert "the policy is sharded (model." in first["sharded"]

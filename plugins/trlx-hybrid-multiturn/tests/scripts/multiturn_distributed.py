@@ -1,6 +1,6 @@
 """Launched by test_tensor_parallel.py: GRPO with tools, on a replica of all ranks; each writes what it saw as JSON.
 
-torchrun --nproc_per_node N multiturn_distributed.py OUT
+torchrun --nproc_per_node N multiturn_distributed.py OUT [STAGES]
 
 Trains a step; then rolls out once more while the last rank's tools want to exit; then once more in peace. Then another
 trainer plays a batch of episodes with environments.
@@ -18,7 +18,7 @@ os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", TOKENIZERS_PAR
 BATCH, NUMBERS = 8, 6
 
 
-def main(out: Path) -> None:
+def main(out: Path, stages: int = 1) -> None:
     import numpy as np
     import torch
     from datasets import Dataset
@@ -119,9 +119,9 @@ def main(out: Path) -> None:
             disable_tqdm=True,
             use_vllm=True,
             vllm_max_model_length=2048,
-            vllm_tensor_parallel_size=world,
+            vllm_tensor_parallel_size=world // stages,
         ),
-        hybrid={"rollout_options": {"max_failed": 0.0}, "engine_options": {"enforce_eager": True}},
+        hybrid={"rollout_options": {"max_failed": 0.0}, "engine_options": {"pipeline_parallel_size": stages}},
     )
     trainer.train()
     report["rollout"] = trainer.session.rollout.name
@@ -148,13 +148,13 @@ def main(out: Path) -> None:
     report["unfinished"] = core.has_unfinished_requests()
     report["taken"] = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
     trainer.session.close()
-    report["episodes"] = play(out, world, rank)
+    report["episodes"] = play(out, world, rank, stages)
     (out / f"rank{rank}.json").write_text(json.dumps(report))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
 
-def play(out: Path, world: int, rank: int) -> list:
+def play(out: Path, world: int, rank: int, stages: int) -> list:
     """Ids, mask, log-probs, reward and messages of each of this rank's episodes."""
     import torch
     from datasets import Dataset
@@ -205,9 +205,9 @@ def play(out: Path, world: int, rank: int) -> list:
             bf16=False,
             disable_tqdm=True,
             vllm_max_model_length=400,
-            vllm_tensor_parallel_size=world,
+            vllm_tensor_parallel_size=world // stages,
         ),
-        hybrid={"engine": "vllm", "rollout": "multi_turn", "engine_options": {"enforce_eager": True}},
+        hybrid={"engine": "vllm", "rollout": "multi_turn", "engine_options": {"pipeline_parallel_size": stages}},
     )
     trainer.train()
     (_, ids, masks, _, logprobs, *_), *_ = batches
@@ -216,4 +216,4 @@ def play(out: Path, world: int, rank: int) -> list:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

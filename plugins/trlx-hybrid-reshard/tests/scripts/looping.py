@@ -1,4 +1,6 @@
-"""Launched by test_looping.py: a custom loop over two ranks, FSDP2 and an engine of tp=2, with its layouts named.
+"""Launched by test_looping.py: a custom loop over all ranks, FSDP2 and an engine over them, with its layouts named.
+
+    looping.py FOLDER TP PP
 
 On rank 1 the log of the weight sync is on, at INFO.
 """
@@ -26,7 +28,7 @@ def engine_of(model, optimizer=None, **layouts):
     return HybridEngine(model, character_tokenizer(), optimizer, max_tokens=8, engine_options=dict(OPTIONS), **layouts)
 
 
-def main(folder):
+def main(folder, tp, pp):
     dist.init_process_group("gloo")
     model = tiny_model()
     for layer in model.model.layers:
@@ -39,13 +41,13 @@ def main(folder):
         logged.emit = lambda record: report["logged"].append(record.getMessage())
         logging.getLogger("trlx_hybrid_reshard").addHandler(logged)
         logging.getLogger("trlx_hybrid_reshard").setLevel(logging.INFO)
-    for layouts in ({"train": Layout(fsdp=8)}, {"rollout": Layout(tp=4)}):
+    for layouts in ({"train": Layout(fsdp=8)}, {"rollout": Layout(tp=8)}):
         try:
             engine_of(model, **layouts)
         except ConfigError as error:
             report["refused"].append(str(error))
     fsdp = {"version": 2, "dp_shard_size": WORLD, "reshard_after_forward": True}
-    layouts = {"rollout_config": {"tp_size": WORLD, "pp_size": 1, "dp_type": "none"}}
+    layouts = {"rollout_config": {"tp_size": tp, "pp_size": pp, "dp_type": "none"}}
     layouts |= {"train_config": {"fsdp_config": fsdp}, "enable_reshard": True, "compress_reshard": False}
     prompts = torch.tensor([[0, 0, 5, 6, 7, 40 + RANK], [11, 12, 13, 14, 15, 60 + RANK]])
     asked = {"input_ids": prompts, "attention_mask": (prompts != 0).long(), "max_new_tokens": 9}
@@ -77,10 +79,10 @@ def main(folder):
                 model(input_ids=ids, labels=ids).loss.backward()
                 optimizer.step()
                 optimizer.zero_grad()
-        report["parallel"] = engine.session.live_engine.tensor_parallel_size
+        report["parallel"] = engine.session.live_engine.ranks_per_replica
     (folder / f"rank{RANK}.json").write_text(json.dumps(report))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))

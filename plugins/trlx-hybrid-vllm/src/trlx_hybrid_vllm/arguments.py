@@ -39,12 +39,15 @@ def refuses(policy: Policy, world: int, options: VLLMOptions) -> str | None:
     """Why vLLM cannot serve this model with these options, and what to change; None where nothing speaks against it."""
     model = policy.base
     config = model.config.get_text_config()
-    size = options.tensor_parallel_size
-    heads = getattr(config, "num_attention_heads", None)
-    if world % size:
-        return f"tensor_parallel_size={size} does not divide the {world} processes. Choose one that does."
+    size, stages = options.tensor_parallel_size, options.pipeline_parallel_size
+    heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", stages)
+    if world % (size * stages):
+        which = f"tensor_parallel_size={size}" + f" times pipeline_parallel_size={stages}" * (stages > 1)
+        return f"{which} does not divide the {world} processes. Choose one that does."
     if heads is not None and heads % size:
         return f"tensor_parallel_size={size} does not divide the model's {heads} attention heads. Choose one that does."
+    if stages > layers:
+        return f"pipeline_parallel_size={stages} is more than the model's {layers} layers. Choose fewer stages."
     return (
         policy.refuses_gather()
         or _architecture(policy.architecture, options)
@@ -86,6 +89,8 @@ def _cpu(policy: Policy, heads: int | None) -> str | None:
 
 def refuses_routing(options: VLLMOptions) -> str | None:
     """Why completions cannot name the experts of their tokens, as router replay needs them, or None."""
+    if options.pipeline_parallel_size > 1:
+        return "each stage of a replica knows the experts of its own layers only. Set pipeline_parallel_size=1."
     if options.tensor_parallel_size > 1 and not returns_no_experts():
         return "vLLM returns the experts of tokens on the first rank of a replica only. Set tensor_parallel_size=1."
     return None
@@ -147,8 +152,9 @@ def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype,
         "load_format": dummy_load_format(),
         "dtype": str(dtype).removeprefix("torch."),
         "tensor_parallel_size": options.tensor_parallel_size,
+        "pipeline_parallel_size": options.pipeline_parallel_size,
         "max_model_len": options.max_model_len,
-        "max_num_seqs": options.max_num_seqs,
+        "max_num_seqs": options.sequences,
         "max_num_batched_tokens": _batched_tokens(session, options, whole_prompts=cpu),
         "enforce_eager": bool(options.enforce_eager) or cpu,
         "model_impl": options.model_impl,
@@ -199,7 +205,7 @@ def _batched_tokens(session: Session, options: VLLMOptions, whole_prompts: bool)
 
     Never more than can be scheduled: vLLM's GPU profiling run reads beyond its block tables otherwise."""
     length = context_length(session, options)
-    sequences = options.max_num_seqs or options.max_num_batched_tokens
+    sequences = options.sequences or options.max_num_batched_tokens
     wanted = min(max(options.max_num_batched_tokens, sequences), sequences * length)
     return max(wanted, length) if whole_prompts else wanted
 
@@ -223,7 +229,7 @@ def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: boo
         kv_cache_bytes=size or kv_cache_bytes(session, options, dtype, least=True),
         shared=shared,
         engine_itemsize=dtype.itemsize,
-        ranks_per_replica=options.tensor_parallel_size,
+        ranks_per_replica=options.ranks,
         sleeps=options.enable_sleep_mode,
     )
     if size is not None or cpu:
@@ -240,11 +246,14 @@ def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: boo
 
 
 def kv_cache_bytes(session: Session, options: VLLMOptions, dtype: torch.dtype, least: bool = False) -> int:
-    """What `max_num_seqs` sequences (256 if not given) of full length fill on one rank, from the model's config.
+    """What `max_num_seqs` sequences (256 if not given) of full length fill on one rank, from the model's config; with
+    pipeline stages on the one that has most.
 
     Args:
         least: what one sequence fills, in layers that are known to keep keys and values of it.
     """
+    from vllm.distributed.utils import get_pp_indices
+
     config = session.policy.base.config
     text: Any = config.get_text_config()
     kinds: Any = getattr(text, "layer_types", None)
@@ -253,20 +262,22 @@ def kv_cache_bytes(session: Session, options: VLLMOptions, dtype: torch.dtype, l
     chunked = getattr(text, "attention_chunk_size", None) is not None
     frees = not chunked and not options.engine_args.get("disable_hybrid_kv_cache_manager")
     slides = window is not None and (frees or not kinds or set(kinds) == {"sliding_attention"})
-    sequences = 1 if least else options.max_num_seqs or 256
+    sequences = 1 if least else options.sequences or 256
     every = last = -(-context_length(session, options) // KV_BLOCK) * sequences
     if slides:  # the window, and beside it the tokens of two steps, which are scheduled ahead
         in_flight = 2 * _batched_tokens(session, options, whole_prompts=False)
         last = (-(-window // KV_BLOCK) + 1) * sequences + -(-in_flight // KV_BLOCK)
     shapes = attention_of(config)
-    elements = 0
+    elements = [0] * len(shapes)
     for layer in range(len(shapes) - (getattr(text, "num_kv_shared_layers", None) or 0)):
         kind = kinds[layer] if kinds else "sliding_attention"
         if not (least and kind in WITHOUT_KV):
             heads, width = shapes[layer]
             blocks = min(every, last) if kind == "sliding_attention" else every
-            elements += (blocks + SPARE_BLOCKS) * KV_BLOCK * -(-heads // options.tensor_parallel_size) * width
-    return elements * dtype.itemsize
+            elements[layer] = (blocks + SPARE_BLOCKS) * KV_BLOCK * -(-heads // options.tensor_parallel_size) * width
+    stages = range(options.pipeline_parallel_size)
+    ends = [get_pp_indices(len(shapes), stage, len(stages)) for stage in stages]
+    return max(sum(elements[first:end]) for first, end in ends) * dtype.itemsize
 
 
 def _becomes_the_engines(session: Session, options: VLLMOptions, dtype: torch.dtype) -> bool:
@@ -274,7 +285,7 @@ def _becomes_the_engines(session: Session, options: VLLMOptions, dtype: torch.dt
     wanted = any(path.component.shares_memory for path in session.selection.weight_paths)
     plain = all(type(p) is torch.nn.Parameter for p in session.policy.base_parameters().values())
     same = session.policy.dtype == dtype
-    return wanted and plain and same and options.tensor_parallel_size == 1 and options.quantization is None
+    return wanted and plain and same and options.ranks == 1 and options.quantization is None
 
 
 # --- the model's folder -----------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.worker import cpu_worker
 from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -58,6 +59,11 @@ class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
         # threads meanwhile, and to take back its draws would be to take back theirs.
         sampler = self.model_runner.sampler.topk_topp_sampler
         sampler.forward = sampler.forward_native
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank:  # where the GPU's runner receives what the stage before has computed
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens, dtype=runner.model_config.dtype, device=runner.device
+            )
 
     def sleep(self, level: int = 2) -> None:
         """Free the storages of weights and KV cache in place: tensors and views survive, their bits do not."""

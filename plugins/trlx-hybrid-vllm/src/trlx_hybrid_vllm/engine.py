@@ -56,7 +56,9 @@ class VLLMEngine:
         self.peers_lost = False
         self.adapter: Any = None
         wanted: dict[str, Any] | str = "no weight path of this run asks for adapter slots"
-        if any("lora_slots" in path.component.needs for path in session.selection.weight_paths):
+        if options.pipeline_parallel_size > 1:
+            wanted = "the engine has pipeline stages, each with the slots of its own layers"
+        elif any("lora_slots" in path.component.needs for path in session.selection.weight_paths):
             wanted = lora_arguments(session.policy, self.dtype)
         self.adapters_refused = wanted if isinstance(wanted, str) else None
         adapters = {} if isinstance(wanted, str) else wanted
@@ -66,7 +68,7 @@ class VLLMEngine:
         alone = arguments.get("max_loras") == 1 and not arguments.get("fully_sharded_loras")
         rank = arguments["max_lora_rank"] if adapters and alone and self.untested is None else None
         self.sleeps = options.enable_sleep_mode
-        self.tensor_parallel_size = options.tensor_parallel_size
+        self.ranks_per_replica = options.ranks
         self._made_default_group = not dist.is_initialized()
         self._frozen = gc.get_freeze_count()
         ranks = session.ranks
@@ -93,6 +95,7 @@ class VLLMEngine:
                     "engine='transformers'."
                 ) from error
         detach_finalizer(self.llm)
+        self._replica = internals.Replica.of_this_rank(options.ranks)
         internals.keep_expanded_prompts(self.llm)
         self._routes = session.config.router_replay
         self._routing = RoutingCapture(self.llm) if self._routes and returns_no_experts() else None
@@ -125,10 +128,9 @@ class VLLMEngine:
         self._require_awake()
         params = sampling_params(sampling)
         stream = EngineStream(self.llm, params, self.adapter, self._routing)
-        if self.tensor_parallel_size > 1:
+        if self.ranks_per_replica > 1:
             self._pooled([], sampling)
-            group = internals.tensor_parallel_group()
-            stream = ReplicaStream(self.llm, params, self.adapter, group, self._routing)
+            stream = ReplicaStream(self.llm, params, self.adapter, self._replica, self._routing)
         with internals.running(self.dtype, collecting=True), stream.open():
             yield stream
 
@@ -145,9 +147,9 @@ class VLLMEngine:
         Raises:
             EngineError: the ranks would sample differently, and so compute something else from some token on.
         """
-        if self.tensor_parallel_size == 1:
+        if self.ranks_per_replica == 1:
             return requests, slice(None)
-        group = internals.tensor_parallel_group()
+        group = self._replica
         gathered: list[Any] = [None] * group.world_size
         dist.all_gather_object(gathered, (requests, sampling), group=group.cpu_group)
         for rank, (_, other) in enumerate(gathered):
@@ -304,6 +306,7 @@ class VLLMEngine:
         if llm is not None:
             self._map = self._places = self._routing = None
             self._latent = []
+            self._replica.close()
             kept = internals.PYTHONS_OWN < gc.get_freeze_count() <= self._frozen  # nobody has frozen the engine since
             shut_down(llm, self._made_default_group, self.peers_lost, kept)
 

@@ -14,10 +14,12 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.variables import restored
@@ -241,11 +243,37 @@ def import_modules_with_tensors() -> None:
                 importlib.import_module(name)
 
 
-def tensor_parallel_group() -> Any:
-    """This rank's replica: `.cpu_group` is its gloo group, `.world_size` its size, `.rank_in_group` our place."""
-    from vllm.distributed.parallel_state import get_tp_group
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """The ranks that run one engine, which follow each other.
 
-    return get_tp_group()
+    Attributes:
+        cpu_group: their process group, over gloo.
+        rank_in_group: this process's place.
+        owned: vLLM does not know the group.
+    """
+
+    cpu_group: Any
+    world_size: int
+    rank_in_group: int
+    owned: bool = False
+
+    @classmethod
+    def of_this_rank(cls, size: int) -> Replica:
+        """Of an engine that was just built. Collective over all ranks: vLLM has a group of the ranks that share layers,
+        and one of those that follow each other with other layers, but none of both."""
+        from vllm.distributed.parallel_state import get_pp_group, get_tp_group
+
+        if get_pp_group().world_size == 1:
+            group = get_tp_group()
+            return cls(group.cpu_group, group.world_size, group.rank_in_group)
+        own, _ = dist.new_subgroups(size, backend="gloo")  # type: ignore[no-untyped-call]
+        return cls(own, size, dist.get_rank() % size, owned=True)
+
+    def close(self) -> None:
+        """Forget the group, unless the script has destroyed all of them."""
+        if self.owned and dist.is_initialized():
+            dist.destroy_process_group(self.cpu_group)
 
 
 @contextmanager

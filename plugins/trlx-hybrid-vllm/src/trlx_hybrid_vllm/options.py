@@ -24,14 +24,16 @@ class VLLMOptions:
     Attributes:
         dtype: "auto" takes the mixed-precision dtype of the training (`bf16`, `fp16`), else the model's own. Otherwise
             "bfloat16", "float16" or "float32", under any of the names in DTYPES, or torch's object.
-        tensor_parallel_size: ranks per replica; must divide the number of processes.
+        tensor_parallel_size: ranks that share each layer of a replica.
+        pipeline_parallel_size: stages of a replica, each with a part of the layers on `tensor_parallel_size` ranks. All
+            ranks of a replica together must divide the number of processes.
         gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache. Left out, a sleeping
             engine's KV cache gets what the ledger finds free during ROLLOUT, up to what `max_num_seqs` sequences of
             `max_model_len` fill; an engine that does not sleep gets 0.3, TRL's default.
         kv_cache_memory_bytes: size of the KV cache in bytes, instead of the share. On a CPU the default is what
             `max_num_seqs` sequences of `max_model_len` need, at most 4 GiB.
         max_model_len: longest prompt plus completion in tokens; the model's own by default.
-        max_num_seqs: sequences decoded at once.
+        max_num_seqs: sequences decoded at once, for each pipeline stage.
         max_num_batched_tokens: tokens per engine step while prompts are read; at least `max_num_seqs` are taken.
         enforce_eager: no CUDA graphs and no compilation: starts faster, decodes slower. Always on on a CPU.
         enable_sleep_mode: give weights and KV cache back during TRAIN, once per rollout phase.
@@ -44,6 +46,7 @@ class VLLMOptions:
 
     dtype: str = "auto"
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
     gpu_memory_utilization: float | None = None
     kv_cache_memory_bytes: int | None = None
     max_model_len: int | None = None
@@ -65,13 +68,24 @@ class VLLMOptions:
                 f"{', '.join(DTYPES)}."
             )
         object.__setattr__(self, "dtype", DTYPES[dtype])
-        for name in ("tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        sizes = ("tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "max_num_seqs")
+        for name in (*sizes, "max_num_batched_tokens"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"HybridConfig.engine_options: {name} must be 1 or more, got {value}.")
         for name in self.engine_args:
             if name in self.__slots__:
                 raise ConfigError(f"engine_args has {name!r}, an option of its own: engine_options={{{name!r}: …}}.")
+
+    @property
+    def ranks(self) -> int:
+        """How many a replica has."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def sequences(self) -> int | None:
+        """How many a replica decodes at once, if that is said."""
+        return self.max_num_seqs and self.max_num_seqs * self.pipeline_parallel_size
 
 
 ROUNDINGS = ("nearest", "stochastic")

@@ -245,13 +245,18 @@ class ReplicaStream(EngineStream):
     what else a rank has drawn does not matter. A rank that has finished keeps stepping until none has more.
 
     Args:
-        group: the replica's ranks, as vLLM keeps them (`cpu_group`, `world_size`, `rank_in_group`).
+        group: the replica's ranks.
     """
 
     shared = True
 
     def __init__(
-        self, llm: Any, params: Mapping[str, Any], adapter: Any, group: Any, routing: RoutingCapture | None = None
+        self,
+        llm: Any,
+        params: Mapping[str, Any],
+        adapter: Any,
+        group: internals.Replica,
+        routing: RoutingCapture | None = None,
     ) -> None:
         super().__init__(llm, params, adapter, routing)
         self._group, self._rank = group, group.rank_in_group

@@ -333,10 +333,6 @@ PADDED = {"VocabParallelEmbedding", "ParallelLMHead"}
 
 def refuses_writes(model: torch.nn.Module) -> str | None:
     """Why the weights of this vLLM model must not be written past its loader, or None."""
-    from vllm.distributed import get_pp_group
-
-    if get_pp_group().world_size > 1:
-        return "the engine has pipeline stages, each with a part of the layers"
     if hasattr(model, "process_weights_after_loading"):
         return f"{type(model).__name__} derives something from its weights after loading them"
     for name, module in model.named_modules():

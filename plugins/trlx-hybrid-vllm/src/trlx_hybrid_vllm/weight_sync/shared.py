@@ -79,8 +79,8 @@ class SharedSync(WeightSync):
             return "the policy has adapters: they are served (`lora`) or merged (`gather`)"
         if engine.quantized:
             return "a quantised engine keeps no copy of the weights"
-        if engine.tensor_parallel_size > 1:
-            return f"the engine holds slices (tensor_parallel_size={engine.tensor_parallel_size})"
+        if engine.ranks_per_replica > 1:
+            return f"each of the {engine.ranks_per_replica} ranks of an engine holds a part of the weights"
         for name, p in policy.base_parameters().items():
             if is_sharded(p):
                 return f"the policy is sharded ({name} lies on several ranks)"

@@ -1,8 +1,9 @@
 """Rewards of groups that are sampled, begun while others are sampled still.
 
 TRL scores a rollout once all of it is there, and the longest tenth of its rows takes half of the time to sample. A
-reward that is computed elsewhere need not wait: a reward function with a method `begin` is told of each group as soon
-as it is there, and returns at once. TRL's own call, for all rows, then finds rewards begun.
+reward that is computed elsewhere need not wait: a reward function that says `begins_early` is told of each group as
+soon as it is there, by its method `begin`, which returns at once; before the rollout its method `prepare` is called.
+TRL's own call, for all rows, then finds rewards begun.
 """
 
 from __future__ import annotations
@@ -23,20 +24,23 @@ NOT_COLUMNS = ("prompt", "completion", "completion_ids")
 
 @contextmanager
 def begun_early(trainer: Any, parse_response: Callable[..., dict[str, Any]], prompts: Sequence[Any]) -> Iterator[None]:
-    """Inside, reward functions with a method `begin` are told of each group that is sampled.
+    """Inside, reward functions that begin early are told of each group that is sampled.
 
     Args:
         parse_response: TRL's.
         prompts: of the rollout that begins, as TRL will hand them to reward functions.
     """
-    functions = [f for f in getattr(trainer, "reward_funcs", None) or () if callable(getattr(f, "begin", None))]
+    functions = [f for f in getattr(trainer, "reward_funcs", None) or () if getattr(f, "begins_early", False)]
     reason = _impossible(trainer, prompts) if functions else None
     if reason is not None and not trainer.__dict__.get("_said_late"):
         trainer._said_late = True
-        logger.warning("Rewards begin when all is sampled: %s.", reason)
+        if trainer.accelerator.is_main_process:
+            logger.warning("Rewards begin when all is sampled: %s.", reason)
     if not functions or reason is not None:
         yield
         return
+    for function in functions:
+        function.prepare()
     trainer.session.on_completion = SampledGroups(trainer, parse_response, functions, prompts).add
     try:
         yield
@@ -88,7 +92,9 @@ class SampledGroups:
         self._sampled: dict[int, tuple[Request, Completion]] = {}
 
     def add(self, row: int, request: Request, completion: Completion) -> None:
-        """A row is sampled."""
+        """A row is sampled. One beyond the prompts, of a rollout of one's own, is in no group."""
+        if row >= len(self._group_of):
+            return
         self._sampled[row] = request, completion
         group = [n for n, number in enumerate(self._group_of) if number == self._group_of[row]]
         if all(n in self._sampled for n in group):
@@ -99,7 +105,7 @@ class SampledGroups:
     def _arguments(self, rows: Sequence[int]) -> dict[str, Any]:
         """What TRL will call a reward function with, of these rows.
 
-        Source: trl 1.16, `GRPOTrainer._generate` (completions) and `_calculate_rewards` (the rest).
+        Source: trl 1.16, `_generate` (completions) and `_calculate_rewards` (the rest) of GRPO and RLOO.
         """
         trainer = self._trainer
         columns = [key for key in self._rows[0] if key not in NOT_COLUMNS]
@@ -114,11 +120,11 @@ class SampledGroups:
         }
 
     def _completion(self, row: int) -> Any:
-        """Text, or messages where the prompt is messages."""
+        """Text, or messages where the prompt is messages; GRPO parses these where it can, RLOO does not."""
         trainer, (request, completion) = self._trainer, self._sampled[row]
         messages, tokenizer = not isinstance(self._prompts[row], str), trainer._tokenizer
         templates = (getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
-        if messages and any(template is not None for template in templates):
+        if messages and trainer._base_name == "GRPO" and any(template is not None for template in templates):
             tools, prefix = getattr(trainer, "tools", None), request.prompt_ids
             return [self._parse_response(tokenizer, completion.token_ids, prefix=prefix, tools=tools)]
         (text,) = trainer.processing_class.batch_decode([completion.token_ids], skip_special_tokens=True)

@@ -10,6 +10,7 @@ import uuid
 
 import pytest
 import trlx_hybrid
+from trl import GRPOConfig, RLOOConfig
 from trlx_hybrid.testing.models import character_tokenizer
 from trlx_hybrid_ray.remote import remote_reward
 
@@ -71,26 +72,41 @@ def as_messages(rows):
 
 
 def test_training_is_the_same_and_groups_are_scored_while_others_are_sampled(run, prompts, tmp_path):
-    """The same as of the function itself, which TRL calls here with all rows."""
-    tokenizer = character_tokenizer()
-    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    """The same as of the function itself, which TRL calls with all rows. GRPO parses completions, RLOO does not."""
+    plain, chat = character_tokenizer(), character_tokenizer()
+    chat.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    chat.response_template = "what says that there is something to parse"
+    chat.parse_response = lambda ids, **_: {"role": "assistant", "content": chat.decode(ids)[::2]}
+    evaluated = {"eval_dataset": as_messages(prompts).select(range(4)), "eval_strategy": "steps", "eval_steps": 2}
+    cases = [
+        (trlx_hybrid.GRPOTrainer, GRPOConfig, prompts, plain, {}),
+        (trlx_hybrid.GRPOTrainer, GRPOConfig, as_messages(prompts), chat, evaluated),
+        (trlx_hybrid.RLOOTrainer, RLOOConfig, as_messages(prompts), chat, {"beta": 0.0}),
+    ]
     scored = functools.partial(graded, folder=tmp_path)
     with remote_reward(scored, workers=2, early=True) as reward:
-        for rows in (prompts, as_messages(prompts)):
+        for trainer, config, rows, tokenizer, settings in cases:
             logs = {}
             for function in (scored, reward):
                 begun, before = Begun(reward), len(asked(tmp_path))
-                given = RAGGED | {"reward_funcs": function, "train_dataset": rows, "processing_class": tokenizer}
-                finished = run(trlx_hybrid.GRPOTrainer, hybrid=ENGINE, plugins=[begun], **given)
+                given = RAGGED | settings | {"train_dataset": rows, "processing_class": tokenizer}
+                given |= {"reward_funcs": function, "config_class": config}
+                finished = run(trainer, hybrid=ENGINE, plugins=[begun], **given)
                 finished.close()
                 logs[function], calls = finished.logs, asked(tmp_path)[before:]
             assert logs[reward] == logs[scored]
             assert any("mean_tokens" in log for log in logs[reward])
-            assert [len(call["index"]) for call in calls] == [4] * 8  # four groups in each of two rollouts
-            assert all(len(set(call["index"])) == 1 for call in calls)
+            assert len(begun.rollouts) == (4 if settings is evaluated else 2)
             groups = [[row, row + 1, row + 2, row + 3] for row in range(0, 16, 4)]
-            assert [sorted(rows) for rows in begun.rollouts] == [groups, groups]
+            assert [sorted(rows) for rows in begun.rollouts if len(rows) == 4] == [groups, groups]
             assert begun.rollouts[0] != groups  # but in the order in which they were sampled
+            assert sorted(call["index"] for call in calls) == sorted([index] * 4 for index in scored_rows(calls))
+            assert len(calls) == sum(map(len, begun.rollouts))  # nothing was scored twice
+
+
+def scored_rows(calls):
+    """The row of the dataset that each call was about."""
+    return [call["index"][0] for call in calls]
 
 
 def lengths(prompts, completions, folder, **columns):
@@ -98,18 +114,15 @@ def lengths(prompts, completions, folder, **columns):
     return [float(len(c)) for c in completions]
 
 
-def test_what_was_begun_is_scored_once_and_what_has_changed_anew(tmp_path):
+def test_what_was_begun_is_scored_once_and_what_has_changed_anew(tmp_path, capfd):
     with remote_reward(functools.partial(lengths, folder=tmp_path), workers=2, early=True) as reward:
         reward.begin([0, 1], prompts=["a", "a"], completions=["x", "yy"])
         reward.begin([2, 3], prompts=["b", "b"], completions=["interrupted", "before"])
         given = {"prompts": ["a", "a", "b", "b"], "completions": ["x", "yy", "zzz", ""]}
         assert reward(**given) == [1.0, 2.0, 3.0, 0.0]
-        assert sorted(call["index"] for call in asked(tmp_path)) == [
-            [""],
-            ["interrupted", "before"],
-            ["x", "yy"],
-            ["zzz"],
-        ]
+        calls = sorted(call["index"] for call in asked(tmp_path))
+        assert calls == [[""], ["interrupted", "before"], ["x", "yy"], ["zzz"]]
+        assert "1 of 2 groups that it had begun with have changed since" in capfd.readouterr().err
         assert reward(**given) == [1.0, 2.0, 3.0, 0.0]  # nothing is begun any more
         reward.begin([0], prompts=["a"], completions=["of a pool that was closed"])
         reward.close()

@@ -53,6 +53,7 @@ def test_what_is_left_between_engine_and_trainer_is_rounding(train):
     assert own.recorder.completions == replayed.recorder.completions
     for kind in ("mean", "max"):
         (without,), (with_it,), (least,) = (logged(each, f"{GAP}/{kind}") for each in (own, replayed, rounding))
+        assert least < without
         assert with_it - least < 0.1 * (without - least)
     assert not logged(own, DIFFERENCE)
     assert 0 < logged(replayed, DIFFERENCE)[0] < 0.05

@@ -76,10 +76,10 @@ def remote_reward(
         deadline: seconds that a batch may take; `math.inf` waits for ever.
         start_deadline: seconds for all workers to start, imports and models included.
         drop: arguments that the function is not to be given, because they cannot be sent or are large.
-        early: score each group as soon as it is sampled, while others are sampled still: whole, in one worker. The
-            function then sees a group at a time, and TRL's `trainer_state` as it was when the rollout began. Needs a
-            trainer of this package, no tools, environments or `rollout_func`, and an engine that serves requests one at
-            a time.
+        early: score each group as soon as it is sampled, while others are sampled still: in one worker, as much of it
+            as is on this rank. The function then sees a group at a time, and TRL's `trainer_state` as it was when the
+            rollout began. Needs a trainer of this package, no tools, environments or `rollout_func`, and an engine that
+            serves requests one at a time.
         processing_class: a reward model's tokenizer; by default the one that belongs to it.
         model_kwargs: for a reward model's `from_pretrained`, as `GRPOConfig.model_init_kwargs`.
         chat_template_kwargs: as in `GRPOConfig`, for a reward model.
@@ -233,11 +233,10 @@ class RemoteReward:
 
     def _sent(self, batch: Batch, shares: Sequence[Share]) -> dict[Share, Any]:
         """References to the answers of workers that have these rows to score."""
-        import ray
         from ray import cloudpickle
 
         try:
-            shared = ray.put((batch.others, tuple(batch.loggers)))
+            shared = self._shared(batch)
             return {
                 share: share.worker.handle.score.remote(len(share.rows), batch.columns_of(share.rows), shared)
                 for share in shares
@@ -253,6 +252,12 @@ class RemoteReward:
                         ")."
                     ) from reason
             raise
+
+    def _shared(self, batch: Batch) -> Any:
+        """A reference to what all rows have in common."""
+        import ray
+
+        return ray.put((batch.others, tuple(batch.loggers)))
 
     def _error(self, kind: type[E], rank: int, node: str, what: str, traceback: str = "") -> E:
         text = f"Reward function {self.__name__!r} {what}"
@@ -270,14 +275,30 @@ class RemoteReward:
 
 
 class EarlyRemoteReward(RemoteReward):
-    """What `remote_reward(early=True)` returns: groups are scored while others are sampled."""
+    """What `remote_reward(early=True)` returns: groups are scored while others are sampled.
+
+    Attributes:
+        begins_early: says so to the trainer, which calls `prepare` before a rollout and `begin` in it.
+    """
+
+    begins_early = True
 
     def __init__(self, name: str, pool: UserPool, drop: frozenset[str], deadline: float) -> None:
         super().__init__(name, pool, drop, deadline)
         self._begun: dict[Share, tuple[dict[str, Any], Any]] = {}
+        self._kept: tuple[dict[str, Any], Any] | None = None  # what the rows of a rollout share, and where it is
+
+    def prepare(self) -> None:
+        """Start what workers are missing: none is started while an engine waits.
+
+        Raises:
+            others: see `UserPool.restore`.
+        """
+        self._kept = None
+        self._pool.restore()
 
     def begin(self, rows: Sequence[int], **arguments: Any) -> None:
-        """Score rows of a batch that TRL will call with, in the worker that has begun with the fewest. Returns at once.
+        """Score rows of a batch that TRL will call with, in the worker that has the fewest before it. Returns at once.
 
         Args:
             rows: their numbers in the batch.
@@ -286,22 +307,38 @@ class EarlyRemoteReward(RemoteReward):
         Raises:
             ConfigError: an argument cannot be sent; names it.
         """
-        self._pool.restore()
-        batch, begun = Batch(arguments, self._drop), Counter[int]()
-        for share in self._begun:
-            begun[share.worker.number] += len(share.rows)
-        worker = min(self._pool.workers.values(), key=lambda worker: begun[worker.number])
+        import ray
+
+        batch, waiting = Batch(arguments, self._drop), Counter[int]()
+        references = [reference for _, reference in self._begun.values()]
+        ready = set(ray.wait(references, num_returns=len(references), timeout=0)[0] if references else ())
+        for share, (_, reference) in self._begun.items():
+            waiting[share.worker.number] += len(share.rows) * (reference not in ready)
+        worker = min(self._pool.workers.values(), key=lambda worker: waiting[worker.number])
         (reference,) = self._sent(batch, [Share(worker, tuple(range(len(rows))))]).values()
         self._begun[Share(worker, tuple(rows))] = batch.columns, reference
 
+    def _shared(self, batch: Batch) -> Any:
+        """Sent once for all groups of a rollout: TRL's state grows with the log, to megabytes."""
+        kept = self._kept
+        same = kept is not None and kept[0].keys() == batch.others.keys()
+        if kept is None or not same or any(value is not kept[0][name] for name, value in batch.others.items()):
+            self._kept = kept = batch.others, super()._shared(batch)
+        return kept[1]
+
     def _begun_of(self, batch: Batch) -> dict[Share, Any]:
-        """Those whose columns are what TRL calls with now; of an interrupted rollout they are not."""
-        begun, self._begun = self._begun, {}
-        return {share: reference for share, (columns, reference) in begun.items() if batch.has(share.rows, columns)}
+        """Those whose columns are what TRL calls with now; of an interrupted rollout they are not. None of these is
+        cancelled: with Ray 2.60, an actor whose queue has lost a call holds back those after it, for 30 s."""
+        begun, self._begun, self._kept = self._begun, {}, None
+        found = {share: reference for share, (columns, reference) in begun.items() if batch.has(share.rows, columns)}
+        if len(found) < len(begun):
+            told = f"{len(begun) - len(found)} of {len(begun)} groups that it had begun with have changed since"
+            say(f"Reward function {self.__name__!r}: {told}, and are scored again.")
+        return found
 
     def close(self) -> None:
         """As of any, and nothing is begun any more."""
-        self._begun = {}
+        self._begun, self._kept = {}, None
         super().close()
 
 

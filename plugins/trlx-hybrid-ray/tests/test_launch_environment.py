@@ -133,7 +133,7 @@ def test_accelerate_is_told_that_there_are_several(monkeypatch, tmp_path, settin
         (("--mixed_precision", "fp12"), "fp12"),
         (("--tpu",), "TPU"),
         (("--max_restarts", "3"), "--accelerate max_restarts: set by trlx-hybrid launch. Use --restart"),
-        (("--num_machines", "3"), "--accelerate num_machines: set by trlx-hybrid launch. Use --nodes."),
+        (("--num_machines", "3"), "--accelerate num_machines: set by trlx-hybrid launch. Use --nodes, or --placement."),
         (("--config_file", "x.yaml"), "--accelerate config_file: set by trlx-hybrid launch. Use --config_file."),
         (("--log_dir", "x"), "--accelerate log_dir: set by trlx-hybrid launch. Leave it out."),
         (("--num_processes", "3"), "--accelerate num_processes: set by trlx-hybrid launch. Use --gpus-per-node"),

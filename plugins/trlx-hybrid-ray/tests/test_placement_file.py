@@ -4,6 +4,7 @@ import argparse
 import json
 import re
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,13 @@ from launching import Segments, launch, nothing_left
 from test_launch_command_line import start
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid_ray.errors import PlacementError
-from trlx_hybrid_ray.launch import add_command, job_of
+from trlx_hybrid_ray.launch import _places, add_command, job_of
 from trlx_hybrid_ray.placement import SET_ASIDE, PlacementRequest, reserve
 from trlx_hybrid_ray.placement_file import told
 
 SCRIPTS = Path(__file__).parent / "scripts"
 PLACED = str(SCRIPTS / "placed.py")
+ONE = "trainer: {gpus: 0}"
 
 
 @pytest.fixture
@@ -82,7 +84,7 @@ def test_every_part_is_where_the_map_says_that_was_printed_before_the_start(two_
 def test_a_part_that_the_file_does_not_know_ends_the_run_with_the_line_to_write(
     two_nodes, capfd, tmp_path, job, lines, message
 ):
-    wanted = job(f"trainer: {{}}\n{lines}\n")
+    wanted = job(f"{ONE}\n{lines}\n")
     done = launch(capfd, tmp_path, PLACED, tmp_path, **settings(wanted))
     assert done.code == 1
     last = done.err.strip().splitlines()[-1]
@@ -90,10 +92,29 @@ def test_a_part_that_the_file_does_not_know_ends_the_run_with_the_line_to_write(
     assert "reward judge: {replicas: 2, gpus: 1, cpus: 1}`." in last
 
 
-def test_what_is_set_aside_is_given_once(two_nodes, monkeypatch):
-    request = PlacementRequest(name="reward judge")
-    with reserve(request) as owned:
-        monkeypatch.setenv(SET_ASIDE, told([owned], 1, "places.yaml"))
+def test_a_node_that_some_part_needs_is_left_to_it(two_nodes, job):
+    """Ray would put the ranks on either, and leave the engine none of its GPUs."""
+    for node in two_nodes.nodes * 2:
+        wanted = job(f"trainer: {{size: 16, gpus: 1}}\nengine: {{gpus: 16, nodes: {node}}}\n")
+        with ExitStack() as stack:
+            ranks, engine = _places(wanted, 0, Shown(), stack)
+            assert engine.bundles[0].node.id == node
+            assert ranks.bundles[0].node.id != node
+
+
+class Shown:
+    """In the place of a printer."""
+
+    def say(self, line):
+        pass
+
+
+@pytest.mark.parametrize("gpus", [0, 1 / 3])
+def test_what_is_set_aside_is_given_once(two_nodes, monkeypatch, gpus):
+    """Of a third, the line that is advised says 0.3333, which is what Ray counts."""
+    request = PlacementRequest(name="reward judge", gpus=gpus)
+    with reserve(PlacementRequest(name="reward judge", gpus=round(gpus, 4))) as owned:
+        monkeypatch.setenv(SET_ASIDE, told([owned], 1, range(1), "places.yaml"))
         with reserve(request) as lent:
             assert lent.bundles == owned.bundles
             with pytest.raises(
@@ -118,12 +139,21 @@ def test_too_much_is_refused_before_anything_starts(two_nodes, capfd, tmp_path, 
     ("lines", "options", "message"),
     [
         ("- trainer", (), "write a line for each part of the run, as `engine: {gpus: 2}`"),
-        ("engine: {gpus: 1}", (), "nothing is said of the ranks. Add `trainer: {size: 8, gpus: 1}`"),
-        ("trainer: {}\nengine: {gpu: 1}", (), r"places.yaml: engine has no setting 'gpu'. Did you mean 'gpus'"),
-        ("trainer: {replicas: 0}", (), "trainer: 0 replicas of 1 are no workers"),
+        ("engine: {gpus: 1}", (), "whether they have GPUs, as `trainer: {size: 8, gpus: 1}`"),
+        ("trainer: {size: 8}", (), "whether they have GPUs, as `trainer: {size: 8, gpus: 1}`"),
+        (f"{ONE}\nengine: {{gpu: 1}}", (), r"places.yaml: engine has no setting 'gpu'. Did you mean 'gpus'"),
+        (f"{ONE}\nengine: {{gpus: '1'}}", (), "engine: gpus='1' is not a number of them"),
+        (f"{ONE}\nengine: {{replicas: 1.5}}", (), "engine: replicas=1.5 is not a number of them"),
+        (f"{ONE}\nengine: {{size: }}", (), "engine: size=None is not a number of them"),
+        (f"{ONE}\nengine: {{labels: [a]}}", (), r"engine: labels=\['a'\] is not a mapping of labels"),
+        (f"{ONE}\nengine: {{}}\nengine: {{gpus: 1}}", (), "places.yaml: engine is there twice"),
+        (f"{ONE}\nrank: {{}}", (), "the ranks are called trainer here"),
+        ("trainer: {gpus: 0, replicas: 0}", (), "trainer: 0 replicas of 1 are no workers"),
         ("trainer: {gpus: 2}", (), "trainer: gpus=2: a rank has one GPU, or none"),
-        ("trainer: {}", ("--nodes", "2"), "--nodes and --placement .*places.yaml both say where ranks go"),
-        ("trainer: {}", ("--cpu",), "--cpu and --placement .*places.yaml both say where ranks go"),
+        ("trainer: {gpus: 1, cpus: 0}", (), "trainer: cpus=0: a rank takes some"),
+        ("trainer: {gpus: 1, strategy: pack}", (), "trainer: no strategy: each of its replicas is a node"),
+        (ONE, ("--nodes", "2"), "--nodes and --placement .*places.yaml both say where ranks go"),
+        (ONE, ("--cpu",), "--cpu and --placement .*places.yaml both say where ranks go"),
         ("trainer: {", (), r"places.yaml: while parsing a flow node"),
     ],
 )
@@ -137,7 +167,9 @@ def test_a_run_with_engines_and_a_judge_from_the_command_line(two_nodes, tmp_pat
     segments = Segments()
     places = tmp_path / "places.yaml"
     places.write_text(
-        "trainer: {size: 2}\nengine: {replicas: 2, strategy: spread}\nreward digits: {replicas: 2, cpus: 0.5}\n"
+        "trainer: {size: 2, gpus: 0}\n"
+        "engine: {replicas: 2, strategy: spread}\n"
+        "reward digits: {replicas: 2, cpus: 0.5}\n"
     )
     joined = ["--address", two_nodes.address, "--token-file", str(two_nodes.token)]
     script = [str(SCRIPTS / "remote_grpo.py"), str(tmp_path / "out"), "replicas=2", "steps=2", "judge=2"]

@@ -20,7 +20,7 @@ from trlx_hybrid.errors import ConfigError, listed
 from .cluster import LOCAL, Cluster, connect
 from .errors import PlacementError, brief
 from .internals import authenticated
-from .placement import Node, PlacementRequest, alive_nodes, reserve
+from .placement import SET_ASIDE, Node, PlacementRequest, alive_nodes, reserve
 from .waiting import replies
 from .worker_group import WorkerError, WorkerGroup, register, this_worker
 
@@ -73,6 +73,7 @@ def findings(options: Any) -> Iterator[Finding] | None:
 
 
 def _findings(options: Any) -> Iterator[Finding]:
+    os.environ.pop(SET_ASIDE, None)  # in a rank: this asks for places of its own
     with connect(options.ray or os.environ.get("RAY_ADDRESS") or LOCAL, token_file=options.token_file) as cluster:
         yield from examine(cluster)
         if options.tp is not None:

@@ -54,8 +54,8 @@ MACHINE_PREFIXES = (
     *("SLURM", "PMI_", "PMIX_", "OMPI_", "MPI_", "PALS_", "KUBERNETES_", "PET_", "TORCHELASTIC_", "TRLX_HYBRID_RAY_"),
 )
 SET_HERE = {
-    "num_machines": "Use --nodes.",
-    "num_processes": "Use --gpus-per-node, or --processes-per-node with --cpu.",
+    "num_machines": "Use --nodes, or --placement.",
+    "num_processes": "Use --gpus-per-node, or --processes-per-node with --cpu, or --placement.",
     "max_restarts": "Use --restart, which starts all nodes again.",
     "config_file": "Use --config_file.",
     **dict.fromkeys(("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend"), "Leave it out."),
@@ -262,6 +262,7 @@ def run(options: Any) -> int:
     if not sys.platform.startswith("linux"):
         raise ConfigError("trlx-hybrid launch runs on Linux. Elsewhere: accelerate launch, on one node.")
     job = job_of(options)
+    os.environ.pop(SET_ASIDE, None)  # of a launcher that this one runs in a rank of
     if job.debug:
         os.environ.setdefault(debugging.CHOICE, debugging.DISTRIBUTED)
         os.environ[debugging.POST_MORTEM] = "1"
@@ -381,9 +382,7 @@ def launch(job: Job, config: str, arguments: tuple[str, ...], head: str) -> int:
                     placement, *others = _places(job, start, printer, stack)
                     monitor = stack.enter_context(Monitor(placement, head, printer, job.debug))
                     told = variables(job, run_id, start)
-                    if job.placement is not None:
-                        told[SET_ASIDE] = placement_file.told(others, job.world, job.placement)
-                    _start_ranks(job, placement, monitor.actors, config, arguments, told)
+                    _start_ranks(job, [placement, *others], monitor.actors, config, arguments, told)
                     code, again = monitor.until_over()
             except ScriptError:
                 raise
@@ -402,18 +401,19 @@ def launch(job: Job, config: str, arguments: tuple[str, ...], head: str) -> int:
 
 
 def _places(job: Job, start: int, printer: Printer, stack: ExitStack) -> list[Placement]:
-    """All that the run needs, or nothing: of its ranks first, then of what is reserved beside them; shown, and given
-    back by the stack. After a failure Ray may need a moment to know what is free again, and a lost node to come back.
+    """All that the run needs, or nothing: of its ranks, then of what is reserved beside them; shown, and given back by
+    the stack. After a failure Ray may need a moment to know what is free again, and a lost node to come back.
     """
     deadline = time.monotonic() + job.start_timeout
     while True:
         try:
             with ExitStack() as kept:
-                found = [kept.enter_context(reserve(request)) for request in (job.request, *job.others)]
+                wanted = [job.request, *job.others]
+                found = {r.name: kept.enter_context(reserve(r)) for r in placement_file.in_order(wanted)}
                 stack.enter_context(kept.pop_all())
-            for placement in found:
-                printer.say(str(placement))
-            return found
+            for request in wanted:
+                printer.say(str(found[request.name]))
+            return [found[request.name] for request in wanted]
         except PlacementError as error:
             if start == 0:
                 raise
@@ -424,7 +424,7 @@ def _places(job: Job, start: int, printer: Printer, stack: ExitStack) -> list[Pl
 
 def _start_ranks(
     job: Job,
-    placement: Placement,
+    placements: Sequence[Placement],
     actors: Sequence[Any],
     config: str,
     arguments: tuple[str, ...],
@@ -432,11 +432,16 @@ def _start_ranks(
 ) -> None:
     """Have every node's actor start its `accelerate launch`.
 
+    Args:
+        placements: of the ranks, and of what is reserved beside them.
+        told: variables of all ranks.
+
     Raises:
         LaunchError: one does not.
     """
     import ray
 
+    placement, *others = placements
     _answers(placement, [actor.pid.remote() for actor in actors], job.start_timeout, "Raise --start-timeout.")
     address = placement.bundles[0].node.address
     port = 0  # accelerate takes a free one by itself
@@ -453,7 +458,6 @@ def _start_ranks(
     common = {
         "script": job.script,
         "config": config,
-        "variables": told,
         "folder": None if ray.get_runtime_context().runtime_env.get("working_dir") else job.folder,
         "alone": job.world == 1,
     }
@@ -462,8 +466,11 @@ def _start_ranks(
     for number, (actor, bundle) in enumerate(zip(actors, placement.bundles, strict=True)):
         own = ("--machine_rank", str(number), "--main_process_ip", address, "--main_process_port", str(port))
         words = (*arguments, *own, *script, *job.arguments)
-        first_rank = number * job.processes_per_node
-        calls.append(actor.start.remote(words, gpus=bundle.gpus, first_rank=first_rank, **common))
+        ranks = range(number * job.processes_per_node, (number + 1) * job.processes_per_node)
+        own_told = dict(told)
+        if job.placement is not None:
+            own_told[SET_ASIDE] = placement_file.told(others, job.world, ranks, job.placement)
+        calls.append(actor.start.remote(words, gpus=bundle.gpus, first_rank=ranks.start, variables=own_told, **common))
     _answers(placement, calls, CALL_SECONDS)
 
 

@@ -392,31 +392,35 @@ def _set_aside(request: PlacementRequest) -> Placement:
     Raises:
         PlacementError: it has reserved nothing, or something else; or it was taken already.
     """
-    from ray.util import get_placement_group
+    from ray import PlacementGroupID
+    from ray.util.placement_group import PlacementGroup
 
     told = json.loads(os.environ[SET_ASIDE])
     where, entry = f"--placement {told['file']}", told["sets"].get(request.name)
+    gpus, cpus = (f"{round(amount, 4):g}" for amount in (request.gpus, request.cpus))  # as Ray counts them
     size = f", size: {request.size}" if request.size > 1 else ""
-    line = f"{request.name}: {{replicas: {request.replicas}{size}, gpus: {request.gpus:g}, cpus: {request.cpus:g}}}"
+    line = f"{request.name}: {{replicas: {request.replicas}{size}, gpus: {gpus}, cpus: {cpus}}}"
     if entry is None:
         names = listed([repr(name) for name in told["sets"]]) or "nothing"
         raise PlacementError(f"{where} sets aside {names}, and the run asks for {request.name!r}. Add `{line}`.")
-    if (entry["replicas"], entry["bundle"]) != (request.replicas, request.bundle):
+    given, asked = entry["bundle"], request.bundle
+    alike = all(abs(given.get(name, 0) - asked.get(name, 0)) < 2 * TOLERANCE for name in ("GPU", "CPU"))
+    if entry["replicas"] != request.replicas or not alike:
         raise PlacementError(
-            f"{where} sets aside {entry['replicas']} times {_of_bundle(entry['bundle'])} for {request.name!r}, and the "
-            f"run asks for {request.replicas} times {_of_bundle(request.bundle)}. Write `{line}`."
+            f"{where} sets aside {entry['replicas']} times {_of_bundle(given)} for {request.name!r}, and the run asks "
+            f"for {request.replicas} times {_of_bundle(asked)}. Write `{line}`."
         )
     if request.name in _taken:
         raise PlacementError(
             f"Two parts of the run ask for what {where} sets aside for {request.name!r}. Give one of them another "
-            "name=."
+            "name=, or close() the first."
         )
-    share = int(os.environ.get("RANK", 0)) * entry["replicas"] % len(entry["bundles"])
+    share = (int(os.environ.get("RANK", 0)) - told["first_rank"]) * request.replicas if entry["for_each_rank"] else 0
     bundles = tuple(
-        Bundle(index=bundle["index"], node=Node(**bundle["node"]), gpus=tuple(bundle["gpus"]))
-        for bundle in entry["bundles"][share : share + entry["replicas"]]
+        Bundle(index=index, node=Node(**told["nodes"][node]), gpus=tuple(gpus))
+        for index, node, gpus in entry["bundles"][share : share + request.replicas]
     )
-    group = answer(functools.partial(get_placement_group, entry["group"]))
+    group = PlacementGroup(PlacementGroupID.from_hex(entry["group"]))
     _taken.add(request.name)
     return Placement(request=request, group=group, bundles=bundles, lent=True)
 

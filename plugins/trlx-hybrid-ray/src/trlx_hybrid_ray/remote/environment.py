@@ -65,6 +65,7 @@ def remote_environment(
     gpus: float = 0.0,
     deadline: float = DEADLINE,
     start_deadline: float = START_SECONDS,
+    name: str | None = None,
 ) -> RemoteEnvironments:
     """Make an `environment_factory` for TRL whose environments live in Ray actors.
 
@@ -86,6 +87,7 @@ def remote_environment(
         cpus, gpus: of each worker. A fraction of a GPU shares it.
         deadline: seconds that a call may take; `math.inf` waits for ever.
         start_deadline: seconds for all workers to start, imports included.
+        name: in messages, and in tables of who holds what; by default that of the class.
 
     Raises:
         ConfigError: it is no class, or cannot be pickled.
@@ -106,7 +108,7 @@ def remote_environment(
     actors = UserPool(
         EnvironmentActor,
         Pickled.of(environment, f"Environment {kind.__name__!r}", REMEDY),
-        name=kind.__name__,
+        name=name or kind.__name__,
         role="environment",
         workers=workers,
         cpus=cpus,

@@ -119,6 +119,7 @@ class Session:
         self.on_completion: Callable[[int, Request, Completion], None] | None = None
         self.router_replay: RouterReplay | None = None
         self.experts: list[np.ndarray[Any, Any]] = []
+        self._left = False
         self.metrics: dict[str, float | list[float]] = {}
         self._step = step
         self._announced = False
@@ -378,8 +379,11 @@ class Session:
         atexit.register(leave_all)
 
     def close(self) -> None:
-        """End the run: tell the plugins, free the engine. Safe to call twice."""
+        """End the run: tell the plugins, free the engine. Safe to call twice, and when the process ends: what has been
+        left by then, as the interpreter collects it, has nothing to free any more."""
         Session._open.discard(self)
+        if self._left:
+            return
         try:
             self._stack.close()
         finally:
@@ -392,6 +396,7 @@ class Session:
     def leave(self) -> None:
         """The process ends, perhaps after an error, and nobody closed the run: tell the plugins, let go of what would
         keep the process, and wait for no other rank. Memory goes with the process."""
+        self._left = True
         try:
             self._stack.close()
         finally:

@@ -35,6 +35,8 @@ def frozen_by(engine_of_a_user_who):
 
 
 def last(out):
+    for loop in KEPT:
+        loop.close()  # as when the interpreter collects a trainer after all that was registered for its exit
     REPORT["default group at exit"] = dist.is_initialized()
     out.write_text(json.dumps(REPORT))
 
@@ -47,7 +49,7 @@ def main(how, out):
         with patch.object(gc, "get_freeze_count", lambda count=gc.get_freeze_count: count() + 375):  # as Python 3.12
             REPORT["frozen by Python"] = frozen_by("does not")
         REPORT["frozen by the user"] = frozen_by("freezes")
-        start()
+        KEPT.append(start())
         REPORT["default group"] = dist.is_initialized()
     elif how == "destroyed":
         KEPT.append(start())

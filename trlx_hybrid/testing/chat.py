@@ -8,7 +8,8 @@ from typing import Any
 
 from .models import CHARACTERS, tiny_model
 
-TEMPLATES = {"qwen3": ("<|im_start|>", "<|im_end|>"), "llama3_1": ("<|begin_of_text|>", "<|eot_id|>")}
+QWENS = "<|im_start|>", "<|im_end|>"
+TEMPLATES = {"qwen3": QWENS, "qwen3_vl": QWENS, "llama3_1": ("<|begin_of_text|>", "<|eot_id|>")}
 """TRL's chat templates by name, with the tokens that begin a text and end a turn."""
 
 SCHEMA = "type function parameters properties description integer string object required array items return"
@@ -47,8 +48,6 @@ def chat_tokenizer(turns: Sequence[str], template: str = "qwen3") -> Any:
 
 def chatty_model(tokenizer: Any, turns: Sequence[str], architecture: str = "qwen3", **config: Any) -> Any:
     """A tiny model that mostly samples a whole turn and then its end, differently for each prompt."""
-    import torch
-
     model = tiny_model(
         architecture,
         vocab_size=len(tokenizer),
@@ -56,7 +55,14 @@ def chatty_model(tokenizer: Any, turns: Sequence[str], architecture: str = "qwen
         bos_token_id=tokenizer.bos_token_id,
         **{"max_position_embeddings": 4096} | config,
     )
-    spoken = torch.arange(len(tokenizer) - len(turns), len(tokenizer))
+    return made_chatty(model, tokenizer, turns)
+
+
+def made_chatty(model: Any, tokenizer: Any, turns: Sequence[str]) -> Any:
+    """Any model of such a tokenizer, made to do that."""
+    import torch
+
+    spoken = torch.tensor(tokenizer.convert_tokens_to_ids(list(turns)))
     with torch.no_grad():
         words, logits = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         over = torch.nn.functional.normalize(

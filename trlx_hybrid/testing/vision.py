@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
+from .chat import chat_tokenizer, made_chatty
 from .models import character_tokenizer
 
 MARKS = {name: f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad", "video_pad")}
@@ -20,12 +22,15 @@ TEMPLATE = (
 )
 
 
-def tiny_vision_model(architecture: str = "qwen2_5_vl", seed: int = 0, head_dim: int = 32) -> tuple[Any, Any]:
+def tiny_vision_model(
+    architecture: str = "qwen2_5_vl", seed: int = 0, head_dim: int = 32, tokenizer: Any = None
+) -> tuple[Any, Any]:
     """A model of a few ten thousand parameters, and its processor.
 
     Args:
         architecture: one of PATCHES.
         head_dim: of tower and text; vLLM's attention on GPUs wants 64 or more.
+        tokenizer: one with a chat template, in the place of one of characters.
     """
     import torch
     import transformers
@@ -34,14 +39,18 @@ def tiny_vision_model(architecture: str = "qwen2_5_vl", seed: int = 0, head_dim:
     from transformers.models.qwen2_vl.video_processing_qwen2_vl import Qwen2VLVideoProcessor
 
     older, patch = architecture == "qwen2_5_vl", PATCHES[architecture]
-    tokenizer = character_tokenizer()
+    if tokenizer is None:
+        tokenizer = character_tokenizer()
+        tokenizer.chat_template = TEMPLATE
     tokenizer.add_special_tokens({"additional_special_tokens": list(MARKS.values())})
-    tokenizer.chat_template = TEMPLATE
     side = (4 * patch) ** 2
     settings = {"size": {"shortest_edge": side, "longest_edge": side}, "patch_size": patch, "merge_size": 2}
     kind = transformers.Qwen2_5_VLProcessor if older else transformers.Qwen3VLProcessor
     processor = kind(
-        Qwen2VLImageProcessor(**settings), tokenizer, Qwen2VLVideoProcessor(**settings), chat_template=TEMPLATE
+        Qwen2VLImageProcessor(**settings),
+        tokenizer,
+        Qwen2VLVideoProcessor(**settings),
+        chat_template=tokenizer.chat_template,
     )
     tower: dict[str, Any] = {"depth": 2, "hidden_size": 2 * head_dim, "intermediate_size": 96, "num_heads": 2}
     tower |= {"out_hidden_size": 4 * head_dim, "patch_size": patch, "initializer_range": 0.1}
@@ -58,11 +67,11 @@ def tiny_vision_model(architecture: str = "qwen2_5_vl", seed: int = 0, head_dim:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
+        "max_position_embeddings": 4096,
         "initializer_range": 0.1,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": 2,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
         "rope_parameters": rope if older else rope | {"mrope_interleaved": True},
     } | ({} if older else {"head_dim": head_dim})
     ids = {
@@ -83,6 +92,21 @@ def tiny_vision_model(architecture: str = "qwen2_5_vl", seed: int = 0, head_dim:
     head[:, 0] = 0
     head[list(ids.values()), 0] = -30  # as after pretraining, these are hardly ever sampled
     model.generation_config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    return model, processor
+
+
+def chatty_vision_model(turns: Sequence[str]) -> tuple[Any, Any]:
+    """A Qwen3-VL that samples whole turns, the last one most easily, and its processor with TRL's copy of the template.
+    See `trlx_hybrid.testing.chat`."""
+    tokenizer = chat_tokenizer(turns, "qwen3_vl")
+    model, processor = tiny_vision_model("qwen3_vl", tokenizer=tokenizer)
+    made_chatty(model, processor.tokenizer, turns)
+    spoken, marks = (tokenizer.convert_tokens_to_ids(list(words)) for words in (turns, MARKS.values()))
+    head = model.get_output_embeddings().weight.data
+    head[spoken] *= 3
+    model.get_input_embeddings().weight.data[:, 0] = 1
+    head[:, 0] = 0
+    head[spoken[:-1], 0], head[marks, 0] = 20, -30
     return model, processor
 
 

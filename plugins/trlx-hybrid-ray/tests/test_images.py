@@ -1,0 +1,46 @@
+"""Pictures in prompts, with engines in Ray actors."""
+
+import pytest
+import trlx_hybrid
+from trl import GRPOConfig
+from trlx_hybrid import HybridConfig
+from trlx_hybrid.testing.launched import tiny_grpo
+from trlx_hybrid.testing.vision import counted_squares, tiny_vision_model
+
+NEEDED = "the processors of vision-language models need torchvision"
+
+
+def trained(architecture, folder, **hybrid):
+    """(completions, losses, weight paths, largest log-prob gap) of three steps, in which tower and text are trained."""
+    pytest.importorskip("torchvision", reason=NEEDED)
+    model, processor = tiny_vision_model(architecture)
+    seen = []
+
+    def reward(completion_ids, **_):
+        seen.append(completion_ids)
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    trainer = trlx_hybrid.GRPOTrainer(
+        model=model,
+        reward_funcs=reward,
+        args=GRPOConfig(**tiny_grpo(folder, learning_rate=1e-2)),
+        train_dataset=counted_squares(architecture),
+        processing_class=processor,
+        hybrid=HybridConfig(verify_every=1, **hybrid),
+    )
+    try:
+        trainer.train()
+        logs = [log for log in trainer.state.log_history if "loss" in log]
+        gap = max(log["sampling/sampling_logp_difference/max"] for log in logs)
+        return seen, [log["loss"] for log in logs], trainer.session.weights.name, gap
+    finally:
+        trainer.session.close()
+
+
+def test_training_on_pictures_is_that_of_the_engine_inside(session_cluster, tmp_path):
+    completions, losses, *_ = trained("qwen2_5_vl", tmp_path / "inside", engine="vllm", weights="gather")
+    found, theirs, path, gap = trained("qwen2_5_vl", tmp_path / "remote", engine="remote")
+    assert path == "transfer"
+    assert found == completions
+    assert theirs == pytest.approx(losses, abs=1e-5)
+    assert gap < 1e-5

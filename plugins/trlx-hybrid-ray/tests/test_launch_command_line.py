@@ -15,14 +15,15 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import OBEDIENT, Segments, nothing_left
 
-COMMAND = [sys.executable, "-m", "trlx_hybrid.cli", "launch"]
+LAUNCH = [sys.executable, "-m", "trlx_hybrid.cli", "launch"]
+COMMAND = [*LAUNCH, "--cpu"]
 
 
-def start(folder, *arguments, cpu=("--cpu",), **settings):
+def start(folder, *arguments, command=COMMAND, **settings):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= settings.pop("env", {})
     return subprocess.Popen(
-        [*COMMAND, *cpu, *arguments],
+        [*command, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

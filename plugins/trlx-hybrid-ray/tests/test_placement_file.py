@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import Segments, launch, nothing_left
-from test_launch_command_line import start
+from test_launch_command_line import LAUNCH, start
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid_ray.errors import PlacementError
 from trlx_hybrid_ray.launch import _places, add_command, job_of
@@ -173,7 +173,7 @@ def test_a_run_with_engines_and_a_judge_from_the_command_line(two_nodes, tmp_pat
     )
     joined = ["--address", two_nodes.address, "--token-file", str(two_nodes.token)]
     script = [str(SCRIPTS / "remote_grpo.py"), str(tmp_path / "out"), "replicas=2", "steps=2", "judge=2"]
-    process = start(tmp_path, "--placement", str(places), *joined, *script, cpu=())
+    process = start(tmp_path, "--placement", str(places), *joined, *script, command=LAUNCH)
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err[-4000:]
     shown = err[: err.index("[node")] if "[node" in err else err

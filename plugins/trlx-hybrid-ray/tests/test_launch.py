@@ -16,7 +16,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import OBEDIENT, Segments, launch, nothing_left
 from trlx_hybrid_ray.errors import PlacementError, ScriptError
-from trlx_hybrid_ray.monitor import LOST_PEER, last_error
+from trlx_hybrid_ray.monitor import LOST_PEER, LaunchFailure, first_of, last_error
 from trlx_hybrid_ray.reaper import SHARED_MEMORY
 
 
@@ -77,6 +77,25 @@ def test_the_rank_that_failed_first_is_named_last_with_its_traceback(started, tm
     assert tail.count("Traceback") == 1
     (failed,) = words(tmp_path, "failed")
     assert done.ended - failed["at"] < 30
+
+
+FOLLOWED = [  # (rank, seconds, code, whether it speaks of a lost peer); the first one of each is what the rest followed
+    [(1, 0.4, 3, False), (0, 0.0, -signal.SIGTERM, False)],  # torchelastic's signal, seen before what it was sent for
+    [(0, 0.0, -signal.SIGTERM, False), (1, 0.4, 1, True)],  # somebody else's signal
+    [(0, 0.0, -signal.SIGTERM, False), (1, 0.1, -signal.SIGTERM, False)],
+    [(0, 0.0, -signal.SIGTERM, False), (1, 5.0, 1, False)],
+    [(1, 0.3, -signal.SIGKILL, False), (0, 0.0, 1, True)],
+    [(0, 0.0, 1, False), (1, 0.2, -signal.SIGABRT, False)],
+    [(None, 0.1, -signal.SIGTERM, False), (0, 0.0, -signal.SIGTERM, False)],
+]
+
+
+@pytest.mark.parametrize("told", FOLLOWED)
+def test_what_the_others_followed_from(told):
+    failures = {LaunchFailure(0, rank, at, code): lost_peer for rank, at, code, lost_peer in told}
+    first, *_ = failures
+    assert first_of(failures) == first
+    assert first_of(dict(reversed(failures.items()))) == first
 
 
 def test_an_exit_code_is_the_launchers(started):

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from signal import SIGINT, SIGTERM, Signals
@@ -33,6 +34,7 @@ GRACE = 8.0  # from the signal to stop until SIGKILL
 KILL = 5.0  # from SIGKILL until a node counts as one that cannot be cleaned
 HEAD_SECONDS = 15.0  # that the cluster's head may refuse connections
 HEAD = -1  # in the place of a node's number
+SEEN_LATE = 1.0  # that the end of a process may be noted later than one that followed from it
 TAIL = 1 << 16  # bytes of standard error that are kept of each rank
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -50,7 +52,7 @@ TORCHS = re.compile(r"^\[rank\d+\]: ?")  # in front of what a process with a pro
 RAISED = re.compile(r"[\w.]*[A-Z]\w*(:|$)")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class LaunchFailure:
     """What ended the run, or followed from it.
 
@@ -301,20 +303,8 @@ class Monitor:
 
     @property
     def _first(self) -> LaunchFailure | None:
-        """The failure that the others followed from: the earliest whose error does not point at another rank.
-
-        A process that is killed is seen a little later than a peer's error about it may come. So errors that speak of a
-        lost peer come into question only where there is nothing else, whatever the clocks say. Among the rest the
-        clock decides: a process can also be aborted because of another rank's exception, as NCCL's watchdog does.
-        """
-        own = [f for f in self._failures if not self._ended_with_accelerate(f)]
-        return min(own, key=lambda f: (self._lost_peer(f), f.time, f.rank or 0), default=None)
-
-    def _ended_with_accelerate(self, failure: LaunchFailure) -> bool:
-        """Whether a rank got its signal from accelerate, which a signal had ended."""
-        return failure.rank is not None and any(
-            f.rank is None and f.node == failure.node and f.code == failure.code for f in self._failures
-        )
+        """The failure that the others followed from."""
+        return first_of({failure: self._lost_peer(failure) for failure in self._failures})
 
     def _signalled(self, failure: LaunchFailure) -> bool:
         """Whether a signal to all processes of a job can be what ended it, or what it followed from."""
@@ -381,6 +371,37 @@ class Monitor:
         if len(others) > 3:
             lines.append(f"So did rank {listed([str(f.rank) for f in others[3:]], 8)}.")
         return lines
+
+
+def first_of(failures: Mapping[LaunchFailure, bool]) -> LaunchFailure | None:
+    """The failure that the others followed from: the earliest that does not point at another rank. A pure function.
+
+    A process that is killed is seen a little later than a peer's error about it may come. So errors that speak of a
+    lost peer come into question only where there is nothing else, whatever the clocks say. Among the rest the clock
+    decides: a process can also be aborted because of another rank's exception, as NCCL's watchdog does. The clock is
+    that of whoever saw the end, which on a busy machine is late: that a rank got torchelastic's SIGTERM may be seen
+    before the end of the rank for which it was sent.
+
+    Args:
+        failures: whether each speaks of a lost peer.
+    """
+
+    def ended_with_accelerate(failure: LaunchFailure) -> bool:
+        """A rank got its signal from accelerate, which a signal had ended."""
+        return failure.rank is not None and any(
+            f.rank is None and f.node == failure.node and f.code == failure.code for f in failures
+        )
+
+    def ended_with_another(failure: LaunchFailure) -> bool:
+        """A rank got its signal from torchelastic, which ends a node's ranks when one of them has failed."""
+        return failure.code == -SIGTERM and any(
+            f.node == failure.node and f.rank is not None and f.code != -SIGTERM and not lost_peer
+            for f, lost_peer in failures.items()
+            if abs(f.time - failure.time) < SEEN_LATE
+        )
+
+    own = [f for f in failures if not ended_with_accelerate(f)]
+    return min(own, key=lambda f: (failures[f], ended_with_another(f), f.time, f.rank or 0), default=None)
 
 
 def last_error(text: str) -> tuple[str, list[str]]:

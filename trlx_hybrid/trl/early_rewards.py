@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 from ..plugins.registry import BUILTIN
@@ -88,15 +89,16 @@ class SampledGroups:
         in_evaluation = getattr(trainer, "num_generations_eval", trainer.num_generations)
         size = trainer.num_generations if session.training else in_evaluation
         first = session.ranks.rank * len(prompts)  # a group may lie on two ranks, each of which has a part of it
-        self._group_of = [(first + row) // size for row in range(len(prompts))]
+        groups = groupby(range(len(prompts)), key=lambda row: (first + row) // size)
+        self._group_of = {row: group for group in (list(rows) for _, rows in groups) for row in group}
         self._sampled: dict[int, tuple[Request, Completion]] = {}
 
     def add(self, row: int, request: Request, completion: Completion) -> None:
         """A row is sampled. One beyond the prompts, of a rollout of one's own, is in no group."""
-        if row >= len(self._group_of):
+        group = self._group_of.get(row)
+        if group is None:
             return
         self._sampled[row] = request, completion
-        group = [n for n, number in enumerate(self._group_of) if number == self._group_of[row]]
         if all(n in self._sampled for n in group):
             arguments = self._arguments(group)
             for function in self._functions:

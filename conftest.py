@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+pytest_plugins = ["trlx_hybrid.testing.fixtures"]
+
 with contextlib.suppress(ImportError):  # which environments of adapters lack
     from hypothesis import settings
 

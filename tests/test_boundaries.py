@@ -45,7 +45,8 @@ def test_loading_every_plugin_leaves_the_backends_out():
 def test_the_host_knows_no_backend_and_one_file_knows_trl(file):
     found = imports(file)
     assert not found & {"ray", "vllm"}
-    assert "trl" not in found or file == ROOT / "trlx_hybrid/trl/trainer.py"
+    allowed = ("trlx_hybrid/trl/trainer.py", "trlx_hybrid/testing/fixtures.py")  # the latter for tests of plugins
+    assert "trl" not in found or str(file.relative_to(ROOT)) in allowed
 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda p: p.name)

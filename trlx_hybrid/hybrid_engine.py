@@ -116,6 +116,8 @@ class HybridEngine:
         config = dataclasses.replace(config, engine=config.engine or "vllm")
         if config.scoring is not None:
             raise ConfigError("HybridEngine scores nothing, your loop does: leave HybridConfig.scoring out.")
+        if config.environment is not None:
+            raise ConfigError("HybridEngine plays nothing, your loop does: leave HybridConfig.environment out.")
         if config.router_replay:
             raise ConfigError("HybridEngine trains nothing, your loop does: leave HybridConfig.router_replay out.")
         if config.record is not None or config.replay is not None or config.rollout_only:

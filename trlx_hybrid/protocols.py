@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .errors import ComponentError, EngineError
@@ -90,6 +90,14 @@ class Run(Protocol):
     @property
     def metrics(self) -> dict[str, float | list[float]]:
         """Numbers of the current rollout, named `hybrid/…`, for the trainer's logs; add to it."""
+
+    @property
+    def header_lines(self) -> list[str]:
+        """The header of the run, as rank 0 printed it; empty before that."""
+
+    @property
+    def held_bytes(self) -> Mapping[Phase, Mapping[str, int]]:
+        """Bytes on this rank's device per owner, as measured when a phase last began; empty where TRL generates."""
 
     def free_bytes(self) -> int:
         """Bytes of the policy's device that nobody uses now."""
@@ -390,11 +398,40 @@ class Scoring(Protocol):
         return
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EnvironmentArguments:
+    """An environment, as the arguments of TRL's trainer that a script would pass for it. Has one of the first two.
+
+    Attributes:
+        rollout_func: plays episodes, as `trlx_hybrid_multiturn.episodes(Game)` does. Where it has an attribute
+            `rollout`, that is the name of the rollout it plays on, taken where the user chose none. Where it has
+            `factory`, that makes its environments, objects with `reset(row)` and `step(completion)`, and `max_turns`
+            limits their episodes: `trlx-hybrid environments try` reads both.
+        environment_factory: makes one of TRL's environments, whose public methods are the model's tools.
+        reward_funcs: as TRL takes them; not needed where the environments of a factory have `get_reward`.
+        train_dataset, eval_dataset: functions that make a `datasets.Dataset`. Called where the user gave none.
+
+    Raises:
+        ComponentError: it has none of the first two, or both.
+    """
+
+    rollout_func: Callable[..., Any] | None = None
+    environment_factory: Callable[[], Any] | Mapping[str, Callable[[], Any]] | None = None
+    reward_funcs: Any = None
+    train_dataset: Callable[[], Any] | None = None
+    eval_dataset: Callable[[], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if (self.rollout_func is None) == (self.environment_factory is None):
+            raise ComponentError("EnvironmentArguments takes either rollout_func or environment_factory.")
+
+
 OPTIONAL = {
     "Engine": {"peers_lost", "untested", "stream", "regions", "weights_written", "leave"},
     "WeightSync": {"keeps_weights", "open", "note", "put_back", "forget", "check", "release"},
     "Rollout": {"converses", "converse", "close"},
     "Scoring": {"deferred", "balanced", "joins", "micro_batches", "joined", "note", "close"},
+    "EnvironmentArguments": {field.name for field in fields(EnvironmentArguments)},
 }
 """Members that a component of that protocol may inherit; an engine may be without them as well."""
 

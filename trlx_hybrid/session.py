@@ -63,6 +63,7 @@ class Session:
             last line: of one number per batch, or of all those in a list.
         adviser: the plugin whose advantages the trainer uses, if any.
         notes: further lines of the header.
+        header_lines: the header, once it was printed.
     """
 
     adviser: PluginInfo | None = None
@@ -90,6 +91,7 @@ class Session:
         self.weights_why = ""
         self.scores_apart: str | None = None
         self.notes: list[str] = []
+        self.header_lines: list[str] = []
         self._scoring: Scoring | None = None
         self.phase = Phase.TRAIN
         self.memory = TrainerMemory(
@@ -301,7 +303,7 @@ class Session:
         else:
             weights = self.weights.name if self.weights else "?"
             slots = [str(selection.engine), f"weights={weights} ({self.weights_why})", str(selection.rollout)]
-        slots.append(str(selection.scoring))
+        slots += [str(choice) for choice in (selection.scoring, selection.environment) if choice is not None]
         if self.adviser is not None:
             slots.append(f"advantages=plugin {self.adviser.name} ({self.adviser.distribution})")
         lines = [" · ".join([f"trlx_hybrid {package_version()}", f"plugins: {plugins}", *slots])]
@@ -316,7 +318,7 @@ class Session:
 
     def _announce(self) -> None:
         """Print the header, on rank 0, to stderr: stdout belongs to the script."""
-        lines = self.header()
+        self.header_lines = lines = self.header()
         if self.ranks.rank == 0:
             print("\n".join(lines), file=sys.stderr, flush=True)
 
@@ -333,6 +335,11 @@ class Session:
         other = Session._holder() if Session._holder is not None else None
         if other is not None and other is not self:
             other.release_engine()
+
+    @property
+    def held_bytes(self) -> dict[Phase, dict[str, int]]:
+        """Bytes on this rank's device per owner, as measured when a phase last began; empty where TRL generates."""
+        return self.memory.ledger.held
 
     def free_bytes(self) -> int:
         """Bytes of the policy's device that nobody uses now, those that torch keeps for later included."""

@@ -30,6 +30,9 @@ class Ledger:
             owner whose memory is unmapped, as vLLM's while it sleeps, must yield nothing: its addresses still count.
         arena: the host arena, reported apart.
         allocated: bytes in use on the device (`torch.cuda.memory_allocated`); None: no "other" is measured.
+
+    Attributes:
+        held: bytes per owner when a phase last began, of those that did.
     """
 
     def __init__(
@@ -40,7 +43,7 @@ class Ledger:
     ) -> None:
         self.device, self.arena = arena.device, arena
         self._owners, self._allocated = dict(owners), allocated
-        self._sampling: dict[str, int] = {}  # what was held in the last ROLLOUT
+        self.held: dict[Phase, dict[str, int]] = {}
 
     def measure(self) -> dict[str, int]:
         """Bytes per owner now. Each byte counts once, for the first owner that refers to it, whichever storages and
@@ -54,14 +57,12 @@ class Ledger:
         """For the logs, in MiB: `hybrid/memory/<phase>_mib` is what all owners hold, `hybrid/memory/host_arena_mib` the
         arena, if there is one. For TRAIN also `hybrid/memory/moved/<owner>_mib`, of each owner that holds more or less
         than when it was called for ROLLOUT: what came back for TRAIN, negative for what is there in ROLLOUT only."""
-        held = self.measure()
+        held = self.held[phase] = self.measure()
         found = {f"hybrid/memory/{phase.value}_mib": sum(held.values()) / MIB}
         if self.arena.bytes:
             found["hybrid/memory/host_arena_mib"] = self.arena.bytes / MIB
-        if phase is Phase.ROLLOUT:
-            self._sampling = held
-        else:
-            for owner, before in self._sampling.items():
+        if phase is Phase.TRAIN:
+            for owner, before in self.held.get(Phase.ROLLOUT, {}).items():
                 if owner != "other" and held[owner] != before:
                     name = owner.lower().replace(" ", "_")
                     found[f"hybrid/memory/moved/{name}_mib"] = (held[owner] - before) / MIB

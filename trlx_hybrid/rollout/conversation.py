@@ -120,3 +120,16 @@ class Conversation:
 RequestMaker = Callable[[int, int, list[int], list[Any] | None, int | None], Request]
 """Makes the request of a row of this rank (by index) in a turn, which decide its seed; from the prompt's ids, its
 images, and the most to sample, where that is less than the run's limit."""
+
+
+def opening(prompt: list[Message], observation: str | list[Message] | None) -> list[Message]:
+    """The prompt of an episode: the dataset's, and what `reset` showed."""
+    if observation is None:
+        return prompt
+    if isinstance(observation, list):
+        return [*prompt, *observation]
+    last = prompt[-1]
+    content = last["content"]
+    if isinstance(content, list):
+        return [*prompt[:-1], {**last, "content": [*content, {"type": "text", "text": observation}]}]
+    return [*prompt[:-1], {**last, "content": content + observation}]

@@ -1,0 +1,393 @@
+"""The checks that authors of plugins run: our own components pass them, and each usual mistake is named."""
+
+import asyncio
+import dataclasses
+import random
+import sys
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+import torch
+from trlx_hybrid import hookimpl
+from trlx_hybrid.protocols import Rollout
+from trlx_hybrid.testing.conformance import (
+    ConformanceError,
+    check_advantages,
+    check_engine,
+    check_environment,
+    check_imports,
+    check_rollout,
+    check_weights,
+)
+from trlx_hybrid.types import LoadReport
+from trlx_hybrid.weights.gather import GatherSync
+
+OPTIONS = {"max_model_len": 128, "max_num_seqs": 16, "enable_sleep_mode": True}
+
+
+@pytest.fixture(autouse=True)
+def _started_once(started_once):
+    pass
+
+
+def test_our_engine_passes():
+    check_engine("vllm", OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["alias", "copy", "gather", "reshard"])
+def test_our_weight_syncs_pass(name):
+    check_weights(name, engine_options=OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["lora", "merged"])
+def test_our_weight_syncs_of_adapters_pass(name, tiny_model):
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(tiny_model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+    check_weights(name, engine_options=OPTIONS, model=adapted)
+
+
+@pytest.mark.parametrize("name", ["single_turn", "multi_turn"])
+def test_our_rollouts_pass(name):
+    check_rollout(name, engine_options=OPTIONS)
+
+
+class Passing:
+    """Stands before a component that is right, and hands everything on to it."""
+
+    def __init__(self, component):
+        self._component = component
+
+    def __getattr__(self, name):
+        return getattr(self._component, name)
+
+
+def broken(slot, original, kind, name="broken"):
+    """A plugin that offers `kind` around one of our components."""
+
+    @hookimpl
+    def trlx_register(registry):
+        component = registry.choose(slot, original)
+        declared = {f.name: getattr(component, f.name) for f in dataclasses.fields(component)}
+        for given in ("slot", "name", "factory", "plugin", "distribution"):
+            del declared[given]
+        factory = component.factory
+        registry.offer(slot, name, lambda session, options: kind(factory(session, options)), **declared)
+
+    return SimpleNamespace(trlx_register=trlx_register)
+
+
+class Shifted(Passing):
+    def generate(self, requests, sampling):
+        return [
+            dataclasses.replace(c, logprobs=c.logprobs and [*c.logprobs[1:], c.logprobs[-1]])
+            for c in self._component.generate(requests, sampling)
+        ]
+
+
+class AsTheyFinish(Passing):
+    def generate(self, requests, sampling):
+        return self._component.generate(requests, sampling)[::-1]
+
+
+class Remembering(Passing):
+    """Whose prefix cache outlives the weights."""
+
+    def __init__(self, component):
+        super().__init__(component)
+        self._known = {}
+
+    def generate(self, requests, sampling):
+        key = repr((requests, sampling))
+        if key not in self._known:
+            self._known[key] = self._component.generate(requests, sampling)
+        return self._known[key]
+
+
+class StaleAfterWaking(Passing):
+    """Which believes, once it has slept, that its weights came back with it."""
+
+    slept = False
+
+    def sleep(self, keep_weights=False):
+        self.slept = True
+        self._component.sleep(keep_weights=True)
+
+    def load_weights(self, weights):
+        if not self.slept:
+            return self._component.load_weights(weights)
+        return LoadReport(tensors=sum(1 for _ in weights), bytes=0)
+
+    def differing(self, weights):
+        return [] if self.slept else self._component.differing(weights)
+
+
+class SeededByPlace(Passing):
+    def generate(self, requests, sampling):
+        requests = [dataclasses.replace(request, seed=place) for place, request in enumerate(requests)]
+        return self._component.generate(requests, sampling)
+
+
+class LosingAll(Passing):
+    """Whose policy may live in the memory that it gives back."""
+
+    def sleep(self, keep_weights=False):
+        self._component.sleep(keep_weights=False)
+
+
+class OneRank(Passing):
+    def generate(self, requests, sampling):
+        if sampling.logprobs:
+            sampling = dataclasses.replace(sampling, logprobs=0)
+        return self._component.generate(requests, sampling)
+
+
+class AlwaysStopped(Passing):
+    def generate(self, requests, sampling):
+        found = self._component.generate(requests, sampling)
+        return [dataclasses.replace(completion, finish_reason="stop") for completion in found]
+
+
+class Holding(Passing):
+    """Which forgets to say what it holds."""
+
+    def resident(self, what):
+        return []
+
+
+class Agreeing(Passing):
+    def differing(self, weights):
+        for _ in weights:
+            pass
+        return []
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (Shifted, r"They fit when moved by one token: logprobs\[i\] belongs to token_ids\[i\]"),
+        (AsTheyFinish, r"They fit the prompt of request \d: completions belong in the order of the requests"),
+        (Remembering, r"those of the weights before the last change: .* drop every cache"),
+        (StaleAfterWaking, r"those of the weights before the last change: load the new ones, also after waking up"),
+        (SeededByPlace, r"Draw with a generator of each request's own, seeded with Request\.seed"),
+        (LosingAll, r"`sleep\(keep_weights=True\)` lost weights"),
+        (OneRank, r"with Sampling\.logprobs=2 it returned"),
+        (AlwaysStopped, r"finish_reason='stop'.*say which it was: 'length' here"),
+        (Holding, r"asleep it holds 0 bytes of 0"),
+        (Agreeing, r"was given \S+ with one element changed, and returned \[\]"),
+    ],
+)
+def test_an_engines_mistake_is_named(kind, message):
+    with pytest.raises(ConformanceError, match=message):
+        check_engine("broken", OPTIONS, plugins=[broken("engine", "vllm", kind)])
+
+
+class OnlyTrained(GatherSync):
+    """Which leaves out what is frozen now, also where that was trained a moment ago."""
+
+    def sync(self):
+        policy = self._policy
+        trained = {name for name, p in policy.base_parameters().items() if p.requires_grad}
+        return self._engine.load_weights(policy.full_weights(trained))
+
+
+def test_a_weight_syncs_mistake_is_named():
+    @hookimpl
+    def trlx_register(registry):
+        def build(session, options):
+            return OnlyTrained(session.policy, session.live_engine)
+
+        registry.offer("weights", "trained", build)
+
+    with pytest.raises(ConformanceError, match="after all weights were trained, and frozen but for one"):
+        check_weights("trained", engine_options=OPTIONS, plugins=[SimpleNamespace(trlx_register=trlx_register)])
+
+
+class ShortestFirst(Rollout):
+    name = "broken"
+
+    def run(self, session, requests, sampling):
+        return session.live_engine.generate(sorted(requests, key=lambda r: len(r.prompt_ids)), sampling)
+
+
+class MaskedLate(Passing):
+    def converse(self, session, dialogues, limits, request):
+        conversations = self._component.converse(session, dialogues, limits, request)
+        for conversation in conversations:
+            conversation.loss_mask = [1, *conversation.loss_mask[:-1]]
+        return conversations
+
+
+@pytest.mark.parametrize(
+    ("original", "kind", "message"),
+    [
+        ("single_turn", lambda _: ShortestFirst(), "completions belong in the order of the requests"),
+        ("multi_turn", MaskedLate, r"the mask says 1 at token \[\d+\], which was observed.* off by one"),
+    ],
+)
+def test_a_rollouts_mistake_is_named(original, kind, message):
+    with pytest.raises(ConformanceError, match=message):
+        check_rollout("broken", engine_options=OPTIONS, plugins=[broken("rollout", original, kind)])
+
+
+class Count:
+    """Right: counts down from the row's number, and ends."""
+
+    def reset(self, row):
+        self.left = row["from"]
+        return f"count down from {self.left}"
+
+    async def step(self, completion):
+        self.left -= 1
+        return SimpleNamespace(observation=f"{self.left} {completion}", done=self.left == 0, reward=1.0)
+
+
+class Unseeded(Count):
+    def reset(self, row):
+        super().reset(row)
+        return f"count down from {random.random()}"
+
+
+class Shared(Count):
+    said: ClassVar[list[int]] = []
+
+    async def step(self, completion):
+        step = await super().step(completion)
+        self.said.append(self.left)
+        if step.done:
+            self.said.clear()
+        step.observation = str(len(self.said))
+        return step
+
+
+class Endless(Count):
+    async def step(self, completion):
+        step = await super().step(completion)
+        step.done = False
+        return step
+
+
+class Undefined(Count):
+    async def step(self, completion):
+        step = await super().step(completion)
+        step.reward = float("nan")
+        return step
+
+
+class Looped(Count):
+    """Right: what `reset` makes belongs to the loop that `step` runs on."""
+
+    async def reset(self, row):
+        self.turn = asyncio.get_running_loop().create_future()
+        self.turn.set_result(None)
+        return super().reset(row)
+
+    async def step(self, completion):
+        await self.turn
+        return await super().step(completion)
+
+
+class Bare(Count):
+    async def step(self, completion):
+        return await super().step(completion), 1.0
+
+
+def test_an_environments_mistake_is_named():
+    rows, answers = [{"from": 3}, {"from": 5}], ["a", "b"]
+    check_environment(Count, rows, answers)
+    check_environment(Looped, rows, answers)
+    with pytest.raises(ConformanceError, match="no rows"):
+        check_environment(Count, [], answers)
+
+    class Local(Count):
+        pass
+
+    for factory, message in (
+        (Local, "cannot be pickled.*Define its class in a module"),
+        (Unseeded, "row 0 was played twice with the same answers.*turn 0 showed"),
+        (Shared, "went otherwise while other rows were played.*Keep an episode's state in the object"),
+        (Endless, "was not done after 100 turns"),
+        (Undefined, "gave the reward nan"),
+        (Bare, "`step` returned a tuple without observation, done, reward"),
+    ):
+        with pytest.raises(ConformanceError, match=message):
+            check_environment(factory, rows, answers)
+
+
+class Advantages:
+    """By groups, of this rank's rows; `first` takes those of rank 0 on every rank."""
+
+    def __init__(self, first=False, written=False, divided=False, clamped=False):
+        self.first, self.written, self.divided, self.clamped = first, written, divided, clamped
+
+    @hookimpl
+    def trlx_advantages(self, session, batch):
+        if self.clamped:
+            return batch["advantages"].clamp(min=-0.25)
+        rows = len(batch["advantages"])
+        start = 0 if self.first else session.ranks.rank * rows
+        groups = batch["rewards_per_func"].nan_to_num().sum(1).view(-1, session.args.num_generations)
+        if self.written:
+            batch["advantages"] += 1.0
+        centred = groups - groups.mean(1, keepdim=True)
+        centred = centred / groups.std(1, keepdim=True) if self.divided else centred
+        return centred.flatten()[start : start + rows]
+
+
+class OfThisRank(Advantages):
+    """Which takes the rows of a rank for whole groups."""
+
+    @hookimpl
+    def trlx_advantages(self, session, batch):
+        rows = len(batch["advantages"])
+        rewards = batch["rewards_per_func"].nan_to_num().sum(1)[session.ranks.rank * rows :][:rows]
+        groups = rewards.view(-1, session.args.num_generations)
+        return (groups - groups.mean(1, keepdim=True)).flatten()
+
+
+def test_an_advantages_mistake_is_named(tiny_trainer):
+    for settings, message in (
+        ({}, None),
+        ({"clamped": True}, None),
+        ({"first": True}, "this rank's B begin at session.ranks.rank"),
+        ({"written": True}, "it wrote into the batch's advantages"),
+        ({"divided": True}, "With rewards that are all alike: .* returned nan for row 0"),
+    ):
+        trainer = tiny_trainer(plugins=[Advantages(**settings)])
+        if message is None:
+            check_advantages(trainer)
+        else:
+            with pytest.raises(ConformanceError, match=message):
+                check_advantages(trainer)
+    with pytest.raises(ConformanceError, match=r"With a group that lies on two ranks: .*OfThisRank"):
+        check_advantages(tiny_trainer(plugins=[OfThisRank()]))
+    with pytest.raises(ConformanceError, match="No plugin of this trainer has the hook"):
+        check_advantages(tiny_trainer())
+
+
+def test_heavy_imports_are_named(tmp_path, monkeypatch):
+    (tmp_path / "heavy_plugin.py").write_text("import torch\nprint('hello')\n")
+    (tmp_path / "light_plugin.py").write_text("import trlx_hybrid\nprint('hello')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    check_imports("light_plugin")
+    check_imports("trlx_hybrid_vllm.plugin")
+    with pytest.raises(ConformanceError, match="plugin heavy_plugin imports torch when it is loaded"):
+        check_imports("heavy_plugin")
+    with pytest.raises(ConformanceError, match="does not import"):
+        check_imports("no_such_plugin")
+
+
+def test_two_processes_and_a_clock(two_processes, fake_clock, tmp_path):
+    import time
+
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, os, sys\nfrom pathlib import Path\n"
+        "rank = os.environ['RANK']\nPath(sys.argv[1], f'rank{rank}.json').write_text(json.dumps([rank, sys.argv[2]]))\n"
+    )
+    assert two_processes(script, "x") == [["0", "x"], ["1", "x"]]
+    before = time.monotonic()
+    time.sleep(3600.0)
+    assert time.monotonic() - before == 3600.0
+    assert sys.modules["torch"] is torch

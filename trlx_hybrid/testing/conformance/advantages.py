@@ -1,0 +1,90 @@
+"""What a plugin that gives advantages must do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
+
+import torch
+
+from ...errors import PluginError
+from ...trl.rewards import replaced
+from .findings import ConformanceError, require
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+GROUPS = 2
+
+
+def check_advantages(trainer: Any) -> None:
+    """Gives the trainer's `trlx_advantages` batches as training has them: rewards that differ, that are all alike, rows
+    without any, and rows of another rank.
+
+    Args:
+        trainer: a GRPO or RLOO trainer of `trlx_hybrid` with the plugin; it need not have trained.
+
+    Raises:
+        ConformanceError: the advantages cannot be trained on, or are not those of this rank's rows.
+    """
+    adviser = trainer.session.adviser
+    require(
+        adviser is not None,
+        "No plugin of this trainer has the hook trlx_advantages.",
+        "Install it, or hand it over: GRPOTrainer(..., plugins=[...]).",
+    )
+    size = trainer.num_generations
+    rows, functions = GROUPS * size, max(1, len(trainer.reward_funcs))
+    spread = torch.linspace(0.0, 1.0, rows)[:, None].expand(rows, functions).clone()
+    require(
+        _given(trainer, spread, "rewards that differ") is not None,
+        "trlx_advantages kept TRL's advantages in training, with rewards that differ.",
+        "Return a tensor where session.training; None keeps TRL's.",
+    )
+    _given(trainer, torch.ones(rows, functions), "rewards that are all alike")
+    torn = spread.clone()
+    torn[1] = float("nan")
+    _given(trainer, torn, "a row without any reward")
+    others = torch.full((rows, functions), 0.5)
+    with patch.multiple(trainer.session.ranks, rank=1, world=2):
+        half = torch.cat([others[: size // 2], spread[: size - size // 2]])
+        _given(trainer, half, "a group that lies on two ranks", rows=size - size // 2)
+        ours = [torch.cat([others, rewards]) for rewards in (spread, spread.flip(0))]
+        one, other = (_given(trainer, rewards, "rewards of two ranks, seen from the second") for rewards in ours)
+    if one is not None and other is not None:
+        require(
+            not torch.equal(one, other),
+            "trlx_advantages: on the second of two ranks, other rewards of its own rows changed none of them.",
+            "batch['rewards_per_func'] has the rows of all ranks: this rank's B begin at session.ranks.rank * B.",
+        )
+
+
+def _given(trainer: Any, rewards: Tensor, what: str, rows: int | None = None) -> Tensor | None:
+    """What the plugin makes of rewards, (world * B, functions); None where it keeps TRL's.
+
+    Args:
+        rows: B, where that is another number than usual.
+    """
+    rows, tokens = rows or GROUPS * trainer.num_generations, 4
+    stock = rewards[-rows:].nan_to_num().sum(dim=1)
+    batch = {
+        "prompt_ids": torch.ones(rows, 3, dtype=torch.long),
+        "prompt_mask": torch.ones(rows, 3, dtype=torch.long),
+        "completion_ids": torch.ones(rows, tokens, dtype=torch.long),
+        "completion_mask": torch.ones(rows, tokens, dtype=torch.long),
+        "advantages": stock - stock.mean(),
+    }
+    kept = {name: tensor.clone() for name, tensor in batch.items()}
+    given = rewards.clone()
+    try:
+        advantages = replaced(trainer.session, batch, given)
+    except PluginError as error:
+        raise ConformanceError(f"With {what}: {error}") from error
+    touched = [name for name, tensor in kept.items() if not torch.equal(tensor, batch[name])]
+    touched += [] if torch.equal(given.nan_to_num(), rewards.nan_to_num()) else ["rewards_per_func"]
+    require(
+        not touched,
+        f"trlx_advantages, with {what}: it wrote into the batch's {', '.join(touched)}.",
+        "Return a new tensor: what it was given is TRL's, and is trained on.",
+    )
+    return None if advantages is batch["advantages"] else advantages

@@ -1,0 +1,278 @@
+"""What an engine must do."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...memory.ledger import storages
+from ...types import Completion, Request, Sampling
+from ...weights.verify import allowed_gap
+from .findings import require, require_completions, require_log_probs
+from .runs import TOKENS, as_it_is, change, requests, run_with
+
+if TYPE_CHECKING:
+    from ...session import Session
+    from ...weights.policy import Policy
+
+STREAM_SECONDS = 60.0
+
+
+def check_engine(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    plugins: Sequence[object] = (),
+    model: Any = None,
+    tokenizer: Any = None,
+) -> None:
+    """Loads, compares, samples, sleeps, wakes and streams with an engine as a trainer does.
+
+    Args:
+        name: as in `HybridConfig.engine`; options: as in `engine_options`. The context must hold 64 tokens.
+        plugins: objects with hook implementations that offer it, where it is not installed.
+        model, tokenizer: what it is to serve; a tiny Qwen3 by default.
+
+    Raises:
+        ConformanceError: it does something else than `trlx_hybrid.protocols.Engine` says.
+    """
+    config: dict[str, Any] = {"engine": name, "engine_options": dict(options or {}), "weights": "gather"}
+    with run_with(plugins=plugins, model=model, tokenizer=tokenizer, **config) as run:
+        run.session.open()
+        checks = EngineChecks(name, run.session)
+        checks.loads()
+        checks.samples()
+        checks.draws_by_seed()
+        checks.follows_the_weights()
+        checks.sleeps()
+        checks.streams()
+
+
+class EngineChecks:
+    """The parts of `check_engine`, in its order: each leaves the engine awake with the policy's weights."""
+
+    def __init__(self, name: str, session: Session) -> None:
+        self._name, self._engine, self._policy = f"engine {name!r}", session.live_engine, session.policy
+        choice = session.selection.engine
+        self._streams = choice is not None and choice.component.streams
+        self._allowed = allowed_gap(self._engine, self._policy, torch.float32)[0]
+        # In 16 bits the same request may be computed in another order of sums, and two tokens change places.
+        self._exact = self._engine.dtype is torch.float32 and not self._engine.quantized
+
+    def loads(self) -> None:
+        """All weights arrive, and `differing` sees one that is another."""
+        self._engine.wake("weights")
+        self._load()
+        name, tensor = next(iter(self._policy.full_weights()))
+        other = tensor.clone()
+        other.view(-1)[-1] += 1.0
+        found = self._engine.differing(iter([(name, other)]))
+        require(
+            len(found) == 1 and found[0].startswith(name),
+            f"{self._name}: `differing` was given {name} with one element changed, and returned {found}.",
+            "Compare all elements with those in the engine's memory: every proof of a weight sync rests on it.",
+        )
+        self._engine.wake("kv_cache")
+
+    def _load(self) -> None:
+        report = self._engine.load_weights(self._policy.full_weights())
+        require(
+            not report.unwritten,
+            f"{self._name}: `load_weights` was given all tensors and left {list(report.unwritten)[:3]} unwritten.",
+            "Write every parameter, or leave out of the report what is derived from others.",
+        )
+        differing = self._engine.differing(self._policy.full_weights())
+        require(
+            not differing,
+            f"{self._name}: after `load_weights` its memory holds other bits in {differing[:3]}.",
+            "Copy into the memory that the engine computes with.",
+        )
+
+    def samples(self) -> None:
+        """One completion per request, in order, as long as it may be, with the policy's log-probs."""
+        given = requests()
+        plain = Sampling(max_tokens=TOKENS, logprobs=0)
+        for temperature in (1.0, 0.6):
+            completions = self._generate(given, replace(plain, temperature=temperature))
+            self._fit(given, completions, temperature)
+        end = self._policy.base.generation_config.eos_token_id
+        ends = set(end if isinstance(end, list) else [end])
+        for index, (request, completion) in enumerate(zip(given, completions, strict=True)):
+            limit, tokens = request.max_tokens or TOKENS, completion.token_ids
+            found = f"{self._name}: request {index} was allowed {limit} tokens, and has {len(tokens)}"
+            require(len(tokens) <= limit, f"{found}.", "Heed Request.max_tokens before Sampling.max_tokens.")
+            stopped = tokens[-1] in ends
+            expected = "stop" if stopped else "length"
+            either = stopped and len(tokens) == limit
+            require(
+                (stopped or len(tokens) == limit) and (either or completion.finish_reason == expected),
+                f"{found}, with finish_reason={completion.finish_reason!r}.",
+                f"Sample until the limit or an end token, and say which it was: {expected!r} here.",
+            )
+        silent = self._generate(given, Sampling(max_tokens=TOKENS))
+        require(
+            all(completion.logprobs is None for completion in silent),
+            f"{self._name}: it returned log-probs that were not asked for (Sampling.logprobs=None).",
+            "Leave Completion.logprobs None.",
+        )
+        self._ranks(given[0], self._generate(given[:1], replace(plain, logprobs=2))[0])
+
+    def _ranks(self, request: Request, completion: Completion) -> None:
+        """The two most probable tokens of each place and the sampled one, with the log-prob of each."""
+        tokens = completion.token_ids
+        values, ids = completion.logprobs or [], completion.logprob_token_ids or []
+        right = len(values) == len(ids) == len(tokens)
+        for place, (token, of_token, named) in enumerate(zip(tokens, values, ids, strict=False)):
+            before = [*request.prompt_ids, *tokens[:place]]
+            expected = [float(self._policy.log_probs(before, [other])[0]) for other in named]
+            numbers = [float("nan") if value is None else value for value in of_token]
+            right = right and token in named and len(set(named)) == len(numbers) in (2, 3)
+            right = right and all(abs(a - b) <= self._allowed for a, b in zip(numbers, expected, strict=True))
+            right = right and numbers == sorted(numbers, reverse=True)
+        require(
+            right,
+            f"{self._name}: with Sampling.logprobs=2 it returned {values[:1]} for tokens {ids[:1]}.",
+            "Return the two most probable and the sampled token, most probable first, ids and values alike.",
+        )
+
+    def draws_by_seed(self) -> None:
+        """A request's seed is its whole randomness: neither its place nor its neighbours count."""
+        if not self._exact:
+            return
+        given, sampling = requests(), Sampling(max_tokens=TOKENS, logprobs=0)
+        once = [c.token_ids for c in self._generate(given, sampling)]
+        backwards = [c.token_ids for c in self._generate(given[::-1], sampling)][::-1]
+        require(
+            once == backwards,
+            f"{self._name}: the same requests in another order were answered otherwise.",
+            "Draw with a generator of each request's own, seeded with Request.seed.",
+        )
+        twins = [ids for ids, request in zip(once, given, strict=True) if request.prompt_ids == given[1].prompt_ids]
+        require(
+            len({tuple(ids) for ids in twins}) == len(twins),
+            f"{self._name}: two requests with one prompt and different seeds have the same completion.",
+            "Draw with Request.seed: a group of equal completions has no advantages.",
+        )
+
+    def follows_the_weights(self) -> None:
+        """Changed weights are those that it samples from, also for a prompt that it knows."""
+        given = requests()
+        self._generate(given, Sampling(max_tokens=TOKENS, logprobs=0))
+        before = as_it_is(self._policy)
+        change(self._policy, seed=1)
+        self._load()
+        self._fit(given, self._generate(given, Sampling(max_tokens=TOKENS, logprobs=0)), before=before)
+
+    def sleeps(self) -> None:
+        """Asleep it may lose its weights, if it says so; awake it is what it was."""
+        if not self._engine.sleeps:
+            return
+        given, sampling = requests(), Sampling(max_tokens=TOKENS, logprobs=0)
+        expected = self._generate(given, sampling)
+        awake = self._held()
+        self._engine.sleep(keep_weights=True)
+        self._engine.wake("weights")
+        kept = not self._engine.weights_lost and not self._engine.differing(self._policy.full_weights())
+        require(
+            kept,
+            f"{self._name}: `sleep(keep_weights=True)` lost weights.",
+            "Keep them: the policy's parameters may be this very memory, or nothing would bring them back.",
+        )
+        self._engine.wake("kv_cache")
+        for seed in (None, 2):
+            self._engine.sleep()
+            held, takes = self._held(), self._engine.asleep_bytes
+            require(
+                held < awake and takes > 0,
+                f"{self._name}: asleep it holds {held} bytes of {awake}, and asleep_bytes={takes}.",
+                "Give memory back, and say so in `resident` and `asleep_bytes`: the ledger plans with both.",
+            )
+            self._engine.sleep()  # a second call does nothing
+            before = as_it_is(self._policy)
+            if seed is not None:
+                change(self._policy, seed)
+            self._engine.wake("weights")
+            if seed is not None or self._engine.weights_lost:
+                self._load()
+            else:
+                lost = self._engine.differing(self._policy.full_weights())
+                require(
+                    not lost,
+                    f"{self._name}: it slept with weights_lost=False, and other bits are in {lost[:3]} now.",
+                    "Set weights_lost when sleeping discards them: a sync follows then.",
+                )
+            self._engine.wake("kv_cache")
+            completions = self._generate(given, sampling)
+            self._fit(given, completions, before=before if seed is not None else None)
+            require(
+                seed is not None
+                or not self._exact
+                or [c.token_ids for c in completions] == [c.token_ids for c in expected],
+                f"{self._name}: after sleep and wake the same requests were answered otherwise.",
+                "Clear what the KV cache held before it slept.",
+            )
+
+    def _held(self) -> int:
+        """Bytes of what `resident` names."""
+        named = [tensor for what in ("weights", "kv_cache") for tensor in self._engine.resident(what)]
+        return sum(storage.nbytes() for storage in storages(named))
+
+    def streams(self) -> None:
+        """Requests that come one after the other are answered as those that come at once."""
+        if not self._streams:
+            return
+        given, sampling = requests(), Sampling(max_tokens=TOKENS, logprobs=0)
+        expected = [c.token_ids for c in self._generate(given, sampling)]
+        found: dict[int, Completion] = {}
+        deadline = time.monotonic() + STREAM_SECONDS
+        with self._engine.stream(sampling) as stream:
+            forgotten = stream.add(replace(given[0], max_tokens=None))
+            keys = [stream.add(request) for request in given[:3]]
+            stream.abort(forgotten)
+            waiting, more = list(given[3:]), True
+            while more:
+                finished, more = stream.step(len(found) < len(given))
+                found.update(finished)
+                if waiting:
+                    keys.append(stream.add(waiting.pop(0)))
+                require(
+                    time.monotonic() < deadline,
+                    f"{self._name}: its stream had answered {len(found)} of {len(given)} requests after "
+                    f"{STREAM_SECONDS:g} s.",
+                    "Each step moves all requests on; `more` is False once no rank has any.",
+                )
+        require(
+            forgotten not in found,
+            f"{self._name}: its stream answered a request that was aborted.",
+            "After `abort` a request's completion never comes.",
+        )
+        missing = [index for index, key in enumerate(keys) if key not in found]
+        require(
+            not missing,
+            f"{self._name}: its stream ended without requests {missing}.",
+            "Return each completion once, under the key that `add` returned.",
+        )
+        require(
+            not self._exact or [found[key].token_ids for key in keys] == expected,
+            f"{self._name}: requests that were streamed were answered otherwise than in one batch.",
+            "The seed decides, and not when a request comes.",
+        )
+
+    def _generate(self, given: Sequence[Request], sampling: Sampling) -> list[Completion]:
+        return require_completions(self._engine.generate(given, sampling), given, self._name)
+
+    def _fit(
+        self,
+        given: Sequence[Request],
+        completions: Sequence[Completion],
+        temperature: float = 1.0,
+        before: Policy | None = None,
+    ) -> None:
+        allowed = self._allowed
+        require_log_probs(
+            self._policy, given, completions, allowed, of=self._name, temperature=temperature, before=before
+        )

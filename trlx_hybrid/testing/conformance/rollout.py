@@ -1,0 +1,144 @@
+"""What a rollout must do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...rollout.conversation import Dialogue, Limits
+from ...types import Request
+from ...weights.verify import allowed_gap
+from .findings import require, require_completions, require_log_probs
+from .runs import PROMPTS, run_with
+
+if TYPE_CHECKING:
+    from ...rollout.conversation import Conversation, Message
+    from ...session import Session
+
+OBSERVED = [70, 71, 72, 73, 74]
+"""What the tool of a checked conversation answers, as tokens."""
+
+TURNS = 3
+
+
+def check_rollout(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    engine: str = "vllm",
+    engine_options: Mapping[str, Any] | None = None,
+    plugins: Sequence[object] = (),
+    model: Any = None,
+    tokenizer: Any = None,
+) -> None:
+    """Samples two batches, and conversations with a tool where the rollout has them, and looks at every token.
+
+    Args:
+        name: as in `HybridConfig.rollout`; options: as in `rollout_options`.
+        engine, engine_options: what samples. The context must hold 128 tokens.
+        plugins: objects with hook implementations that offer it, where it is not installed.
+        model, tokenizer: what is sampled from; a tiny Qwen3 by default.
+
+    Raises:
+        ConformanceError: it does something else than `trlx_hybrid.protocols.Rollout` says.
+    """
+    config: dict[str, Any] = {"engine": engine, "engine_options": dict(engine_options or {})}
+    config |= {"rollout": name, "rollout_options": dict(options or {}) or None}
+    with run_with(plugins=plugins, model=model, tokenizer=tokenizer, **config) as run:
+        _batches(f"rollout {name!r}", run.session)
+        if run.session.rollout is not None and run.session.rollout.converses:
+            _conversations(f"rollout {name!r}", run.session)
+
+
+def _batches(name: str, session: Session) -> None:
+    """One completion per prompt, in order; the next batch is another one."""
+    given = [Request(prompt_ids=prompt, seed=0) for prompt in PROMPTS]
+    seen = []
+    for _ in range(2):
+        with session.rollout_phase(True):
+            completions = require_completions(session.generate(list(PROMPTS)), given, name)
+        allowed = allowed_gap(session.live_engine, session.policy, torch.float32)[0]
+        require_log_probs(session.policy, given, completions, allowed, of=name)
+        seen.append([completion.token_ids for completion in completions])
+    require(
+        seen[0] != seen[1],
+        f"{name}: two rollouts of the same prompts sampled the same.",
+        "Hand the requests on with their seeds, which differ from rollout to rollout.",
+    )
+
+
+def _conversations(name: str, session: Session) -> None:
+    """Every dialogue to its end; what was sampled and what was observed are told apart."""
+    limits = Limits(completion_tokens=64, model_tokens=128, tool_turns=TURNS - 1)
+    dialogues = [_dialogue(prompt) for prompt in PROMPTS]
+    with session.rollout_phase(True):
+        conversations = session.converse(dialogues, limits)
+    require(
+        len(conversations) == len(dialogues),
+        f"{name}: `converse` returned {len(conversations)} conversations for {len(dialogues)} dialogues.",
+        "Return one for each, in their order; one that breaks off has `failure` set and its mask 0.",
+    )
+    allowed = allowed_gap(session.live_engine, session.policy, torch.float32)[0]
+    for index, (dialogue, conversation) in enumerate(zip(dialogues, conversations, strict=True)):
+        require(
+            conversation.failure is None,
+            f"{name}: conversation {index} broke off: {conversation.failure}.",
+            "Its tool takes no arguments and returns at once.",
+        )
+        _masked(f"{name}: conversation {index}", session, dialogue, conversation, allowed)
+
+
+def _masked(of: str, session: Session, dialogue: Dialogue, conversation: Conversation, allowed: float) -> None:
+    ids, mask = conversation.completion_ids, conversation.loss_mask
+    require(
+        len(mask) == len(ids) == len(conversation.logprobs or []),
+        f"{of} has {len(ids)} tokens, a mask of {len(mask)} and {len(conversation.logprobs or [])} log-probs.",
+        "One of each for every token after the prompt.",
+    )
+    starts = [i for i in range(len(ids)) if ids[i : i + len(OBSERVED)] == OBSERVED]
+    observed = {position for start in starts for position in range(start, start + len(OBSERVED))}
+    require(
+        len(starts) == TURNS - 1,
+        f"{of} shows the model {len(starts)} observations; its tool was called in {TURNS - 1} turns.",
+        "Append what `Dialogue.observe` returns, whole and as it is.",
+    )
+    wrong = [position for position, value in enumerate(mask) if bool(value) == (position in observed)]
+    require(
+        not wrong,
+        f"{of}: the mask says {mask[wrong[0]] if wrong else 0} at token {wrong[:1]}, which was "
+        f"{'observed' if wrong and wrong[0] in observed else 'sampled'}.",
+        "1 where the model sampled a token, 0 where it was shown one: a mask that is off by one trains on what tools "
+        "said.",
+    )
+    expected = session.policy.log_probs(dialogue.prompt_ids, ids)
+    for position, value in enumerate(conversation.logprobs or []):
+        if position not in observed:
+            gap = abs(float("nan") if value is None else value - float(expected[position]))
+            require(
+                gap <= allowed,
+                f"{of}: the log-prob of token {position} is {gap:.3g} nats from the policy's ({allowed:g} allowed).",
+                "Keep those of a turn with its tokens, in their order, with 0.0 for what was observed.",
+            )
+
+
+def _dialogue(prompt: list[int]) -> Dialogue:
+    """A model that calls its tool in each turn but the last one allowed."""
+
+    def parse(sampled: list[int], before: list[int]) -> Message:
+        call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    def look() -> str:
+        return "seen"
+
+    tools = {"look": look}
+    return Dialogue(
+        prompt_ids=prompt,
+        parse=parse,
+        observe=lambda messages: list(OBSERVED),
+        sync_tools=tools,
+        async_tools={},
+        run_tools=tools,
+    )

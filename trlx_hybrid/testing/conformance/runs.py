@@ -1,0 +1,74 @@
+"""A run to check a component in: a tiny model, and everything else real."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ...types import Request
+from ...weights.policy import Policy
+
+if TYPE_CHECKING:
+    from ...hybrid_engine import HybridEngine
+
+TOKENS = 8
+"""Of a completion."""
+
+PROMPTS = [[5, 6, 7, 40], list(range(10, 58)), list(range(10, 58)), [90], list(range(60, 77)), list(range(30, 10, -1))]
+"""Of several lengths, a single token among them; two alike, and longer than what engines keep prefixes by."""
+
+
+@contextmanager
+def run_with(
+    *, plugins: Sequence[object], model: Any, tokenizer: Any, max_tokens: int = TOKENS, **config: Any
+) -> Iterator[HybridEngine]:
+    """A run in a loop of one's own, closed afterwards.
+
+    Args:
+        model, tokenizer: a tiny Qwen3 and its characters where None.
+        config: fields of `HybridConfig`.
+    """
+    from ...config import HybridConfig
+    from ...hybrid_engine import HybridEngine
+    from ..models import character_tokenizer, tiny_model
+
+    run = HybridEngine(
+        tiny_model() if model is None else model,
+        character_tokenizer() if tokenizer is None else tokenizer,
+        config=HybridConfig(**config),
+        max_tokens=max_tokens,
+        plugins=plugins,
+    )
+    try:
+        yield run
+    finally:
+        run.close()
+
+
+def requests(first_seed: int = 0) -> list[Request]:
+    """One for each of PROMPTS; the last may have three tokens only."""
+    count = len(PROMPTS)
+    return [
+        Request(prompt_ids=prompt, seed=first_seed + i, row=i, max_tokens=3 if i == count - 1 else None)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def change(policy: Policy, seed: int) -> None:
+    """Move every trained weight by more than any rounding hides."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.module.parameters():
+            if parameter.requires_grad:
+                noise = torch.randn(parameter.shape, generator=generator)
+                parameter.add_(noise.to(parameter) * 0.03)
+
+
+def as_it_is(policy: Policy) -> Policy:
+    """A copy that later changes leave alone."""
+    model = copy.deepcopy(policy.module)
+    return Policy(lambda: model, policy.processing_class, policy.device)

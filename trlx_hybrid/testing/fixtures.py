@@ -1,0 +1,122 @@
+"""A pytest plugin with what tests of plugins need: `pytest_plugins = ["trlx_hybrid.testing.fixtures"]` in conftest.py.
+
+Everything is real and runs on a CPU; only the models are tiny.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def tiny_model() -> Any:
+    """A Qwen3 of a few ten thousand random weights, a new one for each test."""
+    from .models import tiny_model
+
+    return tiny_model()
+
+
+@pytest.fixture
+def tiny_tokenizer() -> Any:
+    """One token per printable character."""
+    from .models import character_tokenizer
+
+    return character_tokenizer()
+
+
+@pytest.fixture
+def tiny_dataset() -> Any:
+    """Prompts that this tokenizer can read, a `datasets.Dataset`."""
+    from .launched import sorting_prompts
+
+    return sorting_prompts()
+
+
+@pytest.fixture
+def tiny_trainer(
+    tiny_model: Any, tiny_tokenizer: Any, tiny_dataset: Any, tmp_path: Path
+) -> Iterator[Callable[..., Any]]:
+    """Makes a GRPO trainer of `trlx_hybrid` that trains in seconds: `tiny_trainer(plugins=[...], max_steps=3)`.
+
+    What the trainer takes is handed to it, all else to its GRPOConfig; model, tokenizer, dataset and reward are tiny
+    ones. With TRL's own generation unless told otherwise: `use_vllm=True`, or `hybrid=HybridConfig(engine=...)`. Its
+    engine is closed after the test.
+    """
+    made: list[Any] = []
+
+    def make(**given: Any) -> Any:
+        import inspect
+
+        from trl import GRPOConfig
+        from trl import GRPOTrainer as BaseGRPOTrainer
+        from trlx_hybrid import GRPOTrainer
+
+        from .launched import tiny_grpo
+
+        own = {"plugins", "hybrid", *inspect.signature(BaseGRPOTrainer.__init__).parameters}
+        arguments = {name: given.pop(name) for name in list(given) if name in own}
+        defaults = {"model": tiny_model, "processing_class": tiny_tokenizer}
+        if getattr(arguments.get("hybrid"), "environment", None) is None:  # which brings these
+            defaults |= {"train_dataset": tiny_dataset, "reward_funcs": _digits}
+        settings = {"use_vllm": False, "per_device_train_batch_size": 4} | given
+        trainer = GRPOTrainer(**defaults | arguments, args=GRPOConfig(**tiny_grpo(tmp_path, **settings)))
+        made.append(trainer)
+        return trainer
+
+    yield make
+    for trainer in made:
+        trainer.session.close()
+
+
+def _digits(completions: list[str], **_: Any) -> list[float]:
+    """A reward that differs between completions."""
+    return [float(sum(c.isdigit() for c in text)) for text in completions]
+
+
+@pytest.fixture
+def two_processes(tmp_path: Path) -> Callable[..., list[Any]]:
+    """Runs a script as the two ranks of a job: `two_processes(script, *arguments)`.
+
+    The script is called as `SCRIPT FOLDER ARGUMENTS`, with the variables that torchrun sets, and writes what it found
+    to `FOLDER/rank<rank>.json`; these are returned. Both must end well.
+    """
+    from .processes import rank_reports
+
+    def run(script: Path | str, *arguments: object, timeout: float = 400.0) -> list[Any]:
+        return rank_reports(script, tmp_path, *arguments, count=2, timeout=timeout)
+
+    return run
+
+
+class Clock:
+    """Time that passes only when somebody sleeps.
+
+    Attributes:
+        seconds: since it was made.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        """As `time.monotonic`."""
+        return self.seconds
+
+    def sleep(self, seconds: float) -> None:
+        """As `time.sleep`, at once."""
+        self.seconds += max(0.0, seconds)
+
+
+@pytest.fixture
+def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """In the place of `time.monotonic`, `time.perf_counter`, `time.time` and `time.sleep`, for the test."""
+    clock = Clock()
+    for name in ("monotonic", "perf_counter", "time"):
+        monkeypatch.setattr(time, name, clock.now)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
+    return clock

@@ -166,7 +166,8 @@ def test_plugins_add_checks_with_trlx_doctor_and_options_for_them(capsys, monkey
 
 
 def test_help_of_every_command(capsys):
-    for command in ([], ["plugins"], ["doctor"], ["env"], ["trajectories"], ["reshard-plan"], ["launch"]):
+    added = (["trajectories"], ["report"], ["reshard-plan"], ["launch"])
+    for command in ([], ["plugins"], ["doctor"], ["env"], ["environments"], ["environments", "try"], *added):
         with pytest.raises(SystemExit, match="0"):
             main([*command, "--help"])
     assert "bug report" in capsys.readouterr().out

@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from trlx_hybrid import protocols, types
 from trlx_hybrid.plugins import hookspecs
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +60,15 @@ def test_hook_is_on_the_page_with_its_signature_and_kind(site: Path, hook: str) 
     for parameter in signature.parameters.values():
         assert re.sub(r"\s", "", str(parameter)).replace("'", "") in shown
     assert f"->{signature.return_annotation}".replace(" ", "") in shown
+
+
+@pytest.mark.parametrize("module", [hookspecs, protocols, types], ids=lambda module: module.__name__)
+def test_every_type_that_authors_of_plugins_meet_has_an_entry(site: Path, module: ModuleType) -> None:
+    pages = "".join((site / page / "index.html").read_text() for page in ("reference", "configuration"))
+    imports = re.findall(r"from \.+[\w.]+ import ([\w, ]+)", inspect.getsource(module))
+    names = {name.strip() for names in imports for name in names.split(",")}
+    missing = [n for n in names if n[0].isupper() and not re.search(rf'id="trlx_hybrid\.[\w.]*\b{n}"', pages)]
+    assert not missing
 
 
 def test_no_hook_on_the_page_that_is_not_in_the_specs(site: Path) -> None:

@@ -1,5 +1,5 @@
 import sys
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, EntryPoints
 from types import SimpleNamespace
 
 import pytest
@@ -42,7 +42,7 @@ def entry_points(monkeypatch, tmp_path):
             (tmp_path / f"fake_{name}.py").write_text(source)
             found.append(EntryPoint(name, f"fake_{name}", "trlx_hybrid"))
         monkeypatch.syspath_prepend(tmp_path)
-        monkeypatch.setattr("trlx_hybrid.plugins.host.entry_points", lambda group: found)
+        monkeypatch.setattr("trlx_hybrid.plugins.host.entry_points", lambda: EntryPoints(found))
         for name in sources:
             monkeypatch.delitem(sys.modules, f"fake_{name}", raising=False)
 
@@ -83,9 +83,27 @@ def test_a_plugin_that_raises_on_import_is_named_with_the_way_out(entry_points):
 
 def test_one_name_claimed_twice_names_both(monkeypatch):
     claims = [EntryPoint("same", f"module_{i}", "trlx_hybrid") for i in (1, 2)]
-    monkeypatch.setattr("trlx_hybrid.plugins.host.entry_points", lambda group: claims)
+    monkeypatch.setattr("trlx_hybrid.plugins.host.entry_points", lambda: EntryPoints(claims))
     with pytest.raises(PluginError, match=r"'same' is claimed by module_1 and by module_2"):
         Host.load()
+
+
+def test_a_plugin_for_another_version_of_the_api_is_refused_before_it_is_imported(monkeypatch):
+    claims = [EntryPoint("newer", "no_such_module", "trlx_hybrid.v2")]
+    monkeypatch.setattr("trlx_hybrid.plugins.host.entry_points", lambda: EntryPoints(claims))
+    with pytest.raises(PluginError, match=r"'newer'.*version 2 of the plugin API.*has version 1\. Upgrade trlx-hybrid"):
+        Host.load()
+    assert Host.load(disable=["newer"]).plugins == []
+    monkeypatch.setenv("TRLX_HYBRID_DISABLE", "newer")
+    assert Host.load().plugins == []
+
+
+def test_a_plugin_for_several_versions_of_the_api_is_loaded_for_this_one(monkeypatch):
+    groups = {"trlx_hybrid": "types", "trlx_hybrid.v2": "no_such_module", "trlx_hybrid.views": "no_such_module"}
+    claims = [EntryPoint("both", module, group) for group, module in groups.items()]
+    claims.append(EntryPoint("named", "string", "trlx_hybrid.v1"))
+    monkeypatch.setattr("trlx_hybrid.plugins.host.entry_points", lambda: EntryPoints(claims))
+    assert [plugin.name for plugin in Host.load().plugins] == ["both", "named"]
 
 
 def test_an_unknown_hook_suggests_the_nearest():

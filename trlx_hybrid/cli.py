@@ -1,4 +1,5 @@
-"""`trlx-hybrid`: what is loaded, what can run here, what a bug report needs, and the commands of plugins."""
+"""`trlx-hybrid`: what is loaded, what can run here, what a bug report needs, a plugin to begin from, and the commands
+of plugins."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from . import doctor as environment
+from . import environments, scaffold
 from .doctor import package_version, release_of
 from .errors import ConfigError, HybridError, did_you_mean, nearest
 from .plugins import hookspecs
@@ -20,7 +22,7 @@ from .plugins.host import DISABLE_VARIABLE, ENTRY_POINT_GROUP, Host
 from .plugins.registry import SLOTS
 from .plugins.selection import STOCK
 
-ADDED_BY = {"trajectories": "trajectories", "reshard-plan": "reshard", "launch": "ray"}
+ADDED_BY = {"trajectories": "trajectories", "report": "trajectories", "reshard-plan": "reshard", "launch": "ray"}
 """Plugins of this project, by the command that each adds."""
 
 
@@ -44,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plugins.add_argument("--hook", metavar="HOOK", help="only plugins that implement this hook, e.g. trlx_rollout_end")
     add("doctor", _doctor, "say what works on this machine, and what to do about the rest")
     add("env", _env, "print versions, devices and plugins, for a bug report")
+    environments.add_command(commands)
+    scaffold.add_command(commands)
     try:
         Host.load().call("trlx_command", commands=commands)
     except HybridError as error:  # the commands above are what helps now
@@ -115,10 +119,11 @@ def _plugins(options: Any) -> int:
         print(f"disabled by {DISABLE_VARIABLE}: {', '.join(named)}")
     if components:
         print("components (slot, name, description, plugin):")
+    width = max([8, *(len(c.slot) for c in components)])
     if options.hook is None:
-        print(f"    {'engine':8} {STOCK:14} TRL's own generation (builtin)")
+        print(f"    {'engine':{width}} {STOCK:14} TRL's own generation (builtin)")
     for c in components:
-        print(f"    {c.slot:8} {c.name:14} {c.summary} ({c.plugin})")
+        print(f"    {c.slot:{width}} {c.name:14} {c.summary} ({c.plugin})")
     return 0
 
 

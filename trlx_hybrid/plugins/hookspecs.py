@@ -94,6 +94,15 @@ def trlx_rollout_end(session: Run, trajectories: Sequence[Trajectory]) -> None:
     """
 
 
+@hookspec
+def trlx_log(session: Run, metrics: dict[str, float]) -> None:
+    """The trainer writes a line of its log: observe what TRL, transformers and `session.metrics` put into it.
+
+    Called on every rank whenever the trainer logs (`logging_steps`, evaluations, the end of training), with what its
+    callbacks are given as `logs`; `session.step` is the line's step. A copy: changes are not logged. Returns nothing.
+    """
+
+
 @hookspec(firstresult=True)
 def trlx_advantages(session: Run, batch: dict[str, Any]) -> Tensor | None:
     """Replace the advantages of a batch.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from traceback import walk_tb
@@ -18,7 +19,14 @@ from ..errors import ConfigError, HybridError, PluginError, did_you_mean
 from . import builtin, hookspecs
 from .registry import BUILTIN, Registry
 
+API_VERSION = 1
+"""Of hooks, protocols and what they mention, see docs/compatibility.md."""
+
 ENTRY_POINT_GROUP = "trlx_hybrid"
+"""Of plugins for version 1; those of a later version N have `trlx_hybrid.vN`."""
+
+OTHER_VERSION = re.compile(rf"{ENTRY_POINT_GROUP}\.v(?!{API_VERSION}$)\d+")
+
 DISABLE_VARIABLE = "TRLX_HYBRID_DISABLE"
 
 
@@ -56,16 +64,19 @@ class Host:
         """A host with every installed plugin, in the order of their names; then those of the script.
 
         Raises:
-            PluginError: a plugin does not load, or two distributions claim one name.
+            PluginError: a plugin does not load, is for another version, or two distributions claim one name.
             ConfigError: `disable` names what is not installed.
         """
         host, disable = cls(disable), list(disable)
+        installed = entry_points()
         claims: defaultdict[str, list[EntryPoint]] = defaultdict(list)
-        for entry_point in entry_points(group=ENTRY_POINT_GROUP):
-            if entry_point not in claims[entry_point.name]:  # one distribution found twice on sys.path
-                claims[entry_point.name].append(entry_point)
+        for group in (ENTRY_POINT_GROUP, f"{ENTRY_POINT_GROUP}.v{API_VERSION}"):
+            for entry_point in installed.select(group=group):
+                if entry_point not in claims[entry_point.name]:  # one distribution found twice on sys.path
+                    claims[entry_point.name].append(entry_point)
+        others = host._refuse_other_versions(installed, claims)
         for name in disable:  # not those of the variable, which may hold for several environments
-            if name not in claims:
+            if name not in claims and name not in others:
                 raise ConfigError(
                     f"HybridConfig.disable_plugins has {name!r}, and no plugin of that name is installed."
                     f"{did_you_mean(name, claims)} Installed: {', '.join(sorted(claims)) or 'none'}."
@@ -77,6 +88,28 @@ class Host:
             if name not in host.disabled:
                 host.register(plugin, name)
         return host
+
+    def _refuse_other_versions(self, installed: Any, claims: Collection[str]) -> set[str]:
+        """A plugin for another version of the API might load, and do something else than it says.
+
+        Args:
+            claims: names of plugins for this version; one that is for others as well is loaded for this one.
+
+        Returns:
+            Names of those that are for other versions only.
+        """
+        groups = [group for group in installed.groups if OTHER_VERSION.fullmatch(group)]
+        found = [claim for group in groups for claim in installed.select(group=group) if claim.name not in claims]
+        for claim in sorted(found, key=lambda claim: claim.name):
+            if claim.name not in self.disabled:
+                version = claim.group.rpartition(".v")[2]
+                raise PluginError(
+                    f"Plugin {claim.name!r} ({_origin(claim)}) is written for version {version} of the plugin API, and "
+                    f"this trlx-hybrid has version {API_VERSION}. Upgrade trlx-hybrid, install another release of the "
+                    f"plugin, or start without it: {DISABLE_VARIABLE}={claim.name}.",
+                    plugin=claim.name,
+                )
+        return {claim.name for claim in found}
 
     def _load(self, name: str, claims: Sequence[EntryPoint]) -> None:
         if len({_origin(claim) for claim in claims}) > 1:

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ..errors import ComponentError, nearest
-from ..protocols import Engine, Rollout, Scoring, WeightSync, missing_members
+from ..protocols import Engine, EnvironmentArguments, Rollout, Scoring, WeightSync, missing_members
 from ..types import Completion
 
-Slot = Literal["engine", "weights", "rollout", "scoring", "server"]
+Slot = Literal["engine", "weights", "rollout", "scoring", "environment", "server"]
 SLOTS: tuple[Slot, ...] = get_args(Slot)
 BUILTIN = "builtin"
 
@@ -22,6 +22,7 @@ BRINGS: dict[Slot, dict[str, str]] = {
     },
     "rollout": {"multi_turn": "trlx-hybrid-multiturn"},
     "scoring": {"packed": "trlx-hybrid-training"},
+    "environment": {},
     "server": {"vllm": "trlx-hybrid-vllm"},
 }
 """Distributions of this project, by what they offer: no message may name one that somebody else could register."""
@@ -33,6 +34,7 @@ class Component:
 
     Attributes:
         factory: called with the session and the validated options, returns the live object. Heavy imports go here.
+            There is no session yet where an environment is made: its factory is called with None.
         options: dataclass that `HybridConfig.<slot>_options` is validated against; None takes no options.
         order: where `auto` tries it, lowest first (weights only).
         unavailable: called without arguments; returns why it cannot work on this machine, or None.
@@ -108,7 +110,8 @@ def _protocol(slot: Slot) -> type[Any]:
         from ..serving import ServerPlan
 
         return ServerPlan
-    return {"engine": Engine, "weights": WeightSync, "rollout": Rollout, "scoring": Scoring}[slot]
+    protocols = {"engine": Engine, "weights": WeightSync, "rollout": Rollout, "scoring": Scoring}
+    return {**protocols, "environment": EnvironmentArguments}[slot]
 
 
 class Registry:

@@ -29,12 +29,14 @@ class TrainerArguments:
     Attributes:
         use_vllm, vllm_mode: as the user set them.
         tools: whether the trainer was given tools or environments.
+        rollout: the rollout that its `rollout_func` plays on, where that says so.
         engine_options: TRL's `vllm_*` arguments under the names the engine's options have; HybridConfig wins.
     """
 
     use_vllm: bool = False
     vllm_mode: str = "colocate"
     tools: bool = False
+    rollout: str | None = None
     engine_options: Mapping[str, Any]
 
 
@@ -53,7 +55,7 @@ class Choice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     """The components of one run. `engine` is None where TRL generates; `weights` None means: try `paths`, in order.
-    `tools` tells whether the trainer was given any."""
+    `tools` tells whether the trainer was given any. `environment` is None where none was chosen by its name."""
 
     engine: Choice | None
     weights: Choice | None
@@ -62,6 +64,7 @@ class Selection:
     paths: Sequence[Choice] = ()
     tools: bool = False
     stock_reason: str = ""
+    environment: Choice | None = None
 
     @property
     def stock(self) -> bool:
@@ -97,6 +100,11 @@ def select(config: HybridConfig, arguments: TrainerArguments, registry: Registry
                 "for TRL's own generation, or drop the engine setting for the vllm engine."
             )
         _refuse_leftovers(config)
+        if arguments.rollout is not None:
+            raise ConfigError(
+                f"The rollout_func plays on the rollout {arguments.rollout!r}, and TRL's own generation is in use. "
+                "Choose an engine: HybridConfig(engine='vllm') or use_vllm=True."
+            )
         return Selection(engine=None, weights=None, rollout=None, scoring=_scoring(config, registry), stock_reason=why)
     if server:
         raise ConfigError(
@@ -131,6 +139,8 @@ def _rollout(config: HybridConfig, arguments: TrainerArguments, registry: Regist
     why = "default"
     if config.rollout is not None:
         name, why = config.rollout, "HybridConfig.rollout"
+    elif arguments.rollout is not None:
+        name, why = arguments.rollout, "rollout_func"
     elif not arguments.tools:
         name = SINGLE
     elif not conversing:
@@ -149,6 +159,18 @@ def _rollout(config: HybridConfig, arguments: TrainerArguments, registry: Regist
             f"not. Choose engine='vllm', or leave the rollout out: tools then run turn by turn, as in TRL."
         )
     return choice
+
+
+def choose_environment(config: HybridConfig, registry: Registry) -> Choice | None:
+    """The environment that the user named, if one. Chosen first: what it brings decides about the rest.
+
+    Raises:
+        ConfigError, ComponentError: as in `select`.
+    """
+    if config.environment is None:
+        return None
+    given = config.options("environment")
+    return _choice(registry, "environment", config.environment, given, "HybridConfig.environment")
 
 
 def _scoring(config: HybridConfig, registry: Registry) -> Choice:
@@ -174,7 +196,8 @@ def _choice(
 
 
 READ_ANYWAY = {
-    *("engine", "scoring", "scoring_options", "record", "replay", "rollout_only", "plugin_options", "disable_plugins")
+    *("engine", "scoring", "scoring_options", "environment", "environment_options"),
+    *("record", "replay", "rollout_only", "plugin_options", "disable_plugins"),
 }
 """Settings that have a meaning where TRL generates."""
 

@@ -180,6 +180,7 @@ def test_a_command_is_understood(command: str, read: Any) -> None:
         ("docs/ray/launching.md", "launch", {"-h"}),
         ("docs/resharding.md", "reshard-plan", {"-h", "--model"}),
         ("docs/trajectories.md", "trajectories", {"-h"}),
+        ("docs/report.md", "report", {"-h"}),
     ],
 )
 def test_a_table_has_the_options_of_its_command(page: str, command: str, elsewhere: set[str], capsys: Any) -> None:
@@ -223,7 +224,7 @@ def test_no_example_writes_over_the_run_of_another(read: Any) -> None:
     assert len(set(folders)) == len(folders)
 
 
-QUICK = [line for line in commands() if re.match("trlx-hybrid (plugins|env|reshard-plan)", line)]
+QUICK = [line for line in commands() if re.match(r"trlx-hybrid (plugins|env|reshard-plan)\b", line)]
 
 
 @pytest.mark.parametrize("command", QUICK)

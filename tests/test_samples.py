@@ -216,6 +216,13 @@ def test_trajectories(execute) -> None:
         trainer.session.close()
 
 
+def test_report(execute) -> None:
+    (trainer,) = execute("docs/report.md", settings={"train": True})["trainers"]
+    trainer.session.close()
+    recorded = {file.name for file in Path(trainer.args.output_dir, "report").iterdir()}
+    assert recorded == {"rank0.jsonl", "trajectories.jsonl"}
+
+
 def test_replay(execute) -> None:
     """Recorded, replayed, and sampled only."""
     recorded, replayed, sampled = execute("docs/replay.md", settings={"train": True})["trainers"]

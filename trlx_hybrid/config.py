@@ -70,6 +70,16 @@ class HybridConfig:
     scoring_options: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of the scoring, as a dict or JSON string."}
     )
+    environment: str | None = field(
+        default=None,
+        metadata={
+            "help": "What answers the model, and brings rewards and datasets where the script has none: an environment "
+            "that `trlx-hybrid environments` lists. GRPO only."
+        },
+    )
+    environment_options: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Options of the environment, as a dict or JSON string."}
+    )
     plugin_options: dict[str, Any] | str | None = field(
         default=None,
         metadata={
@@ -130,7 +140,8 @@ class HybridConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("engine_options", "weights_options", "rollout_options", "scoring_options", "plugin_options"):
+        slots = ("engine", "weights", "rollout", "scoring", "environment", "plugin")
+        for name in (f"{slot}_options" for slot in slots):
             value = getattr(self, name)
             if isinstance(value, str):
                 try:
@@ -145,6 +156,8 @@ class HybridConfig:
         for name, options in self.options("plugin").items():
             if not isinstance(options, Mapping):
                 raise ConfigError(f"HybridConfig.plugin_options[{name!r}] must be a mapping, got {options!r:.60}.")
+        if self.environment is None and self.environment_options:
+            raise ConfigError("HybridConfig.environment_options is set, and no environment: choose one, or drop them.")
         if self.offload not in OFFLOAD:
             raise ConfigError(f"HybridConfig.offload is {self.offload!r}; it takes {', '.join(OFFLOAD)}.")
         if self.verify_every < 0:

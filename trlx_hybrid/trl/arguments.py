@@ -6,20 +6,23 @@ import argparse
 import dataclasses
 import functools
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import ConfigError, did_you_mean
-from ..plugins.selection import TrainerArguments
+from ..plugins.selection import Choice, TrainerArguments
+from ..protocols import EnvironmentArguments
 from ..types import Sampling
 
 VESPO_MODES = ("token_truncate", "token_mask")
 
 
-def trainer_arguments(args: Any, tools: Any = None) -> TrainerArguments:
+def trainer_arguments(args: Any, tools: Any = None, rollout_func: Any = None) -> TrainerArguments:
     """TRL's `vllm_*` arguments under the names of the engine's options, those that are None left out: the engine's own
     defaults stand. TRL's defaults where `args` is None."""
+    rollout = getattr(rollout_func, "rollout", None)
     if args is None:
-        return TrainerArguments(engine_options={}, tools=bool(tools))
+        return TrainerArguments(engine_options={}, tools=bool(tools), rollout=rollout)
     share = args.vllm_gpu_memory_utilization
     trls = next(f.default for f in dataclasses.fields(args) if f.name == "vllm_gpu_memory_utilization")
     rows = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
@@ -33,7 +36,37 @@ def trainer_arguments(args: Any, tools: Any = None) -> TrainerArguments:
         "trust_remote_code": args.trust_remote_code,
     }
     options = {name: value for name, value in options.items() if value is not None}
-    return TrainerArguments(use_vllm=args.use_vllm, vllm_mode=args.vllm_mode, tools=bool(tools), engine_options=options)
+    given = {"use_vllm": args.use_vllm, "vllm_mode": args.vllm_mode}
+    return TrainerArguments(**given, tools=bool(tools), rollout=rollout, engine_options=options)
+
+
+def environment_arguments(choice: Choice, given: Mapping[str, Any], trainer: type[Any]) -> dict[str, Any]:
+    """What an environment adds to the arguments of a trainer of TRL's, by their names.
+
+    Args:
+        given: those of the user, which keep their rewards and datasets.
+
+    Raises:
+        ConfigError: the user passes something that answers the model, too, or this trainer has nothing that does.
+    """
+    name = choice.component.name
+    for argument in ("rollout_func", "environment_factory"):
+        if given.get(argument) is not None:
+            raise ConfigError(
+                f"HybridConfig.environment={name!r} and {argument}= are both set, and either would answer the model. "
+                "Drop one of the two."
+            )
+    built = choice.component.build(None, choice.options)
+    brought = {f.name: getattr(built, f.name) for f in dataclasses.fields(EnvironmentArguments)}
+    brought = {argument: value for argument, value in brought.items() if value is not None}
+    unknown = sorted(brought.keys() - inspect.signature(trainer.__init__).parameters.keys())
+    if unknown:
+        raise ConfigError(
+            f"HybridConfig.environment={name!r} brings {', '.join(unknown)}, which {trainer.__name__} does not take. "
+            "Train with GRPOTrainer, or leave the environment out."
+        )
+    missing = {argument: value for argument, value in brought.items() if given.get(argument) is None}
+    return {a: value() if a in ("train_dataset", "eval_dataset") else value for a, value in missing.items()}
 
 
 @functools.cache
@@ -46,8 +79,9 @@ def selecting(base: type[Any]) -> type[Any]:
 
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
         start = functools.partial(base.__init__, self)
-        self._select(inspect.signature(start).bind_partial(*args, **kwargs).arguments)
-        start(*args, **kwargs)
+        given = inspect.signature(start).bind_partial(*args, **kwargs)
+        given.arguments |= self._select(given.arguments)
+        start(*given.args, **given.kwargs)
 
     return type(base.__name__, (base,), {"__module__": __name__, "__init__": initialize})
 

@@ -15,18 +15,19 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import trl
 from transformers import TrainerCallback
-from trl.chat_template_utils import get_training_chat_template, parse_response
+from trl.chat_template_utils import add_response_schema, get_training_chat_template, parse_response
 from trl.distributed import DistributedBackend
 from trl.extras.profiling import profiling_context
 
 from ..config import HybridConfig
 from ..errors import ConfigError
 from ..plugins.host import Host, check_ranks_agree
-from ..plugins.selection import TrainerArguments, select
+from ..plugins.selection import TrainerArguments, choose_environment, select
 from ..ranks import Ranks
 from ..session import Session
 from ..weights.policy import Policy
@@ -34,6 +35,7 @@ from ..weights.verify import FirstStep
 from . import routing, tool_calling
 from .arguments import (
     check_skipped,
+    environment_arguments,
     refuse_empty,
     refuse_reserved,
     sampling_of,
@@ -116,18 +118,26 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
         super().__init__(*args, **kwargs)
         self._attach()
 
-    def _select(self, given: Mapping[str, Any]) -> None:
+    def _select(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Choose components. Before TRL's own __init__, which loads the model: a wrong setting should not cost that.
 
         Args:
             given: the arguments of that `__init__`, by name.
+
+        Returns:
+            Those that the environment adds to them.
         """
+        environment = choose_environment(self._config, self._host.registry)
+        base = next(c for c in type(self).__mro__ if c in GENERATING)
+        brought = environment_arguments(environment, given, base) if environment is not None else {}
+        given = {**given, **brought}
         if self._config.replay is not None:
             self._replay = Recording(self._config.replay)
             if self._replay.facts is None:
                 raise ConfigError(f"HybridConfig.replay: {self._config.replay} holds no recording (recording.json).")
-        arguments = trainer_arguments(given.get("args"), given.get("tools") or given.get("environment_factory"))
-        self._selection = select(self._config, arguments, self._host.registry)
+        tools = given.get("tools") or given.get("environment_factory")
+        arguments = trainer_arguments(given.get("args"), tools, given.get("rollout_func"))
+        self._selection = replace(select(self._config, arguments, self._host.registry), environment=environment)
         if self._config.scoring is not None:
             own = overriding(self, (SCORER,))
             if own is not None or self._base_name not in SCORING:
@@ -140,6 +150,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
             refuse_empty(given.get("train_dataset"))
             refuse_reserved(given.get("args"))
             refuse_missing_package(given.get("reward_funcs"))
+        return brought
 
     def _attach(self) -> None:
         """Open the session on the trainer that TRL built."""
@@ -206,7 +217,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
     def use_vllm(self, value: bool) -> None:
         if "_config" in self.__dict__ and "_selection" not in self.__dict__:
             self._select({})
-            if value or not self._selection.stock:
+            if value or not self._selection.stock or self._selection.environment is not None:
                 name = type(self).__name__
                 raise ConfigError(
                     f"{name}, or a class below it, calls the `__init__` of TRL's trainer by that class's name, past "
@@ -337,6 +348,13 @@ DistillationTrainer = hybrid(trl.DistillationTrainer)
 TrlParser = suggesting(trl.TrlParser)
 
 
+def assistant_message(tokenizer: Any, token_ids: list[int], prefix: list[int], tools: Sequence[Any]) -> dict[str, Any]:
+    """What a model said, with its calls of these tools, as TRL reads it; `prefix` are all ids before it."""
+    if getattr(tokenizer, "response_template", None) is None:
+        add_response_schema(tokenizer)
+    return parse_response(tokenizer, token_ids, prefix=prefix, tools=list(tools))  # type: ignore[no-any-return]
+
+
 class SessionCallback(TrainerCallback):  # type: ignore[misc]
     """Tells the session what the training loop does."""
 
@@ -356,6 +374,10 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         """Note what the first steps start from."""
         if self._first is not None:
             self._first.begins(kwargs["optimizer"])
+
+    def on_log(self, *args: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
+        """Show the line to the plugins, which have no callbacks of their own."""
+        self._session.host.call("trlx_log", session=self._session, metrics=dict(logs or {}))
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
         """Move the weight version on; see that the first steps changed something."""

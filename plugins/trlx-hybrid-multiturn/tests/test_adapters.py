@@ -14,12 +14,12 @@ import websockets
 from hypothesis import given
 from hypothesis import strategies as st
 from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.rollout.conversation import opening
 from trlx_hybrid_multiturn import Step
 from trlx_hybrid_multiturn.adapters.connection import Connection, ServerError
 from trlx_hybrid_multiturn.adapters.openenv import action_field, from_openenv, observation_field
 from trlx_hybrid_multiturn.adapters.reasoning_gym import from_reasoning_gym, last_answer
 from trlx_hybrid_multiturn.adapters.verifiers import from_verifiers, remainder
-from trlx_hybrid_multiturn.environment import opening
 
 TEXT, NUMBER, MAYBE = {"type": "string"}, {"type": "integer"}, {"anyOf": [{"type": "string"}, {"type": "null"}]}
 

@@ -16,7 +16,7 @@ from trlx_hybrid_multiturn.environment import refuse_prompts
 from trlx_hybrid_multiturn.multi_turn import TrajectoriesFailedError
 
 TURNS = ["left", "right", "forward", "a longer sentence"]
-MULTI = {"engine": "vllm", "rollout": "multi_turn"}
+MULTI = {"engine": "vllm"}
 
 
 class Maze:
@@ -224,7 +224,7 @@ def test_too_many_failures_stop_the_run(play):
 
 def test_rollouts_that_cannot_play_are_refused(play):
     with pytest.raises(ConfigError, match=r"this trainer's is 'single_turn'.*multi_turn"):
-        play(Maze, hybrid={"engine": "vllm"})
+        play(Maze, hybrid={"engine": "vllm", "rollout": "single_turn"})
     with pytest.raises(ConfigError, match="TRL's own generation"):
         play(Maze, hybrid=None)
     with pytest.raises(ConfigError, match="prompts that are lists of messages"):

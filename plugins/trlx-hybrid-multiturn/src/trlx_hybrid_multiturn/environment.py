@@ -138,19 +138,6 @@ class CheckedEnvironment:
         raise LostCallError(f"environment '{self._name}.{method}' showed {what}; give a text, or chat messages.")
 
 
-def opening(prompt: list[Message], observation: str | list[Message] | None) -> list[Message]:
-    """The prompt of an episode: the dataset's, and what `reset` showed."""
-    if observation is None:
-        return prompt
-    if isinstance(observation, list):
-        return [*prompt, *observation]
-    last = prompt[-1]
-    content = last["content"]
-    if isinstance(content, list):
-        return [*prompt[:-1], {**last, "content": [*content, {"type": "text", "text": observation}]}]
-    return [*prompt[:-1], {**last, "content": content + observation}]
-
-
 def refuse_prompts(prompts: list[Any]) -> None:
     """Refuse what no conversation can begin with.
 

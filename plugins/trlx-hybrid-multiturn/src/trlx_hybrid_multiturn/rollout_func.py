@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trlx_hybrid.errors import ConfigError, EngineError
-from trlx_hybrid.rollout.conversation import Conversation, Limits, RequestMaker
+from trlx_hybrid.rollout.conversation import Conversation, Limits, RequestMaker, opening
 from trlx_hybrid.rollout.tokenizer import own_tokenizer
 
-from .environment import CheckedEnvironment, Environment, opening, refuse_prompts
+from .environment import CheckedEnvironment, Environment, refuse_prompts
 from .episode import Episode
 from .loop import OutOfTimeError
 from .multi_turn import MultiTurn
@@ -26,7 +26,7 @@ def episodes(factory: Callable[[], Environment], *, max_turns: int | None = None
 
         trainer = GRPOTrainer(
             ..., rollout_func=episodes(Game, max_turns=6), reward_funcs=episode_reward,
-            hybrid=HybridConfig(engine="vllm", rollout="multi_turn"),
+            hybrid=HybridConfig(engine="vllm"),
         )
 
     Reward functions receive two more columns: `episode_reward`, the sum of the steps' rewards (None where no step gave
@@ -54,13 +54,16 @@ class Episodes:
     """What `episodes` returns. Called by TRL, once per batch and rank.
 
     Attributes:
+        factory, max_turns: what it plays, and how long at most.
+        rollout: the rollout that it plays on.
         samples_from_session: its log-probs are the engine's own, and are held against the trainer's.
     """
 
+    rollout = MultiTurn.name
     samples_from_session = True
 
     def __init__(self, factory: Callable[[], Environment], max_turns: int | None) -> None:
-        self._factory, self._max_turns = factory, max_turns
+        self.factory, self.max_turns = factory, max_turns
         self._tokens: tuple[tuple[Any, ...], TemplateTokens] | None = None  # and what they were made of
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
@@ -77,7 +80,7 @@ class Episodes:
         group = trainer.num_generations if session.training else trainer.num_generations_eval
         # Their lengths are known once the environments are reset; each episode looks at its own.
         request = session.sampler.converse(session.live_engine, [[]] * len(prompts), group)
-        turns = [limit for limit in (self._max_turns, rollout.options.max_turns) if limit is not None]
+        turns = [limit for limit in (self.max_turns, rollout.options.max_turns) if limit is not None]
         limits = Limits(
             completion_tokens=trainer.max_completion_length,
             model_tokens=session.live_engine.max_model_len,
@@ -90,7 +93,7 @@ class Episodes:
                 index,
                 dict(row),
                 list(prompt),
-                CheckedEnvironment(self._factory, rollout.runner, event_loop),
+                CheckedEnvironment(self.factory, rollout.runner, event_loop),
                 tokens,
                 trainer.processing_class,
                 limits,

@@ -1,1 +1,1 @@
-"""The trajectories of a run on disk, and for a reader: in a terminal, or as an HTML page. For any rollout."""
+"""A run on disk, and for a reader: its trajectories in a terminal or as a page, and a report of all it did."""

@@ -1,4 +1,4 @@
-"""`trlx-hybrid trajectories`: read what a run recorded, in the terminal or as a page."""
+"""`trlx-hybrid trajectories` and `trlx-hybrid report`: read what a run recorded, in the terminal or as a page."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import heapq
 import io
 import itertools
+import json
 import os
 import shutil
 import sys
@@ -60,6 +61,63 @@ def add_command(subparsers: Any) -> None:
     command.set_defaults(run=run)
 
 
+REPORT = """\
+Write a page on a run: curves, a timeline of its phases, weight syncs, memory and
+trajectories. It opens without a network. A run that is not over may be reported
+on, too.
+"""
+REPORT_EXAMPLES = """\
+examples:
+  trlx-hybrid report run
+  trlx-hybrid report run --out report.html
+  trlx-hybrid report run --trace spans.json      (for ui.perfetto.dev)
+"""
+
+
+def add_report(subparsers: Any) -> None:
+    """Add `report`, as `add_command` adds `trajectories`."""
+    command = subparsers.add_parser(
+        "report",
+        help="write a page on a run that recorded itself",
+        description=REPORT,
+        epilog=REPORT_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = command.add_argument
+    add("run_folder", metavar="RUN", type=Path, help="output_dir of the run")
+    add("--out", metavar="FILE", type=Path, help="the page (default: report.html in RUN; with --trace alone: none)")
+    add("--trace", metavar="FILE", type=Path, help="write the spans of all ranks in Chrome's trace format")
+    command.set_defaults(run=run_report)
+
+
+def run_report(options: argparse.Namespace) -> int:
+    """Write what the options ask for; as `run`."""
+    folder = options.run_folder
+    if options.trace:
+        from .events import SETTING, read_events, trace
+
+        events = read_events(folder)
+        if not events.spans:
+            raise ConfigError(f"{folder} holds no spans of a run. Start it with {SETTING}, and give its output_dir.")
+        _write("--trace", options.trace, json.dumps(trace(events, folder.resolve().name)))
+        print(f"wrote {options.trace}: {len(events.spans)} spans")
+    if options.out or not options.trace:
+        from .report import as_report
+
+        out = options.out or folder / "report.html"
+        _write("--out", out, as_report(folder))
+        print(f"wrote {out}: {out.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+def _write(option: str, file: Path, text: str) -> None:
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise HybridError(f"cannot write {option} {file}: {error.strerror}. Choose another path.") from error
+
+
 def run(options: argparse.Namespace) -> int:
     """Show what the options ask for; returns the exit status. Errors are HybridErrors, for the caller to print."""
     limit = options.limit or options.worst or options.best or (ON_PAGE if options.html else IN_TERMINAL)
@@ -70,12 +128,7 @@ def run(options: argparse.Namespace) -> int:
     if options.html:
         from .page import as_html
 
-        page = as_html(shown, title=options.file.name)
-        try:
-            options.html.parent.mkdir(parents=True, exist_ok=True)
-            options.html.write_text(page, encoding="utf-8")
-        except OSError as error:
-            raise HybridError(f"cannot write --html {options.html}: {error.strerror}. Choose another path.") from error
+        _write("--html", options.html, as_html(shown, title=options.file.name))
         print(f"wrote {options.html}: {len(shown)} of the trajectories in {options.file}")
     else:
         _print(shown)

@@ -21,24 +21,41 @@ def as_html(recorded: Sequence[Recorded], *, title: str = "Trajectories") -> str
     Sampled tokens are upright and shaded by their probability, with the log-prob where the pointer is; observed ones
     are italic behind a bar. Every section says in words what it is, which survives being copied as plain text.
     """
-    style, script = (resources.files(__package__).joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
-    title = escape(visible(title))
+    body = [
+        f'<header class="page">\n<h1>{escape(visible(title))}</h1>\n<p class="lede">{summary(recorded)}</p>',
+        *legend(),
+        "</header>",
+        *(contents(recorded) if len(recorded) > 1 else []),
+        "<main>",
+        *(line for one in recorded for line in article(one)),
+        "</main>",
+    ]
+    return document(title, body, styles=[packaged("page.css")], scripts=[packaged("page.js")])
+
+
+def packaged(name: str) -> str:
+    """The text of a file of this package."""
+    return resources.files(__package__).joinpath(name).read_text("utf-8")
+
+
+def document(title: str, body: Sequence[str], *, styles: Sequence[str], scripts: Sequence[str]) -> str:
+    """A complete page around the lines of its body, which refers to nothing outside of it."""
     parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        f"<title>{title}</title>\n<style>\n{style}</style>\n</head>\n<body>",
-        f'<header class="page">\n<h1>{title}</h1>\n<p class="lede">{_summary(recorded)}</p>',
-        *_legend(),
-        "</header>",
-        *(_contents(recorded) if len(recorded) > 1 else []),
-        "<main>",
-        *(line for one in recorded for line in _article(one)),
-        f'</main>\n<div id="tip" role="tooltip" hidden></div>\n<script>\n{script}</script>\n</body>\n</html>\n',
+        f"<title>{escape(visible(title))}</title>",
+        *(f"<style>\n{style}</style>" for style in styles),
+        "</head>\n<body>",
+        *body,
+        '<div id="tip" role="tooltip" hidden></div>',
+        *(f"<script>\n{script}</script>" for script in scripts),
+        "</body>\n</html>\n",
     ]
     return "\n".join(parts)
 
 
-def _summary(recorded: Sequence[Recorded]) -> str:
+def summary(recorded: Sequence[Recorded]) -> str:
+    """How many, of which steps, with which rewards."""
     if not recorded:
         return "No trajectories."
     steps = sorted({one.step for one in recorded})
@@ -52,7 +69,8 @@ def _summary(recorded: Sequence[Recorded]) -> str:
     return " · ".join(parts + ([f"{failed} failed"] if failed else []))
 
 
-def _legend() -> Iterator[str]:
+def legend() -> Iterator[str]:
+    """How to read the tokens."""
     percent = [f"{share:.0%}" for share in SHADES]
     names = [f"≥ {percent[0]}", *(f"≥ {share}" for share in percent[1:]), f"&lt; {percent[-1]}"]
     scale = "".join(f'<span class="t s{level}">{name}</span>' for level, name in enumerate(names))
@@ -64,9 +82,9 @@ def _legend() -> Iterator[str]:
     yield "</dl>"
 
 
-def _contents(recorded: Sequence[Recorded]) -> Iterator[str]:
-    """A table of the trajectories; the bar shows the reward between the lowest and the highest of the page."""
-    finite = [one.reward for one in recorded if one.reward is not None and math.isfinite(one.reward)]
+def contents(recorded: Sequence[Recorded], among: Sequence[Recorded] = ()) -> Iterator[str]:
+    """A table of the trajectories; the bar shows the reward between the lowest and the highest of all on the page."""
+    finite = [one.reward for one in among or recorded if one.reward is not None and math.isfinite(one.reward)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     heads = "".join(f'<th scope="col">{name}</th>' for name in ("trajectory", "step", "turns", "tokens", "reward", ""))
     yield f"<nav>\n<table>\n<thead><tr>{heads}</tr></thead>\n<tbody>"
@@ -84,7 +102,8 @@ def _contents(recorded: Sequence[Recorded]) -> Iterator[str]:
     yield "</tbody>\n</table>\n</nav>"
 
 
-def _article(one: Recorded) -> Iterator[str]:
+def article(one: Recorded) -> Iterator[str]:
+    """One trajectory, token by token; its id is `t` and its line."""
     cut, failed = sections(one), ' class="failed"' if one.failed else ""
     yield f'<article id="t{one.line}"{failed}>\n<header>'
     yield f"<h2>Trajectory {one.line}</h2>\n<dl>"

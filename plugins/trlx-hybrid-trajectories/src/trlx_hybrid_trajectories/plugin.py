@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from trlx_hybrid.protocols import Run
-    from trlx_hybrid.types import Trajectory
+    from trlx_hybrid.types import Phase, SyncReport, Trajectory
+
+    from .events import EventLog
+
+_logs: WeakKeyDictionary[Run, EventLog] = WeakKeyDictionary()  # of the runs that record for a report
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,49 +25,113 @@ class TrajectoriesOptions:
 
     Attributes:
         record: a file that trajectories are appended to, one JSON line each, for `trlx-hybrid trajectories`. Those of
-            rank 0, with whatever engine and rollout, of training and evaluation. None records nothing.
+            rank 0, with whatever engine and rollout, of training and evaluation. None records nothing, unless `report`
+            is set: then it is `report/trajectories.jsonl` in the run's `output_dir`.
         record_limit: how many of each batch, the first ones; at least 1.
+        report: whether each rank notes what it does, for `trlx-hybrid report`, in the folder `report` of the run's
+            `output_dir`: its phases, weight syncs and memory, and on rank 0 what the trainer logs.
     """
 
     record: str | None = None
     record_limit: int = 8
+    report: bool = False
 
     def __post_init__(self) -> None:
         if self.record_limit < 1:
             raise ConfigError(f"trajectories: record_limit must be 1 or more, got {self.record_limit}.")
+
+    def file(self, session: Run) -> str | None:
+        """Where the trajectories of a run go, if anywhere."""
+        if self.record is not None or not self.report:
+            return self.record
+        from .events import TRAJECTORIES, folder_of
+
+        return str(folder_of(session) / TRAJECTORIES)
 
 
 @hookimpl
 def trlx_configure(session: Run) -> None:
     """Refuse wrong options, and a file that cannot be written to, before anything is sampled."""
     options = session.config.options_of("trajectories", TrajectoriesOptions)
-    if options.record is not None and session.ranks.rank == 0:
+    file = options.file(session)
+    if file is not None and session.ranks.rank == 0:
         from .record import opened
 
-        opened(options.record).close()
+        opened(file).close()
+    if options.report:
+        from .events import EventLog
+
+        _logs[session] = EventLog(session, str(file))
+
+
+@hookimpl
+def trlx_leave_phase(session: Run, phase: Phase) -> None:
+    """Memory changes hands from here on."""
+    if session in _logs:
+        _logs[session].now("wake" if phase.value == "train" else "sleep", session)
+
+
+@hookimpl
+def trlx_enter_phase(session: Run, phase: Phase) -> None:
+    """Note it, and who holds how much in it."""
+    if session in _logs:
+        held = dict(session.held_bytes.get(phase, {}))
+        _logs[session].now("scoring" if phase.value == "train" else "rollout", session, phase=phase.value, held=held)
+
+
+@hookimpl
+def trlx_sync_start(session: Run) -> None:
+    """Note it."""
+    if session in _logs:
+        _logs[session].now("sync", session)
+
+
+@hookimpl
+def trlx_sync_end(session: Run, report: SyncReport) -> None:
+    """Note it, with its figures."""
+    if session in _logs:
+        _logs[session].synced(report, session)
 
 
 @hookimpl
 def trlx_rollout_end(session: Run, trajectories: Sequence[Trajectory]) -> None:
-    """Record some of this rank's trajectories, where the options name a file."""
+    """Record some of this rank's trajectories, where the options say so."""
     options = session.config.options_of("trajectories", TrajectoriesOptions)
-    if options.record is None or session.ranks.rank != 0:
-        return
-    from .record import append
+    file = options.file(session)
+    if file is not None and session.ranks.rank == 0:
+        from .record import append
 
-    append(
-        options.record,
-        trajectories,
-        session.policy.processing_class,
-        step=session.step,
-        limit=options.record_limit,
-        training=session.training,
-    )
+        append(
+            file,
+            trajectories,
+            session.policy.processing_class,
+            step=session.step,
+            limit=options.record_limit,
+            training=session.training,
+        )
+    if session in _logs and session.engine is not None:
+        _logs[session].now("train", session)
+
+
+@hookimpl
+def trlx_log(session: Run, metrics: dict[str, float]) -> None:
+    """Note what the trainer logs."""
+    if session in _logs:
+        _logs[session].logged(metrics, session)
+
+
+@hookimpl
+def trlx_unconfigure(session: Run) -> None:
+    """The run is over."""
+    log = _logs.pop(session, None)
+    if log is not None:
+        log.end()
 
 
 @hookimpl
 def trlx_command(commands: Any) -> None:
-    """Add `trlx-hybrid trajectories`."""
-    from .cli import add_command
+    """Add `trlx-hybrid trajectories` and `trlx-hybrid report`."""
+    from .cli import add_command, add_report
 
     add_command(commands)
+    add_report(commands)

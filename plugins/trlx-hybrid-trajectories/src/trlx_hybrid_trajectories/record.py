@@ -87,11 +87,23 @@ def append(
         return 0
     texts = TokenTexts(tokenizer)
     lines = [json.dumps(_row(t, texts, step, training), allow_nan=False, separators=(",", ":")) for t in chosen]
-    with opened(path) as file:
-        cut = file.tell() > 0 and (file.seek(-1, 2), file.read(1))[1] != b"\n"
-        # A run that was killed while writing left half a line: it must not spoil ours. One write, for readers' sake.
-        file.write(b"\n" * cut + "".join(f"{line}\n" for line in lines).encode())
+    add_lines(path, lines)
     return len(lines)
+
+
+def add_lines(path: str | os.PathLike[str], lines: Sequence[str]) -> None:
+    """Append lines to a file, made when missing, with its folders. One process may do so at a time.
+
+    Raises:
+        RecordError: it cannot be written to.
+    """
+    try:
+        with opened(path) as file:
+            cut = file.tell() > 0 and (file.seek(-1, 2), file.read(1))[1] != b"\n"
+            # A run that was killed while writing left half a line, which must not spoil ours. One write, for readers.
+            file.write(b"\n" * cut + "".join(f"{line}\n" for line in lines).encode())
+    except OSError as error:
+        raise RecordError(f"cannot write to {path}: {error.strerror}. Make room, or name another file.") from error
 
 
 def opened(path: str | os.PathLike[str]) -> BinaryIO:
@@ -107,11 +119,11 @@ def opened(path: str | os.PathLike[str]) -> BinaryIO:
         raise RecordError(f"cannot write trajectories to {path}: {error.strerror}. Name another file.") from error
 
 
-def read(path: str | os.PathLike[str]) -> Iterator[Recorded]:
+def read(path: str | os.PathLike[str], broken: list[int] | None = None) -> Iterator[Recorded]:
     """The trajectories of a file, in its order.
 
     A last line without its line break is left out: a run is writing it. Raises RecordError at any other line that is
-    no trajectory, and where there is no such file.
+    no trajectory, and where there is no such file. With `broken` such a line is left out, too, and its number added.
     """
     try:
         with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
@@ -119,6 +131,9 @@ def read(path: str | os.PathLike[str]) -> Iterator[Recorded]:
             found = False
             for number, line in whole:
                 recorded = _parsed(line, number)
+                if isinstance(recorded, str) and broken is not None:
+                    broken.append(number)
+                    continue
                 if isinstance(recorded, str):
                     found = found or any(isinstance(_parsed(line, n), Recorded) for n, line in whole)
                     way_out = f"{CUT} sed -i {number}d {shlex.quote(str(path))}" if found else OTHER_FILE
@@ -136,19 +151,20 @@ def _row(trajectory: Trajectory, texts: TokenTexts, step: int, training: bool) -
         "step": step,
         "training": training,
         "weight_version": trajectory.weight_version,
-        "reward": _number(trajectory.reward),
+        "reward": as_json_number(trajectory.reward),
         "prompt_ids": [int(token) for token in prompt],
         "prompt_texts": token_texts[: len(prompt)],
         "completion_ids": [int(token) for token in completion],
         "completion_texts": token_texts[len(prompt) :],
         "loss_mask": [int(m) for m in mask],
-        "logprobs": None if trajectory.logprobs is None else [_number(value) for value in trajectory.logprobs],
+        "logprobs": None if trajectory.logprobs is None else [as_json_number(value) for value in trajectory.logprobs],
         "special_ids": sorted(texts.special_ids.intersection([*prompt, *completion])),
         "completion": _plain(trajectory.completion),
     }
 
 
-def _number(value: float | None) -> float | str | None:
+def as_json_number(value: float | None) -> float | str | None:
+    """A number as strict JSON has it; "nan", "inf" and "-inf" are strings."""
     if value is None:
         return None
     return float(value) if math.isfinite(value) else str(float(value))
@@ -162,7 +178,7 @@ def _plain(value: Any, depth: int = 0) -> Any:
     if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
-        return _number(value)
+        return as_json_number(value)
     if isinstance(value, Mapping | list | tuple) and depth == DEEPEST:
         return "<nested too deeply>"
     if isinstance(value, Mapping):

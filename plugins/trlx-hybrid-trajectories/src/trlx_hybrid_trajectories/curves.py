@@ -1,0 +1,79 @@
+"""What the trainer logged, as curves: which metrics are drawn together, and how a run comes to log them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """Metrics that are drawn together.
+
+    Attributes:
+        title: what they are, with the unit in brackets.
+        names: patterns of their names in the trainer's log.
+        missing: how a run comes to log them.
+    """
+
+    title: str
+    names: tuple[str, ...]
+    missing: str
+
+
+FIRST = (
+    Curves(title="reward", names=("reward", "rewards/*/mean"), missing="GRPO and RLOO log it"),
+    Curves(
+        title="completion length (tokens)",
+        names=("completions/mean_length", "completions/min_length", "completions/max_length"),
+        missing="the trainers that generate log it",
+    ),
+    Curves(title="entropy (nats)", names=("entropy",), missing="GRPO logs it"),
+    Curves(
+        title="log-prob gap between engine and trainer (nats)",
+        names=("sampling/sampling_logp_difference/*",),
+        missing="GRPO logs it with an engine and vllm_importance_sampling_correction=True",
+    ),
+    Curves(title="loss", names=("loss",), missing="every trainer logs it, at each of its logging_steps"),
+    Curves(title="KL to the reference model (nats)", names=("kl",), missing="set beta above 0"),
+)
+UNITS = {"seconds": "seconds", "bytes": "bytes", "mib": "MiB", "length": "tokens", "ratio": "ratio"}
+NOT_DRAWN = ("epoch", "step", "total_flos", "train_*", "eval_runtime", "*_per_second")
+
+Series = dict[str, dict[int, float | None]]  # by name, the value at each step
+
+
+def curves(logs: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Series]:
+    """The logged metrics by the title of what they are drawn in, those of `FIRST` first.
+
+    Of those that `FIRST` has not: `hybrid/…` are together where folder and unit are the same, others where the folder
+    is. Those of evaluations are with those of training.
+    """
+    found: dict[str, Series] = {group.title: {} for group in FIRST}
+    others: dict[str, Series] = {}
+    for step, metrics in logs:
+        for name, value in metrics.items():
+            if not isinstance(value, int | float | str) or any(fnmatchcase(name, p) for p in NOT_DRAWN):
+                continue
+            try:
+                drawn = float(value)
+            except ValueError:
+                continue
+            title = _title(name.removeprefix("eval_"))
+            series = found[title] if title in found else others.setdefault(title, {})
+            series.setdefault(name, {})[step] = drawn if math.isfinite(drawn) else None
+    return found | dict(sorted(others.items()))
+
+
+def _title(name: str) -> str:
+    for group in FIRST:
+        if any(fnmatchcase(name, pattern) for pattern in group.names):
+            return group.title
+    folder, _, last = name.rpartition("/")
+    unit = UNITS.get(last.rpartition("_")[2], "")
+    if folder and (unit or not name.startswith("hybrid")):
+        return f"{folder} ({unit})" if unit else folder
+    return name

@@ -1,0 +1,256 @@
+"""What each rank of a run did and when: JSON lines in a folder of the run, read again for the report and the trace."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trlx_hybrid.errors import ConfigError, HybridError
+
+from .record import RecordError, add_lines, as_json_number, opened
+
+if TYPE_CHECKING:
+    from trlx_hybrid.protocols import Run
+    from trlx_hybrid.types import SyncReport
+
+logger = logging.getLogger(__name__)
+
+FOLDER, TRAJECTORIES = "report", "trajectories.jsonl"
+SETTING = 'plugin_options={"trajectories": {"report": True}}'
+ACTIVITIES = {
+    "setup": "from the trainer's construction to the first rollout",
+    "wake": "the engine wakes, trainer state leaves",
+    "sync": "weights go to the engine and are checked",
+    "rollout": "sampling",
+    "sleep": "the engine sleeps, trainer state returns",
+    "scoring": "rewards and log-probs",
+    "train": "loss, optimizer, and what the trainer does besides",
+    "idle": "after training",
+}
+"""What a rank can be doing, and what that means. It does one of these until it says the next."""
+SETTINGS = (
+    *("learning_rate", "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("max_completion_length", "temperature", "beta", "loss_type"),
+)
+"""Of the trainer's arguments, those that the report names."""
+
+
+def folder_of(session: Run) -> Path:
+    """Where the events of a run lie."""
+    output_dir = getattr(session.args, "output_dir", None)
+    if not output_dir:
+        raise ConfigError("trajectories: report=True needs a folder of the run: set output_dir in its arguments.")
+    return Path(output_dir) / FOLDER
+
+
+class EventLog:
+    """Appends the events of one rank. Times are the host's, in seconds since 1970: nothing waits for the device.
+
+    Raises:
+        RecordError: the file cannot be written to.
+    """
+
+    def __init__(self, session: Run, trajectories: str) -> None:
+        rank = session.ranks.rank
+        self._path = folder_of(session) / f"rank{rank}.jsonl"
+        self._error = getattr(sys, "last_value", None)  # of an earlier cell of a notebook
+        self._header_written, self._lost = rank != 0, False
+        opened(self._path).close()
+        facts = _facts(session) | {"trajectories": trajectories} if rank == 0 else {}
+        self.write("start", rank=rank, world=session.ranks.world, **facts)
+        self.now("setup", session)
+
+    def write(self, event: str, **fields: Any) -> None:
+        """One event."""
+        row = {"event": event, "time": round(time.time(), 4)} | fields
+        if self._lost:
+            return
+        try:
+            add_lines(self._path, [json.dumps(row, allow_nan=False, separators=(",", ":"))])
+        except RecordError as error:  # training goes on without: other ranks would wait for this one
+            self._lost = True
+            logger.warning("The run report ends here: %s", error)
+
+    def now(self, activity: str, session: Run, **fields: Any) -> None:
+        """The rank begins one of `ACTIVITIES`."""
+        if session.header_lines and not self._header_written:
+            self._header_written = True
+            self.write("header", lines=session.header_lines)
+        self.write("now", name=activity, step=session.step, training=session.training, **fields)
+
+    def synced(self, report: SyncReport, session: Run) -> None:
+        """The engine holds the policy's weights."""
+        figures = {k: as_json_number(v) if isinstance(v, float) else v for k, v in asdict(report).items()}
+        self.write("sync", step=session.step, **figures)
+        self.now("wake", session)
+
+    def logged(self, metrics: dict[str, Any], session: Run) -> None:
+        """A line of the trainer's log; what is no number is left out."""
+        if session.ranks.rank == 0:
+            numbers = {k: as_json_number(v) for k, v in metrics.items() if isinstance(v, int | float)}
+            self.write("log", step=session.step, metrics=numbers)
+        if "train_runtime" in metrics:
+            self.now("idle", session)
+
+    def end(self) -> None:
+        """The session closes, perhaps because of an error."""
+        error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        told = None if error is None or error is self._error else f"{type(error).__name__}: {error}"
+        self.write("end", error=told)
+
+
+def _facts(session: Run) -> dict[str, Any]:
+    import torch
+    from trlx_hybrid.doctor import installed, system
+
+    policy, args = session.policy, session.args
+    parameters = [(getattr(p, "ds_numel", p.numel()) * p.element_size(), p) for p in policy.module.parameters()]
+    cuda = policy.device.type == "cuda"
+    return {
+        "model": getattr(policy.base.config, "_name_or_path", "") or policy.architecture,
+        "architecture": policy.architecture,
+        "dtype": str(policy.dtype).removeprefix("torch."),
+        "device": torch.cuda.get_device_name(policy.device) if cuda else policy.device.type,
+        "policy_bytes": sum(nbytes for nbytes, _ in parameters),
+        "trainable_bytes": sum(nbytes for nbytes, p in parameters if p.requires_grad),
+        "max_steps": int(getattr(args, "max_steps", -1)),
+        "settings": {name: getattr(args, name) for name in SETTINGS if getattr(args, name, None) is not None},
+        "versions": installed() | {"python": system()["python"]},
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """One rank did one thing.
+
+    Attributes:
+        start: which start of the run it belongs to, the first is 0.
+        name: of `ACTIVITIES`.
+        begin, end: seconds since 1970.
+        step: optimizer steps done when it began.
+        training: False in an evaluation.
+    """
+
+    start: int
+    rank: int
+    name: str
+    begin: float
+    end: float
+    step: int
+    training: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class Events:
+    """What a run recorded. Steps that a resumed run did again are those of the last start.
+
+    Attributes:
+        starts: per start of the run what rank 0 said of it, its time, and the time of its last event as "last".
+        header: the lines of the last header.
+        logs: step and metrics of each line of the log.
+        syncs, held: rank and row of each weight sync, and of each phase that began with bytes per owner.
+        spans: of all starts and ranks.
+        errors: by rank, of the last start.
+        ended: whether rank 0's last start came to its end.
+        broken: lines that were left out, as a killed run leaves them half written.
+    """
+
+    starts: list[dict[str, Any]] = field(default_factory=list)
+    header: list[str] = field(default_factory=list)
+    logs: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    syncs: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    held: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    errors: dict[int, str] = field(default_factory=dict)
+    ended: bool = False
+    broken: int = 0
+
+
+def read_events(run: Path) -> Events:
+    """The events of a run, by its `output_dir`; none where it recorded none. Ranks that the last start no longer had
+    are those of spans only."""
+    found = Events()
+    files = {int(f.stem[4:]): f for f in (run / FOLDER).glob("rank*.jsonl") if f.stem[4:].isdecimal()}
+    for rank, file in sorted(files.items()):
+        starts: list[list[dict[str, Any]]] = []
+        for row in _rows(file, found):
+            if row["event"] == "start":
+                starts.append([])
+            if starts:
+                starts[-1].append(row)
+        kept: list[dict[str, Any]] = []
+        for number, rows in enumerate(starts):
+            found.spans += _spans(number, rank, rows)
+            kept = [*_before(kept, rows), *rows]
+        if rank == 0:
+            found.starts = [rows[0] | {"last": rows[-1]["time"]} for rows in starts]
+            found.logs = [(row["step"], row["metrics"]) for row in kept if row["event"] == "log"]
+            found.header = next((row["lines"] for row in reversed(kept) if row["event"] == "header"), [])
+            found.ended = bool(starts) and starts[-1][-1]["event"] == "end"
+        found.syncs += [(rank, row) for row in kept if row["event"] == "sync"]
+        found.held += [(rank, row) for row in kept if row.get("held")]
+        last = starts[-1][-1] if starts else {}
+        if last.get("error"):
+            found.errors[rank] = str(last["error"])
+    world = found.starts[-1].get("world", 0) if found.starts else 0
+    found.syncs = [(rank, row) for rank, row in found.syncs if rank < world]
+    found.held = [(rank, row) for rank, row in found.held if rank < world]
+    found.errors = {rank: error for rank, error in found.errors.items() if rank < world}
+    return found
+
+
+def _rows(file: Path, found: Events) -> Iterator[dict[str, Any]]:
+    try:
+        lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        raise HybridError(f"cannot read {file}: {error.strerror}.") from error
+    for line in filter(None, lines):
+        try:
+            row = json.loads(line)
+            whole = isinstance(row, dict) and {"event", "time"} <= row.keys()
+        except ValueError:
+            whole = False
+        if whole:
+            yield row
+        else:
+            found.broken += 1
+
+
+def _spans(start: int, rank: int, rows: list[dict[str, Any]]) -> Iterator[Span]:
+    """Each lasts until the rank says what is next; the last one until its last event."""
+    said = [row for row in rows if row["event"] == "now"]
+    ends = [row["time"] for row in said[1:]] + [rows[-1]["time"]]
+    for row, end in zip(said, ends, strict=True):
+        who = {"start": start, "rank": rank, "name": row["name"], "step": row["step"], "training": row["training"]}
+        yield Span(begin=row["time"], end=max(end, row["time"]), **who)
+
+
+def _before(kept: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What a later start of the run leaves of those before: the steps before the first that it trained itself. The log
+    of a step is written when it is done."""
+    sampled = [row["step"] for row in rows if row["event"] == "now" and row["name"] == "rollout" and row["training"]]
+    logged = [row["step"] - 1 for row in rows if row["event"] == "log" and "loss" in row["metrics"]]
+    first = min(sampled or logged, default=None)
+    return (r for r in kept if first is None or r.get("step", 0) < first + (r["event"] == "log"))
+
+
+def trace(events: Events, title: str) -> dict[str, Any]:
+    """The spans in the Trace Event Format, which Perfetto and chrome://tracing open: one track per rank.
+
+    Times are in microseconds since the run's first span.
+    """
+    origin = min((span.begin for span in events.spans), default=0.0)
+    rows: list[dict[str, Any]] = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": title}}]
+    for rank in sorted({span.rank for span in events.spans}):
+        rows.append({"ph": "M", "pid": 0, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
+    for span in events.spans:
+        times = {"ts": round((span.begin - origin) * 1e6), "dur": round((span.end - span.begin) * 1e6)}
+        args = {"step": span.step, "training": span.training, "start": span.start}
+        rows.append({"ph": "X", "pid": 0, "tid": span.rank, "name": span.name, **times, "args": args})
+    return {"traceEvents": rows, "displayTimeUnit": "ms"}

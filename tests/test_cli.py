@@ -17,17 +17,21 @@ def test_plugins_lists_plugins_and_components(capsys):
     assert main(["plugins"]) == 0
     out = capsys.readouterr().out
     assert "vllm  trlx-hybrid-vllm" in out
-    assert "components (slot, name, description, plugin):\n    engine   transformers   TRL's own generation" in out
+    assert (
+        "components (slot, name, description, plugin):\n    engine      transformers     TRL's own generation" in out
+    )
     assert "gather" in out
     assert main(["plugins", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert [p["name"] for p in report["plugins"]] == [
-        *("cure", "multiturn", "ray", "reshard", "training", "trajectories", "vllm")
+        *("algorithms", "cure", "multiturn", "ray", "reshard", "training", "trajectories", "vllm")
     ]
-    assert {"name": "vllm", "distribution": "trlx-hybrid-vllm"}.items() <= report["plugins"][6].items()
+    assert {"name": "vllm", "distribution": "trlx-hybrid-vllm"}.items() <= report["plugins"][7].items()
     weights = {"alias", "lora", "copy", "merged", "reshard", "transfer", "gather"}
     engines = {"vllm", "remote"}
     others = {"single_turn", "multi_turn", "padded", "packed"}
+    others |= {c["name"] for c in report["components"] if c["slot"] == "algorithm"}
+    assert "dynamic_sampling" in others
     assert {c["name"] for c in report["components"]} == weights | engines | others
 
 
@@ -90,7 +94,7 @@ def test_plugins_of_this_project_add_the_commands_that_are_looked_for(capsys):
 def test_doctor_says_what_works_here(capsys):
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
-    assert "vllm           available" in out
+    assert "vllm             available" in out
     assert "result     no problems found" in out
 
 

@@ -10,10 +10,11 @@ from typing import ClassVar
 import pytest
 import torch
 from trlx_hybrid import hookimpl
-from trlx_hybrid.protocols import Rollout
+from trlx_hybrid.protocols import Algorithm, Rollout
 from trlx_hybrid.testing.conformance import (
     ConformanceError,
     check_advantages,
+    check_algorithm,
     check_engine,
     check_environment,
     check_imports,
@@ -364,6 +365,78 @@ def test_an_advantages_mistake_is_named(tiny_trainer):
         check_advantages(tiny_trainer(plugins=[OfThisRank()]))
     with pytest.raises(ConformanceError, match="No plugin of this trainer has the hook"):
         check_advantages(tiny_trainer())
+
+
+class Asked(Algorithm):
+    """All alike; broken as a test says."""
+
+    name = "asked"
+    mistake = ""
+
+    def __init__(self):
+        self.seen = 0
+
+    def draw(self, count, size):
+        if self.mistake == "unseeded":
+            return random.sample(range(size), count)
+        return [(self.seen + i) % size for i in range(count)]
+
+    def observe(self, groups):
+        self.seen += len(groups)
+
+    def keep(self, groups):
+        return [True] * (len(groups) - (self.mistake == "short"))
+
+    def rewards(self, groups):
+        if self.mistake == "written":
+            groups.rewards[0] += 1.0
+        return groups.rewards
+
+    def advantages(self, groups):
+        centred = groups.totals - groups.totals.nanmean(1, keepdim=True)
+        return centred / groups.totals.std(1, keepdim=True) if self.mistake == "divided" else centred
+
+    def loss(self, scores, batch):
+        kept = torch.ones_like(scores.log_probs) if self.mistake == "unmasked" else batch["completion_mask"]
+        if self.mistake == "empty":
+            return -((scores.log_probs * kept).sum(1) / kept.sum(1)).mean()
+        term = -(scores.log_probs * kept).sum() / kept.sum()
+        return term.detach() if self.mistake == "detached" else term
+
+    def state(self):
+        return {} if self.mistake == "lost" else {"seen": self.seen}
+
+    def load_state(self, state):
+        self.seen = state.get("seen", 0) if self.mistake != "unread" else 0
+
+
+def test_an_algorithms_mistake_is_named(tiny_trainer, monkeypatch):
+    offer = SimpleNamespace(trlx_register=hookimpl(lambda registry: registry.offer("algorithm", "asked", made)))
+
+    def made(session, options):
+        return Asked()
+
+    trainer = tiny_trainer(hybrid={"algorithm": ["asked"]}, plugins=[offer])
+    for mistake, message in (
+        ("", None),
+        ("unseeded", "a second one answered otherwise. Ranks must answer alike"),
+        ("short", "3 values from `keep`, where one for each of 4 groups"),
+        ("written", "asked wrote into the groups' rewards. Return a new tensor"),
+        ("divided", r"returned nan at \(0, 0\) from `advantages`"),
+        ("unmasked", "gradient at tokens that are not trained. Multiply by batch"),
+        ("empty", "returned nan from `loss`. A row may have no tokens"),
+        ("detached", "returned a `loss` without gradients"),
+        ("lost", "taken up from a checkpoint, it answered otherwise"),
+        ("unread", "after `load_state`, `state` returned something else. Let `state` return all"),
+    ):
+        monkeypatch.setattr(Asked, "mistake", mistake)
+        if message is None:
+            check_algorithm(trainer)
+        else:
+            with pytest.raises(ConformanceError, match=message):
+                check_algorithm(trainer)
+    with pytest.raises(ConformanceError, match=r"has no algorithm\. Name one"):
+        check_algorithm(tiny_trainer())
 
 
 def test_heavy_imports_are_named(tmp_path, monkeypatch):

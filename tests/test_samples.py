@@ -244,6 +244,20 @@ def test_scoring(execute) -> None:
         trainer.session.close()
 
 
+def test_algorithms(execute, run) -> None:
+    """Those of the page, and the one that it shows how to write."""
+    shown = execute("docs/algorithms.md", settings={"train": True})
+    readme = execute("plugins/trlx-hybrid-algorithms/README.md", settings={"train": True})
+    for trainer in (*shown["trainers"], *readme["trainers"]):
+        assert trainer.session.algorithms.adviser == "leave_one_out"
+        trainer.session.close()
+    plugin = ModuleType("widest")
+    plugin.trlx_register = shown["trlx_register"]
+    trainer = run(trlx_hybrid.GRPOTrainer, hybrid={"algorithm": ["widest"]}, plugins=[plugin], max_steps=1).trainer
+    assert trainer.session.metrics["hybrid/sampled_groups"] == 4
+    assert trainer.session.metrics["hybrid/kept_groups"] >= 2
+
+
 def test_cure(execute, tmp_path) -> None:
     from trl import GRPOConfig
 

@@ -126,7 +126,8 @@ def test_rows_that_train_nothing_lose_their_rewards_only_where_conversations_bre
 
     trainer = object.__new__(trlx_hybrid.hybrid(Own))
     ranks = SimpleNamespace(gather=lambda value: [value])
-    trainer.session = SimpleNamespace(rollout=SimpleNamespace(converses=converses), ranks=ranks)
+    none = SimpleNamespace(judges=False)
+    trainer.session = SimpleNamespace(rollout=SimpleNamespace(converses=converses), ranks=ranks, algorithms=none)
     trainer._generated = ([], [], [[1, 0], [0, 0], [1]])
     assert trainer._calculate_rewards().isnan().tolist() == [[False] * 2, [converses] * 2, [False] * 2]
 

@@ -119,11 +119,12 @@ def _plugins(options: Any) -> int:
         print(f"disabled by {DISABLE_VARIABLE}: {', '.join(named)}")
     if components:
         print("components (slot, name, description, plugin):")
-    width = max([8, *(len(c.slot) for c in components)])
+    width = max(len(slot) for slot in SLOTS)
+    wide = max([len(STOCK), *(len(c.name) for c in components)])
     if options.hook is None:
-        print(f"    {'engine':{width}} {STOCK:14} TRL's own generation (builtin)")
+        print(f"    {'engine':{width}} {STOCK:{wide}} TRL's own generation (builtin)")
     for c in components:
-        print(f"    {c.slot:{width}} {c.name:14} {c.summary} ({c.plugin})")
+        print(f"    {c.slot:{width}} {c.name:{wide}} {c.summary} ({c.plugin})")
     return 0
 
 
@@ -143,11 +144,12 @@ def _doctor(options: Any) -> int:
         raise
     checks = host.call("trlx_doctor", options=options)  # options that contradict each other are refused first
     print("\n".join(machine))
-    print(f"engine     {STOCK:14} available: TRL's own generation")
+    wide = max(len(c.name) for slot in SLOTS for c in host.registry.components(slot))
+    print(f"engine     {STOCK:{wide}} available: TRL's own generation")
     for slot in SLOTS:
         for component in host.registry.components(slot):
             reason = component.unavailable()
-            print(f"{slot:10} {component.name:14} {'available' if reason is None else f'not available: {reason}'}")
+            print(f"{slot:10} {component.name:{wide}} {'available' if reason is None else f'not available: {reason}'}")
     if told:
         print("\n".join(told))
     attention = bool(problems)

@@ -70,6 +70,20 @@ class HybridConfig:
     scoring_options: dict[str, Any] | str | None = field(
         default=None, metadata={"help": "Options of the scoring, as a dict or JSON string."}
     )
+    algorithm: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "What changes which completions are trained on and how much they count, one name or several: "
+            "'dynamic_sampling', 'leave_one_out' or another one that `trlx-hybrid plugins` lists. GRPO only."
+        },
+    )
+    algorithm_options: dict[str, Any] | str | None = field(
+        default=None,
+        metadata={
+            "help": "Options of the algorithms, by name, as a dict or JSON string: "
+            '\'{"dynamic_sampling": {"rounds": 5}}\'.'
+        },
+    )
     environment: str | None = field(
         default=None,
         metadata={
@@ -140,7 +154,7 @@ class HybridConfig:
     )
 
     def __post_init__(self) -> None:
-        slots = ("engine", "weights", "rollout", "scoring", "environment", "plugin")
+        slots = ("engine", "weights", "rollout", "scoring", "algorithm", "environment", "plugin")
         for name in (f"{slot}_options" for slot in slots):
             value = getattr(self, name)
             if isinstance(value, str):
@@ -153,9 +167,12 @@ class HybridConfig:
                 setattr(self, name, value)
             if value is not None and not isinstance(value, Mapping):
                 raise ConfigError(f"HybridConfig.{name} must be a mapping, got {type(value).__name__}.")
-        for name, options in self.options("plugin").items():
-            if not isinstance(options, Mapping):
-                raise ConfigError(f"HybridConfig.plugin_options[{name!r}] must be a mapping, got {options!r:.60}.")
+        for slot in ("plugin", "algorithm"):
+            for name, options in self.options(slot).items():
+                if not isinstance(options, Mapping):
+                    raise ConfigError(f"HybridConfig.{slot}_options[{name!r}] must be a mapping, got {options!r:.60}.")
+        if isinstance(self.algorithm, str):
+            self.algorithm = [self.algorithm]
         if self.environment is None and self.environment_options:
             raise ConfigError("HybridConfig.environment_options is set, and no environment: choose one, or drop them.")
         if self.offload not in OFFLOAD:
@@ -170,7 +187,7 @@ class HybridConfig:
             raise ConfigError(f"HybridConfig.replay samples nothing, and {other} is about what is sampled: drop one.")
 
     def options(self, slot: str) -> dict[str, Any]:
-        """What the user set for the component of a slot; of "plugin", for plugins by name."""
+        """What the user set for the component of a slot; of "algorithm" and "plugin", for each by name."""
         value = getattr(self, f"{slot}_options")
         return dict(value) if value is not None else {}
 

@@ -398,6 +398,95 @@ class Scoring(Protocol):
         return
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Groups:
+    """Completions of training prompts that were sampled and scored: those of one prompt are a group. Of all ranks, and
+    the same on each; on the CPU.
+
+    Attributes:
+        rewards: (groups, num_generations, functions) float32, what the reward functions returned; NaN for None, and for
+            rows of which nothing can be trained.
+        weights: (functions,) float32, TRL's `reward_weights`.
+        lengths: (groups, num_generations) int64, sampled tokens that are trained.
+        truncated: (groups, num_generations) bool, whether a completion was cut off before its end token.
+        rows: number of each group's prompt in the training dataset; None where TRL's data loader brought it.
+    """
+
+    rewards: Tensor
+    weights: Tensor
+    lengths: Tensor
+    truncated: Tensor
+    rows: Sequence[int | None]
+
+    def __len__(self) -> int:
+        return len(self.rewards)
+
+    @property
+    def totals(self) -> Tensor:
+        """(groups, num_generations) float32, weighted sums over the functions; NaN where none returned a number."""
+        sums = (self.rewards * self.weights).nansum(dim=-1)
+        return sums.masked_fill(self.rewards.isnan().all(dim=-1), float("nan"))
+
+
+class Algorithm(Protocol):
+    """What is trained on of what was sampled, and how much it counts. A run may have several. They act in training
+    only, and are asked on every rank, with the same data, for the same answer. Inherit from it: all but the name is
+    optional."""
+
+    name: str
+
+    rounds: int = 1
+    """How often at most prompts are sampled for one batch, until enough groups are kept."""
+
+    oversampling: float = 1.0
+    """How many times a batch's prompts the first round has, 1.0 or more."""
+
+    def draw(self, count: int, size: int) -> Sequence[int] | None:
+        """Which prompts are sampled next: `count` row numbers of the training dataset, below `size`. None leaves it to
+        the run: TRL's data loader at first, random rows in further rounds."""
+        return None
+
+    def keep(self, groups: Groups) -> Sequence[bool]:
+        """Which groups of a round may be trained on. What the batch lacks after the last round is filled up with groups
+        that count for nothing."""
+        return [True] * len(groups)
+
+    def observe(self, groups: Groups) -> None:
+        """A round was sampled and scored, and nothing of it is left out yet: what `draw` may learn from."""
+        return
+
+    def rewards(self, groups: Groups) -> Tensor:
+        """In place of `groups.rewards`, of the batch that is trained on; in the same shape."""
+        return groups.rewards
+
+    def advantages(self, groups: Groups) -> Tensor | None:
+        """(groups, num_generations), in place of TRL's; None keeps those. Rows without any reward get 0 anyway."""
+        return None
+
+    def loss(self, scores: Scores, batch: Mapping[str, Tensor]) -> Tensor | None:
+        """A scalar to be added to the loss of a micro-batch, of this rank's rows; None adds nothing. The loss of an
+        optimizer step is the mean over its micro-batches.
+
+        Args:
+            scores: with gradients.
+            batch: what TRL computes its loss from: among others `advantages` (B,), `completion_mask` (B, C) and, where
+                somebody else than the policy wrote some of the tokens, `tool_mask` (B, C).
+        """
+        return None
+
+    def note(self) -> str | None:
+        """What the run's header says of it, or None."""
+        return None
+
+    def state(self) -> Mapping[str, Any]:
+        """What a checkpoint must hold of it, as JSON has it."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state` returned when the checkpoint was written."""
+        return
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EnvironmentArguments:
     """An environment, as the arguments of TRL's trainer that a script would pass for it. Has one of the first two.
@@ -431,6 +520,7 @@ OPTIONAL = {
     "WeightSync": {"keeps_weights", "open", "note", "put_back", "forget", "check", "release"},
     "Rollout": {"converses", "converse", "close"},
     "Scoring": {"deferred", "balanced", "joins", "micro_batches", "joined", "note", "close"},
+    "Algorithm": {name for name in vars(Algorithm) if not name.startswith("_")},
     "EnvironmentArguments": {field.name for field in fields(EnvironmentArguments)},
 }
 """Members that a component of that protocol may inherit; an engine may be without them as well."""

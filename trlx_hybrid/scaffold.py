@@ -46,6 +46,10 @@ KINDS = {
         summary="Advantages that are not divided by the deviation of their group",
         use="It acts in every run that it is installed for, and the header of the run names it.",
     ),
+    "algorithm": Kind(
+        summary="An algorithm that leaves out groups which are solved already",
+        use='Choose it as `HybridConfig(algorithm=["$name"])`, or `--algorithm $name`.',
+    ),
     "engine": Kind(
         summary="An engine that samples with a copy of the policy",
         use='Choose it as `HybridConfig(engine="$name")`, or `--engine $name`.',

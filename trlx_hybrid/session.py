@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from .algorithms import Algorithms
 from .config import HybridConfig
 from .doctor import package_version
 from .errors import ComponentError, StaleWeightsError
@@ -61,6 +62,7 @@ class Session:
         experts: with it, those of the tokens that were sampled last, see `Completion`.
         metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs, which hold the mean since their
             last line: of one number per batch, or of all those in a list.
+        algorithms: what changes which completions are trained on, and how much they count.
         adviser: the plugin whose advantages the trainer uses, if any.
         notes: further lines of the header.
         header_lines: the header, once it was printed.
@@ -127,6 +129,7 @@ class Session:
         self._announced = False
         self._stack = ExitStack()
         self._refuse_early()
+        self.algorithms = Algorithms(selection.algorithms, self)
         host.require(config.options("plugin"), "HybridConfig.plugin_options")
         host.call("trlx_configure", session=self)
         self._stack.callback(host.call, "trlx_unconfigure", session=self)
@@ -303,7 +306,8 @@ class Session:
         else:
             weights = self.weights.name if self.weights else "?"
             slots = [str(selection.engine), f"weights={weights} ({self.weights_why})", str(selection.rollout)]
-        slots += [str(choice) for choice in (selection.scoring, selection.environment) if choice is not None]
+        others = (selection.scoring, *selection.algorithms, selection.environment)
+        slots += [str(choice) for choice in others if choice is not None]
         if self.adviser is not None:
             slots.append(f"advantages=plugin {self.adviser.name} ({self.adviser.distribution})")
         lines = [" · ".join([f"trlx_hybrid {package_version()}", f"plugins: {plugins}", *slots])]
@@ -311,7 +315,7 @@ class Session:
         lines += filter(None, [self.weights.note() if self.weights else None, self.scoring.note()])
         if self.scoring.deferred and self.scores_apart is not None:
             lines.append(f"scoring: old log-probs take a forward pass of their own: {self.scores_apart}")
-        lines += self.notes
+        lines += [*self.algorithms.notes(), *self.notes]
         for added in self.host.call("trlx_report_header", session=self):
             lines += [added] if isinstance(added, str) else list(added)
         return lines
@@ -324,7 +328,9 @@ class Session:
 
     def _refuse_early(self) -> None:
         """What a component knows against this model, said before anything is built."""
-        for choice in filter(None, (self.selection.engine, self.selection.rollout, self.selection.scoring)):
+        for choice in filter(
+            None, (self.selection.engine, self.selection.rollout, self.selection.scoring, *self.selection.algorithms)
+        ):
             reason = choice.component.refuses(self, choice.options)
             if reason is not None:
                 component = choice.component
@@ -356,13 +362,16 @@ class Session:
     def save_state(self, folder: Path) -> None:
         """Write what a resume needs to sample on as if it had not been interrupted. Rank 0 only."""
         file = folder / f"{STATE_FILE}.part"  # renamed when it is whole, so that a kill leaves none that is not
-        file.write_text(json.dumps({"weight_version": self.versions.version}))
+        state = {"weight_version": self.versions.version, "algorithms": self.algorithms.state()}
+        file.write_text(json.dumps(state))
         file.replace(folder / STATE_FILE)
 
     def load_state(self, folder: Path, step: int) -> None:
         """Take up a checkpoint; one that stock TRL wrote counts a version per optimizer step."""
         file = folder / STATE_FILE
-        self.versions.version = json.loads(file.read_text())["weight_version"] if file.exists() else step
+        state: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"weight_version": step}
+        self.versions.version = state["weight_version"]
+        self.algorithms.load_state(state.get("algorithms", {}))
         self.versions.forget()
         self.sampler.forget()
 

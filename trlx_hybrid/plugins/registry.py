@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from ..errors import ComponentError, nearest
-from ..protocols import Engine, EnvironmentArguments, Rollout, Scoring, WeightSync, missing_members
+from ..protocols import Algorithm, Engine, EnvironmentArguments, Rollout, Scoring, WeightSync, missing_members
 from ..types import Completion
 
-Slot = Literal["engine", "weights", "rollout", "scoring", "environment", "server"]
+Slot = Literal["engine", "weights", "rollout", "scoring", "algorithm", "environment", "server"]
 SLOTS: tuple[Slot, ...] = get_args(Slot)
 BUILTIN = "builtin"
 
@@ -22,6 +22,13 @@ BRINGS: dict[Slot, dict[str, str]] = {
     },
     "rollout": {"multi_turn": "trlx-hybrid-multiturn"},
     "scoring": {"packed": "trlx-hybrid-training"},
+    "algorithm": dict.fromkeys(
+        (
+            *("dynamic_sampling", "curriculum", "length_reward", "positive_nll"),
+            *("leave_one_out", "optimal_baseline", "pass_at_k"),
+        ),
+        "trlx-hybrid-algorithms",
+    ),
     "environment": {},
     "server": {"vllm": "trlx-hybrid-vllm"},
 }
@@ -111,7 +118,7 @@ def _protocol(slot: Slot) -> type[Any]:
 
         return ServerPlan
     protocols = {"engine": Engine, "weights": WeightSync, "rollout": Rollout, "scoring": Scoring}
-    return {**protocols, "environment": EnvironmentArguments}[slot]
+    return {**protocols, "algorithm": Algorithm, "environment": EnvironmentArguments}[slot]
 
 
 class Registry:

@@ -55,7 +55,8 @@ class Choice:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
     """The components of one run. `engine` is None where TRL generates; `weights` None means: try `paths`, in order.
-    `tools` tells whether the trainer was given any. `environment` is None where none was chosen by its name."""
+    `tools` tells whether the trainer was given any. `environment` is None where none was chosen by its name.
+    `algorithms` are in the order in which they act."""
 
     engine: Choice | None
     weights: Choice | None
@@ -65,6 +66,7 @@ class Selection:
     tools: bool = False
     stock_reason: str = ""
     environment: Choice | None = None
+    algorithms: Sequence[Choice] = ()
 
     @property
     def stock(self) -> bool:
@@ -173,6 +175,20 @@ def choose_environment(config: HybridConfig, registry: Registry) -> Choice | Non
     return _choice(registry, "environment", config.environment, given, "HybridConfig.environment")
 
 
+def choose_algorithms(config: HybridConfig, registry: Registry) -> list[Choice]:
+    """Those that the user named, in that order.
+
+    Raises:
+        ConfigError, ComponentError: as in `select`; one is named twice, or options are of one that is not named.
+    """
+    names, given = config.algorithm or [], config.options("algorithm")
+    check_keys(given, names, "HybridConfig.algorithm_options, for those in HybridConfig.algorithm,")
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"HybridConfig.algorithm names {twice!r} twice. Name it once.")
+    return [_choice(registry, "algorithm", name, given.get(name, {}), "HybridConfig.algorithm") for name in names]
+
+
 def _scoring(config: HybridConfig, registry: Registry) -> Choice:
     """As set, with any engine; else TRL's own."""
     why = "default" if config.scoring is None else "HybridConfig.scoring"
@@ -196,7 +212,7 @@ def _choice(
 
 
 READ_ANYWAY = {
-    *("engine", "scoring", "scoring_options", "environment", "environment_options"),
+    *("engine", "scoring", "scoring_options", "environment", "environment_options", "algorithm", "algorithm_options"),
     *("record", "replay", "rollout_only", "plugin_options", "disable_plugins"),
 }
 """Settings that have a meaning where TRL generates."""

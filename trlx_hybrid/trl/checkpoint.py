@@ -57,7 +57,7 @@ class Checkpointing:
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)  # type: ignore[misc]
         trainer: Any = self
-        if trainer.args.should_save and not self.session.selection.stock:
+        if trainer.args.should_save and not (self.session.selection.stock and not self.session.algorithms):
             folder = Path(trainer._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
             self.session.save_state(folder)
 

@@ -66,6 +66,7 @@ class Scored:
 
     _skips_old = False  # the next rows to be scored are those of the old log-probs, which are left out
     _micro_batch: dict[str, Any] | None = None  # whose loss is being computed
+    _loss_scores: Scores | None = None  # of that micro-batch, where algorithms add to its loss
     _loss_tokens = 0  # that the model was given to compute losses from, padding included
     _window = (-1, 0)  # the optimizer step, and the micro-batches that it has already
     _joined: JoinedPass | None = None  # of the micro-batches whose losses are being computed
@@ -167,9 +168,20 @@ class Scored:
     def _compute_loss(self, model: Any, inputs: dict[str, Any], *others: Any) -> Any:
         self._micro_batch = inputs
         try:
-            return super()._compute_loss(model, inputs, *others)  # type: ignore[misc]
+            loss = super()._compute_loss(model, inputs, *others)  # type: ignore[misc]
+            return loss if self._loss_scores is None else loss + self._added_loss(self._loss_scores, inputs)
         finally:
-            self._micro_batch = None
+            self._micro_batch = self._loss_scores = None
+
+    def _added_loss(self, scores: Scores, inputs: dict[str, Any]) -> Any:
+        """What the run's algorithms add to a micro-batch's loss, divided as TRL divides its own."""
+        trainer: Any = self
+
+        def log(name: str, term: Tensor) -> None:
+            trainer._metrics["train"][f"hybrid/loss/{name}"].append(trainer.accelerator.gather(term).mean().item())
+
+        term = self.session.algorithms.loss(scores, inputs, log)
+        return 0.0 if term is None else term / trainer.current_gradient_accumulation_steps
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -246,6 +258,8 @@ class Scored:
             deferred.fill(trainer, self._micro_batch, scores.log_probs.detach())
         if self._micro_batch is not None and experts is not None:
             self._log_difference()
+        if self._micro_batch is not None and trainer.model.training and self.session.algorithms.loses is not None:
+            self._loss_scores = scores
         return scores
 
     def _experts(self, prompt_mask: Tensor, completion_length: int) -> Tensor:
@@ -391,6 +405,8 @@ def bound_together(trainer: Any) -> str | None:
         return "top_entropy_quantile compares the tokens of a micro-batch."
     if getattr(trainer, "_entropy_bonus_enabled", False):
         return "the entropy bonus is a mean over the tokens of a micro-batch."
+    if trainer.session.algorithms.loses is not None:
+        return f"algorithm {trainer.session.algorithms.loses!r} may add a mean over the tokens of a micro-batch."
     if trainer.aux_loss_enabled:
         return "the load balance of experts is one of the tokens of a micro-batch."
     if args.gradient_accumulation_steps % args.steps_per_generation:

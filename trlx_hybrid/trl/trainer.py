@@ -27,12 +27,12 @@ from trl.extras.profiling import profiling_context
 from ..config import HybridConfig
 from ..errors import ConfigError
 from ..plugins.host import Host, check_ranks_agree
-from ..plugins.selection import TrainerArguments, choose_environment, select
+from ..plugins.selection import TrainerArguments, choose_algorithms, choose_environment, select
 from ..ranks import Ranks
 from ..session import Session
 from ..weights.policy import Policy
 from ..weights.verify import FirstStep
-from . import routing, tool_calling
+from . import resampling, routing, tool_calling
 from .arguments import (
     check_skipped,
     environment_arguments,
@@ -103,6 +103,10 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
     """
 
     session: Session
+    _in_rounds = False  # a batch is being sampled in rounds
+    _known_rewards: Any = None  # of the batch that rounds have sampled, until TRL asks
+    _row_numbers: Any = None  # of the batch's groups in the training dataset, where somebody has chosen them
+    _groups: Any = None  # of the batch, with the rewards that are trained on
     _base_name: str  # of the trainer of TRL's below; `_name` may be the user's own, for model cards
     _selection = select(HybridConfig(), TrainerArguments(engine_options={}), Host().registry)
 
@@ -137,7 +141,14 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
                 raise ConfigError(f"HybridConfig.replay: {self._config.replay} holds no recording (recording.json).")
         tools = given.get("tools") or given.get("environment_factory")
         arguments = trainer_arguments(given.get("args"), tools, given.get("rollout_func"))
-        self._selection = replace(select(self._config, arguments, self._host.registry), environment=environment)
+        algorithms = choose_algorithms(self._config, self._host.registry)
+        if algorithms and self._base_name != "GRPO":
+            raise ConfigError(
+                f"HybridConfig.algorithm={algorithms[0].component.name!r} cannot serve {type(self).__name__}: only "
+                "GRPOTrainer leaves rows out and takes other advantages. Leave it out."
+            )
+        selection = select(self._config, arguments, self._host.registry)
+        self._selection = replace(selection, environment=environment, algorithms=algorithms)
         if self._config.scoring is not None:
             own = overriding(self, (SCORER,))
             if own is not None or self._base_name not in SCORING:
@@ -180,6 +191,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
         )
         if hasattr(trainer, "reward_funcs") and self._replay is None:
             self.session.adviser = host.only(HOOK)
+            self._check_algorithms()
         if trainer._base_name in SCORING:
             self.session.scores_apart = scores_apart(trainer, self.session.adviser)
         if self._config.router_replay:
@@ -197,6 +209,19 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
             trainer.vllm_generation = Generation(self.session)
             trainer._last_loaded_step = -1
         self._attach_recording()
+
+    def _check_algorithms(self) -> None:
+        algorithms, adviser = self.session.algorithms, self.session.adviser
+        if algorithms.adviser is not None and adviser is not None:
+            raise ConfigError(
+                f"HybridConfig.algorithm={algorithms.adviser!r} and plugin {adviser.name!r} ({adviser.distribution}) "
+                "both have advantages of their own. Leave the one out, or disable the other: "
+                f"disable_plugins=[{adviser.name!r}]."
+            )
+        reason = resampling.refuses(self) if algorithms.filters or algorithms.draws else None
+        if reason is not None:
+            names = ", ".join(self._config.algorithm or ())
+            raise ConfigError(f"HybridConfig.algorithm ({names}) cannot sample other prompts: {reason}.")
 
     def _replay_routers(self) -> None:
         own = overriding(self, (SCORER,))
@@ -233,12 +258,27 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
     # --- one rollout ------------------------------------------------------------------------------------------------
 
     def _generate(self, prompts: list[Any]) -> Any:
+        if not self._attached:
+            return super()._generate(prompts)  # type: ignore[misc]
+        if self._learns and self.session.algorithms.filters:
+            self._in_rounds = True
+            try:
+                self._generated = resampling.resampled(self, prompts, self._one_round)
+            finally:
+                self._in_rounds = False
+            return self._generated
+        return self._one_round(prompts)
+
+    @property
+    def _learns(self) -> bool:
+        """Whether what is sampled now is to be trained on."""
+        return bool(self.model.training)  # type: ignore[attr-defined]
+
+    def _one_round(self, prompts: list[Any]) -> Any:
         trainer: Any = self
         if not self._selection.stock and getattr(trainer, "tools", None):
             tool_calling.refuse_text(prompts)
         self._conversations: Any = None
-        if not self._attached:
-            return super()._generate(prompts)  # type: ignore[misc]
         phase = self.session.rollout_phase(trainer.model.training)
         with self._part("rollout"), phase, begun_early(self, parse_response, prompts):
             self._generated = super()._generate(prompts)  # type: ignore[misc]
@@ -276,12 +316,24 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
             return self.session.converse(rows, limits, num_generations)
 
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        known, self._known_rewards = self._known_rewards, None
+        self._rewards = self._all_rewards(*args, **kwargs) if known is None else known
+        if self._attached and self.session.algorithms.judges and self._learns and not self._in_rounds:
+            groups = resampling.sampled_groups(self, self._rewards, self._row_numbers)
+            if known is None:
+                self.session.algorithms.observe(groups)
+            self._groups = self.session.algorithms.rewards(groups)
+            self._rewards = self._groups.rewards.flatten(0, 1).to(self._rewards)
+        return self._rewards
+
+    def _all_rewards(self, *args: Any, **kwargs: Any) -> Any:
+        """(world * B, functions), as TRL's reward functions return them."""
         with nullcontext() if self._selection.stock else checking(self):
-            self._rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
+            rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
         rollout = self.session.rollout if self._attached else None
         if rollout is not None and rollout.converses and self._base_name == "GRPO":
-            self._rewards = without_masked(self._rewards, self._generated[2], self.session)
-        return self._rewards
+            rewards = without_masked(rewards, self._generated[2], self.session)
+        return rewards
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
         if not self._attached:
@@ -290,11 +342,16 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
 
     def _roll_out(self, inputs: list[Any]) -> Any:
         trainer: Any = self
-        session, self._rewards = self.session, None
+        session, self._rewards, self._row_numbers, self._groups = self.session, None, None, None
+        inputs = list(inputs)  # rounds put others in
+        drawn = resampling.drawn(self, inputs) if session.algorithms.draws and self._learns else None
+        if drawn is not None:
+            inputs, self._row_numbers = drawn
         session.rows = inputs
         batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         self._check_sampled(batch)
         if "advantages" in batch:
+            batch["advantages"] = self._advised(batch["advantages"])
             batch["advantages"] = replaced(session, batch, self._rewards)
         session.host.call("trlx_rollout_end", session=session, trajectories=self._trajectories())
         metrics = trainer._metrics["train" if session.training else "eval"]
@@ -302,6 +359,14 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
             if value != []:  # TRL cannot take the mean of nothing
                 metrics[name] += value if isinstance(value, list) else [value]
         return batch
+
+    def _advised(self, stock: Any) -> Any:
+        """(B,): the advantages of the run's algorithms, of this rank's rows; TRL's where they have none."""
+        advantages = self.session.algorithms.advantages(self._groups) if self._groups is not None else None
+        if advantages is None:
+            return stock
+        first = self.session.ranks.rank * len(stock)
+        return advantages.flatten()[first : first + len(stock)].to(stock)
 
     def _check_sampled(self, batch: Mapping[str, Any]) -> None:
         """Hold the engine's log-probs against the trainer's, where both are in the batch, this rank's rows."""

@@ -4,6 +4,7 @@ A check returns where all is well, and raises `ConformanceError` otherwise, with
 """
 
 from .advantages import check_advantages
+from .algorithm import check_algorithm
 from .engine import check_engine
 from .environment import check_environment
 from .findings import ConformanceError
@@ -14,6 +15,7 @@ from .weights import check_weights
 __all__ = [
     "ConformanceError",
     "check_advantages",
+    "check_algorithm",
     "check_engine",
     "check_environment",
     "check_imports",

@@ -1,0 +1,62 @@
+"""What this distribution offers. Imports little: loading every plugin must stay cheap."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from trlx_hybrid.plugins.hookspecs import hookimpl
+
+from .options import CurriculumOptions, DynamicSamplingOptions, LengthRewardOptions, PositiveNllOptions
+
+if TYPE_CHECKING:
+    from trlx_hybrid.plugins.registry import Registry
+    from trlx_hybrid.protocols import Algorithm, Run
+
+
+def _dynamic_sampling(session: Run, options: DynamicSamplingOptions) -> Algorithm:
+    from .sampling import DynamicSampling
+
+    return DynamicSampling(options)
+
+
+def _curriculum(session: Run, options: CurriculumOptions) -> Algorithm:
+    from .curriculum import Curriculum
+
+    return Curriculum(options, session.args.seed)
+
+
+def _length_reward(session: Run, options: LengthRewardOptions) -> Algorithm:
+    from .rewards import LengthReward
+
+    return LengthReward(options)
+
+
+def _positive_nll(session: Run, options: PositiveNllOptions) -> Algorithm:
+    from .losses import PositiveNll
+
+    return PositiveNll(options)
+
+
+def _advantages(name: str) -> Any:
+    def make(session: Run, options: object) -> Algorithm:
+        from . import advantages
+
+        return getattr(advantages, name)()  # type: ignore[no-any-return]
+
+    return make
+
+
+@hookimpl
+def trlx_register(registry: Registry) -> None:
+    """Offer the algorithms."""
+
+    def offer(name: str, factory: Any, summary: str, options: type[Any] | None = None) -> None:
+        registry.offer("algorithm", name, factory, options=options, summary=summary)
+
+    offer("dynamic_sampling", _dynamic_sampling, "samples until all groups have a gradient", DynamicSamplingOptions)
+    offer("curriculum", _curriculum, "draws prompts that are sometimes solved", CurriculumOptions)
+    offer("length_reward", _length_reward, "more for short right completions of a group", LengthRewardOptions)
+    offer("positive_nll", _positive_nll, "imitates completions better than their group", PositiveNllOptions)
+    offer("leave_one_out", _advantages("LeaveOneOut"), "advantages against the mean of the others")
+    offer("optimal_baseline", _advantages("OptimalBaseline"), "advantages against a mean weighted by length")
+    offer("pass_at_k", _advantages("PassAtK"), "advantages for the best of a group alone")

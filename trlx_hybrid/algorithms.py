@@ -1,0 +1,261 @@
+"""The algorithms of a run, asked as one. What they answer is held against what they were asked, under their names."""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .errors import ComponentError, ConfigError
+from .protocols import Algorithm, Groups, Scores
+
+if TYPE_CHECKING:
+    from .plugins.registry import Component
+    from .plugins.selection import Choice
+    from .ranks import Ranks
+
+
+class Algorithms:
+    """Those of one run, in the order in which they act; there may be none.
+
+    Args:
+        chosen: with what the user set.
+        session: that of the run.
+
+    Attributes:
+        rounds, oversampling: the most that any of them asks for.
+
+    Raises:
+        ConfigError: two of them want to decide the same.
+    """
+
+    def __init__(self, chosen: Sequence[Choice], session: Any) -> None:
+        self._ranks: Ranks = session.ranks
+        self._seed: int = session.args.seed
+        self._built: list[tuple[Component, Algorithm]] = [
+            (choice.component, choice.component.build(session, choice.options)) for choice in chosen
+        ]
+        for method in ("draw", "advantages"):
+            several = [component.name for component, _ in self._having(method)]
+            if len(several) > 1:
+                raise ConfigError(
+                    f"HybridConfig.algorithm: {' and '.join(map(repr, several))} both decide about "
+                    f"{'prompts' if method == 'draw' else method}. Leave all but one of them out."
+                )
+        self.rounds = max([1, *(algorithm.rounds for _, algorithm in self._built)])
+        self.oversampling = max([1.0, *(algorithm.oversampling for _, algorithm in self._built)])
+        self._drawn = (-1, 0)  # how often prompts were drawn at random, of which weight version
+
+    def __bool__(self) -> bool:
+        return bool(self._built)
+
+    def _having(self, method: str) -> list[tuple[Component, Algorithm]]:
+        stub = getattr(Algorithm, method)
+        return [(c, a) for c, a in self._built if getattr(type(a), method) is not stub]
+
+    @functools.cached_property
+    def draws(self) -> bool:
+        """Whether one of them chooses the batch's prompts."""
+        return bool(self._having("draw"))
+
+    @functools.cached_property
+    def filters(self) -> bool:
+        """Whether a batch may be made of some of the groups that are sampled for it."""
+        return self.rounds > 1 or self.oversampling > 1 or bool(self._having("keep"))
+
+    @functools.cached_property
+    def judges(self) -> bool:
+        """Whether one of them sees the rewards of a batch, beyond what `filters`."""
+        return any(self._having(method) for method in ("observe", "rewards", "advantages"))
+
+    @property
+    def adviser(self) -> str | None:
+        """The one whose advantages the trainer uses, if any."""
+        return next((component.name for component, _ in self._having("advantages")), None)
+
+    @property
+    def loses(self) -> str | None:
+        """The first that adds to the loss, if any."""
+        return next((component.name for component, _ in self._having("loss")), None)
+
+    # --- prompts ----------------------------------------------------------------------------------------------------
+
+    def draw(self, count: int, size: int) -> list[int] | None:
+        """Row numbers that the one which draws has chosen; None where it leaves that to the run, or there is none.
+
+        Raises:
+            ComponentError: they are not `count` rows of a dataset of `size`.
+        """
+        for component, algorithm in self._having("draw"):
+            drawn = algorithm.draw(count, size)
+            if drawn is None:
+                continue
+            rows = list(drawn)
+            good = len(rows) == count and all(isinstance(row, int) and 0 <= row < size for row in rows)
+            if not good:
+                raise _fault(component, "draw", f"{rows!r:.80}", f"{count} row numbers below {size}")
+            self._agree(component, "draw", rows)
+            return rows
+        return None
+
+    def draw_or_any(self, count: int, size: int, weight_version: int) -> list[int]:
+        """The same; else random rows, each once where there are enough, the same at each start of the run."""
+        drawn = self.draw(count, size)
+        if drawn is not None:
+            return drawn
+        version, number = self._drawn
+        self._drawn = (weight_version, number + 1 if version == weight_version else 0)
+        generator = random.Random(f"{self._seed}/{weight_version}/{self._drawn[1]}")
+        order = generator.sample(range(size), min(count, size))
+        return [order[i % len(order)] for i in range(count)]
+
+    # --- batches ----------------------------------------------------------------------------------------------------
+
+    def observe(self, groups: Groups) -> None:
+        """Show all of them what a round has sampled."""
+        for _, algorithm in self._having("observe"):
+            algorithm.observe(groups)
+
+    def keep(self, groups: Groups) -> list[bool]:
+        """Which groups all of them keep; those without any reward never are. Collective.
+
+        Raises:
+            ComponentError: one returned something else than a bool per group, or not the same on all ranks.
+        """
+        kept = (~groups.totals.isnan()).any(dim=1).tolist()
+        for component, algorithm in self._having("keep"):
+            answer = [bool(flag) for flag in algorithm.keep(groups)]
+            if len(answer) != len(groups):
+                raise _fault(component, "keep", f"{len(answer)} values", f"one for each of {len(groups)} groups")
+            self._agree(component, "keep", answer)
+            kept = [both and flag for both, flag in zip(kept, answer, strict=True)]
+        return kept
+
+    def rewards(self, groups: Groups) -> Groups:
+        """The groups with the rewards that are to be trained on.
+
+        Raises:
+            ComponentError: a tensor of another shape or, where a function returned a number, none.
+        """
+        for component, algorithm in self._having("rewards"):
+            given = groups.rewards
+            rewards = _shaped(component, "rewards", algorithm.rewards(groups), given, ~given.isnan())
+            rewards = rewards.masked_fill(given.isnan(), math.nan)
+            groups = Groups(rewards, groups.weights, groups.lengths, groups.truncated, groups.rows)
+        return groups
+
+    def advantages(self, groups: Groups) -> Tensor | None:
+        """(groups, num_generations), 0 where a row has no reward; None keeps TRL's.
+
+        Raises:
+            ComponentError: a tensor of another shape, or something else than finite numbers.
+        """
+        for component, algorithm in self._having("advantages"):
+            advantages, scored = algorithm.advantages(groups), ~groups.totals.isnan()
+            if advantages is not None:
+                advantages = _shaped(component, "advantages", advantages, groups.totals, scored)
+                return advantages.masked_fill(~scored, 0.0)
+        return None
+
+    def loss(self, scores: Scores, batch: Mapping[str, Tensor], log: Callable[[str, Tensor], None]) -> Tensor | None:
+        """What they add to a micro-batch's loss; None where that is nothing.
+
+        Args:
+            log: is told what each adds.
+
+        Raises:
+            ComponentError: something else than a scalar.
+        """
+        added: Tensor | None = None
+        for component, algorithm in self._having("loss"):
+            term: Any = algorithm.loss(scores, batch)
+            if term is None:
+                continue
+            if not isinstance(term, Tensor) or term.ndim:
+                found = f"a tensor of shape {tuple(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
+                raise _fault(component, "loss", found, "a scalar tensor")
+            log(component.name, term.detach())
+            added = term if added is None else added + term
+        return added
+
+    def _agree(self, component: Component, method: str, answer: Any) -> None:
+        """Ranks that go on with different answers would wait for each other."""
+        answers = self._ranks.gather(answer)
+        other = next((rank for rank, found in enumerate(answers) if found != answers[0]), None)
+        if other is not None:
+            raise ComponentError(
+                f"The {component} answered `{method}` on rank {other} otherwise than on rank 0. It must decide from "
+                "what it is given, and draw random numbers from a generator with a fixed seed."
+            )
+
+    # --- life -------------------------------------------------------------------------------------------------------
+
+    def notes(self) -> list[str]:
+        """What the header says of them."""
+        notes = [(component.name, algorithm.note()) for component, algorithm in self._built]
+        return [f"{name}: {note}" for name, note in notes if note is not None]
+
+    def state(self) -> dict[str, Any]:
+        """Of each that has one, by name."""
+        states = {component.name: dict(algorithm.state()) for component, algorithm in self._built}
+        return {name: state for name, state in states.items() if state}
+
+    def load_state(self, states: Mapping[str, Any]) -> None:
+        """Go on from those of a checkpoint; one that it does not have starts anew."""
+        self._drawn = (-1, 0)
+        for component, algorithm in self._built:
+            if component.name in states:
+                algorithm.load_state(states[component.name])
+
+
+def _shaped(component: Component, method: str, found: Any, like: Tensor, needed: Tensor) -> Tensor:
+    """What was returned, if it is a tensor of that shape with finite numbers where they are needed."""
+    wanted = f"a tensor of finite numbers, of shape {tuple(like.shape)}"
+    if not isinstance(found, Tensor):
+        raise _fault(component, method, type(found).__name__, wanted)
+    if found.shape != like.shape:
+        raise _fault(component, method, f"a tensor of shape {tuple(found.shape)}", wanted)
+    if not found[needed].isfinite().all():
+        place = tuple((needed & ~found.isfinite()).nonzero()[0].tolist())
+        raise _fault(component, method, f"{found[place].item()} at {place}", wanted)
+    return found.to(like)
+
+
+def _fault(component: Component, method: str, found: str, wanted: str) -> ComponentError:
+    return ComponentError(
+        f"The {component} returned {found} from `{method}`, where {wanted} was expected. Report it to its author."
+    )
+
+
+def groups_of(
+    ranks: Ranks,
+    rewards: Tensor,
+    weights: Tensor,
+    lengths: Sequence[int],
+    truncated: Sequence[bool],
+    size: int,
+    rows: Sequence[int | None] | None = None,
+) -> Groups:
+    """Groups of all ranks, from what each knows of its own rows. Collective.
+
+    Args:
+        rewards: (world * B, functions), of all ranks.
+        lengths, truncated: of this rank's B rows.
+        size: of a group.
+        rows: of each group, its row of the dataset; where that is not known, None.
+    """
+    every = [pair for pairs in ranks.gather(list(zip(lengths, truncated, strict=True))) for pair in pairs]
+    known = torch.tensor(every, dtype=torch.int64).view(-1, size, 2)
+    count = len(known)
+    return Groups(
+        rewards=rewards.detach().float().cpu().view(count, size, -1),
+        weights=weights.detach().float().cpu(),
+        lengths=known[..., 0],
+        truncated=known[..., 1].bool(),
+        rows=[None] * count if rows is None else list(rows),
+    )

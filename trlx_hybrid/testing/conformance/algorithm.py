@@ -1,0 +1,140 @@
+"""What an algorithm must do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...algorithms import Algorithms
+from ...errors import ComponentError
+from ...protocols import Groups, Scores
+from .findings import ConformanceError, require
+
+ROWS = 64  # of the dataset that prompts are drawn from
+GROUPS, SIZE, FUNCTIONS, TOKENS = 4, 4, 2, 6
+
+
+def check_algorithm(trainer: Any) -> None:
+    """Asks the trainer's algorithms as training does: about rewards that differ, that are all alike, rows and groups
+    without any, prompts to draw, and terms of the loss; and, in the same order, a second time, as another rank would.
+
+    Args:
+        trainer: a GRPO trainer of `trlx_hybrid` with `HybridConfig.algorithm`; it need not have trained.
+
+    Raises:
+        ConformanceError: an answer cannot be used, depends on something else than what was asked, or is lost with a
+            checkpoint.
+    """
+    session = trainer.session
+    chosen = session.selection.algorithms
+    require(bool(chosen), "This trainer has no algorithm.", "Name one: HybridConfig(algorithm=[...]).")
+    names = ", ".join(choice.component.name for choice in chosen)
+    one, other = Algorithms(chosen, session), Algorithms(chosen, session)
+    for algorithms in (one, other):
+        require(
+            algorithms.rounds >= 1 and algorithms.oversampling >= 1,
+            f"{names}: rounds={algorithms.rounds}, oversampling={algorithms.oversampling}.",
+            "A batch has one round and all of its prompts at least.",
+        )
+    _require_equal(
+        [_answers(one, names), _answers(other, names)],
+        f"{names}: asked the same in the same order, a second one answered otherwise.",
+        "Ranks must answer alike: decide from what is given, and draw from random.Random(f'{session.args.seed}/...').",
+    )
+    states = [json.loads(json.dumps(_guarded(one.state, names, "state")))]
+    resumed = Algorithms(chosen, session)
+    _guarded(lambda: resumed.load_state(states[0]), names, "load_state")
+    states.append(json.loads(json.dumps(resumed.state())))
+    mend = "Let `state` return all that later answers depend on, and `load_state` take it up."
+    _require_equal(states, f"{names}: after `load_state`, `state` returned something else.", mend)
+    later = [_answers(one, names), _answers(resumed, names)]
+    _require_equal(later, f"{names}: taken up from a checkpoint, it answered otherwise than without a break.", mend)
+
+
+def _answers(algorithms: Algorithms, names: str) -> list[Any]:
+    """To all questions of two batches, as plain data."""
+    found: list[Any] = []
+    for rewards in (torch.linspace(0.0, 1.0, GROUPS * SIZE * FUNCTIONS).view(GROUPS, SIZE, FUNCTIONS), _torn()):
+        drawn = _guarded(lambda: algorithms.draw(GROUPS, ROWS), names, "draw")
+        rows: list[int | None] = [None] * GROUPS if drawn is None else list(drawn)
+        lengths = torch.arange(1, GROUPS * SIZE + 1).view(GROUPS, SIZE)
+        groups = Groups(rewards, torch.tensor([1.0, 0.5]), lengths, lengths % 5 == 0, rows)
+        before = {f.name: _copied(getattr(groups, f.name)) for f in fields(groups)}
+        _guarded(lambda: algorithms.observe(groups), names, "observe")  # noqa: B023
+        kept = _guarded(lambda: algorithms.keep(groups), names, "keep")  # noqa: B023
+        shaped = _guarded(lambda: algorithms.rewards(groups), names, "rewards")  # noqa: B023
+        advantages = _guarded(lambda: algorithms.advantages(shaped), names, "advantages")  # noqa: B023
+        touched = [name for name, value in before.items() if not _same(value, getattr(groups, name))]
+        require(
+            not touched,
+            f"{names} wrote into the groups' {', '.join(touched)}.",
+            "Return a new tensor: what it was given is what others are asked about.",
+        )
+        found += [drawn, kept, _plain(shaped.rewards), _plain(advantages), _loss(algorithms, names)]
+    return found
+
+
+def _loss(algorithms: Algorithms, names: str) -> float | None:
+    """The terms of a micro-batch of which one row is not trained at all."""
+    log_probs = torch.linspace(-3.0, -0.1, SIZE * TOKENS).view(SIZE, TOKENS).requires_grad_()
+    entropies = torch.linspace(0.1, 2.0, SIZE * TOKENS).view(SIZE, TOKENS).requires_grad_()
+    mask = torch.ones(SIZE, TOKENS, dtype=torch.long)
+    mask[0] = 0
+    batch = {
+        "advantages": torch.tensor([1.0, -1.0, 0.5, 0.0]),
+        "completion_ids": torch.ones(SIZE, TOKENS, dtype=torch.long),
+        "completion_mask": mask,
+    }
+    scores = Scores(log_probs, entropies, None)
+    added = _guarded(lambda: algorithms.loss(scores, batch, lambda name, term: None), names, "loss")
+    if added is None:
+        return None
+    require(bool(added.isfinite()), f"{names} returned {added.item()} from `loss`.", "A row may have no tokens.")
+    require(added.requires_grad, f"{names} returned a `loss` without gradients.", "Compute it from scores.log_probs.")
+    added.backward()  # type: ignore[no-untyped-call]
+    for gradient in (log_probs.grad, entropies.grad):
+        require(
+            gradient is None or not gradient[0].any(),
+            f"{names}: the `loss` has a gradient at tokens that are not trained.",
+            'Multiply by batch["completion_mask"], and by batch["tool_mask"] where it has one.',
+        )
+    return float(added.detach())
+
+
+def _torn() -> Tensor:
+    """A group that is all alike, one with a row without any reward, one with none at all."""
+    rewards = torch.rand(GROUPS, SIZE, FUNCTIONS, generator=torch.Generator().manual_seed(0))
+    rewards[0] = 1.0
+    rewards[1, 0], rewards[2] = float("nan"), float("nan")
+    rewards[3, :, 1] = float("nan")
+    return rewards
+
+
+def _guarded(ask: Callable[[], Any], names: str, method: str) -> Any:
+    try:
+        return ask()
+    except ComponentError as error:
+        raise ConformanceError(str(error)) from error
+    except Exception as error:
+        raise ConformanceError(f"{names} failed in `{method}`: {type(error).__name__}: {error}") from error
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else list(value)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return torch.equal(one.nan_to_num(), other.nan_to_num()) if isinstance(one, Tensor) else list(one) == list(other)
+
+
+def _plain(tensor: Tensor | None) -> Any:
+    return None if tensor is None else tensor.nan_to_num(nan=-1e30).tolist()
+
+
+def _require_equal(values: list[Any], found: str, mend: str) -> None:
+    require(values[0] == values[1], found, mend)

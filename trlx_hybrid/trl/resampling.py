@@ -1,0 +1,265 @@
+"""A batch for training that is sampled in rounds, until enough groups of it are kept.
+
+TRL asks `_generate` for the completions of its data loader's prompts and takes back one per prompt; who asks reads its
+prompts and the dataset's rows again afterwards, from the lists it had. So both lists, and what `_generate` returns, are
+filled with the rows that are trained on, whichever round and rank has sampled them, and `_calculate_rewards` returns
+what was scored already.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..algorithms import groups_of
+from ..protocols import Groups
+from ..rollout.rounds import batch_of, rows_per_rank
+
+logger = logging.getLogger(__name__)
+
+TOOLS = ("_sync_tool_dicts", "_async_tool_dicts")
+"""Of a trainer of TRL's: the tools of each row."""
+
+
+@dataclass(slots=True)
+class SampledRow:
+    """One row of a round, as `_generate` and the reward functions left it.
+
+    Attributes:
+        row: the dataset's, with what a `rollout_func` has added; prompt: as TRL handed it to `_generate`.
+        experts: those of its tokens, where the run replays routers.
+        logged: what reward functions have logged of it, by column.
+    """
+
+    row: dict[str, Any]
+    prompt: Any
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    loss_mask: list[int] | None
+    completion: Any
+    logprobs: list[float] | None
+    images: Any
+    tool_images: Any
+    experts: Any
+    logged: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Round:
+    """One rollout of a batch.
+
+    Attributes:
+        rows: this rank's.
+        rewards: (world * B, functions), of all ranks.
+        numbers: of each group of all ranks, its row of the dataset; None where that is not known.
+        kept: which of the groups.
+    """
+
+    rows: list[SampledRow]
+    rewards: Tensor
+    numbers: Sequence[int | None]
+    kept: list[bool]
+
+
+def refuses(trainer: Any) -> str | None:
+    """Why this run cannot sample other prompts than those of TRL's data loader, or None."""
+    dataset = trainer.train_dataset
+    if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
+        return "its training dataset is iterable, so no row can be asked for. Load it as a `datasets.Dataset`"
+    if {"image", "images"} & set(getattr(dataset, "column_names", None) or ()):
+        return "its dataset has images, which TRL puts into prompts before they are sampled. Leave these out"
+    if trainer.environment_factories is not None and trainer.session.algorithms.filters:
+        return (
+            "TRL resets the environments of `environment_factory` once in each batch. Play them with "
+            "rollout_func=episodes(...)"
+        )
+    return None
+
+
+def drawn(trainer: Any, rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]] | None:
+    """This rank's rows of a batch whose prompts an algorithm chooses, and the row number of each group; None where
+    TRL's data loader chooses. Collective.
+
+    Args:
+        rows: TRL's, of this rank.
+    """
+    session, size = trainer.session, trainer.num_generations
+    numbers = session.algorithms.draw(len(rows) * session.ranks.world // size, len(trainer.train_dataset))
+    if numbers is None:
+        return None
+    return _rows_here(trainer, [int(number) for number in numbers], rows[0].keys()), numbers
+
+
+def resampled(trainer: Any, prompts: list[Any], sample: Callable[[list[Any]], Any]) -> Any:
+    """What `_generate` returns of a batch whose groups the run's algorithms keep.
+
+    Args:
+        prompts: TRL's, of this rank; they and `session.rows` are replaced by those of the batch.
+        sample: one round, as TRL's `_generate`.
+    """
+    session, size, ranks = trainer.session, trainer.num_generations, trainer.session.ranks
+    batch_rows, needed, seconds = session.rows, len(prompts) * ranks.world // size, 0.0
+    columns, tools = list(batch_rows[0]), {name: getattr(trainer, name) for name in TOOLS if hasattr(trainer, name)}
+    rounds: list[Round] = []
+    missing = needed
+    while missing > 0 and len(rounds) < session.algorithms.rounds:
+        rows, numbers = _drawn_rows(trainer, missing, columns) if rounds else _first_round(trainer, needed)
+        for name, of_rows in tools.items():  # without environments, each row has the same
+            setattr(trainer, name, of_rows[:1] * len(rows))
+        rounds.append(_round(trainer, rows, numbers, sample))
+        seconds += session.metrics.get("hybrid/rollout_seconds", 0.0)
+        missing -= sum(rounds[-1].kept)
+    for name, of_rows in tools.items():
+        setattr(trainer, name, of_rows)
+    batch = _batch(trainer, rounds, needed)
+    prompts[:], batch_rows[:], session.rows = [row.prompt for row in batch], [row.row for row in batch], batch_rows
+    if any(row.experts is not None for row in batch):
+        session.experts = [row.experts for row in batch]
+    trainer._pending_extra_logs.clear()
+    for column in dict.fromkeys(column for row in batch for column in row.logged):
+        trainer._pending_extra_logs[column].extend(row.logged.get(column) for row in batch)
+    sampled = sum(len(one.kept) for one in rounds)
+    session.metrics |= {
+        "hybrid/rollout_seconds": seconds,
+        "hybrid/rounds": float(len(rounds)),
+        "hybrid/sampled_groups": float(sampled),
+        "hybrid/kept_groups": float(sum(sum(one.kept) for one in rounds)),
+    }
+    if missing > 0 and ranks.rank == 0:
+        _say_short(trainer, needed - missing, needed, sampled)
+    return _as_generated(batch, bool(trainer.tools))
+
+
+def _batch(trainer: Any, rounds: Sequence[Round], needed: int) -> list[SampledRow]:
+    """This rank's rows of the batch; rewards and row numbers of all its groups are left with the trainer. Collective."""
+    ranks, size = trainer.session.ranks, trainer.num_generations
+    places = batch_of([one.kept for one in rounds], needed)
+    wanted = [(place.round, place.group * size + n) for place in places for n in range(size)]
+    held = {(k, ranks.rank * len(one.rows) + i): row for k, one in enumerate(rounds) for i, row in enumerate(one.rows)}
+    if ranks.world > 1:
+        parts = ranks.gather({at: held[at] for at in wanted if at in held})
+        held = {at: row for part in parts for at, row in part.items()}
+    fills = [not place.kept for place in places for _ in range(size)]
+    share = len(wanted) // ranks.world
+    here = slice(ranks.rank * share, (ranks.rank + 1) * share)
+    batch = [held[at] for at in wanted[here]]
+    for row, fill in zip(batch, fills[here], strict=True):
+        if any(fills):  # on this rank or another one
+            trained = row.loss_mask if row.loss_mask is not None else [1] * len(row.completion_ids)
+            row.loss_mask = [0] * len(trained) if fill else trained
+    rewards = torch.stack([rounds[k].rewards[at] for k, at in wanted])
+    trainer._known_rewards = rewards.masked_fill(torch.tensor(fills, device=rewards.device)[:, None], math.nan)
+    trainer._row_numbers = [rounds[place.round].numbers[place.group] for place in places]
+    return batch
+
+
+def sampled_groups(trainer: Any, rewards: Tensor, numbers: Sequence[int | None] | None = None) -> Groups:
+    """The groups of what TRL has generated last. Collective.
+
+    Args:
+        rewards: (world * B, functions), of all ranks.
+        numbers: of each group, its row of the dataset.
+    """
+    _, ids, mask, *_ = trainer._generated
+    ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}  # as TRL has it, for `completions/clipped_ratio`
+    return groups_of(
+        trainer.session.ranks,
+        rewards,
+        trainer.reward_weights,
+        lengths=[len(row) for row in ids] if mask is None else [sum(row) for row in mask],
+        truncated=[not row or row[-1] not in ends for row in ids],
+        size=trainer.num_generations,
+        rows=numbers,
+    )
+
+
+def _first_round(trainer: Any, needed: int) -> tuple[list[dict[str, Any]], Sequence[int | None]]:
+    """This rank's rows, and the row number of each group of all ranks: TRL's, and more where algorithms ask for it."""
+    session, size = trainer.session, trainer.num_generations
+    known = trainer._row_numbers or [None] * needed
+    wanted = math.ceil(needed * session.algorithms.oversampling)
+    count = rows_per_rank(wanted, size, session.ranks.world) * session.ranks.world // size
+    if count <= needed:
+        return [dict(row) for row in session.rows], known
+    every = [row for rows in session.ranks.gather(session.rows) for row in rows][::size]
+    more = _draw(trainer, count - needed)
+    return _rows_here(trainer, [*every, *more], session.rows[0].keys()), [*known, *more]
+
+
+def _drawn_rows(trainer: Any, groups: int, columns: Sequence[str]) -> tuple[list[dict[str, Any]], list[int]]:
+    """The same of a further round, for at least so many groups."""
+    world, size = trainer.session.ranks.world, trainer.num_generations
+    numbers = _draw(trainer, rows_per_rank(groups, size, world) * world // size)
+    return _rows_here(trainer, numbers, columns), numbers
+
+
+def _draw(trainer: Any, count: int) -> list[int]:
+    session = trainer.session
+    return session.algorithms.draw_or_any(count, len(trainer.train_dataset), session.weight_version)  # type: ignore[no-any-return]
+
+
+def _rows_here(trainer: Any, groups: Sequence[Any], columns: Any) -> list[dict[str, Any]]:
+    """This rank's rows of groups of all ranks, each given as its row or as the number of that in the dataset."""
+    ranks, size = trainer.session.ranks, trainer.num_generations
+    share = len(groups) * size // ranks.world
+    rows = []
+    for at in range(ranks.rank * share, (ranks.rank + 1) * share):
+        group = groups[at // size]
+        row = trainer.train_dataset[group] if isinstance(group, int) else group
+        rows.append({name: value for name, value in row.items() if name in columns})
+    return rows
+
+
+def _round(
+    trainer: Any, rows: list[dict[str, Any]], numbers: Sequence[int | None], sample: Callable[[list[Any]], Any]
+) -> Round:
+    """Sample and score this rank's rows, as TRL would, and see which groups are kept."""
+    session, prompts = trainer.session, [row["prompt"] for row in rows]
+    session.rows, session.experts = rows, []
+    prompt_ids, ids, mask, completions, logprobs, added, images, tool_images = sample(prompts)
+    for name, values in added.items():
+        for row, value in zip(rows, values, strict=False) if isinstance(values, list) else ((r, values) for r in rows):
+            row[name] = value
+    trainer._pending_extra_logs.clear()
+    rewards = trainer._calculate_rewards(rows, prompts, completions, ids)
+    logged, nothing = dict(trainer._pending_extra_logs), [None] * len(rows)
+    every = [rows, prompts, prompt_ids, ids, mask, completions, logprobs, images, tool_images, session.experts]
+    of_rows = zip(*(values or nothing for values in every), strict=True)
+    sampled = [
+        SampledRow(*of_row, {column: values[i] for column, values in logged.items() if i < len(values)})
+        for i, of_row in enumerate(of_rows)
+    ]
+    groups = sampled_groups(trainer, rewards, numbers)
+    session.algorithms.observe(groups)
+    return Round(sampled, rewards, numbers, session.algorithms.keep(groups))
+
+
+def _as_generated(batch: Sequence[SampledRow], tools: bool) -> Any:
+    """Rows as TRL's `_generate` returns them."""
+
+    def column(name: str) -> list[Any] | None:
+        values = [getattr(row, name) for row in batch]
+        return None if all(value is None for value in values) else values
+
+    tool_images = [row.tool_images for row in batch] if tools else []
+    columns = [column(name) for name in ("prompt_ids", "completion_ids", "loss_mask", "completion", "logprobs")]
+    return (*columns, {}, column("images"), tool_images)
+
+
+def _say_short(trainer: Any, kept: int, needed: int, sampled: int) -> None:
+    """Once per run; the metric `hybrid/kept_groups` has it for each batch."""
+    if not trainer.__dict__.get("_said_short"):
+        trainer._said_short = True
+        logger.warning(
+            "After %d groups were sampled, %d of the %d that a batch has were kept. It is filled up with groups that "
+            "count for nothing: easier or harder prompts, more rounds or another algorithm would use the step better.",
+            sampled,
+            kept,
+            needed,
+        )

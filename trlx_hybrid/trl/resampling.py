@@ -137,7 +137,7 @@ def resampled(trainer: Any, prompts: list[Any], sample: Callable[[list[Any]], An
 
 
 def _batch(trainer: Any, rounds: Sequence[Round], needed: int) -> list[SampledRow]:
-    """This rank's rows of the batch; rewards and row numbers of all its groups are left with the trainer. Collective."""
+    """This rank's rows of the batch; leaves rewards and row numbers of all its groups with the trainer. Collective."""
     ranks, size = trainer.session.ranks, trainer.num_generations
     places = batch_of([one.kept for one in rounds], needed)
     wanted = [(place.round, place.group * size + n) for place in places for n in range(size)]
@@ -228,13 +228,10 @@ def _round(
             row[name] = value
     trainer._pending_extra_logs.clear()
     rewards = trainer._calculate_rewards(rows, prompts, completions, ids)
-    logged, nothing = dict(trainer._pending_extra_logs), [None] * len(rows)
-    every = [rows, prompts, prompt_ids, ids, mask, completions, logprobs, images, tool_images, session.experts]
-    of_rows = zip(*(values or nothing for values in every), strict=True)
-    sampled = [
-        SampledRow(*of_row, {column: values[i] for column, values in logged.items() if i < len(values)})
-        for i, of_row in enumerate(of_rows)
-    ]
+    logs, nothing = dict(trainer._pending_extra_logs), [None] * len(rows)
+    logged = [{column: values[i] for column, values in logs.items() if i < len(values)} for i in range(len(rows))]
+    every = [rows, prompts, prompt_ids, ids, mask, completions, logprobs, images, tool_images, session.experts, logged]
+    sampled = [SampledRow(*of_row) for of_row in zip(*(values or nothing for values in every), strict=True)]
     groups = sampled_groups(trainer, rewards, numbers)
     session.algorithms.observe(groups)
     return Round(sampled, rewards, numbers, session.algorithms.keep(groups))

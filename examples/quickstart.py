@@ -9,7 +9,7 @@ What happens, in this order:
 3. GRPO samples with vLLM inside this process; reasoning-gym verifies each answer, and right answers earn the reward.
 4. The trained model answers the same held-out tasks: the accuracy after.
 
-Every `GRPOConfig` flag works, and `--config file.yaml` too. The same `--seed` gives the same table.
+Every flag of `GRPOConfig` and `HybridConfig` works (`--algorithm dynamic_sampling`), and `--config file.yaml` too. The same `--seed` gives the same table.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback, Trainer, set_seed
 from transformers.utils.logging import disable_progress_bar
 from trl import GRPOConfig, SFTConfig, SFTTrainer, TrlParser
-from trlx_hybrid import GRPOTrainer
+from trlx_hybrid import GRPOTrainer, HybridConfig
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -180,13 +180,14 @@ def reward_right(completions: list[str], task: list[Task], **kwargs) -> list[flo
     return [float(is_right(*pair)) for pair in zip(task, completions, strict=True)]
 
 
-def run_grpo(config: QuickstartConfig, model_dir: Path, tasks: list[Task]) -> list[float]:
+def run_grpo(config: QuickstartConfig, hybrid: HybridConfig, model_dir: Path, tasks: list[Task]) -> list[float]:
     """Train with GRPO, save the model in the run folder and return the mean reward of each step."""
     trainer = GRPOTrainer(
         model=str(model_dir),
         args=config,
         reward_funcs=reward_right,
         train_dataset=Dataset.from_list([{"prompt": prompt(task), "task": task} for task in tasks]),
+        hybrid=hybrid,
     )
     train(
         trainer, f"GRPO, {config.max_steps} steps of {config.per_device_train_batch_size} completions", metric="reward"
@@ -225,7 +226,7 @@ def report(run_dir: Path, before: list[str], after: list[str], tasks: list[Task]
 
 def main() -> None:
     """Learn from demonstrations, measure, train with GRPO, measure again."""
-    script, config = TrlParser((ScriptArguments, QuickstartConfig)).parse_args_and_config()
+    script, config, hybrid = TrlParser((ScriptArguments, QuickstartConfig, HybridConfig)).parse_args_and_config()
     if PartialState().num_processes > 1:
         raise SystemExit("The quickstart is a job for one process: accelerate launch --num_processes 1 ...")
     quiet()
@@ -234,7 +235,7 @@ def main() -> None:
 
     model_dir = demonstrated_policy(script, training, config.seed)
     before = sample_answers(model_dir, heldout, config.seed, "Held-out tasks, before GRPO")
-    rewards = run_grpo(config, model_dir, training)
+    rewards = run_grpo(config, hybrid, model_dir, training)
     after = sample_answers(Path(config.output_dir), heldout, config.seed, "Held-out tasks, after GRPO")
     report(Path(config.output_dir), before, after, heldout, rewards)
 

@@ -17,9 +17,7 @@ def test_plugins_lists_plugins_and_components(capsys):
     assert main(["plugins"]) == 0
     out = capsys.readouterr().out
     assert "vllm  trlx-hybrid-vllm" in out
-    assert (
-        "components (slot, name, description, plugin):\n    engine      transformers     TRL's own generation" in out
-    )
+    assert "components (slot, name, description, plugin):\n    engine      transformers     TRL's own generation" in out
     assert "gather" in out
     assert main(["plugins", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -124,7 +122,9 @@ def test_a_torchvision_that_fits_a_cpu_only_torch_is_no_problem(monkeypatch, tmp
 
 def test_options_that_the_doctor_refuses_are_refused_before_anything_is_printed(capsys):
     assert main(["doctor", "--tp", "2"]) == 1
-    assert capsys.readouterr() == ("", "error: --tp needs --ray.\n")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("error: --tp needs --ray.\n")
 
 
 def test_env_is_ready_for_a_bug_report(capsys):

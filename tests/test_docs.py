@@ -189,3 +189,32 @@ def test_environment_of_the_multi_turn_page_plays() -> None:
     first, last = asyncio.run(play("a wall", "an egg"))
     assert (first.observation, first.done, first.reward) == ("No. It has 3 letters.", False, 0.0)
     assert (last.done, last.reward) == (True, 1.0)
+
+
+def test_settings_that_stand_beside_those_of_other_frameworks_exist() -> None:
+    """The right column of each table: settings as they are written here."""
+    import dataclasses
+
+    from peft import LoraConfig
+    from trl import GRPOConfig, GRPOTrainer, ModelConfig
+    from trlx_hybrid import HybridConfig
+    from trlx_hybrid.plugins.host import Host
+    from trlx_hybrid.plugins.registry import SLOTS
+    from trlx_hybrid_algorithms.options import DynamicSamplingOptions
+    from trlx_hybrid_ray.engines.options import RemoteOptions
+    from trlx_hybrid_training.options import PackedOptions
+    from trlx_hybrid_vllm.options import VLLMOptions
+
+    configs = (GRPOConfig, ModelConfig, HybridConfig, LoraConfig)
+    configs += (RemoteOptions, PackedOptions, VLLMOptions, DynamicSamplingOptions)
+    known = {field.name for config in configs for field in dataclasses.fields(config)}
+    known |= {*inspect.signature(GRPOTrainer).parameters, *HOOKS}
+    known |= {component.name for slot in SLOTS for component in Host.load().registry.components(slot)}
+    text = (DOCS / "coming-from.md").read_text()
+    cells = re.findall(r"^\|(?! *-).*?\| ([^|]*) \|$", text, re.MULTILINE)
+    spans = [span for cell in cells for span in re.findall(r"`([^`]*)`", cell)]
+    named = {name for span in spans for name in re.findall(r"^([a-z_]{5,})(?:=.*)?$", span)}
+    elsewhere = {"colocate", "episodes", "rollout", "completions", "queries", "prompt", "merge_and_unload"}
+    elsewhere |= {"fsdp_version", "resume_from_checkpoint", "dr_grpo", "reset"}
+    assert len(named) > 40
+    assert named - known - elsewhere == set()

@@ -372,4 +372,6 @@ def test_what_cannot_be_played_by_hand_is_said(offering, capsys):
     ):
         offering(lambda session, options, made=made: made())
         assert main(["environments", "try", "mine"]) == 1
-        assert message in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert message in told
+        assert ("#configerror" if "factory" in message else "#mistakeerror") in told

@@ -160,8 +160,9 @@ def test_our_own_errors_pass_through_hooks_unchanged():
 
     host = Host()
     host.register(Refusing(), "refusing")
-    with pytest.raises(ComponentError, match=r"^set this and that$"):
+    with pytest.raises(ComponentError) as caught:
         host.call("trlx_configure", session=None)
+    assert str(caught.value) == "set this and that"
 
 
 def test_an_exception_in_register_names_the_plugin():

@@ -138,6 +138,36 @@ def test_quickstart(execute, monkeypatch) -> None:
     second.session.close()
 
 
+def test_coming_from(execute, monkeypatch, capfd) -> None:
+    """The task with all weights and with LoRA; and a reward function as verl takes it."""
+    import datasets
+
+    rows = [{"prompt": f"{i}+1=", "solution": str(i + 1)} for i in range(8)]
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: Dataset.from_list(rows))
+    tiny_model(max_position_embeddings=2048).save_pretrained("model")
+    character_tokenizer().save_pretrained("model")
+    edits = {
+        '"Qwen/Qwen2.5-1.5B-Instruct"': '"model"',
+        "reward_funcs=accuracy_reward": "reward_funcs=digits",
+        "max_completion_length=1024": "max_completion_length=8",
+        "bf16=True": "bf16=True, use_cpu=True, max_steps=1, report_to=[]",
+        "gradient_accumulation_steps=8": "gradient_accumulation_steps=1",
+        "gradient_accumulation_steps=32": "gradient_accumulation_steps=1",
+    }
+
+    def digits(completions, **kwargs):
+        return [float(sum(c.isdigit() for c in text)) for text in completions]
+
+    names = execute("docs/coming-from.md", edits=edits, digits=digits)
+    assert re.findall(r"weights=(\w+)", capfd.readouterr().err) == ["copy", "lora"]
+    for trainer in names["trainers"]:
+        assert trainer.state.global_step == 1
+        trainer.session.close()
+    reward = names["rewards_of"](lambda data_source, solution_str, ground_truth: solution_str == ground_truth)
+    chats = [[{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "5"}]]
+    assert reward(completions=chats, data_source=["sums"] * 2, ground_truth=["4", "4"], prompts=[]) == [1.0, 0.0]
+
+
 def test_plugins(execute, run) -> None:
     """The rollout of the page, chosen as the page says, in a run."""
     names = execute("docs/plugins.md")

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status = int(options.run(options))
         sys.stdout.flush()
     except HybridError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}\nSee {error.page} in the repository of trlx-hybrid.", file=sys.stderr)
         return 1
     except BrokenPipeError:
         output = select.poll()

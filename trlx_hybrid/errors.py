@@ -4,10 +4,30 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Any
+
+TROUBLESHOOTING = "docs/troubleshooting.md"
+"""The page with a section for each class, in the repository of this project."""
 
 
 class HybridError(Exception):
-    """Base of all errors raised by this package."""
+    """Base of all errors raised by this package. A note names the section of the documentation on its class, so that
+    a traceback ends with it; the message stays as it is.
+
+    Attributes:
+        page: that section. A class of another project has the one of the nearest class above it.
+    """
+
+    page = f"{TROUBLESHOOTING}#hybriderror"
+
+    def __init_subclass__(cls, **given: Any) -> None:
+        super().__init_subclass__(**given)
+        if cls.__module__.startswith("trlx_hybrid"):
+            cls.page = f"{TROUBLESHOOTING}#{cls.__name__.lower()}"
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.add_note(f"See {self.page} in the repository of trlx-hybrid.")
 
 
 class ConfigError(HybridError, ValueError):
@@ -22,7 +42,8 @@ class PluginError(HybridError):
         hook: name of the hook that failed, or None when the plugin did not even load.
     """
 
-    def __init__(self, message: str, *, plugin: str, hook: str | None = None) -> None:
+    def __init__(self, message: str, *, plugin: str = "", hook: str | None = None) -> None:
+        # The default is for pickle, which passes the message alone and sets the attributes afterwards.
         super().__init__(message)
         self.plugin = plugin
         self.hook = hook
@@ -59,7 +80,7 @@ class MemoryPlanError(HybridError):
         owner: the largest owner that stays, as the ledger names it; "host arena" for host memory.
     """
 
-    def __init__(self, message: str, *, owner: str) -> None:
+    def __init__(self, message: str, *, owner: str = "") -> None:  # the default is for pickle
         super().__init__(message)
         self.owner = owner
 

@@ -15,8 +15,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import OBEDIENT, Segments, launch, nothing_left
-from trlx_hybrid_ray.errors import PlacementError, ScriptError
+from trlx_hybrid_ray.errors import LaunchError, PlacementError, ScriptError
 from trlx_hybrid_ray.monitor import LOST_PEER, LaunchFailure, first_of, last_error
+from trlx_hybrid_ray.node import NodeActor
 from trlx_hybrid_ray.reaper import SHARED_MEMORY
 
 
@@ -181,6 +182,12 @@ def test_a_script_that_is_not_there_is_named_with_the_way_out(two_nodes, capfd, 
 def test_more_than_there_is_is_refused(two_nodes, capfd, tmp_path):
     with pytest.raises(PlacementError, match="rank: 3 times 1 CPUs, each on one node \\(strategy strict_spread\\)"):
         launch(capfd, tmp_path, OBEDIENT, nodes=3)
+
+
+def test_an_address_that_a_node_does_not_have_is_named():
+    node = NodeActor.__new__(NodeActor)
+    with pytest.raises(LaunchError, match=r"cannot listen at 192\.0\.2\.1, .*--node-ip-address"):
+        node.free_port("192.0.2.1")  # which RFC 5737 gives to no machine
 
 
 # --- what the error was -----------------------------------------------------------------------------------------------

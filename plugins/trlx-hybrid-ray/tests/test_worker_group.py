@@ -311,7 +311,7 @@ def test_workers_that_find_no_room_are_named_within_the_deadline():
 
     with pytest.raises(DeadlineError, match=r"Thirsty.__init__ within 1 s from rank 0, rank 1; 0 of 2") as caught:
         WorkerGroup(Thirsty, [{"num_gpus": 1000}] * 2, start_deadline=1)
-    assert caught.value.__notes__[0].startswith("Free in the cluster: {'CPU': ")
+    assert caught.value.__notes__[-1].startswith("Free in the cluster: {'CPU': ")
 
 
 def test_a_name_that_the_group_needs_is_refused():

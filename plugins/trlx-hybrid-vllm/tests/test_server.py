@@ -1,5 +1,6 @@
 """Weights on their way to other processes: packed into messages, described, and told apart by digests."""
 
+import asyncio
 import itertools
 import threading
 import time
@@ -9,12 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trlx_hybrid.errors import ConfigError, SyncError
+from trlx_hybrid.errors import ConfigError, EngineError, SyncError
 from trlx_hybrid.plugins.selection import Choice, Selection
+from trlx_hybrid.serving import ServerDiedError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_vllm.options import TransferOptions
 from trlx_hybrid_vllm.server.gloo import in_threads, messages, packed, unpacked
 from trlx_hybrid_vllm.server.sender import GroupClient, backend_of, init_info, nccl_missing
+from trlx_hybrid_vllm.server.server import VLLMServer
 from trlx_hybrid_vllm.server.worker import Routes, differing, digest
 from vllm.distributed.weight_transfer import ParamMeta
 
@@ -231,3 +234,18 @@ def test_a_source_reads_what_is_left_of_a_pass():
     source.begin()
     assert [name for name, _ in source] == names
     assert source.bytes == sum(p.numel() * 4 for p in model.parameters()) - 2 * tensor.numel()
+
+
+def test_an_engine_core_that_died_is_told_from_one_that_fails():
+    """The first is replaced, the second is an error of the run."""
+    server = VLLMServer(None)
+    with pytest.raises(ServerDiedError, match="engine core died"):
+        asyncio.run(server.check())
+
+    async def sick():
+        raise ValueError("no such tensor")
+
+    server._llm = SimpleNamespace(errored=False, check_health=sick)
+    with pytest.raises(EngineError, match="could not answer: ValueError: no such tensor") as caught:
+        asyncio.run(server.check())
+    assert not isinstance(caught.value, ServerDiedError)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trlx_hybrid.errors import HybridError
+from trlx_hybrid.errors import TROUBLESHOOTING, HybridError
 
 
 class ClusterError(HybridError):
@@ -25,7 +25,8 @@ class ScriptError(LaunchError):
 def brief(error: BaseException) -> str:
     """A Ray error in one line: the exception that was raised over there where there is one, not its traceback."""
     cause = getattr(error, "cause", None) or error
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()] or ["no message"]
-    # A traceback ends with what was raised; other messages begin with what happened.
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith(f"See {TROUBLESHOOTING}")] or ["no message"]
+    # A traceback ends with what was raised, and notes; other messages begin with what happened.
     line = lines[-1] if "Traceback" in str(cause) else lines[0]
     return f"{type(cause).__name__}: {line}"

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from trlx_hybrid.errors import ConfigError, RewardError, listed
+from trlx_hybrid.errors import TROUBLESHOOTING, ConfigError, RewardError, listed
 
 from .. import debugging
 from ..actors import (
@@ -217,7 +217,7 @@ class RemoteReward:
                 lost = f"lost a worker: {worker} died: {brief(found).rstrip('.')}."
                 died = died or self._error(WorkerDiedError, worker.index, worker.where, lost)
             elif failed is not None:
-                trace = "\n".join(getattr(failed, "__notes__", []))
+                trace = "\n".join(note for note in getattr(failed, "__notes__", []) if TROUBLESHOOTING not in note)
                 told = f"failed on {worker}: {type(failed).__name__}: {failed}\n{trace}"
                 raise self._error(WorkerError, worker.index, worker.where, told, trace) from failed
         if late:

@@ -27,7 +27,8 @@ class WorkerError(HybridError):
         self.rank, self.method, self.node, self.traceback = rank, method, node, traceback
 
     def __reduce__(self) -> tuple[Any, ...]:  # a worker may itself call a group, and fail with it
-        return functools.partial(type(self), str(self), **vars(self)), ()
+        given = {name: getattr(self, name) for name in ("rank", "method", "node")}
+        return functools.partial(type(self), str(self), **given), (), vars(self)
 
 
 class WorkerDiedError(WorkerError):

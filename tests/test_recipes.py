@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from trlx_hybrid.cli import main
-from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.forecast import gpus_of
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
+from trlx_hybrid.testing.processes import free_port
 from trlx_hybrid.train import function, read, train
 
 ROOT = Path(__file__).parents[1]
@@ -201,7 +201,11 @@ RUNS = {
     "math-24gb": (["It is 3", "It is 4"], GSM8K, ["--reward_funcs", "gsm8k.py:last_number"]),
     "math-80gb": (["It is 3", "It is 4"], GSM8K, ["--reward_funcs", "gsm8k.py:last_number", "--trainer", "rloo"]),
     "tools-24gb": ([CALL, "It is 3", "It is 4"], GSM8K, []),
-    "game-24gb": (["1", "2", "3"], None, ["--environment_options", '{"highest": 5, "guesses": 3}']),
+    "game-24gb": (
+        [" 1", " 2", " 3", " 4"],
+        None,
+        ["--environment_options", '{"highest": 5, "guesses": 3}', "--temperature", "0.3"],
+    ),
     "code-80gb": (PROGRAMS, MBPP, []),
 }
 """Turns of the model, rows, and further flags."""
@@ -244,3 +248,104 @@ def test_a_recipe_trains_a_tiny_model(recipe, stand_ins, guess, started_once):
         assert max(line["tools/failure_frequency"] for line in lines) == 0
     if recipe == "game-24gb":
         assert max(line["hybrid/turns/mean"] for line in lines) > 1
+
+
+def test_pictures(stand_ins, tmp_path, started_once):
+    """In `make test-vision`, which has the torchvision that processors of images need."""
+    pytest.importorskip("torchvision", reason="the processors of vision-language models need torchvision")
+    from datasets import Dataset
+    from trlx_hybrid.testing.vision import chatty_vision_model, picture
+
+    turns = ["<think>\nthree\n</think>\nIt is 3", "It is 4"]
+    flags = stand_ins(turns)
+    model, processor = chatty_vision_model(turns)
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    pictures = [picture("qwen3_vl", squares=3, seed=seed) for seed in range(8)]
+    rows = [{"image": image, "problem": "How many squares?", "solution": "3", "original_question": ""} for image in pictures]
+    (tmp_path / "data").mkdir()
+    Dataset.from_list(rows).to_parquet(tmp_path / "data" / "train.parquet")
+    flags += ["--dataset_name", str(tmp_path / "data"), "--reward_funcs", "think_format_reward"]
+    assert max(line["reward"] for line in trained("vision-24gb", flags)) > 0
+
+
+@pytest.mark.slow
+def test_two_processes_shard_the_model_as_the_recipe_says(stand_ins, tmp_path):
+    flags = stand_ins(["It is 3", "It is 4"], GSM8K)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]  # accelerate starts one on CPUs
+    script = "from trlx_hybrid.testing.launched import use_fsdp_on_cpu\nuse_fsdp_on_cpu()\n"
+    (tmp_path / "train.py").write_text(script + "from trlx_hybrid.cli import main\nraise SystemExit(main())\n")
+    command += ["--master_port", str(free_port()), "train.py", "train", str(FOLDER / "math-8x80gb.yaml"), *flags]
+    command += ["--reward_funcs", "gsm8k.py:last_number", "--logging_steps", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=500, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "weights=reshard (auto; not alias: " in done.stderr, done.stderr
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def told(tmp_path, capsys):
+    """What `trlx-hybrid train` says of a recipe with these lines and flags, for which there is no model to load."""
+
+    def tell(text, *flags):
+        (tmp_path / "mine.yaml").write_text(text)
+        assert main(["train", str(tmp_path / "mine.yaml"), "--use_cpu", *flags]) == 1
+        return capsys.readouterr().err
+
+    return tell
+
+
+GOOD = "model_name_or_path: nowhere/nothing\ndataset_name: nowhere/at-all\nreward_funcs: [think_format_reward]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "message"),
+    [
+        (GOOD + "learning_rat: 1\n", [], "sets 'learning_rat', which nothing reads. Did you mean 'learning_rate'?"),
+        (GOOD, ["--max_step", "3", "--lerning_rate=1"], "'--lerning_rate' is among the arguments"),
+        (GOOD, ["--lerning_rate=1"], "Did you mean '--learning_rate'?"),
+        ("- a\n- b\n", [], "must have lines `setting: value`, and is a list."),
+        ("a: [\n", [], "is not YAML: "),
+        (GOOD + "trainer: grop\n", [], "trainer is 'grop'. Did you mean 'grpo'? It takes grpo and rloo."),
+        (GOOD, ["--num_generations", "7"], "cannot be: "),
+        (GOOD.replace("model_name", "# model_name"), [], "model_name_or_path is not set"),
+        (GOOD, ["--reward_funcs", "think_format"], "no function 'think_format'. Did you mean 'think_format_reward'?"),
+        (GOOD, ["--reward_funcs", "accuracy_reward"], "pip install 'trl[math-verify]'"),
+        (GOOD, ["--reward_funcs", "rewards.py:digits"], "no file rewards.py in"),
+        (GOOD, ["--reward_funcs", "reward.py:digit"], "reward.py has no function 'digit'. Did you mean 'digits'?"),
+        (GOOD, ["--tools", "no_such_package.tools:search"], "tools: no module 'no_such_package'. Install it"),
+        (GOOD, ["--tools", "reward.py:SIZE"], "has a int and no function 'SIZE'"),
+        (GOOD, ["--tools", "reward.py:digits", "--trainer", "rloo"], "trainer='rloo' has none in TRL"),
+        (GOOD.replace("reward_funcs", "# reward_funcs"), [], "reward_funcs is not set, and there is no environment"),
+        (GOOD.replace("dataset_name", "# dataset_name"), [], "dataset_name is not set, and there is no environment"),
+        (GOOD, [], "dataset_name: 'nowhere/at-all', split 'train', cannot be loaded: "),
+        (GOOD, ["--dataset_name", "rows"], "has no column 'prompt', but question. Set `prepare`"),
+        (GOOD, ["--forecast", "24"], "the config of 'nowhere/nothing' cannot be read"),
+    ],
+)
+def test_what_is_wrong_is_said_before_a_model_is_loaded(told, tmp_path, monkeypatch, text, flags, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "reward.py").write_text("SIZE = 3\n\n\ndef digits(completions, **columns): ...\n")
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / "train.jsonl").write_text('{"question": "1 + 1"}\n')
+    assert message in told(text, *flags)
+
+
+def test_a_recipe_that_is_not_there(capsys):
+    assert main(["train", str(FOLDER / "math-25gb.yaml")]) == 1
+    assert "math-25gb.yaml cannot be read: No such file or directory. Did you mean 'math-24gb.yaml'?" in capsys.readouterr().err
+
+
+def test_functions_are_found_beside_the_recipe_in_the_working_directory_and_in_modules(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def here(): ...\n")
+    assert function("mine.py:here", FOLDER, "tools") is function("mine.py:here", FOLDER, "tools")
+    assert function("gsm8k.py:last_number", FOLDER, "reward_funcs").__name__ == "last_number"
+    assert function("trl.rewards.think_format_reward", FOLDER, "reward_funcs").__name__ == "think_format_reward"
+    assert function("os.path:join", FOLDER, "tools") is os.path.join
+    (tmp_path / "broken.py").write_text("import no_such_package_at_all\n")
+    with pytest.raises(ModuleNotFoundError, match="no_such_package_at_all"):  # its own mistake, with its traceback
+        function("broken.py:here", FOLDER, "tools")

@@ -107,6 +107,11 @@ MBPP = [
     }
     for i in range(8)
 ]
+SMALL = (
+    "--use_cpu --bf16 False --dtype float32 --max_steps 2 --save_strategy no --report_to none --temperature 0.7 "
+    "--per_device_train_batch_size 4 --gradient_accumulation_steps 1 --num_generations 2 "
+    "--max_completion_length 160 --vllm_max_model_length 1600"
+)
 CALL = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2 + 1"}}\n</tool_call>'
 PROGRAMS = ["```python\ndef f(x):\n    return x + 1\n```", "```python\ndef f(x):\n    return 2\n```"]
 
@@ -130,9 +135,7 @@ def stand_ins(tmp_path):
         chatty_model(tokenizer, turns).save_pretrained(tmp_path / "model")
         tokenizer.save_pretrained(tmp_path / "model")
         flags = ["--model_name_or_path", str(tmp_path / "model"), "--output_dir", str(tmp_path / "out")]
-        flags += "--use_cpu --bf16 False --dtype float32 --max_steps 2 --save_strategy no --report_to none".split()
-        flags += "--per_device_train_batch_size 4 --gradient_accumulation_steps 1 --num_generations 2".split()
-        flags += "--max_completion_length 160 --vllm_max_model_length 1600 --temperature 0.7".split()
+        flags += SMALL.split()
         if rows is not None:
             (tmp_path / "data").mkdir()
             (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -221,8 +224,12 @@ def guess(tmp_path, monkeypatch):
     """The game's distribution, as an installed one is found."""
     project = ROOT / "examples" / "environment_guess"
     declared = tomllib.loads((project / "pyproject.toml").read_text())["project"]
-    (folder := tmp_path / "site" / f"{declared['name'].replace('-', '_')}-{declared['version']}.dist-info").mkdir(parents=True)
-    (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {declared['name']}\nVersion: {declared['version']}\n")
+    (folder := tmp_path / "site" / f"{declared['name'].replace('-', '_')}-{declared['version']}.dist-info").mkdir(
+        parents=True
+    )
+    (folder / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {declared['name']}\nVersion: {declared['version']}\n"
+    )
     offered = declared["entry-points"]["trlx_hybrid"].items()
     (folder / "entry_points.txt").write_text("[trlx_hybrid]\n" + "".join(f"{k} = {v}\n" for k, v in offered))
     monkeypatch.syspath_prepend(str(folder.parent))
@@ -262,7 +269,9 @@ def test_pictures(stand_ins, tmp_path, started_once):
     model.save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
     pictures = [picture("qwen3_vl", squares=3, seed=seed) for seed in range(8)]
-    rows = [{"image": image, "problem": "How many squares?", "solution": "3", "original_question": ""} for image in pictures]
+    rows = [
+        {"image": image, "problem": "How many squares?", "solution": "3", "original_question": ""} for image in pictures
+    ]
     (tmp_path / "data").mkdir()
     Dataset.from_list(rows).to_parquet(tmp_path / "data" / "train.parquet")
     flags += ["--dataset_name", str(tmp_path / "data"), "--reward_funcs", "think_format_reward"]
@@ -336,7 +345,10 @@ def test_what_is_wrong_is_said_before_a_model_is_loaded(told, tmp_path, monkeypa
 
 def test_a_recipe_that_is_not_there(capsys):
     assert main(["train", str(FOLDER / "math-25gb.yaml")]) == 1
-    assert "math-25gb.yaml cannot be read: No such file or directory. Did you mean 'math-24gb.yaml'?" in capsys.readouterr().err
+    assert (
+        "math-25gb.yaml cannot be read: No such file or directory. Did you mean 'math-24gb.yaml'?"
+        in capsys.readouterr().err
+    )
 
 
 def test_functions_are_found_beside_the_recipe_in_the_working_directory_and_in_modules(tmp_path, monkeypatch):

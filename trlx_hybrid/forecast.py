@@ -1,5 +1,5 @@
-"""`trlx-hybrid train RECIPE --forecast`: the ledger's prediction of a run, from its settings and its model's config alone:
-no weights, no GPU."""
+"""`trlx-hybrid train RECIPE --forecast`: the ledger's prediction of a run, from its settings and its model's config,
+without weights or a GPU."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RESERVED = 0.1
 class GPUs(NamedTuple):
     """How many ranks, each with a GPU of so many bytes."""
 
-    count: int
+    ranks: int
     bytes: int
 
 
@@ -50,7 +50,7 @@ class EngineSize:
 
     Attributes:
         shared: its weights are the policy's memory.
-        kv_cache: of `sequences` sequences of `length` tokens, each of which fills `sequence`, or of as many as have room.
+        kv_cache: for `sequences` sequences of `length` tokens, each of which fills `sequence`, or as many as have room.
         sleeps: whether it gives memory back during TRAIN.
     """
 
@@ -82,9 +82,9 @@ def forecast(given: Run, gpus: GPUs) -> list[str]:
     adapter = model_arguments(given.model, args)["peft_config"]
     policy = policy_without_memory(given.model.model_name_or_path, adapter, **args.model_init_kwargs)
     parameters = parameter_sizes(policy)
-    sharded = bool(args.fsdp) and gpus.count > 1
+    sharded = bool(args.fsdp) and gpus.ranks > 1
     if sharded:
-        parameters = [shard(p, gpus.count, upcast=args.bf16 or args.fp16) for p in parameters]
+        parameters = [shard(p, gpus.ranks, upcast=args.bf16 or args.fp16) for p in parameters]
     engine = engine_size(given, policy, sum(p.bytes for p in parameters), gpus, sharded)
     leaving = () if engine is None or not engine.sleeps or mode == "none" else LEAVING[: 2 if engine.shared else 3]
     prediction = predict_fitting(
@@ -102,7 +102,7 @@ def forecast(given: Run, gpus: GPUs) -> list[str]:
     left = gpus.bytes - sum(prediction.phases["train"].values())
     micro_batch = args.per_device_train_batch_size * args.max_completion_length
     logits = 2 * micro_batch * policy.config.get_text_config().vocab_size * (2 if args.bf16 or args.fp16 else 4)
-    of_what = "1 GPU" if gpus.count == 1 else f"each of {gpus.count} GPUs"
+    of_what = "1 GPU" if gpus.ranks == 1 else f"each of {gpus.ranks} GPUs"
     return [
         f"{of_what} of {gpus.bytes / GIB:g} GiB",
         *table(prediction),
@@ -115,8 +115,8 @@ def forecast(given: Run, gpus: GPUs) -> list[str]:
 def engine_size(given: Run, policy: Any, held: int, gpus: GPUs, sharded: bool) -> EngineSize | None:
     """What the chosen engine takes; None where TRL generates.
 
-    An engine that is told no size of its KV cache gets what is left during ROLLOUT, up to what its sequences fill. It is
-    taken for keys and values of all layers: sliding windows, latents, and states of a fixed size need less.
+    An engine that is told no size of its KV cache gets what is left during ROLLOUT, up to what its sequences fill: keys
+    and values of all layers. Sliding windows, latents, and states of a fixed size need less.
 
     Args:
         policy: on the meta device.

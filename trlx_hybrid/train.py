@@ -24,7 +24,7 @@ TRAINERS = ("grpo", "rloo")
 
 @dataclass(kw_only=True)
 class RecipeConfig:
-    """What a recipe says beside TRL's `GRPOConfig` or `RLOOConfig`, `ModelConfig`, `ScriptArguments`, and `HybridConfig`.
+    """What a recipe says beside `HybridConfig` and TRL's `GRPOConfig` or `RLOOConfig`, `ModelConfig`, `ScriptArguments`.
 
     A function is named `module:function`, `module.function`, or `file.py:function` with a file in the folder of the
     recipe or in the working directory.
@@ -82,7 +82,8 @@ def add_command(commands: Any) -> None:
         "train",
         help="train as a recipe says, a YAML file",
         description="Train as a recipe says, a YAML file. Every setting is a flag as well, and the flag wins: "
-        "`trlx-hybrid train RECIPE --help` lists them. On several GPUs: `accelerate launch -m trlx_hybrid train RECIPE`.",
+        "`trlx-hybrid train RECIPE --help` lists them. On several GPUs: `accelerate launch --module trlx_hybrid train "
+        "RECIPE`.",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file, such as examples/recipes/math-24gb.yaml")
     parser.add_argument(
@@ -128,7 +129,9 @@ def read(recipe: Path, flags: Sequence[str]) -> Run:
     first = which.parse_known_args(flags)[0]
     trainer = first.trainer
     if trainer not in TRAINERS:
-        raise ConfigError(f"trainer is {trainer!r}.{did_you_mean(str(trainer), TRAINERS)} It takes {' and '.join(TRAINERS)}.")
+        raise ConfigError(
+            f"trainer is {trainer!r}.{did_you_mean(str(trainer), TRAINERS)} It takes {' and '.join(TRAINERS)}."
+        )
 
     from .trl.trainer import MODEL_CONFIG, SCRIPT_ARGUMENTS, TRAINED_BY, TrlParser  # here, for it brings trl
 
@@ -145,7 +148,7 @@ def read(recipe: Path, flags: Sequence[str]) -> Run:
         raise
     except ValueError as error:  # of TRL's and transformers' configs
         raise ConfigError(f"The settings of {recipe} cannot be: {error}") from error
-    return Run(*parsed, folder=recipe.resolve().parent)
+    return Run(*parsed, recipe.resolve().parent)
 
 
 def train(given: Run) -> Any:
@@ -170,9 +173,14 @@ def train(given: Run) -> Any:
     if recipe.tools and "tools" not in inspect.signature(TRAINED_BY[recipe.trainer].base).parameters:
         raise ConfigError(f"tools are set, and trainer={recipe.trainer!r} has none in TRL. Set trainer='grpo'.")
     prepare = function(recipe.prepare, given.folder, "prepare") if recipe.prepare is not None else None
-    for name, missing in (("reward_funcs", not arguments["reward_funcs"]), ("dataset_name", not given.script.dataset_name)):
+    for name, missing in (
+        ("reward_funcs", not arguments["reward_funcs"]),
+        ("dataset_name", not given.script.dataset_name),
+    ):
         if missing and given.hybrid.environment is None:
-            raise ConfigError(f"{name} is not set, and there is no environment that would bring it. Set one of the two.")
+            raise ConfigError(
+                f"{name} is not set, and there is no environment that would bring it. Set one of the two."
+            )
     if given.script.dataset_name:
         arguments["train_dataset"] = dataset(given.script, given.script.dataset_train_split, prepare)
         if training.eval_strategy != "no":
@@ -245,7 +253,7 @@ def _module(place: str, setting: str) -> ModuleType:
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
             raise  # of what the module itself imports
         raise ConfigError(
-            f"{setting}: no module {error.name!r}. Install it, or write 'file.py:function' for a file beside the recipe."
+            f"{setting}: no module {error.name!r}. Install it, or write 'file.py:function' for a file of your own."
         ) from error
 
 
@@ -265,12 +273,14 @@ def dataset(script: Any, split: str, prepare: Callable[[Any], Any] | None) -> An
             script.dataset_name, name=script.dataset_config, split=split, streaming=script.dataset_streaming
         )
     except (OSError, ValueError) as error:  # no such name or folder, configuration or split, or no network
-        raise ConfigError(f"dataset_name: {script.dataset_name!r}, split {split!r}, cannot be loaded: {error}") from error
+        raise ConfigError(
+            f"dataset_name: {script.dataset_name!r}, split {split!r}, cannot be loaded: {error}"
+        ) from error
     rows = prepare(rows) if prepare is not None else rows
     columns = getattr(rows, "column_names", None)
     if columns is not None and "prompt" not in columns:
         raise ConfigError(
-            f"dataset_name: {script.dataset_name!r} has no column 'prompt', but {', '.join(columns)}. Set `prepare` to a "
-            "function that makes it."
+            f"dataset_name: {script.dataset_name!r} has no column 'prompt', but {', '.join(columns)}. Set `prepare` "
+            "to a function that makes it."
         )
     return rows

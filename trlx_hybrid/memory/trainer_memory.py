@@ -198,7 +198,7 @@ class TrainerMemory:
         self, kv_cache_bytes: int, engine_weight_bytes: int, *, shared: bool, asleep: Collection[str]
     ) -> Prediction:
         """With as many owners away during ROLLOUT as it takes to fit; none where no engine makes room in turn."""
-        movable = LEAVING[:2] if shared else LEAVING
+        movable: tuple[str, ...] = LEAVING[:2] if shared else LEAVING
         if self._mode == "none" or not asleep or (self._mode == "auto" and self.device.type != "cuda"):
             movable = ()  # as in `_leaving`
         return predict_fitting(

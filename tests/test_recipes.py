@@ -107,6 +107,7 @@ MBPP = [
     }
     for i in range(8)
 ]
+OWNERS = ("policy", "gradients", "optimizer")  # whose bytes are the same on any device
 SMALL = (
     "--use_cpu --bf16 False --dtype float32 --max_steps 2 --save_strategy no --report_to none --temperature 0.7 "
     "--per_device_train_batch_size 4 --gradient_accumulation_steps 1 --num_generations 2 "
@@ -182,6 +183,16 @@ def test_a_run_that_cannot_fit_is_refused_with_the_setting_to_change(tmp_path, c
     assert "--forecast 8gb: write the GiB of a GPU, as 24, or of several, as 8x80." in capsys.readouterr().err
 
 
+def test_a_forecast_where_trl_generates_has_no_engine(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(SEVEN))
+    flags = ["--engine", "transformers", "--forecast", "80", "--model_name_or_path", str(tmp_path)]
+    assert main(["train", str(FOLDER / "math-80gb.yaml"), *flags]) == 0
+    out = capsys.readouterr().out
+    assert "policy             14.49    14.49    14.49\n" in out
+    assert "engine weights" not in out
+    assert "KV cache" not in out
+
+
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 
@@ -237,17 +248,28 @@ def guess(tmp_path, monkeypatch):
 
 
 def trained(recipe, flags):
-    """The lines of its log."""
+    """The lines of its log, and those of its header."""
     trainer = train(read(FOLDER / f"{recipe}.yaml", flags))
     trainer.session.close()
     assert trainer.state.global_step == 2
-    return [line for line in trainer.state.log_history if "reward" in line]
+    return [line for line in trainer.state.log_history if "reward" in line], trainer.session.header_lines
+
+
+@pytest.mark.parametrize("further", [[], ["--use_peft", "False"]], ids=["adapter", "all weights"])
+def test_a_run_holds_what_was_forecast(stand_ins, started_once, capsys, further):
+    flags = [*stand_ins(["It is 3", "It is 4"], GSM8K), "--reward_funcs", "gsm8k.py:last_number", *further]
+    assert main(["train", str(FOLDER / "math-24gb.yaml"), *flags, "--forecast", "24"]) == 0
+    forecast = capsys.readouterr().out.splitlines()
+    _, header = trained("math-24gb", flags)
+    expected = [line for line in forecast if line.startswith(OWNERS)]
+    assert len(expected) == 3
+    assert [line for line in header if line.startswith(OWNERS)] == expected
 
 
 @pytest.mark.parametrize("recipe", RUNS)
 def test_a_recipe_trains_a_tiny_model(recipe, stand_ins, guess, started_once):
     turns, rows, further = RUNS[recipe]
-    lines = trained(recipe, [*stand_ins(turns, rows), *further])
+    lines, _ = trained(recipe, [*stand_ins(turns, rows), *further])
     assert len(lines) == 2
     assert max(line["reward"] for line in lines) > 0
     if recipe == "tools-24gb":
@@ -275,20 +297,23 @@ def test_pictures(stand_ins, tmp_path, started_once):
     (tmp_path / "data").mkdir()
     Dataset.from_list(rows).to_parquet(tmp_path / "data" / "train.parquet")
     flags += ["--dataset_name", str(tmp_path / "data"), "--reward_funcs", "think_format_reward"]
-    assert max(line["reward"] for line in trained("vision-24gb", flags)) > 0
+    assert max(line["reward"] for line in trained("vision-24gb", flags)[0]) > 0
 
 
 @pytest.mark.slow
-def test_two_processes_shard_the_model_as_the_recipe_says(stand_ins, tmp_path):
-    flags = stand_ins(["It is 3", "It is 4"], GSM8K)
+def test_two_processes_shard_the_model_as_the_recipe_says(stand_ins, tmp_path, capsys):
+    flags = [*stand_ins(["It is 3", "It is 4"], GSM8K), "--reward_funcs", "gsm8k.py:last_number"]
+    assert main(["train", str(FOLDER / "math-8x80gb.yaml"), *flags, "--forecast", "2x80"]) == 0
+    held = [line for line in capsys.readouterr().out.splitlines() if line.startswith(OWNERS)]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]  # accelerate starts one on CPUs
     script = "from trlx_hybrid.testing.launched import use_fsdp_on_cpu\nuse_fsdp_on_cpu()\n"
     (tmp_path / "train.py").write_text(script + "from trlx_hybrid.cli import main\nraise SystemExit(main())\n")
     command += ["--master_port", str(free_port()), "train.py", "train", str(FOLDER / "math-8x80gb.yaml"), *flags]
-    command += ["--reward_funcs", "gsm8k.py:last_number", "--logging_steps", "1"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=500, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    assert "weights=reshard (auto; not alias: " in done.stderr, done.stderr
+    assert "weights=reshard (auto; not alias: " in done.stderr
+    assert len(held) == 3
+    assert set(held) <= set(done.stderr.splitlines())
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 

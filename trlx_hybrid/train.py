@@ -24,13 +24,14 @@ TRAINERS = ("grpo", "rloo")
 
 @dataclass(kw_only=True)
 class RecipeConfig:
-    """What a recipe says beside `HybridConfig` and TRL's `GRPOConfig` or `RLOOConfig`, `ModelConfig`, `ScriptArguments`.
+    """What a recipe says beside `HybridConfig` and TRL's `GRPOConfig` or `RLOOConfig`, `ModelConfig` and
+    `ScriptArguments`.
 
     A function is named `module:function`, `module.function`, or `file.py:function` with a file in the folder of the
     recipe or in the working directory.
     """
 
-    trainer: str = field(default="grpo", metadata={"help": "Trainer of TRL's.", "choices": list(TRAINERS)})
+    trainer: str = field(default="grpo", metadata={"help": "Trainer of TRL's: 'grpo' or 'rloo'."})
     reward_funcs: list[str] | None = field(
         default=None,
         metadata={
@@ -148,7 +149,7 @@ def read(recipe: Path, flags: Sequence[str]) -> Run:
         raise
     except ValueError as error:  # of TRL's and transformers' configs
         raise ConfigError(f"The settings of {recipe} cannot be: {error}") from error
-    return Run(*parsed, recipe.resolve().parent)
+    return Run(*parsed, recipe.resolve().parent)  # type: ignore[call-arg]
 
 
 def train(given: Run) -> Any:

@@ -193,6 +193,14 @@ def test_a_forecast_where_trl_generates_has_no_engine(tmp_path, capsys):
     assert "KV cache" not in out
 
 
+def test_the_last_number_of_the_last_message_is_the_answer():
+    last_number = function("gsm8k.py:last_number", FOLDER, "reward_funcs")
+    said = ["So 3 + 4 = 7.", "It costs $1,080.", "\\boxed{-2.50}", "7 or 8", "", None]
+    asked = {"role": "assistant", "content": "7", "tool_calls": []}
+    completions = [[asked, {"role": "assistant", "content": text}] for text in said]
+    assert last_number(completions, ["7", "1080", "-2.5", "7", "7", "7"]) == [1, 1, 1, 0, 0, 0]
+
+
 # --- runs -------------------------------------------------------------------------------------------------------------
 
 

@@ -105,7 +105,7 @@ def run(options: Any) -> int:
     else:
         from .forecast import forecast, gpus_of  # here, for it brings torch
 
-        print("\n".join(forecast(given, gpus_of(given.recipe.forecast))))
+        print("\n".join(forecast(given, gpus_of(str(given.recipe.forecast)))))
     return 0
 
 

@@ -9,7 +9,8 @@ What happens, in this order:
 3. GRPO samples with vLLM inside this process; reasoning-gym verifies each answer, and right answers earn the reward.
 4. The trained model answers the same held-out tasks: the accuracy after.
 
-Every flag of `GRPOConfig` and `HybridConfig` works (`--algorithm dynamic_sampling`), and `--config file.yaml` too. The same `--seed` gives the same table.
+Every flag of `GRPOConfig` and `HybridConfig` works (`--algorithm dynamic_sampling`), and `--config file.yaml` too. The
+same `--seed` gives the same table.
 """
 
 import hashlib

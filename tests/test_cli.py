@@ -170,7 +170,7 @@ def test_plugins_add_checks_with_trlx_doctor_and_options_for_them(capsys, monkey
 
 
 def test_help_of_every_command(capsys):
-    added = (["trajectories"], ["report"], ["reshard-plan"], ["launch"])
+    added = (["trajectories"], ["report"], ["reshard-plan"], ["launch"], ["train"])
     for command in ([], ["plugins"], ["doctor"], ["env"], ["environments"], ["environments", "try"], *added):
         with pytest.raises(SystemExit, match="0"):
             main([*command, "--help"])

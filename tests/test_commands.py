@@ -18,6 +18,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md")), *sorted(ROOT.glob("plugins/*/README.md"))]
 EXAMPLES = sorted(ROOT.glob("examples/*.py"))
+RECIPES = sorted(ROOT.glob("examples/recipes/*.yaml"))
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")
 BLOCK = re.compile(r"^( *)```(.*?)\n(.*?)\n\1```", re.DOTALL | re.MULTILINE)
 PROGRAM = re.compile(
@@ -27,8 +28,10 @@ INLINE = re.compile(rf"`({PROGRAM.pattern}[^`…]* --[^`…]*)`")
 
 
 def commands() -> list[str]:
-    """Every command of the pages and of the examples' docstrings, and those in the text that have options."""
-    found = []
+    """Every command of the pages, the examples' docstrings and the recipes' heads, and those in the text that have
+    options."""
+    heads = "".join(recipe.read_text() for recipe in RECIPES)
+    found = re.findall(r"^#     (?:\$ )?((?:trlx-hybrid|accelerate) .*)$", heads, re.MULTILINE)
     for file in [*PAGES, *EXAMPLES]:
         text = file.read_text()
         blocks = (
@@ -116,7 +119,11 @@ def check_accelerate(words: list[str], read: Any) -> None:
 
     assert words[0] == "launch"
     options = launch_command_parser().parse_args(words[1:])
-    check_script([options.training_script, *options.training_script_args], read)
+    if options.module:
+        assert options.training_script == "trlx_hybrid"
+        check_hybrid(options.training_script_args, read)
+    else:
+        check_script([options.training_script, *options.training_script_args], read)
 
 
 def check_torchrun(words: list[str], read: Any) -> None:
@@ -141,6 +148,10 @@ def check_hybrid(words: list[str], read: Any) -> None:
     from trlx_hybrid.cli import main
 
     options = read(lambda: main(words), words)
+    if words[0] == "train" and "--help" not in words:
+        from trlx_hybrid import train
+
+        train.read(Path(options.recipe), [*options.settings, "--use_cpu"])
     if words[0] == "launch":
         from trlx_hybrid_ray.launch import job_of
 

@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -42,3 +43,34 @@ def test_the_example_trains_and_saves_from_the_command_line(tmp_path):
     assert "engine=vllm (use_vllm=True) · weights=lora (auto; not alias: the policy has adapters" in done.stderr
     assert "· rollout=single_turn (default)" in done.stderr
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+AS_A_KERNEL = """
+import asyncio, io, json, sys
+
+class Stream(io.StringIO):
+    def fileno(self):
+        raise io.UnsupportedOperation("fileno")
+
+async def execute(cells):  # with an event loop that runs, and streams that are no files
+    names = {"__name__": "__main__"}
+    shown, sys.stdout = sys.stdout, Stream()
+    for cell in cells:
+        exec(compile("".join(cell["source"]), "cell", "exec"), names)
+    print(sys.stdout.getvalue(), file=shown)
+
+cells = json.load(open(sys.argv[1]))["cells"]
+asyncio.run(execute([cell for cell in cells if cell["cell_type"] == "code"]))
+"""
+
+
+def test_the_notebook_learns_and_is_committed_without_outputs(tmp_path):
+    notebook = EXAMPLES / "first_run.ipynb"
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
+    command = [sys.executable, "-c", AS_A_KERNEL, str(notebook)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "engine=vllm (HybridConfig.engine) · weights=alias" in done.stderr
+    rewards = [float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("step ")]
+    assert rewards[0] < 0.3 < 0.6 < rewards[-1]

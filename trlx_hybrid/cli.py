@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from . import doctor as environment
-from . import environments, scaffold
+from . import environments, scaffold, train
 from .doctor import package_version, release_of
 from .errors import ConfigError, HybridError, did_you_mean, nearest
 from .plugins import hookspecs
@@ -46,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plugins.add_argument("--hook", metavar="HOOK", help="only plugins that implement this hook, e.g. trlx_rollout_end")
     add("doctor", _doctor, "say what works on this machine, and what to do about the rest")
     add("env", _env, "print versions, devices and plugins, for a bug report")
+    train.add_command(commands)
     environments.add_command(commands)
     scaffold.add_command(commands)
     try:

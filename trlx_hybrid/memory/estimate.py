@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import MemoryPlanError
 
@@ -142,6 +143,22 @@ def predict(
         away={phase: tuple(o for o in OWNERS if o in gone and state[o]) for phase, gone in absent.items()},
         notes=notes,
     )
+
+
+def predict_fitting(capacity: int, leaving: Sequence[str], least: int = 0, **given: Any) -> Prediction:
+    """`predict`, with as few owners away during ROLLOUT as it takes to fit `capacity` bytes, or with all where that
+    does not suffice.
+
+    Args:
+        leaving: owners that may leave, in that order.
+        least: how many of them leave in any case.
+        given: arguments of `predict`.
+    """
+    for away in range(least, len(leaving) + 1):
+        prediction = predict(offloaded=leaving[:away], **given)
+        if sum(prediction.phases["rollout"].values()) <= capacity:
+            break
+    return prediction
 
 
 def optimizer_bytes(optim: str, trainable: Sequence[ParameterSize]) -> tuple[int, tuple[str, ...]]:

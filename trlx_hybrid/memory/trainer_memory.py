@@ -14,7 +14,7 @@ from ..errors import ConfigError
 from ..types import Phase
 from ..weights.policy import is_sharded
 from .arena import Arena
-from .estimate import LEAVING, Prediction, optimizer_bytes, plan_offload, predict
+from .estimate import LEAVING, Prediction, optimizer_bytes, plan_offload, predict_fitting
 from .ledger import (
     Ledger,
     gradient_tensors,
@@ -198,24 +198,20 @@ class TrainerMemory:
         self, kv_cache_bytes: int, engine_weight_bytes: int, *, shared: bool, asleep: Collection[str]
     ) -> Prediction:
         """With as many owners away during ROLLOUT as it takes to fit; none where no engine makes room in turn."""
-        mode = self._mode
-        movable = LEAVING[:2] if shared else LEAVING
-        least, most = {"all": (len(movable), len(movable)), "none": (0, 0)}.get(mode, (0, len(movable)))
-        if not asleep or (mode == "auto" and self.device.type != "cuda"):
-            least = most = 0  # as in `_leaving`
-        for away in range(least, most + 1):
-            prediction = predict(
-                parameter_sizes(self._policy.module),
-                optimizer=self._optimizer_name,
-                engine_weight_bytes=engine_weight_bytes,
-                kv_cache_bytes=kv_cache_bytes,
-                shared=shared,
-                asleep=asleep,
-                offloaded=movable[:away],
-            )
-            if sum(prediction.phases["rollout"].values()) <= self.capacity():
-                break
-        return prediction
+        movable: tuple[str, ...] = LEAVING[:2] if shared else LEAVING
+        if self._mode == "none" or not asleep or (self._mode == "auto" and self.device.type != "cuda"):
+            movable = ()  # as in `_leaving`
+        return predict_fitting(
+            self.capacity(),
+            movable,
+            least=len(movable) if self._mode == "all" else 0,
+            parameters=parameter_sizes(self._policy.module),
+            optimizer=self._optimizer_name,
+            engine_weight_bytes=engine_weight_bytes,
+            kv_cache_bytes=kv_cache_bytes,
+            shared=shared,
+            asleep=asleep,
+        )
 
     def capacity(self) -> int:
         """Bytes that all owners together may take: what is free, and what they hold."""

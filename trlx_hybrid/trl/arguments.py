@@ -87,7 +87,7 @@ def selecting(base: type[Any]) -> type[Any]:
 
 
 def suggesting(parser: type[Any]) -> type[Any]:
-    """TRL's `TrlParser`, which refuses an unknown key of `--config` by its name and the nearest known one."""
+    """TRL's `TrlParser`, which refuses an unknown key of `--config`, or flag, by its name and the nearest known one."""
 
     def parse_args_and_config(
         self: Any,
@@ -108,7 +108,21 @@ def suggesting(parser: type[Any]) -> type[Any]:
             )
         return unread
 
-    methods = {"parse_args_and_config": parse_args_and_config, "set_defaults_with_config": set_defaults_with_config}
+    def parse_args_into_dataclasses(
+        self: Any, args: Any = None, return_remaining_strings: bool = False, **others: Any
+    ) -> Any:
+        *parsed, unread = parser.parse_args_into_dataclasses(self, args, True, **others)
+        if unread and not return_remaining_strings:
+            unknown = unread[0].partition("=")[0]
+            hint = did_you_mean(unknown, (f"--{name}" for name in _read_by(self)))
+            raise ConfigError(f"{unknown!r} is among the arguments, which nothing reads.{hint}")
+        return (*parsed, unread) if return_remaining_strings else tuple(parsed)
+
+    methods = {
+        "parse_args_and_config": parse_args_and_config,
+        "parse_args_into_dataclasses": parse_args_into_dataclasses,
+        "set_defaults_with_config": set_defaults_with_config,
+    }
     members = {"__module__": __name__, "__doc__": suggesting.__doc__, "_refuses_unknown": False}
     return type(parser.__name__, (parser,), members | methods)
 

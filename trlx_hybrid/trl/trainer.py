@@ -16,9 +16,10 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import trl
+import trl.rewards
 from transformers import TrainerCallback
 from trl.chat_template_utils import add_response_schema, get_training_chat_template, parse_response
 from trl.distributed import DistributedBackend
@@ -411,6 +412,43 @@ GRPOTrainer = hybrid(trl.GRPOTrainer)
 RLOOTrainer = hybrid(trl.RLOOTrainer)
 DistillationTrainer = hybrid(trl.DistillationTrainer)
 TrlParser = suggesting(trl.TrlParser)
+
+
+class Trained(NamedTuple):
+    """What `trainer` of a recipe names: ours, TRL's below it, and its config."""
+
+    trainer: type[Any]
+    base: type[Any]
+    config: type[Any]
+
+
+TRAINED_BY = {
+    "grpo": Trained(GRPOTrainer, trl.GRPOTrainer, trl.GRPOConfig),
+    "rloo": Trained(RLOOTrainer, trl.RLOOTrainer, trl.RLOOConfig),
+}
+SCRIPT_ARGUMENTS, MODEL_CONFIG = trl.ScriptArguments, trl.ModelConfig
+REWARDS: dict[str, Callable[..., Any]] = {
+    "accuracy_reward": trl.rewards.accuracy_reward,
+    "reasoning_accuracy_reward": trl.rewards.reasoning_accuracy_reward,
+    "think_format_reward": trl.rewards.think_format_reward,
+    "get_soft_overlong_punishment": trl.rewards.get_soft_overlong_punishment(1280, 256),
+}
+"""Reward functions by the names that TRL's own command line gives them."""
+
+
+def model_arguments(model: Any, args: Any) -> dict[str, Any]:
+    """What TRL's `ModelConfig` says, as arguments of a trainer and in the `model_init_kwargs` of its config."""
+    said = {
+        "revision": model.model_revision,
+        "trust_remote_code": args.trust_remote_code,
+        "attn_implementation": model.attn_implementation,
+        "dtype": model.dtype,
+    }
+    args.model_init_kwargs = said | (args.model_init_kwargs or {})
+    return {
+        "peft_config": trl.get_peft_config(model),
+        "quantization_config": trl.get_quantization_config(model),
+    }
 
 
 def assistant_message(tokenizer: Any, token_ids: list[int], prefix: list[int], tools: Sequence[Any]) -> dict[str, Any]:

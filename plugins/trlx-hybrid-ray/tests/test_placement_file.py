@@ -169,15 +169,15 @@ def test_a_run_with_engines_and_a_judge_from_the_command_line(two_nodes, tmp_pat
     places.write_text(
         "trainer: {size: 2, gpus: 0}\n"
         "engine: {replicas: 2, strategy: spread}\n"
-        "reward digits: {replicas: 2, cpus: 0.5}\n"
+        "reward digits: {cpus: 0.5}\n"
     )
     joined = ["--address", two_nodes.address, "--token-file", str(two_nodes.token)]
-    script = [str(SCRIPTS / "remote_grpo.py"), str(tmp_path / "out"), "replicas=2", "steps=2", "judge=2"]
+    script = [str(SCRIPTS / "remote_grpo.py"), str(tmp_path / "out"), "replicas=2", "steps=2", "judge=1"]
     process = start(tmp_path, "--placement", str(places), *joined, *script, command=LAUNCH)
     out, err = process.communicate(timeout=400)
     assert process.returncode == 0, err[-4000:]
     shown = err[: err.index("[node")] if "[node" in err else err
-    for line in ("rank 0-1 on node", "engine 0 on node", "engine 1 on node", "reward digits 0-3 on node"):
+    for line in ("rank 0-1 on node", "engine 0 on node", "engine 1 on node", "reward digits 0-1 on node"):
         assert line in shown
     assert out.count(": rewards [") == 2
     assert nothing_left(str(tmp_path), segments) == []

@@ -76,6 +76,7 @@ class VLLMEngine:
             tempfile.TemporaryDirectory(prefix="trlx-hybrid-") as folder,
             internals.launcher_environment(ranks.rank, ranks.local_rank, ranks.world),
             internals.running(self.dtype),
+            internals.stdout_with_descriptor(),
             internals.frozen_heap(self._frozen > internals.PYTHONS_OWN),
             adapters_under_weights(rank) as joined,
             internals.compiled_once(folder, joined),

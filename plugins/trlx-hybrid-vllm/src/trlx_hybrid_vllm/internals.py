@@ -10,10 +10,12 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import io
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -386,6 +388,18 @@ FLOAT32_PRODUCTS = "TRITON_F32_DEFAULT"
 """How exact Triton's products of float32 are, read when a kernel is compiled. Left alone they are TF32, and attention,
 and so each log-prob, is off by 1e-3. PyTorch's own, and so the trainer's, are exact unless told otherwise."""
 EXACT = "ieee"
+
+
+@contextmanager
+def stdout_with_descriptor() -> Iterator[None]:
+    """Inside, `sys.stdout` has a file descriptor, which vLLM duplicates as it starts. Some notebooks have none."""
+    try:
+        sys.stdout.fileno()
+    except (AttributeError, io.UnsupportedOperation):
+        with redirect_stdout(sys.__stdout__):
+            yield
+    else:
+        yield
 
 
 @contextmanager

@@ -1,0 +1,25 @@
+"""GSM8K for a trainer: prompts of openai/gsm8k, and a reward that reads the last message."""
+
+import re
+
+ASKED = "Reason step by step, and put the final answer in \\boxed{}."
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def with_prompts(dataset):
+    """The columns `prompt` and `solution`, from `question` and `answer`."""
+
+    def prepared(row):
+        prompt = [{"role": "user", "content": f"{row['question']}\n{ASKED}"}]
+        return {"prompt": prompt, "solution": row["answer"].rpartition("####")[2].strip().replace(",", "")}
+
+    return dataset.map(prepared, remove_columns=["question", "answer"])
+
+
+def last_number(completions, solution, **columns):
+    """1 where the last number of the last message is the solution. For conversations with tools, which have several."""
+    said = [NUMBER.findall(messages[-1].get("content") or "") for messages in completions]
+    return [
+        float(bool(numbers) and float(numbers[-1].replace(",", "")) == float(right))
+        for numbers, right in zip(said, solution, strict=True)
+    ]

@@ -1,0 +1,198 @@
+"""`trlx-hybrid train RECIPE --forecast`: the ledger's prediction of a run, from its settings and its model's config,
+without weights or a GPU."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .errors import ConfigError
+from .memory.estimate import GIB, LEAVING, ParameterSize, predict_fitting
+from .memory.ledger import parameter_sizes, table
+from .memory.trainer_memory import ENGINES
+from .plugins.host import Host
+from .plugins.selection import select
+from .trl.arguments import trainer_arguments
+
+if TYPE_CHECKING:
+    from .train import Run
+
+RESERVED = 0.1
+"""Share of a GPU that the KV cache leaves alone: CUDA's own memory, graphs, and what sampling allocates."""
+
+
+class GPUs(NamedTuple):
+    """How many ranks, each with a GPU of so many bytes."""
+
+    ranks: int
+    bytes: int
+
+
+def gpus_of(text: str) -> GPUs:
+    """The GPUs of `--forecast`: "24" is one of 24 GiB, "8x80" are eight of 80.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    found = re.fullmatch(r"(?:([1-9]\d*)x)?(\d+(?:\.\d+)?)", text)
+    if found is None or float(found[2]) == 0:
+        raise ConfigError(f"--forecast {text}: write the GiB of a GPU, as 24, or of several, as 8x80.")
+    return GPUs(int(found[1] or 1), int(float(found[2]) * GIB))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSize:
+    """What the engine holds on one rank, in bytes, and who leaves for it.
+
+    Attributes:
+        shared: its weights are the policy's memory.
+        kv_cache: for `sequences` sequences of `length` tokens, each of which fills `sequence`, or as many as have room.
+        sleeps: whether it gives memory back during TRAIN.
+    """
+
+    weights: int
+    shared: bool
+    kv_cache: int
+    sequence: int
+    sequences: int
+    length: int
+    sleeps: bool
+
+    def __str__(self) -> str:
+        room = min(self.kv_cache // self.sequence, self.sequences)
+        return f"KV cache: room for {room} of {self.sequences} sequences of {self.length} tokens at once"
+
+
+def forecast(given: Run, gpus: GPUs) -> list[str]:
+    """Bytes per owner and phase on one rank, how many sequences the KV cache holds, and what is left to train with.
+
+    Raises:
+        MemoryPlanError: it does not fit; names the largest owner and the setting to change.
+        ConfigError, ComponentError: as when the run starts.
+    """
+    from .trl.trainer import model_arguments  # here, for it brings trl
+
+    args, mode = given.training, given.hybrid.offload
+    if given.model.model_name_or_path is None:
+        raise ConfigError("model_name_or_path is not set: name a model of the hub, or its folder.")
+    adapter = model_arguments(given.model, args)["peft_config"]
+    policy = policy_without_memory(given.model.model_name_or_path, adapter, **args.model_init_kwargs)
+    parameters = parameter_sizes(policy)
+    sharded = bool(args.fsdp) and gpus.ranks > 1
+    if sharded:
+        parameters = [shard(p, gpus.ranks, upcast=args.bf16 or args.fp16) for p in parameters]
+    engine = engine_size(given, policy, sum(p.bytes for p in parameters), gpus, sharded)
+    leaving = () if engine is None or not engine.sleeps or mode == "none" else LEAVING[: 2 if engine.shared else 3]
+    prediction = predict_fitting(
+        gpus.bytes,
+        leaving,
+        least=len(leaving) if mode == "all" else 0,
+        parameters=parameters,
+        optimizer=str(getattr(args.optim, "value", args.optim)),
+        engine_weight_bytes=engine.weights if engine else 0,
+        kv_cache_bytes=engine.kv_cache if engine else 0,
+        shared=engine is not None and engine.shared,
+        asleep=ENGINES if engine and engine.sleeps else (),
+    )
+    prediction.check(gpus.bytes)
+    left = gpus.bytes - sum(prediction.phases["train"].values())
+    micro_batch = args.per_device_train_batch_size * args.max_completion_length
+    logits = 2 * micro_batch * policy.config.get_text_config().vocab_size * (2 if args.bf16 or args.fp16 else 4)
+    of_what = "1 GPU" if gpus.ranks == 1 else f"each of {gpus.ranks} GPUs"
+    return [
+        f"{of_what} of {gpus.bytes / GIB:g} GiB",
+        *table(prediction),
+        *([str(engine)] if engine else []),
+        f"training: {left / GIB:.2f} GiB left for activations, of which logits of full length and their gradients take "
+        f"{logits / GIB:.2f}",
+    ]
+
+
+def engine_size(given: Run, policy: Any, held: int, gpus: GPUs, sharded: bool) -> EngineSize | None:
+    """What the chosen engine takes; None where TRL generates.
+
+    An engine that is told no size of its KV cache gets what is left during ROLLOUT, up to what its sequences fill: keys
+    and values of all layers. Sliding windows, latents, and states of a fixed size need less.
+
+    Args:
+        policy: on the meta device.
+        held: bytes of the policy on one rank.
+        sharded: whether that is a shard.
+    """
+    args = given.training
+    host = Host.load(given.hybrid.disable_plugins or ())
+    selection = select(given.hybrid, trainer_arguments(args, given.recipe.tools), host.registry)
+    if selection.engine is None:
+        return None
+    options = selection.engine.options
+    frozen = [p for p in policy.parameters() if not p.requires_grad]
+    base = (frozen or list(policy.parameters()))[0].dtype
+    mixed = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    told = getattr(torch, str(getattr(options, "dtype", None)), None)  # None for "auto"
+    dtype = told or (mixed if base is torch.float32 else base)
+    ranks = getattr(options, "ranks", 1)
+    text = policy.config.get_text_config()
+    shared = (
+        any(path.component.shares_memory for path in selection.weight_paths)
+        and not sharded
+        and (ranks, dtype, getattr(options, "quantization", None)) == (1, base, None)
+    )
+    weights = sum(p.numel() for p in policy.parameters()) * dtype.itemsize // ranks
+    length = getattr(options, "max_model_len", None) or text.max_position_embeddings
+    sequences = getattr(options, "max_num_seqs", None) or 256
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    sequence = 2 * text.num_hidden_layers * math.ceil(heads / ranks) * size * dtype.itemsize * length
+    share = getattr(options, "gpu_memory_utilization", None)
+    room = gpus.bytes * share - weights if share else gpus.bytes * (1 - RESERVED) - held - (0 if shared else weights)
+    return EngineSize(
+        weights=weights,
+        shared=shared,
+        kv_cache=getattr(options, "kv_cache_memory_bytes", None) or max(0, min(sequence * sequences, int(room))),
+        sequence=sequence,
+        sequences=sequences,
+        length=length,
+        sleeps=getattr(options, "enable_sleep_mode", False),
+    )
+
+
+def policy_without_memory(name: str, adapter: Any, *, dtype: str, trust_remote_code: bool, **others: Any) -> Any:
+    """The model that TRL would train, on the meta device, with its adapter, if any.
+
+    Args:
+        name: of the hub, or a folder with a config.json.
+        adapter: PEFT's config, or None.
+        dtype: as in TRL's `ModelConfig`.
+        others: `revision`; what does not change sizes is left aside.
+    """
+    import transformers
+    from peft import get_peft_model
+
+    revision = others.get("revision") or "main"
+    try:
+        config = transformers.AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
+    except OSError as error:  # no such model, or no network
+        raise ConfigError(f"model_name_or_path: the config of {name!r} cannot be read: {error}") from error
+    kind = getattr(transformers, (config.architectures or [""])[0], None)
+    with torch.device("meta"):
+        if kind is not None:
+            model = kind(config)
+        else:
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+        model.to(getattr(torch, dtype, None) or config.dtype or torch.float32)
+        model.tie_weights()
+        return model if adapter is None else get_peft_model(model, adapter)
+
+
+def shard(p: ParameterSize, ranks: int, upcast: bool) -> ParameterSize:
+    """The largest part of a parameter that FSDP2 gives to a rank: whole rows.
+
+    Args:
+        upcast: with mixed precision, accelerate keeps trained shards in float32.
+    """
+    shape = (math.ceil(p.shape[0] / ranks), *p.shape[1:]) if p.shape else ()
+    return replace(p, shape=shape, itemsize=4 if upcast and p.trainable else p.itemsize)

@@ -1,0 +1,287 @@
+"""`trlx-hybrid train`: a run from a recipe, a YAML file of settings each of which is a flag as well."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import yaml  # type: ignore[import-untyped]
+
+from .config import HybridConfig
+from .errors import ConfigError, HybridError, did_you_mean, nearest
+
+TRAINERS = ("grpo", "rloo")
+
+
+@dataclass(kw_only=True)
+class RecipeConfig:
+    """What a recipe says beside `HybridConfig` and TRL's `GRPOConfig` or `RLOOConfig`, `ModelConfig` and
+    `ScriptArguments`.
+
+    A function is named `module:function`, `module.function`, or `file.py:function` with a file in the folder of the
+    recipe or in the working directory.
+    """
+
+    trainer: str = field(default="grpo", metadata={"help": "Trainer of TRL's: 'grpo' or 'rloo'."})
+    reward_funcs: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Reward functions: names in `trl.rewards`, as 'accuracy_reward', 'module:function' or "
+            "'file.py:function'."
+        },
+    )
+    reward_model_name_or_path: str | None = field(
+        default=None, metadata={"help": "A reward model, before the reward functions: hub name or folder."}
+    )
+    tools: list[str] | None = field(
+        default=None, metadata={"help": "Tools of the model: 'module:function' or 'file.py:function'. GRPO only."}
+    )
+    prepare: str | None = field(
+        default=None,
+        metadata={
+            "help": "Function that takes the dataset and returns one with the column `prompt`, and those that rewards "
+            "and environments read: 'module:function' or 'file.py:function'."
+        },
+    )
+    forecast: str | None = field(
+        default=None,
+        metadata={
+            "help": "Print what the run is going to need in memory on GPUs of so many GiB, as '24', or '8x80' for "
+            "eight of 80 GiB, and end. Reads the model's config, and no weights."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        for name in ("reward_funcs", "tools"):
+            if isinstance(getattr(self, name), str):  # YAML with one name in the place of a list
+                setattr(self, name, [getattr(self, name)])
+
+
+class Run(NamedTuple):
+    """A recipe with its flags: each config as its owner reads it, and the recipe's folder."""
+
+    recipe: RecipeConfig
+    script: Any
+    training: Any
+    model: Any
+    hybrid: HybridConfig
+    folder: Path
+
+
+def add_command(commands: Any) -> None:
+    """Add `train` to what `argparse`'s `add_subparsers` returned; sets `run`, which takes the options."""
+    parser = commands.add_parser(
+        "train",
+        help="train as a recipe says, a YAML file",
+        description="Train as a recipe says, a YAML file. Every setting is a flag as well, and the flag wins: "
+        "`trlx-hybrid train RECIPE --help` lists them. On several GPUs: `accelerate launch --module trlx_hybrid train "
+        "RECIPE`.",
+    )
+    parser.add_argument("recipe", metavar="RECIPE", help="YAML file, such as examples/recipes/math-24gb.yaml")
+    parser.add_argument(
+        "settings", metavar="--SETTING VALUE", nargs=argparse.REMAINDER, help="in the place of the recipe's"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(options: Any) -> int:
+    """Train, or forecast.
+
+    Raises:
+        ConfigError: what is wrong with the recipe, said before the model is loaded.
+    """
+    given = read(Path(options.recipe), options.settings)
+    if given.recipe.forecast is None:
+        train(given)
+    else:
+        from .forecast import forecast, gpus_of  # here, for it brings torch
+
+        print("\n".join(forecast(given, gpus_of(str(given.recipe.forecast)))))
+    return 0
+
+
+def read(recipe: Path, flags: Sequence[str]) -> Run:
+    """The settings of a recipe and of the flags behind it.
+
+    Raises:
+        ConfigError: no such file, no YAML mapping, or a setting that nothing reads.
+    """
+    try:
+        settings = yaml.safe_load(recipe.read_text())
+    except OSError as error:
+        hint = did_you_mean(recipe.name, (file.name for file in recipe.parent.glob("*.y*ml")))
+        raise ConfigError(f"The recipe {recipe} cannot be read: {error.strerror}.{hint}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"The recipe {recipe} is not YAML: {error}") from error
+    if not isinstance(settings, dict):
+        raise ConfigError(f"The recipe {recipe} must have lines `setting: value`, and is a {type(settings).__name__}.")
+    which = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    which.add_argument("--trainer", default=settings.get("trainer", TRAINERS[0]))
+    which.add_argument("--forecast", default=settings.get("forecast"))
+    first = which.parse_known_args(flags)[0]
+    trainer = first.trainer
+    if trainer not in TRAINERS:
+        raise ConfigError(
+            f"trainer is {trainer!r}.{did_you_mean(str(trainer), TRAINERS)} It takes {' and '.join(TRAINERS)}."
+        )
+
+    from .trl.trainer import MODEL_CONFIG, SCRIPT_ARGUMENTS, TRAINED_BY, TrlParser  # here, for it brings trl
+
+    parser = TrlParser(
+        (RecipeConfig, SCRIPT_ARGUMENTS, TRAINED_BY[trainer].config, MODEL_CONFIG, HybridConfig),
+        prog=f"trlx-hybrid train {recipe}",
+        usage="%(prog)s [--SETTING VALUE ...]",
+    )
+    if first.forecast is not None:
+        flags = [*flags, "--use_cpu", "True"]  # transformers refuses `bf16` where there is no GPU
+    try:
+        parsed = parser.parse_args_and_config(["--config", str(recipe), *flags])
+    except HybridError:
+        raise
+    except ValueError as error:  # of TRL's and transformers' configs
+        raise ConfigError(f"The settings of {recipe} cannot be: {error}") from error
+    return Run(*parsed, recipe.resolve().parent)  # type: ignore[call-arg]
+
+
+def train(given: Run) -> Any:
+    """Train and save the model. Returns the trainer.
+
+    Raises:
+        ConfigError: as in `run`.
+    """
+    from .trl.rewards import refuse_missing_package
+    from .trl.trainer import REWARDS, TRAINED_BY, model_arguments
+
+    recipe, training = given.recipe, given.training
+    trainer = TRAINED_BY[recipe.trainer].trainer
+    if given.model.model_name_or_path is None:
+        raise ConfigError("model_name_or_path is not set: name a model of the hub, or its folder.")
+    rewards = [function(name, given.folder, "reward_funcs", REWARDS) for name in recipe.reward_funcs or ()]
+    refuse_missing_package(rewards)
+    arguments: dict[str, Any] = {
+        "reward_funcs": [*filter(None, [recipe.reward_model_name_or_path]), *rewards],
+        "tools": [function(name, given.folder, "tools") for name in recipe.tools or ()],
+    }
+    if recipe.tools and "tools" not in inspect.signature(TRAINED_BY[recipe.trainer].base).parameters:
+        raise ConfigError(f"tools are set, and trainer={recipe.trainer!r} has none in TRL. Set trainer='grpo'.")
+    prepare = function(recipe.prepare, given.folder, "prepare") if recipe.prepare is not None else None
+    for name, missing in (
+        ("reward_funcs", not arguments["reward_funcs"]),
+        ("dataset_name", not given.script.dataset_name),
+    ):
+        if missing and given.hybrid.environment is None:
+            raise ConfigError(
+                f"{name} is not set, and there is no environment that would bring it. Set one of the two."
+            )
+    if given.script.dataset_name:
+        arguments["train_dataset"] = dataset(given.script, given.script.dataset_train_split, prepare)
+        if training.eval_strategy != "no":
+            arguments["eval_dataset"] = dataset(given.script, given.script.dataset_test_split, prepare)
+    arguments |= model_arguments(given.model, training)
+    arguments = {name: value for name, value in arguments.items() if value not in (None, [])}
+    running = trainer(model=given.model.model_name_or_path, args=training, hybrid=given.hybrid, **arguments)
+    running.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    running.save_model(training.output_dir)
+    if training.push_to_hub:
+        running.push_to_hub(dataset_name=given.script.dataset_name)
+    return running
+
+
+def function(name: str, folder: Path, setting: str, known: Mapping[str, Callable[..., Any]] | None = None) -> Any:
+    """The function that a recipe names.
+
+    Args:
+        folder: the recipe's.
+        setting: where it is named, for the errors.
+        known: functions that go by their name alone.
+
+    Raises:
+        ConfigError: there is no such file, module or function; names the nearest.
+    """
+    if known and name in known:
+        return known[name]
+    separator = ":" if ":" in name else "."
+    place, _, attribute = name.rpartition(separator)
+    if not place:
+        names = f" It takes {', '.join(known)}, or" if known else " Write"
+        raise ConfigError(
+            f"{setting}: no function {name!r}.{did_you_mean(name, known or ())}{names} 'module:function' or "
+            "'file.py:function'."
+        )
+    module = _file(place, folder, setting) if place.endswith(".py") else _module(place, setting)
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        there = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        problem = "no function" if found is None else f"a {type(found).__name__} and no function"
+        raise ConfigError(f"{setting}: {place} has {problem} {attribute!r}.{did_you_mean(attribute, there)}")
+    return found
+
+
+def _file(place: str, folder: Path, setting: str) -> ModuleType:
+    """A Python file, executed once, under a name that no other module has."""
+    file = next((path for path in (folder / place, Path(place)) if path.is_file()), None)
+    if file is None:
+        near = nearest(Path(place).name, (path.name for path in folder.glob("*.py")))
+        hint = f" Did you mean {near!r}?" if near else ""
+        raise ConfigError(f"{setting}: no file {place} in {folder} or in the working directory.{hint}")
+    name = f"recipe_{file.resolve().stem}"
+    loaded = sys.modules.get(name)
+    if loaded is not None and loaded.__file__ == str(file.resolve()):
+        return loaded
+    spec = importlib.util.spec_from_file_location(name, file.resolve())
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _module(place: str, setting: str) -> ModuleType:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as in TRL's own command line
+    try:
+        return importlib.import_module(place)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+            raise  # of what the module itself imports
+        raise ConfigError(
+            f"{setting}: no module {error.name!r}. Install it, or write 'file.py:function' for a file of your own."
+        ) from error
+
+
+def dataset(script: Any, split: str, prepare: Callable[[Any], Any] | None) -> Any:
+    """One split as the trainer takes it.
+
+    Args:
+        script: TRL's `ScriptArguments`.
+
+    Raises:
+        ConfigError: it cannot be loaded, or has no column `prompt`.
+    """
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset(
+            script.dataset_name, name=script.dataset_config, split=split, streaming=script.dataset_streaming
+        )
+    except (OSError, ValueError) as error:  # no such name or folder, configuration or split, or no network
+        raise ConfigError(
+            f"dataset_name: {script.dataset_name!r}, split {split!r}, cannot be loaded: {error}"
+        ) from error
+    rows = prepare(rows) if prepare is not None else rows
+    columns = getattr(rows, "column_names", None)
+    if columns is not None and "prompt" not in columns:
+        raise ConfigError(
+            f"dataset_name: {script.dataset_name!r} has no column 'prompt', but {', '.join(columns)}. Set `prepare` "
+            "to a function that makes it."
+        )
+    return rows

@@ -82,7 +82,8 @@ test-versions: .venv-newest/run
 test-vision: .venv-vision/run
 	$(CPU) .venv-vision/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) \
 		$(patsubst %,plugins/trlx-hybrid-%/tests/test_images.py,vllm reshard multiturn ray) \
-		tests/whole_runs/test_on_a_cpu.py::test_pictures tests/test_recipes.py::test_pictures
+		tests/whole_runs/test_on_a_cpu.py::test_pictures tests/test_recipes.py::test_pictures \
+		tests/test_examples.py::test_squares_are_counted
 
 # OpenEnv and verifiers ask for versions that clash with vLLM's: each has an environment of its own, without torch.
 .venv-%/run: requirements/%.lock

@@ -1,8 +1,11 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -43,6 +46,18 @@ def test_the_example_trains_and_saves_from_the_command_line(tmp_path):
     assert "engine=vllm (use_vllm=True) · weights=lora (auto; not alias: the policy has adapters" in done.stderr
     assert "· rollout=single_turn (default)" in done.stderr
     assert (tmp_path / "out" / "adapter_model.safetensors").exists()
+
+
+def test_squares_are_counted(tmp_path):
+    """In `make test-vision`, from the command line, with fewer steps: the accuracy on new pictures rises."""
+    pytest.importorskip("torchvision", reason="processors of pictures need torchvision")
+    command = [sys.executable, str(EXAMPLES / "count_shapes.py"), "--output_dir", str(tmp_path), "--max_steps", "12"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    before, after = (float(share) for share in re.findall(r"([\d.]+)%", done.stdout)[-2:])
+    assert after > before + 20
+    assert "engine=vllm (use_vllm=True)" in done.stderr
+    assert {"model.safetensors", "reward.png"} <= {path.name for path in tmp_path.iterdir()}
 
 
 AS_A_KERNEL = """

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,9 @@ from ..protocols import Groups
 from ..rollout.rounds import batch_of, rows_per_rank
 
 logger = logging.getLogger(__name__)
+
+SUMMED = ("hybrid/rollout_seconds", "hybrid/sync_seconds", "hybrid/sync_bytes")
+"""Metrics of a rollout that those of further rounds are added to."""
 
 TOOLS = ("_sync_tool_dicts", "_async_tool_dicts")
 """Of a trainer of TRL's: the tools of each row."""
@@ -72,9 +75,11 @@ def refuses(trainer: Any) -> str | None:
     dataset = trainer.train_dataset
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         return "its training dataset is iterable, so no row can be asked for. Load it as a `datasets.Dataset`"
+    if not trainer.session.algorithms.filters:
+        return None
     if {"image", "images"} & set(getattr(dataset, "column_names", None) or ()):
         return "its dataset has images, which TRL puts into prompts before they are sampled. Leave these out"
-    if trainer.environment_factories is not None and trainer.session.algorithms.filters:
+    if trainer.environment_factories is not None:
         return (
             "TRL resets the environments of `environment_factory` once in each batch. Play them with "
             "rollout_func=episodes(...)"
@@ -104,16 +109,17 @@ def resampled(trainer: Any, prompts: list[Any], sample: Callable[[list[Any]], An
         sample: one round, as TRL's `_generate`.
     """
     session, size, ranks = trainer.session, trainer.num_generations, trainer.session.ranks
-    batch_rows, needed, seconds = session.rows, len(prompts) * ranks.world // size, 0.0
+    batch_rows, needed = session.rows, len(prompts) * ranks.world // size
     columns, tools = list(batch_rows[0]), {name: getattr(trainer, name) for name in TOOLS if hasattr(trainer, name)}
     rounds: list[Round] = []
+    metrics: dict[str, Any] = {}
     missing = needed
     while missing > 0 and len(rounds) < session.algorithms.rounds:
         rows, numbers = _drawn_rows(trainer, missing, columns) if rounds else _first_round(trainer, needed)
         for name, of_rows in tools.items():  # without environments, each row has the same
             setattr(trainer, name, of_rows[:1] * len(rows))
         rounds.append(_round(trainer, rows, numbers, sample))
-        seconds += session.metrics.get("hybrid/rollout_seconds", 0.0)
+        metrics = _together(metrics, session.metrics)
         missing -= sum(rounds[-1].kept)
     for name, of_rows in tools.items():
         setattr(trainer, name, of_rows)
@@ -125,8 +131,7 @@ def resampled(trainer: Any, prompts: list[Any], sample: Callable[[list[Any]], An
     for column in dict.fromkeys(column for row in batch for column in row.logged):
         trainer._pending_extra_logs[column].extend(row.logged.get(column) for row in batch)
     sampled = sum(len(one.kept) for one in rounds)
-    session.metrics |= {
-        "hybrid/rollout_seconds": seconds,
+    session.metrics |= metrics | {
         "hybrid/rounds": float(len(rounds)),
         "hybrid/sampled_groups": float(sampled),
         "hybrid/kept_groups": float(sum(sum(one.kept) for one in rounds)),
@@ -247,6 +252,12 @@ def _as_generated(batch: Sequence[SampledRow], tools: bool) -> Any:
     tool_images = [row.tool_images for row in batch] if tools else []
     columns = [column(name) for name in ("prompt_ids", "completion_ids", "loss_mask", "completion", "logprobs")]
     return (*columns, {}, column("images"), tool_images)
+
+
+def _together(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics of a batch after one more round: sums of what each takes, all values of a list, else the last."""
+    both = before.keys() & now.keys()
+    return {**before, **now} | {n: before[n] + now[n] for n in both if n in SUMMED or isinstance(now[n], list)}
 
 
 def _say_short(trainer: Any, kept: int, needed: int, sampled: int) -> None:

@@ -167,9 +167,7 @@ def test_a_run_with_engines_and_a_judge_from_the_command_line(two_nodes, tmp_pat
     segments = Segments()
     places = tmp_path / "places.yaml"
     places.write_text(
-        "trainer: {size: 2, gpus: 0}\n"
-        "engine: {replicas: 2, strategy: spread}\n"
-        "reward digits: {cpus: 0.5}\n"
+        "trainer: {size: 2, gpus: 0}\nengine: {replicas: 2, strategy: spread}\nreward digits: {cpus: 0.5}\n"
     )
     joined = ["--address", two_nodes.address, "--token-file", str(two_nodes.token)]
     script = [str(SCRIPTS / "remote_grpo.py"), str(tmp_path / "out"), "replicas=2", "steps=2", "judge=1"]

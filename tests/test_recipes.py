@@ -193,6 +193,19 @@ def test_a_forecast_where_trl_generates_has_no_engine(tmp_path, capsys):
     assert "KV cache" not in out
 
 
+def test_a_forecast_counts_batches_over_all_ranks_and_says_what_it_does_not_count(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(SEVEN))
+    few = ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1", "--num_generations", "8"]
+    words = ["train", str(FOLDER / "math-8x80gb.yaml"), "--model_name_or_path", str(tmp_path), *few]
+    assert main([*words, "--forecast", "8x80", "--beta", "0.04"]) == 0
+    assert "\nnot counted: the reference model of beta\n" in capsys.readouterr().out
+    assert main([*words, "--forecast", "80"]) == 1
+    assert "must be divisible by num_generations" in capsys.readouterr().err
+    words = ["train", str(FOLDER / "math-24gb.yaml"), "--model_name_or_path", str(tmp_path), "--load_in_4bit"]
+    assert main([*words, "--forecast", "24"]) == 1
+    assert "sizes of bases that bitsandbytes quantises are not known" in capsys.readouterr().err
+
+
 def test_the_last_number_of_the_last_message_is_the_answer():
     last_number = function("gsm8k.py:last_number", FOLDER, "reward_funcs")
     said = ["So 3 + 4 = 7.", "It costs $1,080.", "\\boxed{-2.50}", "7 or 8", "", None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -93,13 +93,12 @@ class Algorithms:
         """
         for component, algorithm in self._having("draw"):
             drawn = algorithm.draw(count, size)
-            if drawn is None:
-                continue
-            rows = list(drawn)
-            good = len(rows) == count and all(isinstance(row, int) and 0 <= row < size for row in rows)
-            if not good:
-                raise _fault(component, "draw", f"{rows!r:.80}", f"{count} row numbers below {size}")
+            rows = None if drawn is None else [getattr(row, "item", lambda row=row: row)() for row in drawn]
             self._agree(component, "draw", rows)
+            if rows is None:
+                continue
+            if len(rows) != count or not all(isinstance(row, int) and 0 <= row < size for row in rows):
+                raise _fault(component, "draw", f"{rows!r:.80}", f"{count} row numbers below {size}")
             return rows
         return None
 
@@ -130,9 +129,9 @@ class Algorithms:
         kept = (~groups.totals.isnan()).any(dim=1).tolist()
         for component, algorithm in self._having("keep"):
             answer = [bool(flag) for flag in algorithm.keep(groups)]
+            self._agree(component, "keep", answer)
             if len(answer) != len(groups):
                 raise _fault(component, "keep", f"{len(answer)} values", f"one for each of {len(groups)} groups")
-            self._agree(component, "keep", answer)
             kept = [both and flag for both, flag in zip(kept, answer, strict=True)]
         return kept
 
@@ -162,26 +161,20 @@ class Algorithms:
                 return advantages.masked_fill(~scored, 0.0)
         return None
 
-    def loss(self, scores: Scores, batch: Mapping[str, Tensor], log: Callable[[str, Tensor], None]) -> Tensor | None:
-        """What they add to a micro-batch's loss; None where that is nothing.
-
-        Args:
-            log: is told what each adds.
+    def loss(self, scores: Scores, batch: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        """What each of those that have terms adds to a micro-batch's loss; None where that is nothing.
 
         Raises:
             ComponentError: something else than a scalar.
         """
-        added: Tensor | None = None
+        terms: dict[str, Tensor | None] = {}
         for component, algorithm in self._having("loss"):
             term: Any = algorithm.loss(scores, batch)
-            if term is None:
-                continue
-            if not isinstance(term, Tensor) or term.ndim:
+            if term is not None and (not isinstance(term, Tensor) or term.ndim):
                 found = f"a tensor of shape {tuple(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
                 raise _fault(component, "loss", found, "a scalar tensor")
-            log(component.name, term.detach())
-            added = term if added is None else added + term
-        return added
+            terms[component.name] = term
+        return terms
 
     def _agree(self, component: Component, method: str, answer: Any) -> None:
         """Ranks that go on with different answers would wait for each other."""

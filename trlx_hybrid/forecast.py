@@ -79,6 +79,8 @@ def forecast(given: Run, gpus: GPUs) -> list[str]:
     args, mode = given.training, given.hybrid.offload
     if given.model.model_name_or_path is None:
         raise ConfigError("model_name_or_path is not set: name a model of the hub, or its folder.")
+    if given.model.load_in_4bit or given.model.load_in_8bit:
+        raise ConfigError("--forecast: sizes of bases that bitsandbytes quantises are not known. Leave it out.")
     adapter = model_arguments(given.model, args)["peft_config"]
     policy = policy_without_memory(given.model.model_name_or_path, adapter, **args.model_init_kwargs)
     parameters = parameter_sizes(policy)
@@ -102,6 +104,10 @@ def forecast(given: Run, gpus: GPUs) -> list[str]:
     left = gpus.bytes - sum(prediction.phases["train"].values())
     micro_batch = args.per_device_train_batch_size * args.max_completion_length
     logits = 2 * micro_batch * policy.config.get_text_config().vocab_size * (2 if args.bf16 or args.fp16 else 4)
+    others = {
+        "the reference model of beta": bool(args.beta) and adapter is None,
+        "the reward model": given.recipe.reward_model_name_or_path is not None,
+    }
     of_what = "1 GPU" if gpus.ranks == 1 else f"each of {gpus.ranks} GPUs"
     return [
         f"{of_what} of {gpus.bytes / GIB:g} GiB",
@@ -109,6 +115,7 @@ def forecast(given: Run, gpus: GPUs) -> list[str]:
         *([str(engine)] if engine else []),
         f"training: {left / GIB:.2f} GiB left for activations, of which logits of full length and their gradients take "
         f"{logits / GIB:.2f}",
+        *(f"not counted: {what}" for what, there in others.items() if there),
     ]
 
 

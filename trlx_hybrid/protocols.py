@@ -407,7 +407,7 @@ class Groups:
         rewards: (groups, num_generations, functions) float32, what the reward functions returned; NaN for None, and for
             rows of which nothing can be trained.
         weights: (functions,) float32, TRL's `reward_weights`.
-        lengths: (groups, num_generations) int64, sampled tokens that are trained.
+        lengths: (groups, num_generations) int64, tokens that the model has sampled.
         truncated: (groups, num_generations) bool, whether a completion was cut off before its end token.
         rows: number of each group's prompt in the training dataset; None where TRL's data loader brought it.
     """

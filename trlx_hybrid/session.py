@@ -362,16 +362,18 @@ class Session:
     def save_state(self, folder: Path) -> None:
         """Write what a resume needs to sample on as if it had not been interrupted. Rank 0 only."""
         file = folder / f"{STATE_FILE}.part"  # renamed when it is whole, so that a kill leaves none that is not
-        state = {"weight_version": self.versions.version, "algorithms": self.algorithms.state()}
+        state: dict[str, Any] = {"weight_version": self.versions.version}
+        if self.config.replay is None:  # in which they saw nothing
+            state["algorithms"] = self.algorithms.state()
         file.write_text(json.dumps(state))
         file.replace(folder / STATE_FILE)
 
     def load_state(self, folder: Path, step: int) -> None:
-        """Take up a checkpoint; one that stock TRL wrote counts a version per optimizer step."""
+        """Take up a checkpoint; one that stock TRL wrote counts a version per optimizer step. Collective."""
         file = folder / STATE_FILE
         state: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"weight_version": step}
         self.versions.version = state["weight_version"]
-        self.algorithms.load_state(state.get("algorithms", {}))
+        self.algorithms.load_state(self.ranks.gather(state.get("algorithms", {}))[0])  # whoever has the file, all alike
         self.versions.forget()
         self.sampler.forget()
 

@@ -136,8 +136,13 @@ def read(recipe: Path, flags: Sequence[str]) -> Run:
 
     from .trl.trainer import MODEL_CONFIG, SCRIPT_ARGUMENTS, TRAINED_BY, TrlParser  # here, for it brings trl
 
+    config = TRAINED_BY[trainer].config
+    if first.forecast is not None:  # whose batches are those of all its ranks
+        from .forecast import gpus_of
+
+        config = type(config.__name__, (config,), {"world_size": gpus_of(str(first.forecast)).ranks})
     parser = TrlParser(
-        (RecipeConfig, SCRIPT_ARGUMENTS, TRAINED_BY[trainer].config, MODEL_CONFIG, HybridConfig),
+        (RecipeConfig, SCRIPT_ARGUMENTS, config, MODEL_CONFIG, HybridConfig),
         prog=f"trlx-hybrid train {recipe}",
         usage="%(prog)s [--SETTING VALUE ...]",
     )
@@ -189,7 +194,8 @@ def train(given: Run) -> Any:
     arguments |= model_arguments(given.model, training)
     arguments = {name: value for name, value in arguments.items() if value not in (None, [])}
     running = trainer(model=given.model.model_name_or_path, args=training, hybrid=given.hybrid, **arguments)
-    running.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    resume = training.resume_from_checkpoint  # a flag brings text
+    running.train(resume_from_checkpoint={"true": True, "false": None}.get(str(resume).lower(), resume))
     running.save_model(training.output_dir)
     if training.push_to_hub:
         running.push_to_hub(dataset_name=given.script.dataset_name)
@@ -241,7 +247,11 @@ def _file(place: str, folder: Path, setting: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

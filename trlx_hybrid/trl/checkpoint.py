@@ -55,11 +55,12 @@ class Checkpointing:
             self.session.load_state(Path(checkpoint), trainer.state.global_step)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]
         trainer: Any = self
         if trainer.args.should_save and not (self.session.selection.stock and not self.session.algorithms):
             folder = Path(trainer._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-            self.session.save_state(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            self.session.save_state(folder)  # first: what is written last tells that all of it is there
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
 
 
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")

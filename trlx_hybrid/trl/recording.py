@@ -249,6 +249,8 @@ def facts_of(trainer: Any) -> dict[str, Any]:
             "eos_token_id": tokenizer.eos_token_id,
         },
         "settings": json.loads(trainer.args.to_json_string()),
+        "algorithm": config.algorithm,
+        "algorithm_options": config.options("algorithm"),
         "router_replay": config.router_replay,
         "scoring": config.scoring,
         "scoring_options": config.options("scoring"),

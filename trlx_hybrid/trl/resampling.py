@@ -62,12 +62,14 @@ class Round:
         rewards: (world * B, functions), of all ranks.
         numbers: of each group of all ranks, its row of the dataset; None where that is not known.
         kept: which of the groups.
+        totals: (groups, num_generations), weighted sums of the rewards; NaN where a row has none.
     """
 
     rows: list[SampledRow]
     rewards: Tensor
     numbers: Sequence[int | None]
     kept: list[bool]
+    totals: Tensor
 
 
 def refuses(trainer: Any) -> str | None:
@@ -135,6 +137,7 @@ def resampled(trainer: Any, prompts: list[Any], sample: Callable[[list[Any]], An
         "hybrid/rounds": float(len(rounds)),
         "hybrid/sampled_groups": float(sampled),
         "hybrid/kept_groups": float(sum(sum(one.kept) for one in rounds)),
+        "hybrid/sampled_reward": float(torch.cat([one.totals for one in rounds]).nanmean()),
     }
     if missing > 0 and ranks.rank == 0:
         _say_short(trainer, needed - missing, needed, sampled)
@@ -147,11 +150,13 @@ def _batch(trainer: Any, rounds: Sequence[Round], needed: int) -> list[SampledRo
     places = batch_of([one.kept for one in rounds], needed)
     wanted = [(place.round, place.group * size + n) for place in places for n in range(size)]
     held = {(k, ranks.rank * len(one.rows) + i): row for k, one in enumerate(rounds) for i, row in enumerate(one.rows)}
-    if ranks.world > 1:
-        parts = ranks.gather({at: held[at] for at in wanted if at in held})
-        held = {at: row for part in parts for at, row in part.items()}
-    fills = [not place.kept for place in places for _ in range(size)]
     share = len(wanted) // ranks.world
+    sizes = [len(one.rows) for one in rounds]  # alike on all ranks
+    moving = [(k, at) for place, (k, at) in enumerate(wanted) if at // sizes[k] != place // share]
+    if moving:
+        for part in ranks.gather({at: held[at] for at in moving if at in held}):
+            held |= part
+    fills = [not place.kept for place in places for _ in range(size)]
     here = slice(ranks.rank * share, (ranks.rank + 1) * share)
     batch = [held[at] for at in wanted[here]]
     for row, fill in zip(batch, fills[here], strict=True):
@@ -239,7 +244,7 @@ def _round(
     sampled = [SampledRow(*of_row) for of_row in zip(*(values or nothing for values in every), strict=True)]
     groups = sampled_groups(trainer, rewards, numbers)
     session.algorithms.observe(groups)
-    return Round(sampled, rewards, numbers, session.algorithms.keep(groups))
+    return Round(sampled, rewards, numbers, session.algorithms.keep(groups), groups.totals)
 
 
 def _as_generated(batch: Sequence[SampledRow], tools: bool) -> Any:

@@ -119,6 +119,9 @@ def replaced(session: Session, batch: Mapping[str, Any], rewards: Tensor | None)
     advantages = session.host.call(HOOK, session=session, batch={**batch, "rewards_per_func": rewards})
     if advantages is None:
         return stock
+    if isinstance(advantages, Tensor) and advantages.shape == stock.shape and rewards is not None:
+        mine = rewards[session.ranks.rank * len(stock) :][: len(stock)].isnan().all(dim=1)  # no reward, no advantage
+        advantages = advantages.masked_fill(mine.view(-1, *[1] * (stock.ndim - 1)), 0.0)
     problem = None
     if not isinstance(advantages, Tensor):
         problem = f"a {type(advantages).__name__} where a tensor was expected"

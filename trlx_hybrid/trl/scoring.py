@@ -66,6 +66,7 @@ class Scored:
 
     _skips_old = False  # the next rows to be scored are those of the old log-probs, which are left out
     _micro_batch: dict[str, Any] | None = None  # whose loss is being computed
+    _terms_added = False  # to the loss of that micro-batch, by algorithms
     _loss_scores: Scores | None = None  # of that micro-batch, where algorithms add to its loss
     _loss_tokens = 0  # that the model was given to compute losses from, padding included
     _window = (-1, 0)  # the optimizer step, and the micro-batches that it has already
@@ -85,7 +86,15 @@ class Scored:
         step = self.state.global_step  # type: ignore[attr-defined]
         if self._window[0] != step:
             self._window, self._joined = (step, 0), None
+        self._terms_added = False
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        adds = self.session.algorithms.loses if "session" in self.__dict__ else None
+        if adds is not None and not self._terms_added:
+            own = overriding(self, (SCORER, *LOSS)) or "the trainer"
+            raise ComponentError(
+                f"HybridConfig.algorithm: {adds!r} adds to the loss, and {own} computes it without TRL's {SCORER}. "
+                "Leave the algorithm out."
+            )
         self._window = step, self._window[1] + 1
         if self._joined is not None and self._joined.taken:
             self._end_joined(self._joined)
@@ -174,14 +183,16 @@ class Scored:
             self._micro_batch = self._loss_scores = None
 
     def _added_loss(self, scores: Scores, inputs: dict[str, Any]) -> Any:
-        """What the run's algorithms add to a micro-batch's loss, divided as TRL divides its own."""
+        """What the run's algorithms add to a micro-batch's loss, divided as TRL divides its own. Collective."""
         trainer: Any = self
-
-        def log(name: str, term: Tensor) -> None:
-            trainer._metrics["train"][f"hybrid/loss/{name}"].append(trainer.accelerator.gather(term).mean().item())
-
-        term = self.session.algorithms.loss(scores, inputs, log)
-        return 0.0 if term is None else term / trainer.current_gradient_accumulation_steps
+        self._terms_added = True
+        terms = self.session.algorithms.loss(scores, inputs)
+        none = torch.zeros((), device=scores.log_probs.device)
+        added = [none if term is None else term for term in terms.values()]
+        values = trainer.accelerator.gather(torch.stack([term.detach().float() for term in added])[None]).mean(0)
+        for name, value in zip(terms, values.tolist(), strict=True):
+            trainer._metrics["train"][f"hybrid/loss/{name}"].append(value)
+        return torch.stack(added).sum() / trainer.current_gradient_accumulation_steps
 
     def _get_per_token_logps_and_entropies(
         self,
@@ -258,7 +269,9 @@ class Scored:
             deferred.fill(trainer, self._micro_batch, scores.log_probs.detach())
         if self._micro_batch is not None and experts is not None:
             self._log_difference()
-        if self._micro_batch is not None and trainer.model.training and self.session.algorithms.loses is not None:
+        first = self._micro_batch is not None and self._loss_scores is None
+        adds = trainer.model.training and self.session.algorithms.loses is not None
+        if first and adds and not reference and torch.is_grad_enabled():
             self._loss_scores = scores
         return scores
 

@@ -104,7 +104,8 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
     """
 
     session: Session
-    _in_rounds = False  # a batch is being sampled in rounds
+    _rolls_out = False  # a batch is being sampled and scored
+    _in_rounds = False  # in rounds
     _known_rewards: Any = None  # of the batch that rounds have sampled, until TRL asks
     _row_numbers: Any = None  # of the batch's groups in the training dataset, where somebody has chosen them
     _groups: Any = None  # of the batch, with the rewards that are trained on
@@ -219,6 +220,12 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
                 "both have advantages of their own. Leave the one out, or disable the other: "
                 f"disable_plugins=[{adviser.name!r}]."
             )
+        own = overriding(self, ("_generate_and_score_completions",)) if algorithms.adviser is not None else None
+        if own is not None:
+            raise ConfigError(
+                f"HybridConfig.algorithm={algorithms.adviser!r} has advantages of its own, and {own} may change which "
+                "rows they are of. Leave it out."
+            )
         reason = resampling.refuses(self) if algorithms.filters or algorithms.draws else None
         if reason is not None:
             names = ", ".join(self._config.algorithm or ())
@@ -261,7 +268,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
     def _generate(self, prompts: list[Any]) -> Any:
         if not self._attached:
             return super()._generate(prompts)  # type: ignore[misc]
-        if self._learns and self.session.algorithms.filters:
+        if self._learns and self._rolls_out and self.session.algorithms.filters:
             self._in_rounds = True
             try:
                 self._generated = resampling.resampled(self, prompts, self._one_round)
@@ -319,7 +326,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
     def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Any:
         known, self._known_rewards = self._known_rewards, None
         self._rewards = self._all_rewards(*args, **kwargs) if known is None else known
-        if self._attached and self.session.algorithms.judges and self._learns and not self._in_rounds:
+        if self._rolls_out and self._learns and self.session.algorithms.judges and not self._in_rounds:
             groups = resampling.sampled_groups(self, self._rewards, self._row_numbers)
             if known is None:
                 self.session.algorithms.observe(groups)
@@ -344,12 +351,17 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
     def _roll_out(self, inputs: list[Any]) -> Any:
         trainer: Any = self
         session, self._rewards, self._row_numbers, self._groups = self.session, None, None, None
+        self._known_rewards = None  # of a batch that something interrupted
         inputs = list(inputs)  # rounds put others in
         drawn = resampling.drawn(self, inputs) if session.algorithms.draws and self._learns else None
         if drawn is not None:
             inputs, self._row_numbers = drawn
         session.rows = inputs
-        batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        self._rolls_out = True
+        try:
+            batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        finally:
+            self._rolls_out = False
         self._check_sampled(batch)
         if "advantages" in batch:
             batch["advantages"] = self._advised(batch["advantages"])
@@ -366,7 +378,10 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
         advantages = self.session.algorithms.advantages(self._groups) if self._groups is not None else None
         if advantages is None:
             return stock
-        first = self.session.ranks.rank * len(stock)
+        every, first = advantages.flatten().tolist(), self.session.ranks.rank * len(stock)
+        logged = self._logs["advantages"]  # type: ignore[attr-defined]
+        for place in range(1, min(len(every), len(logged)) + 1):
+            logged[-place] = every[-place]
         return advantages.flatten()[first : first + len(stock)].to(stock)
 
     def _check_sampled(self, batch: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from trlx_hybrid import GRPOTrainer, hookimpl
-from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.errors import ComponentError, ConfigError
 from trlx_hybrid.protocols import Groups
 from trlx_hybrid.testing.conformance import check_algorithm
 from trlx_hybrid_algorithms.advantages import LeaveOneOut, OptimalBaseline, PassAtK
@@ -28,7 +28,7 @@ def groups(rewards, lengths=None, rows=None, weights=(1.0,)):
 
 
 def test_groups_are_kept_where_rewards_differ():
-    found = DynamicSampling(DynamicSamplingOptions()).keep(
+    found = DynamicSampling(DynamicSamplingOptions(), each=False).keep(
         groups([[0, 0, 0], [0, 1, 0], [NAN, 1, 1], [NAN, 1, 2], [NAN, NAN, NAN], [NAN, NAN, 1]])
     )
     assert found == [False, True, False, True, False, False]
@@ -72,6 +72,32 @@ def test_short_right_answers_earn_more_and_long_wrong_ones_less():
     assert torch.allclose(found[0], torch.tensor([1.1, 0.9, 0.0, -0.1]))
     assert torch.allclose(found[1, :3], torch.ones(3))
     assert found[1, 3].isnan()
+
+
+def test_length_counts_where_another_function_speaks_and_among_those_that_have_a_reward():
+    rewards = [[[NAN, 1.0], [1.0, NAN], [NAN, NAN], [1.0, 0.0]]]
+    seen = groups(rewards, [[100, 200, 0, 200]], weights=(0.0, 2.0))
+    found = LengthReward(LengthRewardOptions(weight=0.4, right=2.0)).rewards(seen)
+    assert found[0, 0, 1] == pytest.approx(1.1)  # of which the weight makes 0.2
+    assert found[0, 1].nan_to_num(nan=-1).tolist() == [1.0, -1.0]  # only a function without weight has spoken
+    assert found[0, 2].isnan().all()
+    assert found[0, 3].tolist() == pytest.approx([1.0, -0.1])
+
+
+def test_groups_are_kept_by_one_function_or_by_any():
+    seen = groups([[[1.0, 0.0], [0.0, 1.0]], [[1.0, 0.0], [1.0, 1.0]], [[0.0, 1.0], [0.0, 1.0]]], weights=(1.0, 1.0))
+    assert DynamicSampling(DynamicSamplingOptions(), each=False).keep(seen) == [False, True, False]
+    assert DynamicSampling(DynamicSamplingOptions(), each=True).keep(seen) == [True, True, False]
+    assert DynamicSampling(DynamicSamplingOptions(function=0), each=False).keep(seen) == [True, False, False]
+    with pytest.raises(ConfigError, match="function=2, and there are 2 reward functions"):
+        DynamicSampling(DynamicSamplingOptions(function=2), each=False).keep(seen)
+
+
+def test_a_share_of_prompts_is_drawn_whatever_is_known():
+    curriculum = Curriculum(CurriculumOptions(explore=0.3), seed=3)
+    curriculum.observe(groups([[1.0, 1.0]] * 99 + [[0.0, 1.0]], rows=list(range(100))))
+    drawn = [row for _ in range(2000) for row in curriculum.draw(1, 100)]
+    assert sum(row == 99 for row in drawn) / len(drawn) == pytest.approx(0.7 + 0.3 / 100, abs=0.04)
 
 
 def test_prompts_that_are_sometimes_solved_are_drawn_most():
@@ -150,6 +176,8 @@ def test_several_algorithms_act_together(run):
     header = "\n".join(finished.trainer.session.header_lines)
     for name in names:
         assert f"algorithm={name} (HybridConfig.algorithm)" in header
+    logged = finished.trainer._logs
+    assert all(a > 0 for a, r in zip(logged["advantages"], logged["rewards"]["right"], strict=True) if r > 1.2)
     assert "length_reward: up to 0.25 more for the shortest right completion of a group" in header
     assert all(log["hybrid/loss/positive_nll"] > 0 for log in finished.trainer.state.log_history if "loss" in log)
 
@@ -202,6 +230,24 @@ def test_choices_that_cannot_be(run, hybrid, message):
 
     with pytest.raises(HybridError, match=message):
         run(GRPOTrainer, hybrid=hybrid, train=False)
+
+
+def test_a_loss_of_ones_own_that_scores_nothing_is_named(run):
+    class Own(GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return sum(p.sum() for p in model.parameters() if p.requires_grad) * 0.0
+
+    with pytest.raises(ComponentError, match=r"'positive_nll' adds to the loss, and .*Own._compute_loss computes it"):
+        run(Own, hybrid={"algorithm": ["positive_nll"]}, max_steps=1)
+
+
+def test_a_batch_of_ones_own_and_advantages_exclude_each_other(run):
+    class Own(GRPOTrainer):
+        def _generate_and_score_completions(self, inputs):
+            return super()._generate_and_score_completions(inputs)
+
+    with pytest.raises(ConfigError, match=r"Own._generate_and_score_completions may change which rows"):
+        run(Own, hybrid={"algorithm": ["leave_one_out"]}, train=False)
 
 
 def test_two_sources_of_advantages_are_refused_with_both_names(run):

@@ -74,6 +74,10 @@ def test_every_group_that_is_trained_on_has_a_gradient(sampled):
         assert all(len({*numbers(rows)[at : at + 4]}) == 1 for at in (0, 4))
         assert {t.reward for t in trajectories[:4]} == {t.reward for t in trajectories[4:]} == {0.0, 1.0}
         assert metrics["hybrid/kept_groups"] >= 2
+        assert metrics["hybrid/sampled_reward"] == pytest.approx(
+            0.5 * metrics["hybrid/kept_groups"] / metrics["hybrid/sampled_groups"]
+        )
+        assert metrics["hybrid/sync_seconds"] > 0  # of the first round
         rounds += metrics["hybrid/rounds"]
     assert rounds > 4  # the shuffled dataset has even prompts in its first batches
     assert len(watch.asked) == rounds  # each round is scored once, by the user's function

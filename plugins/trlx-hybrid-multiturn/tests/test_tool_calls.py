@@ -875,7 +875,7 @@ def test_a_mode_for_what_is_no_synchronous_tool_is_refused_before_anything_is_sa
     rollout = MultiTurn(session, MultiTurnOptions(tool_modes={name: "thread"}))
     there = "add" if add in tools else "none"
     others = r" Asynchronous ones, which run on the event loop: fetch\." if tools else ""
-    message = rf"names '{name}', which is no synchronous tool of this run\. Tools: {there}\.{others}$"
+    message = rf"names '{name}', which is no synchronous tool of this run\. Tools: {there}\.{others}\nSee docs"
     with pytest.raises(ConfigError, match=message):
         rollout.converse(session, [dialogue([]), dialogue(tools)], None, None)
     rollout.close()

@@ -91,9 +91,10 @@ def _loss(algorithms: Algorithms, names: str) -> float | None:
         "completion_mask": mask,
     }
     scores = Scores(log_probs, entropies, None)
-    added = _guarded(lambda: algorithms.loss(scores, batch, lambda name, term: None), names, "loss")
-    if added is None:
+    terms = [t for t in _guarded(lambda: algorithms.loss(scores, batch), names, "loss").values() if t is not None]
+    if not terms:
         return None
+    added = torch.stack(terms).sum()
     require(bool(added.isfinite()), f"{names} returned {added.item()} from `loss`.", "A row may have no tokens.")
     require(added.requires_grad, f"{names} returned a `loss` without gradients.", "Compute it from scores.log_probs.")
     added.backward()  # type: ignore[no-untyped-call]

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from trlx_hybrid.protocols import Algorithm, Groups
+from trlx_hybrid.rollout.seeding import request_seed
 
 from .options import CurriculumOptions
 
 
 class Curriculum(Algorithm):
-    """Draws prompts in proportion to p(1 - p), p being how often they were solved; what was never sampled counts as
-    p = 1/2. Where rewards are 0 or 1, that is their variance, and so how much a group teaches.
+    """Draws a share of the prompts in proportion to p(1 - p), p being how often they were solved when they were sampled
+    last, and the rest alike. What was never sampled counts as p = 1/2. Where rewards are 0 or 1, p(1 - p) is their
+    variance, and so how much a group teaches.
 
-    Source: Learning to Reason at the Frontier of Learnability, arXiv 2502.12272.
+    After: Learning to Reason at the Frontier of Learnability, arXiv 2502.12272, which samples candidates anew and takes
+    the best.
     """
 
     name = "curriculum"
@@ -27,17 +30,18 @@ class Curriculum(Algorithm):
 
     def draw(self, count: int, size: int) -> Sequence[int]:
         """Different rows, as long as there are enough."""
-        generator = random.Random(f"{self._seed}/{self._draws}")
+        seed = request_seed(self._seed, "curriculum", self._draws, 0, 0, turn=0)
         self._draws += 1
-        # Exponential clocks: the first `count` to ring are a weighted draw without replacement.
-        clocks = sorted((generator.expovariate(1.0) / self._weight(row), row) for row in range(size))
-        rows = [row for _, row in clocks]
-        return [rows[i % size] for i in range(count)]
-
-    def _weight(self, row: int) -> float:
-        rate = self._rates.get(row, 0.5)
+        rates = torch.full((size,), 0.5, dtype=torch.float64)
+        known = {row: rate for row, rate in self._rates.items() if row < size}
+        rates[list(known)] = torch.tensor(list(known.values()), dtype=torch.float64)
+        taught = rates * (1 - rates) + 1e-12
         explore = self._options.explore
-        return explore + (1 - explore) * 4 * rate * (1 - rate)
+        weights = explore / size + (1 - explore) * taught / taught.sum()
+        # Exponential clocks: the first `count` to ring are a weighted draw without replacement.
+        clocks = torch.empty(size, dtype=torch.float64).exponential_(generator=torch.Generator().manual_seed(seed))
+        rows: list[int] = (clocks / weights).topk(min(count, size), largest=False).indices.tolist()
+        return [rows[i % size] for i in range(count)]
 
     def observe(self, groups: Groups) -> None:
         """Note how often each prompt was solved."""
@@ -50,7 +54,7 @@ class Curriculum(Algorithm):
 
     def note(self) -> str:
         """How it draws."""
-        return f"prompts by how often they are solved, {self._options.explore:.0%} of the weight to all alike"
+        return f"prompts by how often they are solved, {self._options.explore:.0%} of them whatever is known"
 
     def state(self) -> Mapping[str, Any]:
         """What it knows of prompts."""

@@ -11,10 +11,10 @@ from .options import PositiveNllOptions
 
 
 class PositiveNll(Algorithm):
-    """The negative log-likelihood of completions that are better than their group: what went well is imitated, also
-    where the clipped loss has no gradient for it any more.
+    """The negative log-likelihood of completions with a positive advantage: what went well is imitated, also where the
+    clipped loss has no gradient for it any more.
 
-    Source: VAPO, arXiv 2504.05118.
+    After: VAPO, arXiv 2504.05118, which takes all right answers and averages over the tokens of a batch.
     """
 
     name = "positive_nll"
@@ -23,9 +23,10 @@ class PositiveNll(Algorithm):
         self._options = options
 
     def loss(self, scores: Scores, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean over the trained tokens of those completions; 0 where there are none."""
+        """Mean over the trained tokens of those completions of a micro-batch; 0 where there are none."""
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)
-        mask = mask * (batch["advantages"] > 0).unsqueeze(1)
+        better = batch["advantages"] > 0
+        mask = mask * (better if better.ndim == 2 else better.unsqueeze(1))
         return -self._options.weight * (scores.log_probs * mask).sum() / mask.sum().clamp(min=1)
 
     def note(self) -> str:

@@ -15,10 +15,13 @@ class DynamicSamplingOptions:
         rounds: how often prompts are sampled for a batch at most.
         oversampling: how many times a batch's prompts the first round has. With more, fewer batches need a second,
             which takes about as long as its longest completion.
+        function: number of the reward function, from 0, whose rewards must differ; None: those of all functions,
+            weighted and summed. A penalty for length or format makes these differ in most groups.
     """
 
     rounds: int = 3
     oversampling: float = 1.0
+    function: int | None = None
 
     def __post_init__(self) -> None:
         if self.rounds < 1:
@@ -35,7 +38,7 @@ class CurriculumOptions:
 
     Attributes:
         lowest, highest: what rewards lie between, weighted and summed over functions: nothing right, all right.
-        explore: the share of prompts that are drawn whatever is known of them, between 0 and 1.
+        explore: the share of prompts that are drawn whatever is known of them, above 0 and at most 1.
         memory: what an older solve rate still counts when a prompt was sampled again, from 0 to below 1.
     """
 

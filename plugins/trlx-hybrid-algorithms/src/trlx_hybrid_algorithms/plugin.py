@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 def _dynamic_sampling(session: Run, options: DynamicSamplingOptions) -> Algorithm:
     from .sampling import DynamicSampling
 
-    return DynamicSampling(options)
+    each = getattr(session.args, "multi_objective_aggregation", "") == "normalize_then_sum"
+    return DynamicSampling(options, each)
 
 
 def _curriculum(session: Run, options: CurriculumOptions) -> Algorithm:

@@ -10,7 +10,7 @@ from .options import LengthRewardOptions
 
 class LengthReward(Algorithm):
     """Among the right completions of a group, the shorter ones get more; wrong ones gain nothing by being short, and
-    lose by being long. Added to the first reward function's.
+    lose by being long. Added to the reward of the first function that counts and says anything of a completion.
 
     Source: Kimi k1.5, arXiv 2501.12599, section 2.3.3.
     """
@@ -21,17 +21,18 @@ class LengthReward(Algorithm):
         self._options = options
 
     def rewards(self, groups: Groups) -> Tensor:
-        """With weight * (1/2 - where a completion's length lies between the group's shortest and its longest)."""
-        lengths = groups.lengths.float()
-        shortest, longest = lengths.amin(dim=1, keepdim=True), lengths.amax(dim=1, keepdim=True)
+        """With weight * (1/2 - where a completion's length lies between the group's shortest and its longest), of those
+        that have a reward."""
+        scored, lengths = ~groups.totals.isnan(), groups.lengths.float()
+        shortest = lengths.masked_fill(~scored, float("inf")).amin(dim=1, keepdim=True)
+        longest = lengths.masked_fill(~scored, 0.0).amax(dim=1, keepdim=True)
         bonus = 0.5 - (lengths - shortest) / (longest - shortest).clamp(min=1)
         bonus = bonus.where(groups.totals >= self._options.right, bonus.clamp(max=0))
-        bonus = bonus.masked_fill(longest == shortest, 0.0)
-        rewards = groups.rewards.clone()
-        scored = ~groups.totals.isnan()
-        first = rewards[..., 0].nan_to_num(nan=0.0) + self._options.weight * bonus / groups.weights[0]
-        rewards[..., 0] = first.where(scored, rewards[..., 0])
-        return rewards
+        bonus = bonus.masked_fill(~scored | (longest <= shortest), 0.0)
+        counts = ~groups.rewards.isnan() & (groups.weights != 0)
+        first = counts & (counts.cumsum(dim=-1) == 1)
+        share = self._options.weight * bonus.unsqueeze(-1) / groups.weights.where(groups.weights != 0, 1.0)
+        return groups.rewards + share.where(first, 0.0)
 
     def note(self) -> str:
         """What is at stake."""

@@ -4,29 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.protocols import Algorithm, Groups
 
 from .options import DynamicSamplingOptions
 
 
 class DynamicSampling(Algorithm):
-    """Only groups whose completions have different rewards: all others have no gradient. The batch is sampled on until
-    it is full of them.
+    """Only groups whose completions have different rewards: the advantages of all others are 0. The batch is sampled on
+    until it is full of them.
 
     Source: DAPO, arXiv 2503.14476, section 3.2.
     """
 
     name = "dynamic_sampling"
 
-    def __init__(self, options: DynamicSamplingOptions) -> None:
+    def __init__(self, options: DynamicSamplingOptions, each: bool) -> None:
         self.rounds, self.oversampling = options.rounds, options.oversampling
+        self._function, self._each = options.function, each
 
     def keep(self, groups: Groups) -> Sequence[bool]:
-        """Where the highest reward of a group is above its lowest."""
-        totals = groups.totals
-        highest = totals.nan_to_num(nan=float("-inf")).amax(dim=1)
-        lowest = totals.nan_to_num(nan=float("inf")).amin(dim=1)
-        return (highest > lowest).tolist()  # type: ignore[no-any-return]
+        """Where the highest reward of a group is above its lowest: of one function, of all together, or, where TRL
+        normalizes each function's rewards by themselves, of any."""
+        functions = groups.rewards.shape[-1]
+        if self._function is not None and not 0 <= self._function < functions:
+            raise ConfigError(
+                f"dynamic_sampling: function={self._function}, and there are {functions} reward functions, counted "
+                "from 0."
+            )
+        if self._function is not None:
+            rewards = groups.rewards[..., self._function : self._function + 1]
+        else:
+            rewards = groups.rewards if self._each else groups.totals.unsqueeze(-1)
+        highest = rewards.nan_to_num(nan=float("-inf")).amax(dim=1)
+        lowest = rewards.nan_to_num(nan=float("inf")).amin(dim=1)
+        return (highest > lowest).any(dim=-1).tolist()  # type: ignore[no-any-return]
 
     def note(self) -> str:
         """How far it goes."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, hookimpl
+from trlx_hybrid.protocols import Algorithm
 from trlx_hybrid.testing.launched import sorting_prompts, tiny_grpo
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 
@@ -27,6 +28,21 @@ class Watch:
         self.batches.append({"rows": rows, "rounds": session.metrics.get("hybrid/rounds")})
 
 
+class OnOneRank(Algorithm):
+    """Adds nothing to the loss: 0 on the first rank, None on the others."""
+
+    name = "on_one_rank"
+
+    def loss(self, scores, batch):
+        return scores.log_probs.sum() * 0.0 if os.environ.get("RANK", "0") == "0" else None
+
+
+class Offer:
+    @hookimpl
+    def trlx_register(self, registry):
+        registry.offer("algorithm", "on_one_rank", lambda session, options: OnOneRank())
+
+
 def sometimes(prompts, completion_ids, number, log_extra, **_):
     """The same for all completions of every other prompt."""
     log_extra("number", list(number))
@@ -36,7 +52,7 @@ def sometimes(prompts, completion_ids, number, log_extra, **_):
 def main(out, options):
     world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
     watch = Watch()
-    names = ["dynamic_sampling"] + ["curriculum"] * ("curriculum" in options)
+    names = ["dynamic_sampling", "on_one_rank"] + ["curriculum"] * ("curriculum" in options)
     sampling = {"rounds": 4, "oversampling": float(options.get("oversampling", 1))}
     dataset = sorting_prompts(24)
     trainer = GRPOTrainer(
@@ -48,7 +64,7 @@ def main(out, options):
         train_dataset=dataset.add_column("number", list(range(24))),
         processing_class=character_tokenizer(),
         hybrid={"algorithm": names, "algorithm_options": {"dynamic_sampling": sampling}},
-        plugins=[watch],
+        plugins=[watch, Offer()],
     )
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]

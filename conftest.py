@@ -26,6 +26,11 @@ with contextlib.suppress(ImportError):  # which environments of adapters lack
     settings.load_profile("ci")  # no deadline, which a busy machine misses; the same examples in each run
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of the simulated cluster first: then one of xdist's processes has them all, and starts the only one."""
+    items.sort(key=lambda item: "session_cluster" not in getattr(item, "fixturenames", ()))
+
+
 @dataclass
 class Recorder:
     """A reward function that remembers what it was given: digits in the completion, plus a share of its length."""

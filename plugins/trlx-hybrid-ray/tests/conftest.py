@@ -24,6 +24,7 @@ from trlx_hybrid_ray.cluster import announce
 NAMESPACE = "tests"
 GPUS = 16
 CPUS = 32
+PRESTART = "RAY_prestart_worker_first_driver"  # processes that wait for work which may never come
 
 
 @dataclass
@@ -79,9 +80,9 @@ def without_connection() -> Iterator[None]:
 def _simulated(nodes: tuple[dict[str, Any], ...], namespace: str) -> Iterator[Simulated]:
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets need a short path
     (folder / "ray").mkdir()
-    names = ("RAY_TMPDIR", RAY_ADDRESS, RAY_NAMESPACE)
+    names = ("RAY_TMPDIR", PRESTART, RAY_ADDRESS, RAY_NAMESPACE)
     before = {name: os.environ.get(name) for name in names}
-    os.environ["RAY_TMPDIR"] = str(folder)
+    os.environ |= {"RAY_TMPDIR": str(folder), PRESTART: "0"}
     secret = token.make(folder)
     try:
         with token.presented(secret, everywhere=False):

@@ -143,13 +143,17 @@ def test_rows_of_which_none_is_scored_prove_nothing(compared, noisy):
     assert packed.trainer.session.scoring.padded_because is None
 
 
+STATES = {"mamba_d_state": 16, "mamba_chunk_size": 16}  # by default they would take most of the time
 REFUSED = {
     "windows": ({"model": windowed}, "its layers are sliding_attention"),
     "windows everywhere": (
         {"model": lambda: tiny_model("mistral", sliding_window=8)},
         "its layers are sliding_attention",
     ),
-    "recurrent layers": ({"model": lambda: tiny_model("falcon_h1", mamba_d_ssm=64, mamba_n_heads=2)}, "state-space"),
+    "recurrent layers": (
+        {"model": lambda: tiny_model("falcon_h1", mamba_d_ssm=64, mamba_n_heads=2, **STATES)},
+        "state-space",
+    ),
     "noise on embeddings": ({"neftune_noise_alpha": 5.0}, "NEFTune's noise depends on"),
     "eager attention": ({"model": lambda: tiny_model(attn_implementation="eager")}, "'eager' takes no packed rows"),
     "positions by length": (

@@ -37,7 +37,7 @@ from .stepping import Stepper
 from .worker import Worker, WorkerError, wait_until_built
 
 BUILD_SECONDS, STEP_SECONDS = 420.0, 300.0
-WARMUP = 3  # the first of them is the one that shows what fits
+WARMUP = 3  # unless told otherwise; the first of them is the one that shows what fits
 CONTESTANTS = ("trl", "tuned", "hybrid")
 KINDS = {
     "full": Variant(sleep=True),
@@ -70,14 +70,27 @@ Splits = dict[str, dict[str, float]]
 
 
 def measure(
-    folder: str, scale: Scale, kind: str, hybrid: Mapping[str, Any], case: str, repetitions: int, profiles: str | None
+    folder: str,
+    scale: Scale,
+    kind: str,
+    hybrid: Mapping[str, Any],
+    case: str,
+    steps: tuple[int, int],
+    profiles: str | None,
 ) -> tuple[list[Measurement], Splits, dict[str, bool]]:
-    """All trainers, a step each in turn; what their steps were made of; and how TRL tuned was set."""
+    """All trainers, a step each in turn; what their steps were made of; and how TRL tuned was set.
+
+    Args:
+        steps: to warm up, at least one, and measured.
+    """
+    warmup, repetitions = steps
     splits: dict[str, list[dict[str, float]]] = {name: [] for name in CONTESTANTS}
-    steps = WARMUP + repetitions + 1 + bool(profiles)  # the last one only begins
+    begun_steps = warmup + repetitions + 1 + bool(profiles)  # the last one only begins
 
     def trainer(name: str, variant: Variant) -> Worker:
-        return Worker(name, Stepper, "hybrid" if name == "hybrid" else "trl", folder, scale, variant, BATCH, steps)
+        return Worker(
+            name, Stepper, "hybrid" if name == "hybrid" else "trl", folder, scale, variant, BATCH, begun_steps
+        )
 
     with ExitStack() as stack:
         started = time.perf_counter()
@@ -106,7 +119,7 @@ def measure(
 
             return Arm(name, run)
 
-        warmup = WARMUP - 1
+        warmup -= 1
         measured = alternate([arm(name) for name in CONTESTANTS], warmup=warmup, repetitions=repetitions, case=case)
         path = workers["hybrid"].call("engine_weights", seconds=STEP_SECONDS)
         spans = {f"{name} {case}": summary(found[warmup:]) for name, found in splits.items()}
@@ -170,7 +183,7 @@ def run(
     model: str,
     kind: str,
     lengths: str,
-    repetitions: int,
+    steps: tuple[int, int],
     hybrid: Mapping[str, Any] = HYBRID,
     profiles: str | None = None,
 ) -> Result:
@@ -178,13 +191,14 @@ def run(
 
     Args:
         folder: of the model, written where there is none yet, and of what vLLM compiled for it.
+        steps: to warm up, at least one, and measured.
         profiles: a folder where one step more of ours leaves what its training half was made of.
     """
     case = kind if lengths == "fixed" else f"{kind}-{lengths}"
     scale = dataclasses.replace(SCALES[model], cases=(LENGTHS[model][lengths],))
     if not (folder / "config.json").exists():
         write_model(folder, scale)
-    measured, splits, tuned = measure(str(folder), scale, kind, hybrid, case, repetitions, profiles)
+    measured, splits, tuned = measure(str(folder), scale, kind, hybrid, case, steps, profiles)
     return Result(
         benchmark="step" if model == "1.5b" else f"step_{model}",
         device=accelerator(),
@@ -197,11 +211,11 @@ def run(
             "prompt_tokens": scale.prompt_tokens,
             "per_device_train_batch_size": BATCH,
             "kv_cache_bytes": scale.kv_cache_bytes,
-            "warmup": WARMUP,
             "cases": {
                 case: {
                     "lengths": dataclasses.asdict(LENGTHS[model][lengths]),
-                    "repetitions": repetitions,
+                    "warmup": steps[0],
+                    "repetitions": steps[1],
                     "tuned": tuned,
                     "hybrid": dict(hybrid),
                 }
@@ -217,6 +231,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kind", choices=list(KINDS), action="append", help="may be repeated; default: all")
     names = list(LENGTHS["1.5b"])
     parser.add_argument("--lengths", choices=names, action="append", help="may be repeated; default: fixed, lognormal")
+    parser.add_argument("--warmup", type=int, default=WARMUP, help="steps, at least 1")
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument(
         "--hybrid", type=json.loads, default=HYBRID, help=f"our trainer's HybridConfig fields; {json.dumps(HYBRID)}"
@@ -226,7 +241,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     kinds, lengths = arguments.kind or list(KINDS), arguments.lengths or ["fixed", "lognormal"]
     with tempfile.TemporaryDirectory(prefix="benchmark-step-", ignore_cleanup_errors=True) as folder:
-        given = arguments.repetitions, arguments.hybrid, arguments.profile
+        given = (arguments.warmup, arguments.repetitions), arguments.hybrid, arguments.profile
         cases = {
             f"{kind} {name}": functools.partial(run, Path(folder), arguments.model, kind, name, *given)
             for kind, name in itertools.product(kinds, lengths)

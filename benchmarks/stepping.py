@@ -80,9 +80,11 @@ class Stepper:
         """One optimizer step; its result is the length of each completion, the same for all."""
         self.spans.clear()
         self._lengths = []
+        retries = _allocator_retries()
         self._go.put(None)
         timed = self._answer()
         self.spans["training"] = timed.seconds - self.spans["rollout"]
+        self.spans["allocator_retries"] = _allocator_retries() - retries
         return timed
 
     def profiled(self, turn: int, file: str) -> None:
@@ -98,6 +100,8 @@ class Stepper:
             and of ours `bring_up` and `put_down`, the edges of a rollout, where memory and weights change hands.
             Tokens: `tokens_real`, of prompts and completions; `tokens_in_loss`, what the model was given where
             gradients were wanted, padding included; `tokens_without_gradients`, what it was given otherwise.
+            `passes_in_loss`: forward passes with gradients; `layers_recomputed` by ours in the last of them, where it
+            decides that. `allocator_retries`: how often torch gave all cached memory back because none was left.
             `training_flops_per_second`: what training on the real tokens needs, by the seconds it took, and
             `training_mfu`, the share of the device's peak that this is, where the peak is known. `device_bytes_in_use`
             after the step, by everybody.
@@ -120,6 +124,9 @@ class Stepper:
         session = getattr(self._trainer, "session", None)
         if session is not None:
             found["sync_weights"] = session.metrics.get("hybrid/sync_seconds", 0.0)
+            recomputation = getattr(session.scoring, "recomputation", None)
+            if recomputation is not None and recomputation.recomputed is not None:
+                found["layers_recomputed"] = recomputation.recomputed
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()
             found["device_bytes_in_use"] = total - free
@@ -191,6 +198,7 @@ class Stepper:
         def note(module: Any, given: tuple[Any, ...]) -> None:
             wanted = torch.is_grad_enabled()
             self.spans["tokens_in_loss" if wanted else "tokens_without_gradients"] += given[0].numel()
+            self.spans["passes_in_loss"] += wanted
 
         self._trainer.model.get_input_embeddings().register_forward_pre_hook(note)
 
@@ -204,6 +212,12 @@ class Stepper:
                 self.spans[name] += seconds
 
         patch.object(ProfilingContext, "_log_metrics", note).start()
+
+
+def _allocator_retries() -> int:
+    import torch
+
+    return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_available() else 0
 
 
 @contextmanager

@@ -170,7 +170,7 @@ def test_a_setting_that_does_not_fit_is_told_from_one_that_fails(text, fits):
 def test_a_tiny_step_with_drawn_lengths(tmp_path):
     """Real trainers; that all arms sampled the same lengths is checked inside."""
     profiles = tmp_path / "profiles"
-    result = step.run(tmp_path, "tiny", "lora", "lognormal", repetitions=2, profiles=str(profiles))
+    result = step.run(tmp_path, "tiny", "lora", "lognormal", steps=(3, 2), profiles=str(profiles))
     found = json.loads(result.publish(tmp_path).read_text())
     assert "aten::mm" in (profiles / "lora-lognormal.txt").read_text()
     assert (profiles / "lora-lognormal.json.gz").stat().st_size

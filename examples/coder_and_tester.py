@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM, set_seed
 from trl import SFTTrainer, TrlParser
 from trlx_hybrid import GRPOTrainer
 from trlx_hybrid_cure import CureReward, Sandbox, two_speakers
-from trlx_hybrid_cure.sandbox import Job
+from trlx_hybrid_cure.sandbox import ProgramTests
 
 Task = dict[str, str | list[str]]  # what is asked, a right program, and ground-truth tests
 
@@ -150,10 +150,11 @@ def scores(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, tasks: l
         said[speaker] = tokenizer.batch_decode(output[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
     fourfold = [task for task in tasks for _ in range(4)]
     programs = [
-        Job(source_of_program(text), task["tests"]) for task, text in zip(fourfold, said["program"], strict=True)
+        ProgramTests(source_of_program(text), task["tests"])
+        for task, text in zip(fourfold, said["program"], strict=True)
     ]
     tests = [
-        Job(source_of_program(task["program"]), [source_of_test(text)])
+        ProgramTests(source_of_program(task["program"]), [source_of_test(text)])
         for task, text in zip(fourfold, said["test"], strict=True)
     ]
     right = [set(verdicts) == {"passed"} for verdicts in Sandbox().run([*programs, *tests])]

@@ -19,7 +19,7 @@ from .plugins.selection import select
 from .trl.arguments import trainer_arguments
 
 if TYPE_CHECKING:
-    from .train import Run
+    from .train import RecipeSettings
 
 RESERVED = 0.1
 """Share of a GPU that the KV cache leaves alone: CUDA's own memory, graphs, and what sampling allocates."""
@@ -67,7 +67,7 @@ class EngineSize:
         return f"KV cache: room for {room} of {self.sequences} sequences of {self.length} tokens at once"
 
 
-def forecast(given: Run, gpus: GPUs) -> list[str]:
+def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
     """Bytes per owner and phase on one rank, how many sequences the KV cache holds, and what is left to train with.
 
     Raises:
@@ -119,7 +119,7 @@ def forecast(given: Run, gpus: GPUs) -> list[str]:
     ]
 
 
-def engine_size(given: Run, policy: Any, held: int, gpus: GPUs, sharded: bool) -> EngineSize | None:
+def engine_size(given: RecipeSettings, policy: Any, held: int, gpus: GPUs, sharded: bool) -> EngineSize | None:
     """What the chosen engine takes; None where TRL generates.
 
     An engine that is told no size of its KV cache gets what is left during ROLLOUT, up to what its sequences fill: keys

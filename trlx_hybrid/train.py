@@ -66,7 +66,7 @@ class RecipeConfig:
                 setattr(self, name, [getattr(self, name)])
 
 
-class Run(NamedTuple):
+class RecipeSettings(NamedTuple):
     """A recipe with its flags: each config as its owner reads it, and the recipe's folder."""
 
     recipe: RecipeConfig
@@ -109,7 +109,7 @@ def run(options: Any) -> int:
     return 0
 
 
-def read(recipe: Path, flags: Sequence[str]) -> Run:
+def read(recipe: Path, flags: Sequence[str]) -> RecipeSettings:
     """The settings of a recipe and of the flags behind it.
 
     Raises:
@@ -154,10 +154,10 @@ def read(recipe: Path, flags: Sequence[str]) -> Run:
         raise
     except ValueError as error:  # of TRL's and transformers' configs
         raise ConfigError(f"The settings of {recipe} cannot be: {error}") from error
-    return Run(*parsed, recipe.resolve().parent)  # type: ignore[call-arg]
+    return RecipeSettings(*parsed, recipe.resolve().parent)  # type: ignore[call-arg]
 
 
-def train(given: Run) -> Any:
+def train(given: RecipeSettings) -> Any:
     """Train and save the model. Returns the trainer.
 
     Raises:

@@ -93,7 +93,7 @@ def two_processes(tmp_path: Path) -> Callable[..., list[Any]]:
     return run
 
 
-class Clock:
+class FakeClock:
     """Time that passes only when somebody sleeps.
 
     Attributes:
@@ -113,9 +113,9 @@ class Clock:
 
 
 @pytest.fixture
-def fake_clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def fake_clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     """In the place of `time.monotonic`, `time.perf_counter`, `time.time` and `time.sleep`, for the test."""
-    clock = Clock()
+    clock = FakeClock()
     for name in ("monotonic", "perf_counter", "time"):
         monkeypatch.setattr(time, name, clock.now)
     monkeypatch.setattr(time, "sleep", clock.sleep)

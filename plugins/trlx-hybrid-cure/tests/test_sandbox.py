@@ -10,7 +10,7 @@ import pytest
 from trlx_hybrid.doctor import Finding
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid_cure import plugin, sandbox
-from trlx_hybrid_cure.sandbox import WALLS, Job, Sandbox, SandboxError, missing, run_jobs
+from trlx_hybrid_cure.sandbox import WALLS, ProgramTests, Sandbox, SandboxError, missing, run_jobs
 
 PROGRAMS = {
     "f = lambda x: x + 3": "passed",
@@ -62,35 +62,41 @@ def walls(request):
 def test_each_program_has_its_verdict_and_the_sandbox_goes_on(walls):
     limited = Sandbox(walls=walls, seconds=0.5, wall_seconds=30, memory_mib=256, workers=2)
     assert limited.using == walls
-    jobs = [Job(program, ["assert f(2) == 5"]) for program in PROGRAMS]
+    jobs = [ProgramTests(program, ["assert f(2) == 5"]) for program in PROGRAMS]
     assert [verdict for (verdict,) in limited.run(jobs)] == list(PROGRAMS.values())
     impatient = Sandbox(walls=walls, seconds=30, wall_seconds=0.5, workers=2)
-    assert impatient.run([Job(program, ["f(2)"]) for program in WAITING]) == [["wall"]] * 2
+    assert impatient.run([ProgramTests(program, ["f(2)"]) for program in WAITING]) == [["wall"]] * 2
     assert not os.path.exists("/tmp/written")
 
 
 def test_what_python_does_not_report_the_kernel_refuses(walls):
     programs = REFUSED_BY_THE_KERNEL[:2] if walls == "limits" and os.getuid() else REFUSED_BY_THE_KERNEL
     programs = programs + (ENCLOSED if walls != "limits" else [])
-    assert Sandbox(walls=walls).run([Job(program, ["pass"]) for program in programs]) == [["passed"]] * len(programs)
+    assert Sandbox(walls=walls).run([ProgramTests(program, ["pass"]) for program in programs]) == [["passed"]] * len(
+        programs
+    )
 
 
 def test_tests_of_a_program_share_a_process_and_one_that_ends_it_costs_the_others_nothing():
     tests = ["assert os.getpid() == mine"] * 20
     ends = ["while True: pass", "os._exit(0)", "open('/tmp/written', 'w')", "mine = 0", "assert mine != 0"]
-    (verdicts,) = Sandbox(seconds=0.2, workers=1).run([Job("import os\nmine = os.getpid()", [*tests, *ends, *tests])])
+    (verdicts,) = Sandbox(seconds=0.2, workers=1).run(
+        [ProgramTests("import os\nmine = os.getpid()", [*tests, *ends, *tests])]
+    )
     assert verdicts == ["passed"] * 20 + ["cpu", "error", "files", "passed", "passed"] + ["passed"] * 20
 
 
 @pytest.mark.parametrize(("trusted", "then"), [(0, "passed"), (1, "cpu")])
 def test_a_program_that_loops_in_a_trusted_test_is_not_started_again(trusted, then):
-    job = Job("def f(x):\n    while True: pass", ["assert f(2) == 5", "pass"], trusted)
+    job = ProgramTests("def f(x):\n    while True: pass", ["assert f(2) == 5", "pass"], trusted)
     assert Sandbox(seconds=0.2).run([job]) == [["cpu", then]]
 
 
 def test_jobs_of_several_processes_come_back_in_their_order():
     jobs = [
-        Job(f"f = lambda x: x + {i}", [f"assert f(0) == {i}", f"assert f(0) == {k}"]) for i in range(7) for k in (3, 5)
+        ProgramTests(f"f = lambda x: x + {i}", [f"assert f(0) == {i}", f"assert f(0) == {k}"])
+        for i in range(7)
+        for k in (3, 5)
     ]
     expected = [["passed", "passed" if i == k else "failed"] for i in range(7) for k in (3, 5)]
     assert Sandbox(workers=3).run(jobs) == expected
@@ -106,14 +112,14 @@ def test_walls_that_do_not_work_are_said(monkeypatch, tmp_path, caplog):
     assert Sandbox().using == "limits"
     assert "Not bubblewrap: not here. Not namespaces: not here" in caplog.text
     with pytest.raises(SandboxError, match=r"cannot be run here\. Not namespaces: not here\. Install bubblewrap"):
-        Sandbox(walls="namespaces").run([Job("", [""])])
+        Sandbox(walls="namespaces").run([ProgramTests("", [""])])
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(SandboxError, match=r"runs programs \(walls='limits'\) failed"):
-        run_jobs([Job("", [""])], "limits", {"wall": 1.0})
+        run_jobs([ProgramTests("", [""])], "limits", {"wall": 1.0})
 
 
 def test_nothing_is_left_where_who_asked_is_killed(walls):
-    job = "Job('import time', ['time.sleep(60)'])"
+    job = "ProgramTests('import time', ['time.sleep(60)'])"
     code = f"from trlx_hybrid_cure.sandbox import *\nSandbox(walls={walls!r}, wall_seconds=60).run([{job}])"
     with subprocess.Popen([sys.executable, "-c", code]) as asking:
         end = time.monotonic() + 20

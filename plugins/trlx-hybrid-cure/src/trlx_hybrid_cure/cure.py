@@ -15,7 +15,7 @@ from accelerate.utils import gather_object
 from trlx_hybrid.errors import ConfigError
 
 from .runner import Verdict
-from .sandbox import Job, Sandbox, SandboxError
+from .sandbox import ProgramTests, Sandbox, SandboxError
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -109,7 +109,7 @@ def matrix_rewards(
     return programs, tests
 
 
-class Row(NamedTuple):
+class Submission(NamedTuple):
     """A completion: of which task, by whom, and the source in it."""
 
     task: int
@@ -157,7 +157,7 @@ class CureReward:
             raise ConfigError(f"CURE: the rows have no column {absent[0]!r}. {WAY_OUT}")
         texts = [done if isinstance(done, str) else done[-1]["content"] or "" for done in completions]
         mine = [
-            Row(task, speaker, self._source[speaker](text))
+            Submission(task, speaker, self._source[speaker](text))
             for task, speaker, text in zip(columns[TASK], columns[SPEAKER], texts, strict=True)
         ]
         ranks = gathered((mine, dict(zip(columns[TASK], columns[TESTS], strict=True))))
@@ -167,18 +167,20 @@ class CureReward:
         rewards = self._rewards(rows, truth, log_metric or (lambda name, value: None))
         return rewards[first : first + len(mine)]
 
-    def _rewards(self, rows: list[Row], truth: dict[int, list[str]], log: Callable[[str, float], None]) -> list[float]:
+    def _rewards(
+        self, rows: list[Submission], truth: dict[int, list[str]], log: Callable[[str, float], None]
+    ) -> list[float]:
         """Of all ranks' rows, the same on all ranks."""
         groups: dict[int, dict[str, list[int]]] = {task: {speaker: [] for speaker in SPEAKERS} for task in truth}
         for place, row in enumerate(rows):
             groups[row.task][row.speaker].append(place)
-        jobs: dict[tuple[int, str | None], Job] = {}  # what was sampled more than once is run once
+        jobs: dict[tuple[int, str | None], ProgramTests] = {}  # what was sampled more than once is run once
         for task, group in groups.items():
             if not group[CODER]:
                 raise ConfigError(f"CURE: a batch has tests of task {task} and none of its programs. {WAY_OUT}")
             tests = unique([*truth[task], *(rows[i].source for i in group[TESTER])])
             for program in unique(rows[i].source for i in group[CODER]):
-                jobs[task, program] = Job(program, tests, len(unique(truth[task])))
+                jobs[task, program] = ProgramTests(program, tests, len(unique(truth[task])))
         started = time.perf_counter()
         passed = {
             key: {test for test, verdict in zip(jobs[key].tests, verdicts, strict=True) if verdict is Verdict.PASSED}
@@ -202,7 +204,7 @@ class CureReward:
             log("cure/precision", sum(precise) / len(precise))
         return rewards
 
-    def _run(self, jobs: list[Job]) -> list[list[Verdict]]:
+    def _run(self, jobs: list[ProgramTests]) -> list[list[Verdict]]:
         """The verdicts on all jobs, of which this rank runs its share."""
         state = PartialState()
         try:

@@ -31,7 +31,7 @@ class SandboxError(HybridError):
     """Programs cannot be run here, or what runs them ended. Says why."""
 
 
-class Job(NamedTuple):
+class ProgramTests(NamedTuple):
     """A program and the tests that it is to be run with.
 
     Attributes:
@@ -98,7 +98,7 @@ class Sandbox:
         told = " ".join(reasons)
         raise SandboxError(f"Programs cannot be run here. {told} Install bubblewrap, or choose other `walls`.")
 
-    def run(self, jobs: Sequence[Job]) -> list[list[Verdict]]:
+    def run(self, jobs: Sequence[ProgramTests]) -> list[list[Verdict]]:
         """The verdict on each test of each job, in their order.
 
         Raises:
@@ -119,7 +119,7 @@ def shared_cores() -> int:
     return max(len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
 
 
-def run_jobs(jobs: Sequence[Job], walls: str, limits: dict[str, float]) -> list[list[Verdict]]:
+def run_jobs(jobs: Sequence[ProgramTests], walls: str, limits: dict[str, float]) -> list[list[Verdict]]:
     """What one process makes of its jobs, one after the other."""
     command = [sys.executable, "-P", "-s", "-S", "-B", str(Path(__file__).with_name("runner.py"))]
     if walls == "bubblewrap":
@@ -144,7 +144,7 @@ def missing(walls: str) -> str | None:
         return "it serves users other than root"
     limits = {"seconds": 1.0, "wall": START_SECONDS, "memory": float(512 << 20)}
     try:
-        answer = run_jobs([Job("import string", ["string.digits"])], walls, limits)
+        answer = run_jobs([ProgramTests("import string", ["string.digits"])], walls, limits)
     except SandboxError as error:
         return str(error)
     return None if answer == [[Verdict.PASSED]] else f"a program that should pass: {answer[0][0]}"

@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 
-class RefusedError(Exception):
+class NotPlayableError(Exception):
     """What this episode does cannot be trained on, or has failed."""
 
 
-class Episode:
+class ServedEpisode:
     """verifiers plays the episode in a task; each call of the model waits in it for the trainer's completion."""
 
     def __init__(self, server: Server) -> None:
@@ -26,7 +26,7 @@ class Episode:
         self._said: list[Message] = []  # the conversation, its replies included
         self._shown: asyncio.Queue[list[Message]] = asyncio.Queue()
         self._reply: asyncio.Future[str] | None = None
-        self._refusal: RefusedError | None = None
+        self._refusal: NotPlayableError | None = None
 
     # --- the trainer's side -----------------------------------------------------------------------------------------
 
@@ -37,12 +37,12 @@ class Episode:
             The new messages; or that the episode is over, and its reward.
 
         Raises:
-            RefusedError: why there is neither.
+            NotPlayableError: why there is neither.
         """
         if kind == "reset":
             self._playing = asyncio.create_task(self._play(data["task"]))
         elif self._reply is None or self._reply.done():
-            raise RefusedError("nobody waits for the model's reply.")
+            raise NotPlayableError("nobody waits for the model's reply.")
         else:
             self._reply.set_result(data["completion"])
         assert self._playing is not None
@@ -82,7 +82,7 @@ class Episode:
         errors = [*episode.errors, *(trace.errors if trace is not None else [])]
         if not episode.ok or trace is None:
             told = f"{errors[-1].type}: {errors[-1].message}" if errors else "it never asked the model"
-            raise RefusedError(f"the episode failed: {told}")
+            raise NotPlayableError(f"the episode failed: {told}")
         rewards = [reward.value for reward in trace.rewards.values() if reward is not None]
         return {"done": True, "reward": sum(rewards) if rewards else None}
 
@@ -92,11 +92,11 @@ class Episode:
         """What the model says to a chat request of this trace.
 
         Raises:
-            RefusedError: it is none that the trainer could answer; the episode ends by it.
+            NotPlayableError: it is none that the trainer could answer; the episode ends by it.
         """
         try:
             new = self._new(trace, body)
-        except RefusedError as refusal:
+        except NotPlayableError as refusal:
             self._refusal = self._refusal or refusal
             raise
         self._reply = asyncio.get_running_loop().create_future()
@@ -110,20 +110,20 @@ class Episode:
         name = self._traces[trace].agent.name
         if self._policy not in (None, trace):
             first = self._traces[self._policy].agent.name
-            raise RefusedError(
+            raise NotPlayableError(
                 f"the agents {first!r} and {name!r} both speak with the trained model, and a trajectory is one "
                 f"conversation. Give one a model of its own: from_verifiers(env={{{name!r}: {{'model': …, "
                 "'client': {'base_url': …}}})."
             )
         self._policy = trace
         if body.get("tools"):
-            raise RefusedError(
+            raise NotPlayableError(
                 f"agent {name!r} is offered tools, and only conversations are played. Take a harness without tools."
             )
         messages = [{"role": m["role"], "content": _text(m.get("content"))} for m in body["messages"]]
         seen, new = messages[: len(self._said)], messages[len(self._said) :]
         if not new or [_compared(m) for m in seen] != [_compared(m) for m in self._said]:
-            raise RefusedError(
+            raise NotPlayableError(
                 f"agent {name!r} was asked with another conversation than before (shortened, repeated or rewritten); "
                 "what is trained on must be what the model saw."
             )
@@ -134,7 +134,7 @@ def _text(content: Any) -> str:
     if not isinstance(content, list):
         return content or ""
     if any(part.get("type") != "text" for part in content):
-        raise RefusedError("the model is shown images, and only texts are played.")
+        raise NotPlayableError("the model is shown images, and only texts are played.")
     return "\n".join(part["text"] for part in content)
 
 

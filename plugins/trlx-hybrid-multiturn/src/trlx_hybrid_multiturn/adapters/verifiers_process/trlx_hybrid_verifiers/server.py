@@ -20,7 +20,7 @@ from verifiers.v1.configs.agent import agent_config_fields  # type: ignore[impor
 from verifiers.v1.utils import loaders  # type: ignore[import-not-found]
 
 from .chat import as_messages
-from .episode import Episode, RefusedError
+from .episode import NotPlayableError, ServedEpisode
 
 HARNESS = __package__  # as verifiers finds it
 
@@ -42,7 +42,7 @@ class Server:
             own = {"harness": {"id": HARNESS}} if talks and agent.harness is None else {}
             settings[name] = {"runtime": {"type": "subprocess"}, **own, **env.get(name, {})}
         self.env = loaders.load_environment(loaders.resolve_env_config(settings))
-        self.episodes: dict[str, Episode] = {}  # by trace
+        self.episodes: dict[str, ServedEpisode] = {}  # by trace
         self._secret = secret
 
     async def serve(self, ready: Callable[[int], None]) -> None:
@@ -82,7 +82,7 @@ class Server:
     async def _episode(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse(max_msg_size=0)
         await socket.prepare(request)
-        episode = Episode(self)
+        episode = ServedEpisode(self)
         answering: asyncio.Task[None] | None = None
         try:
             async for message in socket:  # read on while it plays: a trainer that goes away ends its episode
@@ -103,7 +103,7 @@ class Server:
             return web.json_response({"error": {"message": "no episode is played under this id"}}, status=404)
         try:
             text = await episode.reply(trace, body)
-        except RefusedError as error:
+        except NotPlayableError as error:
             return web.json_response({"error": {"message": str(error)}}, status=400)
         message = {"role": "assistant", "content": text}
         return web.json_response(
@@ -117,10 +117,10 @@ class Server:
         )
 
 
-async def _answer(socket: web.WebSocketResponse, episode: Episode, asked: dict[str, Any]) -> None:
+async def _answer(socket: web.WebSocketResponse, episode: ServedEpisode, asked: dict[str, Any]) -> None:
     try:
         answer = {"type": "observation", "data": await episode.go_on(asked["type"], asked["data"])}
-    except RefusedError as error:
+    except NotPlayableError as error:
         answer = {"type": "error", "data": {"message": str(error)}}
     except Exception as error:  # a task's own: its trajectory ends by it
         answer = {"type": "error", "data": {"message": f"{type(error).__name__}: {error}"}}

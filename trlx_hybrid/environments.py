@@ -66,7 +66,9 @@ def wrong_step(step: Any) -> str | None:
 def add_command(commands: Any) -> None:
     """Add `environments` to what `argparse`'s `add_subparsers` returned; sets `run`, which takes the options."""
     listing = commands.add_parser(
-        "environments", help="list the environments that plugins offer, or try one", description="List or try them."
+        "environments",
+        help="list the environments that plugins offer, or try one",
+        description="List the environments that plugins offer, for `--environment NAME` of a training, or try one.",
     )
     listing.set_defaults(run=_list)
     trying = listing.add_subparsers(title="commands", metavar="COMMAND", dest="action").add_parser(

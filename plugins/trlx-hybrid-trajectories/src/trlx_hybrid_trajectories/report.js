@@ -2,11 +2,13 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const plots = new Map(); // the element of a chart that was drawn, and its plot
 
-function short(value) {
+// With four digits, or as many as tell it from its neighbour a `step` away.
+function short(value, step) {
   if (value == null) return "–";
   const size = Math.abs(value);
   if (size !== 0 && size < 1e-3) return value.toExponential(1).replace("-", "−").replace("e-", "e−");
-  const options = { maximumSignificantDigits: 4, notation: size >= 1e6 ? "compact" : "standard" };
+  const digits = step ? Math.max(4, Math.ceil(Math.log10(size / step)) + 1) : 4;
+  const options = { maximumSignificantDigits: digits, notation: size >= 1e6 ? "compact" : "standard" };
   return new Intl.NumberFormat("en", options).format(value).replace("-", "−");
 }
 
@@ -31,7 +33,10 @@ function curve(box, { axis: name, x, series }) {
     height: 200,
     scales: { x: { time: false } },
     cursor: { sync: { key: name }, y: false },
-    axes: [axis({ size: 34 }), axis({ size: 66, values: (plot, ticks) => ticks.map(short) })],
+    axes: [
+      axis({ size: 34 }),
+      axis({ size: 66, values: (plot, ticks, _, space, step) => ticks.map((tick) => short(tick, step)) }),
+    ],
     series: [{ label: name }, ...lines],
   };
   return new uPlot(settings, [x, ...series.map(([, values]) => values)], box);

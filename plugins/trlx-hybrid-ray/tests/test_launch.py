@@ -110,8 +110,19 @@ def test_actors_that_a_rank_starts_have_gpus_of_their_own(started, tmp_path):
     done = started("actors", nodes=1, processes_per_node=2, gpus=True)
     assert done.code == 0, done.err
     (seen,) = words(tmp_path, "actors")
-    devices = [seen["own"].split(","), *([device] for device in seen["theirs"])]
-    assert [len(each) for each in devices] == [2, 1, 1]
+    (node, own), theirs = seen["own"], [tuple(each) for each in seen["theirs"]]
+    ranks = [(node, device) for device in own.split(",")]
+    assert len(ranks) == 2
+    assert all(device.isdecimal() for _, device in theirs), theirs
+    assert len({*ranks, *theirs}) == 6, "nobody has a GPU of another"
+
+
+def test_the_text_of_a_syntax_error_is_the_last_line(capfd, two_nodes, tmp_path):
+    (tmp_path / "train.py").write_text("x = = 1\n")
+    done = launch(capfd, tmp_path, tmp_path / "train.py")
+    assert done.code == 1
+    assert "    x = = 1\n" in done.err
+    assert done.err.strip().splitlines()[-1].endswith("SyntaxError: invalid syntax")
 
 
 def test_a_line_without_an_end_holds_up_nothing(started):
@@ -215,6 +226,11 @@ def test_the_last_words_of_a_rank_are_found(code, error):
     assert bool(trace) == bool(error)
     if "from e" in code:
         assert sum(line.startswith("Traceback") for line in trace) == 2
+
+
+@pytest.mark.timeout(60)  # a pattern that goes back and forth takes minutes
+def test_all_that_is_kept_of_a_rank_may_be_one_line():
+    assert last_error("A1" * 32_000 + " Error") == ("", [])
 
 
 LOST = [

@@ -1,8 +1,8 @@
 """Processes and nodes that are killed or stopped at random moments: the run ends in time, names the true victim and
 leaves nothing, or recovers.
 
-`make test` runs some seeds, on a stand-in for a trainer. `FAULT_SEEDS=50` adds GRPO with FSDP2 and a tensor-parallel
-vLLM for the others, each phase at least five times.
+`make test` runs some seeds, on a stand-in for a trainer, and `make test-slow` the others until each signal has struck
+each kind of process. `FAULT_SEEDS=50` adds GRPO with FSDP2 and a tensor-parallel vLLM, each phase at least five times.
 """
 
 import contextlib
@@ -136,7 +136,10 @@ def result(folder):
     return [r.get("result", r.get("logs")) for r in reports], [r["resumed"] for r in reports]
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+SEEN = [pytest.param(seed, marks=pytest.mark.slow if seed >= SEEDS else ()) for seed in range(max(SEEDS, len(FAULTS)))]
+
+
+@pytest.mark.parametrize("seed", SEEN)
 def test_a_run_that_loses_a_process_or_a_node_ends_in_time_and_says_which(
     roomy, run, expected, tmp_path, seed, record_property
 ):

@@ -49,7 +49,7 @@ LOST_PEER = re.compile(
 TRACEBACK = "Traceback (most recent call last):"
 CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
 TORCHS = re.compile(r"^\[rank\d+\]: ?")  # in front of what a process with a process group prints at its end
-RAISED = re.compile(r"[\w.]*[A-Z]\w*(:|$)")
+DOTTED = re.compile(r"[\w.]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -417,12 +417,21 @@ def last_error(text: str) -> tuple[str, list[str]]:
             start = max(number for number in starts if number < start)
         end = next((n for n in range(starts[-1] + 1, len(lines)) if lines[n][:1] not in ("", " ")), len(lines) - 1)
     else:
-        end = max((n for n, line in enumerate(lines) if RAISED.match(line) and "Error" in line), default=-1)
+        end = max((n for n, line in enumerate(lines) if _names_an_error(line)), default=-1)
         if end < 0 or not any(line.startswith('  File "') for line in lines[max(0, end - 4) : end]):
             return "", []
         start = next(n for n in range(end, -1, -1) if lines[n].startswith('  File "'))
     error = lines[end]
     return (error if len(error) <= 300 else error[:299] + "…"), lines[start : end + 1]
+
+
+def _names_an_error(line: str) -> bool:
+    """Whether it reads as Python's last word on an exception: its class, and a colon or nothing behind it.
+
+    Without a pattern that goes back and forth: a line may have all that is kept of a rank.
+    """
+    name = line.partition(":")[0]
+    return "Error" in line and DOTTED.fullmatch(name) is not None and any(map(str.isupper, name.rpartition(".")[2]))
 
 
 def _cause_of_death(error: BaseException) -> str:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 Strategy = Literal["pack", "strict_pack", "spread", "strict_spread"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 NODE_LABEL = "ray.io/node-id"
-REFUSE_SECONDS = 10.0
+REFUSE_SECONDS, HOLDERS_SECONDS = 7.0, 3.0
+"""Until what others hold is refused, and then for Ray to say who they are: ten seconds in all."""
 GPU_SECONDS = 120.0
 """For the first process on a busy node, which imports Ray; each bundle after it takes milliseconds."""
 POLL = 0.1
@@ -486,7 +487,7 @@ def _holders() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
                 held[node][name].update(group["bundles"][index])
     # Asked to make a message better, so it must not replace it; its own timeout is for each of several attempts.
     asked = in_thread(lambda: list_actors(filters=[("state", "=", "ALIVE")], detail=True, timeout=2), "asks for actors")
-    wait([asked], 3.0)
+    wait([asked], HOLDERS_SECONDS)
     for actor in asked.result() if asked.done() and not asked.exception() else []:
         if actor.placement_group_id not in groups and actor.node_id:
             name = f"actor {actor.name or actor.class_name}, pid {actor.pid}"

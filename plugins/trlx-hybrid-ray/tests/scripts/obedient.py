@@ -93,19 +93,30 @@ def map_files():
 
 
 def actors():
-    """Two Ray actors with a GPU each, started by rank 0."""
+    """Two Ray actors with a GPU each, and a worker group with two, started by rank 0: node and GPUs of each."""
     import ray
+    from trlx_hybrid_ray.worker_group import WorkerGroup, register
+
+    def devices():
+        return ray.get_runtime_context().get_node_id(), os.environ["CUDA_VISIBLE_DEVICES"]
+
+    class Judge:
+        @register(dispatch="one_to_all")
+        def devices(self) -> tuple[str, str]:
+            return devices()
+
+    class Actor:
+        def devices(self):
+            return devices()
 
     if RANK == 0:
-
-        @ray.remote(num_gpus=1, num_cpus=0)
-        class Actor:
-            def devices(self):
-                return os.environ["CUDA_VISIBLE_DEVICES"]
-
         ray.init(log_to_driver=False)
-        started = [Actor.remote() for _ in range(2)]
-        word("actors", own=os.environ["CUDA_VISIBLE_DEVICES"], theirs=ray.get([a.devices.remote() for a in started]))
+        settings = {"num_gpus": 1, "num_cpus": 0}
+        started = [ray.remote(Actor).options(**settings).remote() for _ in range(2)]
+        theirs = ray.get([actor.devices.remote() for actor in started])
+        with WorkerGroup(Judge, [settings] * 2) as judges:
+            theirs += judges.devices()
+        word("actors", own=devices(), theirs=theirs)
 
 
 def stubborn():
@@ -119,11 +130,14 @@ def stubborn():
 
 
 def count():
-    """A line each 0.2 s, 100 times."""
+    """A line each 0.2 s, 100 times, and then more than a pipe holds."""
     for number in range(100):
         print(f"line {number}")
         word("counting", pid=os.getpid(), number=number)
         time.sleep(0.2)
+    for number in range(100):
+        print(f"long {number} " + "x" * 10_000)
+    word("counted")
 
 
 def again():

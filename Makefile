@@ -23,6 +23,7 @@ help:
 PLUGINS := vllm multiturn reshard ray trajectories training algorithms cure
 
 .venv/run: requirements/cpu.lock pyproject.toml $(PLUGINS:%=plugins/trlx-hybrid-%/pyproject.toml)
+	@echo "installing into .venv, which takes some minutes"
 	$(PYTHON) -m venv .venv
 	# torch with its dependencies first: where the plain wheel is a CUDA build it brings the libraries it needs.
 	$(BIN)/pip install -q $(PIP_ARGS) "$$(grep '^torch==' requirements/cpu.lock)"

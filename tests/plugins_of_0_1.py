@@ -38,6 +38,7 @@ class Engine(protocols.Engine):
 
     def __init__(self, policy: Policy, options: Options) -> None:
         model: Any = copy.deepcopy(policy.base)
+        vars(model).pop("forward", None)
         self._model = model.eval().requires_grad_(False)
         self.dtype = policy.dtype
         self.max_model_len, self.sleeps = options.max_model_len, options.enable_sleep_mode

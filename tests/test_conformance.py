@@ -74,7 +74,13 @@ def broken(slot, original, kind, name="broken"):
         for given in ("slot", "name", "factory", "plugin", "distribution"):
             del declared[given]
         factory = component.factory
-        registry.offer(slot, name, lambda session, options: kind(factory(session, options)), **declared)
+
+        def build(session, options):
+            made = kind(factory(session, options))
+            made.policy = session.policy
+            return made
+
+        registry.offer(slot, name, build, **declared)
 
     return SimpleNamespace(trlx_register=trlx_register)
 
@@ -85,6 +91,14 @@ class Shifted(Passing):
             dataclasses.replace(c, logprobs=c.logprobs and [*c.logprobs[1:], c.logprobs[-1]])
             for c in self._component.generate(requests, sampling)
         ]
+
+
+class Following(Passing):
+    """A copy that computes with the policy."""
+
+    def generate(self, requests, sampling):
+        self._component.load_weights(self.policy.full_weights())
+        return self._component.generate(requests, sampling)
 
 
 class AsTheyFinish(Passing):
@@ -168,6 +182,7 @@ class Agreeing(Passing):
     ("kind", "message"),
     [
         (Shifted, r"They fit when moved by one token: logprobs\[i\] belongs to token_ids\[i\]"),
+        (Following, r"it sampled from them before it was given them\. .* must not inherit `forward`"),
         (AsTheyFinish, r"They fit the prompt of request \d: completions belong in the order of the requests"),
         (Remembering, r"those of the weights before the last change: .* drop every cache"),
         (StaleAfterWaking, r"those of the weights before the last change: load the new ones, also after waking up"),

@@ -360,12 +360,17 @@ GOOD = "model_name_or_path: nowhere/nothing\ndataset_name: nowhere/at-all\nrewar
     ("text", "flags", "message"),
     [
         (GOOD + "learning_rat: 1\n", [], "sets 'learning_rat', which nothing reads. Did you mean 'learning_rate'?"),
-        (GOOD, ["--max_step", "3", "--lerning_rate=1"], "'--lerning_rate' is among the arguments"),
+        (GOOD, ["--max_step", "3", "--lerning_rate=1"], "Nothing reads the argument '--lerning_rate'."),
+        (
+            GOOD,
+            ["--num_generations", "7", "--lerning_rate=1"],
+            "Nothing reads the setting 'lerning_rate'. Did you mean",
+        ),
         (GOOD, ["--lerning_rate=1"], "Did you mean '--learning_rate'?"),
         ("- a\n- b\n", [], "must have lines `setting: value`, and is a list."),
         ("a: [\n", [], "is not YAML: "),
         (GOOD + "trainer: grop\n", [], "trainer is 'grop'. Did you mean 'grpo'? It takes grpo and rloo."),
-        (GOOD, ["--num_generations", "7"], "cannot be: "),
+        (GOOD, ["--num_generations", "7"], "TRL refuses the settings of "),
         (GOOD.replace("model_name", "# model_name"), [], "model_name_or_path is not set"),
         (GOOD, ["--reward_funcs", "think_format"], "no function 'think_format'. Did you mean 'think_format_reward'?"),
         (GOOD, ["--reward_funcs", "accuracy_reward"], "pip install 'trl[math-verify]'"),
@@ -378,6 +383,7 @@ GOOD = "model_name_or_path: nowhere/nothing\ndataset_name: nowhere/at-all\nrewar
         (GOOD.replace("dataset_name", "# dataset_name"), [], "dataset_name is not set, and there is no environment"),
         (GOOD, [], "dataset_name: 'nowhere/at-all', split 'train', cannot be loaded: "),
         (GOOD, ["--dataset_name", "rows"], "has no column 'prompt', but question. Set `prepare`"),
+        (GOOD, ["--forecast", "24", "--reward_funcs", "think_format"], "no function 'think_format'. Did you mean"),
         (GOOD, ["--forecast", "24"], "the config of 'nowhere/nothing' cannot be read"),
     ],
 )

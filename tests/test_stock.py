@@ -116,6 +116,34 @@ def test_advantages_that_cannot_be_used_name_their_plugin(answer, message):
         replaced(SimpleNamespace(host=host), {"advantages": torch.zeros(8)}, None)
 
 
+def test_a_scripts_own_plugin_is_not_reported_to_an_author():
+    host = Host()
+    host.register(Advice(lambda stock: stock[:3]), "Advice-0")
+    with pytest.raises(PluginError, match=r"'Advice-0' \(plugins=, this script\) failed in .* Mend it there"):
+        replaced(SimpleNamespace(host=host), {"advantages": torch.zeros(8)}, None)
+
+
+class Metric:
+    def __init__(self, value):
+        self.value = value
+
+    @hookimpl
+    def trlx_rollout_end(self, session):
+        session.metrics["hybrid/mine"] = self.value
+
+
+@pytest.mark.parametrize("value", [1, 0.5, torch.tensor(0.5), [1.0, 0.0]])
+def test_a_plugin_may_log_numbers(run, value):
+    (log,) = [log for log in run(trlx_hybrid.GRPOTrainer, plugins=[Metric(value)], max_steps=1).logs if "loss" in log]
+    assert log["reward"] is not None
+
+
+@pytest.mark.parametrize("value", ["many", torch.ones(2), [0.5, None]])
+def test_what_is_no_number_names_the_metric_and_the_plugins(run, value):
+    with pytest.raises(PluginError, match=r"session.metrics\['hybrid/mine'\] is .* set it: one of .*Metric-0"):
+        run(trlx_hybrid.GRPOTrainer, plugins=[Metric(value)], max_steps=1)
+
+
 @pytest.mark.parametrize("converses", [True, False], ids=["multi_turn", "single_turn"])
 def test_rows_that_train_nothing_lose_their_rewards_only_where_conversations_break_off(converses):
     """A `rollout_func` of the user's may mask whole rows; TRL counts their rewards."""

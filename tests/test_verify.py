@@ -13,7 +13,7 @@ from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.types import Completion, Sampling
 from trlx_hybrid.weights.policy import Policy
 from trlx_hybrid.weights.sync import WeightVersions
-from trlx_hybrid.weights.verify import FirstStep, allowed_gap, disagreement, noise
+from trlx_hybrid.weights.verify import FirstStep, allowed_gap, check_log_probs, disagreement, noise
 
 ALONE = SimpleNamespace(any=bool)
 
@@ -144,6 +144,18 @@ def test_the_probe_after_a_sync_is_held_to_the_coarsest_arithmetic_too():
     assert versions(torch.bfloat16)._check_log_probs(part) == pytest.approx(0.05)
     with pytest.raises(SyncError, match=r"disagree by 0\.05 nats"):
         versions(torch.float32)._check_log_probs(part)
+
+
+@pytest.mark.parametrize(
+    ("ours", "said"), [([-1.0, -2.0, -3.0], "agree when moved by one token"), ([-9.0] * 3, "Report it")]
+)
+def test_log_probs_of_the_next_token_are_told_from_other_ones(ours, said):
+    theirs = torch.tensor([-0.5, -1.0, -2.0])
+    policy = SimpleNamespace(log_probs=lambda prompt, ids: theirs)
+    policy.base = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace()))
+    sampled = Completion(token_ids=[3, 4, 5], logprobs=[[each] for each in ours], logprob_token_ids=[[3], [4], [5]])
+    with pytest.raises(SyncError, match=said):
+        check_log_probs(None, policy, [1], sampled, 1e-5)
 
 
 @pytest.mark.parametrize("given", [{"lr": 0.0}, {"gradient": 0.0}, {"gradient": 1e-12}])

@@ -128,7 +128,9 @@ class Algorithms:
         """
         kept = (~groups.totals.isnan()).any(dim=1).tolist()
         for component, algorithm in self._having("keep"):
-            answer = [bool(flag) for flag in algorithm.keep(groups)]
+            answer = list(algorithm.keep(groups))
+            if other := [flag for flag in answer if not isinstance(flag, bool)]:
+                raise _fault(component, "keep", repr(other[0]), "True or False for each group")
             self._agree(component, "keep", answer)
             if len(answer) != len(groups):
                 raise _fault(component, "keep", f"{len(answer)} values", f"one for each of {len(groups)} groups")

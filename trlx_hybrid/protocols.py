@@ -311,7 +311,8 @@ class Scores(NamedTuple):
 
     Attributes:
         log_probs: (B, C) float, of the completions' tokens at the run's temperature, 0 where a token is masked.
-        entropies: (B, C) float, of the distributions they come from; None where not asked for.
+        entropies: (B, C) float, of the distributions they come from; None where not asked for. TRL asks for them
+            in every loss, not for old and reference log-probs.
         router_loss: scalar, the load-balancing loss of a model with experts; None where not asked for.
     """
 

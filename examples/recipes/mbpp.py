@@ -3,7 +3,7 @@
 from trlx_hybrid_cure import Sandbox
 from trlx_hybrid_cure.cure import python_block
 from trlx_hybrid_cure.runner import Verdict
-from trlx_hybrid_cure.sandbox import Job
+from trlx_hybrid_cure.sandbox import ProgramTests
 
 SANDBOX = Sandbox()
 
@@ -22,5 +22,5 @@ def with_prompts(dataset):
 def tests_passed(completions, tests, **columns):
     """Share of the tests that the last block of Python in a completion passes."""
     programs = [python_block(messages[-1]["content"] or "") for messages in completions]
-    jobs = [Job(program or "", of_task) for program, of_task in zip(programs, tests, strict=True)]
+    jobs = [ProgramTests(program or "", of_task) for program, of_task in zip(programs, tests, strict=True)]
     return [verdicts.count(Verdict.PASSED) / len(verdicts) for verdicts in SANDBOX.run(jobs)]

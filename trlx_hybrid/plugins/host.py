@@ -28,6 +28,7 @@ ENTRY_POINT_GROUP = "trlx_hybrid"
 OTHER_VERSION = re.compile(rf"{ENTRY_POINT_GROUP}\.v(?!{API_VERSION}$)\d+")
 
 DISABLE_VARIABLE = "TRLX_HYBRID_DISABLE"
+SCRIPT = "this script"  # in the place of a distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +132,7 @@ class Host:
             plugin, name, distribution=dist.name if dist else "unknown", version=dist.version if dist else "unknown"
         )
 
-    def register(self, plugin: object, name: str, *, distribution: str = "this script", version: str = "-") -> None:
+    def register(self, plugin: object, name: str, *, distribution: str = SCRIPT, version: str = "-") -> None:
         """Add a plugin: a module, or any object with hook implementations.
 
         Raises:
@@ -232,10 +233,14 @@ class Host:
     @staticmethod
     def fault(info: PluginInfo, hook: str, error: Exception) -> PluginError:
         """The error that says which plugin failed where, and what to do."""
+        if info.distribution == SCRIPT:
+            where, way_out = f"plugins=, {SCRIPT}", "Mend it there, or leave it out."
+        else:
+            where = f"{info.distribution} {info.version}"
+            way_out = f"Report it to its author, or start without it: {DISABLE_VARIABLE}={info.name}."
         return PluginError(
-            f"Plugin {info.name!r} ({info.distribution} {info.version}) failed in {hook}: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}. Report it to its author, or start without it: "
-            f"{DISABLE_VARIABLE}={info.name}.",
+            f"Plugin {info.name!r} ({where}) failed in {hook}: {type(error).__name__}: {' '.join(str(error).split())}. "
+            f"{way_out}",
             plugin=info.name,
             hook=hook,
         )

@@ -186,8 +186,10 @@ class Registry:
         meant = name if name in BRINGS[slot] else nearest(name, sorted(known))
         hint = f" Did you mean {meant!r}?" if meant not in ("", name) else ""
         if meant in BRINGS[slot] and meant not in offered:
+            brings = BRINGS[slot][meant]
             hint += (
-                f" It comes with {BRINGS[slot][meant]}: `pip install {BRINGS[slot][meant]}`, if it is not installed."
+                f" It comes with {brings}: `pip install {brings}`, or its folder of a checkout. Or it is disabled "
+                "(TRLX_HYBRID_DISABLE, disable_plugins)."
             )
         return (
             f"No plugin offers {slot} {name!r}.{hint} Offered: {', '.join(sorted(offered)) or 'none'}. "

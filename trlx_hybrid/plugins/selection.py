@@ -17,6 +17,8 @@ STOCK = "transformers"
 SINGLE = "single_turn"
 """The rollout that is chosen unasked, where no other converses with the trainer's tools."""
 
+PLAYED = "rollout_func"
+"""Why a rollout was chosen that the trainer's `rollout_func` plays on."""
 
 PADDED = "padded"
 """The scoring that leaves log-probs to TRL."""
@@ -142,7 +144,7 @@ def _rollout(config: HybridConfig, arguments: TrainerArguments, registry: Regist
     if config.rollout is not None:
         name, why = config.rollout, "HybridConfig.rollout"
     elif arguments.rollout is not None:
-        name, why = arguments.rollout, "rollout_func"
+        name, why = arguments.rollout, PLAYED
     elif not arguments.tools:
         name = SINGLE
     elif not conversing:

@@ -115,7 +115,7 @@ def suggesting(parser: type[Any]) -> type[Any]:
         if unread and not return_remaining_strings:
             unknown = unread[0].partition("=")[0]
             hint = did_you_mean(unknown, (f"--{name}" for name in _read_by(self)))
-            raise ConfigError(f"{unknown!r} is among the arguments, which nothing reads.{hint}")
+            raise ConfigError(f"Nothing reads the argument {unknown!r}.{hint}")
         return (*parsed, unread) if return_remaining_strings else tuple(parsed)
 
     methods = {

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from numbers import Number
 from typing import Any, NamedTuple
 
 import trl
@@ -26,7 +27,7 @@ from trl.distributed import DistributedBackend
 from trl.extras.profiling import profiling_context
 
 from ..config import HybridConfig
-from ..errors import ConfigError
+from ..errors import ConfigError, PluginError
 from ..plugins.host import Host, check_ranks_agree
 from ..plugins.selection import TrainerArguments, choose_algorithms, choose_environment, select
 from ..ranks import Ranks
@@ -369,8 +370,10 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
         session.host.call("trlx_rollout_end", session=session, trajectories=self._trajectories())
         metrics = trainer._metrics["train" if session.training else "eval"]
         for name, value in session.metrics.items():
-            if value != []:  # TRL cannot take the mean of nothing
-                metrics[name] += value if isinstance(value, list) else [value]
+            values = value if isinstance(value, list) else [value]
+            _refuse_other_than_numbers(name, values, session.host)
+            if values:  # TRL cannot take the mean of nothing
+                metrics[name] += values
         return batch
 
     def _advised(self, stock: Any) -> Any:
@@ -503,3 +506,14 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
             self._session.versions.changed()
         if self._first is not None:
             self._first.ended(self._session.step, kwargs["optimizer"])
+
+
+def _refuse_other_than_numbers(name: str, values: Sequence[object], host: Host) -> None:
+    """Before TRL takes their mean, and fails without a plugin's name."""
+    for value in values:
+        if not isinstance(value, Number) and getattr(value, "shape", None) != ():
+            plugins = ", ".join(str(plugin) for plugin in host.plugins)
+            raise PluginError(
+                f"session.metrics[{name!r}] is {value!r:.80}, and a metric is a number, or a list of them. A plugin "
+                f"has set it: one of {plugins}."
+            )

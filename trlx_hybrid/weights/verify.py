@@ -99,11 +99,19 @@ def check_log_probs(engine: Engine, policy: Policy, prompt: list[int], completio
     theirs = policy.log_probs(prompt, completion.token_ids)
     gap = float((ours - theirs).abs().max())
     if not gap <= allowed:  # a NaN must not pass
+        shifts = [(ours[1:], theirs[:-1]), (ours[:-1], theirs[1:])] if len(ours) > 1 else []
+        moved = any(float((a - b).abs().max()) <= allowed for a, b in shifts)
         raise SyncError(
             f"Engine and policy disagree by {gap:.3g} nats on a probe sequence after the weight sync "
-            f"(allowed: {allowed:g}). {_cause(policy)}"
+            f"(allowed: {allowed:g}). {MOVED if moved else _cause(policy)}"
         )
     return gap
+
+
+MOVED = (
+    "They agree when moved by one token: the engine returns with token i the log-prob of another one. "
+    "`trlx_hybrid.testing.conformance.check_engine` shows its author more."
+)
 
 
 def _cause(policy: Policy) -> str:
@@ -115,7 +123,8 @@ def _cause(policy: Policy) -> str:
         )
     return (
         "The weights are in place, so the engine computes something else with them: a layer it repacks or derives from "
-        "its weights, or another model definition. Report it with `trlx-hybrid env`."
+        "its weights, or another model definition. Report it with `trlx-hybrid env`; the author of another engine "
+        "than ours sees more by `trlx_hybrid.testing.conformance.check_engine`."
     )
 
 

@@ -298,6 +298,7 @@ class Offer:
     ("answers", "message"),
     [
         ({"keep": [True]}, r"returned 1 values from `keep`, where one for each of 2 groups was expected"),
+        ({"keep": [0.47, 0.0]}, r"returned 0\.47 from `keep`, where True or False for each group was expected"),
         ({"rewards": lambda r: r[:1]}, r"a tensor of shape \(1, 4, 1\) from `rewards`, .* of shape \(2, 4, 1\)"),
         ({"advantages": lambda t: t.flatten()}, r"a tensor of shape \(8,\) from `advantages`, .* of shape \(2, 4\)"),
         ({"advantages": lambda t: t * math.nan}, r"returned nan at \(0, 0\) from `advantages`"),

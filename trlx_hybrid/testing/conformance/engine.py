@@ -12,8 +12,8 @@ import torch
 from ...memory.ledger import storages
 from ...types import Completion, Request, Sampling
 from ...weights.verify import allowed_gap
-from .findings import require, require_completions, require_log_probs
-from .runs import TOKENS, as_it_is, change, requests, run_with
+from .findings import ConformanceError, require, require_completions, require_log_probs
+from .runs import TOKENS, as_it_is, change, requests, run_with, with_a_trainers_forward
 
 if TYPE_CHECKING:
     from ...session import Session
@@ -42,6 +42,7 @@ def check_engine(
     """
     config: dict[str, Any] = {"engine": name, "engine_options": dict(options or {}), "weights": "gather"}
     with run_with(plugins=plugins, model=model, tokenizer=tokenizer, **config) as run:
+        with_a_trainers_forward(run.session.policy.base)
         run.session.open()
         checks = EngineChecks(name, run.session)
         checks.loads()
@@ -159,13 +160,24 @@ class EngineChecks:
         )
 
     def follows_the_weights(self) -> None:
-        """Changed weights are those that it samples from, also for a prompt that it knows."""
-        given = requests()
-        self._generate(given, Sampling(max_tokens=TOKENS, logprobs=0))
+        """It samples from the weights that it was given: changed ones once it has them, also for a prompt it knows."""
+        given, sampling = requests(), Sampling(max_tokens=TOKENS, logprobs=0)
+        self._generate(given, sampling)
         before = as_it_is(self._policy)
         change(self._policy, seed=1)
+        completions = self._generate(given, sampling)
+        try:
+            require_log_probs(self._policy, given, completions, self._allowed, of=self._name)
+        except ConformanceError:
+            require_log_probs(before, given, completions, self._allowed, of=f"{self._name}, before it had new weights,")
+        else:
+            raise ConformanceError(
+                f"{self._name}: the policy's weights were changed, and it sampled from them before it was given them. "
+                "Sample from its own: a copy of the policy must not inherit `forward`, which a trainer puts on the "
+                "model itself, and which computes with the policy (`vars(copy).pop('forward', None)`)."
+            )
         self._load()
-        self._fit(given, self._generate(given, Sampling(max_tokens=TOKENS, logprobs=0)), before=before)
+        self._fit(given, self._generate(given, sampling), before=before)
 
     def sleeps(self) -> None:
         """Asleep it may lose its weights, if it says so; awake it is what it was."""

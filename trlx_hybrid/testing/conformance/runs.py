@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -11,6 +13,8 @@ from ...types import Request
 from ...weights.policy import Policy
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ...hybrid_engine import HybridEngine
 
 TOKENS = 8
@@ -71,4 +75,16 @@ def change(policy: Policy, seed: int) -> None:
 def as_it_is(policy: Policy) -> Policy:
     """A copy that later changes leave alone."""
     model = copy.deepcopy(policy.module)
+    for module in model.modules():
+        vars(module).pop("forward", None)  # see `with_a_trainers_forward`
     return Policy(lambda: model, policy.processing_class, policy.device)
+
+
+def with_a_trainers_forward(model: nn.Module) -> None:
+    """Put a forward on the model itself that computes with it, as TRL and accelerate do: copies inherit it."""
+    forward = model.forward
+
+    def own(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    model.forward = types.MethodType(functools.wraps(forward)(own), model)

@@ -55,8 +55,11 @@ def trlx_configure(session: Session) -> None:
 @hookimpl
 def trlx_report_header(session: Session) -> str | None:
     """Say so where a run chose conversations and has nobody to converse with."""
+    from trlx_hybrid.plugins.selection import PLAYED
+
     selection = session.selection
-    rollout, plays = selection.rollout, selection.tools or selection.environment is not None
+    rollout = selection.rollout
+    plays = selection.tools or selection.environment is not None or (rollout is not None and rollout.why == PLAYED)
     if rollout is None or not isinstance(rollout.options, MultiTurnOptions) or plays:
         return None
     return "note: rollout=multi_turn, and the trainer has no tools: only a rollout_func of its own takes several turns."

@@ -116,7 +116,7 @@ def actors():
         theirs = ray.get([actor.devices.remote() for actor in started])
         with WorkerGroup(Judge, [settings] * 2) as judges:
             theirs += judges.devices()
-        word("actors", own=devices(), theirs=theirs)
+        word("actors", own=os.environ["CUDA_VISIBLE_DEVICES"], theirs=theirs)
 
 
 def stubborn():

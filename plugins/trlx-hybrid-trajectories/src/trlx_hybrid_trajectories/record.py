@@ -23,7 +23,10 @@ LONGEST = 64  # tokens that may share characters before they count as bytes that
 PER_TOKEN = ("completion_texts", "loss_mask", "logprobs")
 LONGEST_DATA_URL = 256  # characters; a longer one is an image
 CUT = "A run that was stopped while writing leaves such a line; remove it with:"
-OTHER_FILE = "Give a file written by plugin_options={'trajectories': {'record': …}}."
+OTHER_FILE = (
+    "Give a file written by plugin_options={'trajectories': {'record': …}}, or report/trajectories.jsonl of a run "
+    "that was recorded for its report."
+)
 
 
 class RecordError(HybridError, ValueError):

@@ -83,7 +83,10 @@ def _cpu(policy: Policy, heads: int | None) -> str | None:
                 f"and this model's is {latent}. Use a GPU, or engine='transformers'."
             )
     elif head_size is not None and head_size not in CPU_HEAD_SIZES:
-        return f"vLLM's CPU attention has no kernel for head size {head_size}; it has {CPU_HEAD_SIZES}."
+        return (
+            f"vLLM's CPU attention has no kernel for head size {head_size}; it has {CPU_HEAD_SIZES}. Change "
+            "head_dim, or hidden_size and num_attention_heads, or take engine='transformers'."
+        )
     return None
 
 

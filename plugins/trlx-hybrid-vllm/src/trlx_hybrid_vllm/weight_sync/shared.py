@@ -76,7 +76,7 @@ class SharedSync(WeightSync):
         if not hasattr(engine, "places"):
             return "it reaches into vLLM's memory, and another engine is in use"
         if policy.adapters and not self._adapted:
-            return "the policy has adapters: they are served (`lora`) or merged (`gather`)"
+            return "the policy has adapters, which `lora` serves and `merged` and `gather` merge"
         if engine.quantized:
             return "a quantised engine keeps no copy of the weights"
         if engine.ranks_per_replica > 1:

@@ -364,7 +364,7 @@ GOOD = "model_name_or_path: nowhere/nothing\ndataset_name: nowhere/at-all\nrewar
         (
             GOOD,
             ["--num_generations", "7", "--lerning_rate=1"],
-            "Nothing reads the setting 'lerning_rate'. Did you mean",
+            "Nothing reads the argument '--lerning_rate'. Did",
         ),
         (GOOD, ["--lerning_rate=1"], "Did you mean '--learning_rate'?"),
         ("- a\n- b\n", [], "must have lines `setting: value`, and is a list."),

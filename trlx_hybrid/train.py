@@ -153,14 +153,7 @@ def read(recipe: Path, flags: Sequence[str]) -> RecipeSettings:
         parsed = parser.parse_args_and_config(["--config", str(recipe), *flags])
     except HybridError:
         raise
-    except ValueError as error:  # of TRL's and transformers' configs, which are made before what is left over is seen
-        read_by = {action.dest for action in parser._actions} | {"config"}
-        for given in [
-            *settings,
-            *(flag.removeprefix("--").partition("=")[0] for flag in flags if flag.startswith("--")),
-        ]:
-            if given.replace("-", "_") not in read_by:
-                raise ConfigError(f"Nothing reads the setting {given!r}.{did_you_mean(given, read_by)}") from error
+    except ValueError as error:  # of TRL's and transformers' configs
         raise ConfigError(f"TRL refuses the settings of {recipe}: {error}") from error
     return RecipeSettings(*parsed, recipe.resolve().parent)  # type: ignore[call-arg]
 

@@ -111,12 +111,14 @@ def suggesting(parser: type[Any]) -> type[Any]:
     def parse_args_into_dataclasses(
         self: Any, args: Any = None, return_remaining_strings: bool = False, **others: Any
     ) -> Any:
-        *parsed, unread = parser.parse_args_into_dataclasses(self, args, True, **others)
-        if unread and not return_remaining_strings:
+        unread = (
+            [] if return_remaining_strings else self.parse_known_args(args)[1]
+        )  # before a config refuses the others
+        if unread:
             unknown = unread[0].partition("=")[0]
             hint = did_you_mean(unknown, (f"--{name}" for name in _read_by(self)))
             raise ConfigError(f"Nothing reads the argument {unknown!r}.{hint}")
-        return (*parsed, unread) if return_remaining_strings else tuple(parsed)
+        return parser.parse_args_into_dataclasses(self, args, return_remaining_strings, **others)
 
     methods = {
         "parse_args_and_config": parse_args_and_config,

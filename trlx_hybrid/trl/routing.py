@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from ..errors import ComponentError, ConfigError
 
 if TYPE_CHECKING:
-    from ..session import Session
+    from ..plugins.registry import Component
+    from ..weights.policy import Policy
 
 EXPERTS = "experts"
 """In a batch: (B, P + C, layers, experts per token) int16, what the engine chose, -1 where it is not known."""
@@ -149,19 +150,22 @@ def routers_of(model: nn.Module) -> dict[int, nn.Module]:
     return found
 
 
-def refuses(trainer: Any, session: Session, scoring: Sequence[str]) -> str | None:
+def refuses(
+    trainer: Any, policy: Policy, engine: Component | None, scoring: Sequence[str], replays: bool
+) -> str | None:
     """Why this run cannot replay its routers, and what to change; None where it can.
 
     Args:
+        engine: that samples; None where TRL does.
         scoring: names of TRL's trainers that train on log-probs of single tokens.
+        replays: whether batches, and the experts of their tokens, come from a recording.
     """
-    policy, engine = session.policy, session.selection.engine
     if not policy.has_experts:
         return f"{policy.architecture} routes no tokens to experts"
     if trainer._base_name not in scoring:
         return f"it is for {' and '.join(scoring)}, and this is {type(trainer).__name__}"
-    if session.config.replay is None and (engine is None or not engine.component.routes):
-        name = engine.component.name if engine is not None else "transformers"
+    if not replays and (engine is None or not engine.routes):
+        name = engine.name if engine is not None else "transformers"
         return f"engine {name!r} does not say which experts it chose; 'vllm' does"
     if getattr(trainer, "rollout_func", None) is not None:
         return "a rollout_func brings tokens without the experts that they were routed to"
@@ -169,7 +173,7 @@ def refuses(trainer: Any, session: Session, scoring: Sequence[str]) -> str | Non
         return "the turns of a conversation are prompts of their own, whose experts are not put together"
     if policy.base.config.get_text_config() is not policy.base.config:
         return "prompts with images are not covered"
-    if getattr(session.args, "torch_compile", False):
+    if getattr(trainer.args, "torch_compile", False):
         return "torch_compile compiles the routers"
     return None
 

@@ -233,11 +233,13 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
             raise ConfigError(f"HybridConfig.algorithm ({names}) cannot sample other prompts: {reason}.")
 
     def _replay_routers(self) -> None:
-        own = overriding(self, (SCORER,))
-        reason = f"{own} computes its log-probs" if own else routing.refuses(self, self.session, SCORING)
-        if reason is not None:
+        session, own = self.session, overriding(self, (SCORER,))
+        engine = session.selection.engine.component if session.selection.engine is not None else None
+        replays = session.config.replay is not None
+        refused = routing.refuses(self, session.policy, engine, SCORING, replays)
+        if reason := f"{own} computes its log-probs" if own else refused:
             raise ConfigError(f"HybridConfig.router_replay cannot serve this run: {reason}. Leave it out.")
-        self.session.router_replay = routing.RouterReplay(self.session.policy.base)
+        session.router_replay = routing.RouterReplay(session.policy.base)
 
     @property
     def use_vllm(self) -> bool:

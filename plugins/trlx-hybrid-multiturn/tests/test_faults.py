@@ -185,7 +185,7 @@ class Rig:
                 per_device_train_batch_size=ROWS,
                 num_generations=GROUP,
                 max_completion_length=400,
-                temperature=0.5,
+                temperature=0.8,  # a lower one multiplies what logits round to
                 max_tool_calling_iterations=TURNS,
                 use_vllm=True,
                 vllm_max_model_length=3200,

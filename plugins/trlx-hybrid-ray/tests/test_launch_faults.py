@@ -22,6 +22,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import OBEDIENT, SCRIPTS, Segments, launch, nothing_left
 from test_launch_grpo import CONFIG
+from trlx_hybrid_ray.placement import alive_nodes
 
 SEEDS = int(os.environ.get("FAULT_SEEDS", "3"))
 CHEAP = 15  # seeds without GRPO
@@ -88,6 +89,9 @@ def roomy(session_cluster):
     for node in added:
         if node in session_cluster.cluster.worker_nodes:
             session_cluster.cluster.remove_node(node)
+    gone, deadline = {node.node_id for node in added}, time.monotonic() + 60
+    while gone & {node.id for node in alive_nodes()} and time.monotonic() < deadline:
+        time.sleep(0.2)  # or the next test's ranks are put on one that is about to go
 
 
 @pytest.fixture(scope="module")

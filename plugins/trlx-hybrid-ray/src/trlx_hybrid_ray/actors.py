@@ -19,7 +19,7 @@ from typing import Any
 from trlx_hybrid import plain_data, remote_errors
 from trlx_hybrid.errors import ConfigError, listed
 
-from . import debugging
+from . import debugging, internals
 from .cluster import ADDRESS, LOCAL, NAMESPACE, connect
 from .errors import brief
 from .placement import Placement, PlacementRequest, reserve
@@ -152,9 +152,7 @@ def reply_of(function: Callable[[], Any]) -> bytes:
         value = function()
     except BaseException as error:  # a tool's SystemExit is its error, not the end of this process
         if debugging.post_mortem():
-            import ray
-
-            ray.util.rpdb._post_mortem()  # type: ignore[no-untyped-call]
+            internals.stop_where_raised()
         return RAISED + plain_data.dumps(remote_errors.describe(error))
     try:
         return RETURNED + plain_data.dumps(value)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from trlx_hybrid.errors import ConfigError
 
-from .internals import LOOPBACK_VARIABLE
+from .internals import LOOPBACK_VARIABLE, stop_where_raised
 from .token import MODE, PATH
 
 CHOICE, POST_MORTEM = "RAY_DEBUG", "RAY_DEBUG_POST_MORTEM"
@@ -78,8 +78,6 @@ def main(script: str, *arguments: str) -> None:
     exception was raised that nobody catches."""
     import runpy
 
-    import ray
-
     from .cluster import ADDRESS, NAMESPACE, connect
 
     with connect(os.environ[ADDRESS], namespace=os.environ.get(NAMESPACE)):
@@ -88,7 +86,7 @@ def main(script: str, *arguments: str) -> None:
         try:
             runpy.run_path(script, run_name="__main__")
         except Exception:
-            ray.util.rpdb._post_mortem()  # type: ignore[no-untyped-call]
+            stop_where_raised()
             raise
 
 

@@ -48,3 +48,10 @@ def free_resources() -> Mapping[str, Mapping[str, float]]:
     from ray._private.state import available_resources_per_node
 
     return cast("Mapping[str, Mapping[str, float]]", available_resources_per_node())  # type: ignore[no-untyped-call]
+
+
+def stop_where_raised() -> None:
+    """In an `except`: Ray's debugger, where the exception was raised. It returns when somebody has continued."""
+    from ray.util import rpdb
+
+    rpdb._post_mortem()  # type: ignore[no-untyped-call]

@@ -23,7 +23,7 @@ TEMPLATE = (
 
 
 def tiny_vision_model(
-    architecture: str = "qwen2_5_vl", seed: int = 0, head_dim: int = 32, tokenizer: Any = None
+    architecture: str = "qwen2_5_vl", seed: int = 0, head_dim: int = 32, tokenizer: Any = None, tower_heads: int = 2
 ) -> tuple[Any, Any]:
     """A model of a few ten thousand parameters, and its processor.
 
@@ -31,6 +31,7 @@ def tiny_vision_model(
         architecture: one of PATCHES.
         head_dim: of tower and text; vLLM's attention on GPUs wants 64 or more.
         tokenizer: one with a chat template, in the place of one of characters.
+        tower_heads: as many as ranks of tensor parallelism, or a multiple.
     """
     import torch
     import transformers
@@ -52,7 +53,8 @@ def tiny_vision_model(
         Qwen2VLVideoProcessor(**settings),
         chat_template=tokenizer.chat_template,
     )
-    tower: dict[str, Any] = {"depth": 2, "hidden_size": 2 * head_dim, "intermediate_size": 96, "num_heads": 2}
+    tower: dict[str, Any] = {"depth": 2, "hidden_size": tower_heads * head_dim, "intermediate_size": 96}
+    tower["num_heads"] = tower_heads
     tower |= {"out_hidden_size": 4 * head_dim, "patch_size": patch, "initializer_range": 0.1}
     if older:
         tower |= {"window_size": 56, "fullatt_block_indexes": [1]}

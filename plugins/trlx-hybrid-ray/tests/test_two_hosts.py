@@ -21,7 +21,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import OBEDIENT, SCRIPTS
+from test_launch_grpo import CONFIG, GRPO
 
+PICTURES = Path(__file__).parents[2] / "trlx-hybrid-reshard/tests/scripts/images.py"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 PORT = 6379
 CPUS = (4, 8)
@@ -83,7 +85,7 @@ class Host:
                 assert self.run("ip", "rule", "del", *rule).returncode == 0
 
     def ray(self, *words):
-        done = self.run(Path(sys.executable).parent / "ray", *words)
+        done = self.run(sys.executable, "-m", "ray.scripts.scripts", *words)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -223,6 +225,30 @@ def test_a_trainer_samples_from_an_engine_on_the_other_host(hosts):
     done = across(hosts[0], "engine", 60, hosts[0].disk)
     assert done.returncode == 0, done.stderr
     assert f"trained on host0 with an engine at {ADDRESSES[1]}" in done.stdout
+
+
+def test_one_engine_over_both_hosts_trains(hosts, tmp_path):
+    """There is no route to the internet, by which vLLM would look for the address where its ranks meet."""
+    (tmp_path / "accelerate.yaml").write_text(json.dumps(CONFIG))
+    own = ["--processes-per-node", 1, "--config_file", tmp_path / "accelerate.yaml"]
+    done = launch(hosts[0], *own, GRPO, tmp_path)
+    assert done.returncode == 0, done.stderr[-4000:]
+    reports = [json.loads((tmp_path / f"report.{rank}").read_text()) for rank in range(2)]
+    assert reports[0]["logs"] == reports[1]["logs"]
+    assert all(report["sharded"] and report["weights"] == "reshard" for report in reports)
+
+
+def test_a_model_that_sees_images_is_served_by_one_engine_over_both(hosts, tmp_path):
+    """Qwen2.5-VL's shape, FSDP2 and TP=4, the case of OpenRLHF's issue 958. Run by `make test-vision`."""
+    pytest.importorskip("torchvision", reason="the processors of vision-language models need torchvision")
+    done = launch(hosts[0], PICTURES, tmp_path, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    reports = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
+    for report in reports:
+        assert report["sharded"]
+        assert [sync["weights"] for sync in report["syncs"]] == ["reshard"] * 3
+        assert all(sync["differing"] == [] and sync["gap"] < 1e-5 for sync in report["syncs"])
+        assert all(log["sampling/sampling_logp_difference/max"] < 1e-5 for log in report["logs"])
 
 
 def test_a_head_behind_a_firewall_is_told_at_once(hosts):

@@ -8,9 +8,17 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from ranks import reports
 
+NEEDED = "the processors of vision-language models need torchvision"
+
+
+def test_a_rank_without_images_beside_one_with_images_is_named_and_waits_for_nobody(tmp_path):
+    pytest.importorskip("torchvision", reason=NEEDED)
+    for told in reports("images.py", tmp_path, 2, "uneven"):
+        assert "The conversations of rank 1 have no image and those of rank 0 have" in told
+
 
 def test_every_sync_brings_the_tower_as_well(tmp_path):
-    pytest.importorskip("torchvision", reason="the processors of vision-language models need torchvision")
+    pytest.importorskip("torchvision", reason=NEEDED)
     for report in reports("images.py", tmp_path, 2):
         assert report["sharded"]
         assert len(report["syncs"]) == len(report["logs"]) == 3

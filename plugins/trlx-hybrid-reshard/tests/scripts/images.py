@@ -9,8 +9,9 @@ import torch
 from torch.distributed.tensor import DTensor
 from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
+from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.launched import FSDP2, tiny_grpo, use_fsdp_on_cpu
-from trlx_hybrid.testing.vision import counted_squares, tiny_vision_model
+from trlx_hybrid.testing.vision import counted_squares, picture, tiny_vision_model
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -26,7 +27,7 @@ class Syncs:
 
 
 def main(folder):
-    model, processor = tiny_vision_model("qwen2_5_vl")
+    model, processor = tiny_vision_model("qwen2_5_vl", tower_heads=max(WORLD, 2))
     plugin = Syncs()
     settings = tiny_grpo(folder, per_device_train_batch_size=4, vllm_tensor_parallel_size=WORLD)
     trainer = GRPOTrainer(
@@ -49,9 +50,31 @@ def main(folder):
     return report
 
 
+def uneven(folder):
+    """A batch whose images are all on the first rank."""
+    model, processor = tiny_vision_model("qwen2_5_vl")
+
+    def rollout(prompts, trainer):
+        told = {"prompt_ids": [[5, 6]] * len(prompts), "completion_ids": [[7]] * len(prompts), "logprobs": None}
+        return told | {"images": [None if RANK else [picture("qwen2_5_vl", 3)]] * len(prompts)}
+
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completion_ids, **_: [1.0] * len(completion_ids),
+        args=GRPOConfig(**tiny_grpo(folder, per_device_train_batch_size=4, use_vllm=False)),
+        train_dataset=counted_squares("qwen2_5_vl"),
+        processing_class=processor,
+        rollout_func=rollout,
+    )
+    try:
+        trainer.train()
+    except ConfigError as error:
+        return str(error)
+
+
 if __name__ == "__main__":
     os.environ.update(FSDP2 | {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "Qwen2_5_VLDecoderLayer"})
     use_fsdp_on_cpu()
     out = Path(sys.argv[1])
-    (out / f"rank{RANK}.json").write_text(json.dumps(main(out)))
+    (out / f"rank{RANK}.json").write_text(json.dumps(uneven(out) if sys.argv[2:] == ["uneven"] else main(out)))
     torch.distributed.destroy_process_group()

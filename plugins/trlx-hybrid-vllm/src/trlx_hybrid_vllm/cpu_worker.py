@@ -6,6 +6,7 @@ vLLM hands `worker_cls` to its executor by name; this is its public way to repla
 from __future__ import annotations
 
 import os
+import socket
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,14 @@ class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
 
         vLLM names the memory that its ranks share after their rendezvous, which is "env://" in every job of a machine.
         A second job would fail with errno 17, and so would all later ones where a killed one left the name behind.
+        Ranks of several hosts share none: vLLM takes names that differ as the word for it, and goes through gloo then.
         """
         set_num_threads, connect = torch.set_num_threads, cpu_worker.init_worker_distributed_environment
 
         def connect_this_job(*args: Any, **kwargs: Any) -> None:
             if self.distributed_init_method == "env://":
                 master = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT")]
-                os.environ[IDENTITY] = "-".join(master)
+                os.environ[IDENTITY] = "-".join([*master, socket.gethostname(), _shared_memory()])
             connect(*args, **kwargs)
             unlink_segments(os.environ[IDENTITY])
 
@@ -95,6 +97,11 @@ def unlink_segments(identity: str) -> None:
         if name.startswith(f"{identity}-") and not name.endswith(" (deleted)"):
             with suppress(FileNotFoundError):  # a peer was faster
                 os.unlink(SEGMENTS + name)
+
+
+def _shared_memory() -> str:
+    """Which one this process sees: two containers of one host need not see the same."""
+    return str(os.stat(SEGMENTS).st_dev) if os.path.isdir(SEGMENTS) else ""
 
 
 def _free(tensors: list[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]:

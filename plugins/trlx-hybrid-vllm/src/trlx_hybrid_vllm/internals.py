@@ -7,12 +7,15 @@ The plugin's tests run all of it, on the pinned version.
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import importlib
 import io
+import ipaddress
 import logging
 import os
+import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
@@ -66,8 +69,17 @@ def _described(config: Any) -> Any:
         ModelArchConfigConvertorBase,
     )
 
+    config = unquantised(config)
     convertor = MODEL_ARCH_CONFIG_CONVERTORS.get(config.model_type, ModelArchConfigConvertorBase)
     return convertor(config, config.get_text_config()).convert()
+
+
+def unquantised(config: Any) -> Any:
+    """A copy of a model's config that says nothing of how the trainer's base is held; the engine is told its own."""
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
 
 
 def latent_attention(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -284,15 +296,33 @@ def launcher_environment(rank: int, local_rank: int, world: int) -> Iterator[Non
 
     That executor joins the process group that accelerate made, or makes one of a single process, whose store takes a
     free port by itself: one that was looked for before would be anybody's until the engine listens there.
+
+    The ranks of an engine over several hosts meet at an address that vLLM takes from the route to the internet. Where
+    that is another network than the job's, or there is none, they would wait for each other without end.
     """
     wanted: dict[str, int | str] = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world}
     if "MASTER_PORT" not in os.environ or world == 1:
         wanted |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
         wanted |= {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # torchrun's, with which nobody would listen there
+    elif "VLLM_HOST_IP" not in os.environ and (address := address_towards(os.environ.get("MASTER_ADDR", ""))):
+        wanted["VLLM_HOST_IP"] = address
     # vLLM sets the last by itself.
     with restored(*wanted, "VLLM_ENABLE_V1_MULTIPROCESSING"):
         os.environ.update({name: str(value) for name, value in wanted.items()})
         yield
+
+
+def address_towards(host: str) -> str | None:
+    """This machine's own address on the network by which it reaches a host; None where that is itself, or is not
+    found. Nothing is sent."""
+    try:
+        family, kind, *_, at = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(at)
+            address = str(probe.getsockname()[0])
+    except OSError:
+        return None
+    return None if ipaddress.ip_address(address.partition("%")[0]).is_loopback else address
 
 
 def serve_by_default(llm: Any, adapter: Callable[[], Any]) -> None:

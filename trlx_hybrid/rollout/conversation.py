@@ -6,7 +6,7 @@ The trainer knows chat templates, tools and limits; the rollout knows clocks. Th
 from __future__ import annotations
 
 from asyncio import AbstractEventLoop
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +86,7 @@ class Conversation:
         loss_mask: 1 where a token was sampled, 0 where it was observed; all 0 where the conversation failed.
         logprobs: of each token, 0.0 where it was observed; None where none were asked for.
         messages: what was said after the prompt, by the model and its tools.
-        images: those that tools returned.
+        images: those that tools returned, or an environment showed after the prompt.
         turns: one entry per turn.
         calls, failed_calls: tool calls, and those among them that the model was shown an error for.
         failure: why the conversation broke off, or None.
@@ -120,6 +120,17 @@ class Conversation:
 RequestMaker = Callable[[int, int, list[int], list[Any] | None, int | None], Request]
 """Makes the request of a row of this rank (by index) in a turn, which decide its seed; from the prompt's ids, its
 images, and the most to sample, where that is less than the run's limit."""
+
+
+def images_of(messages: Iterable[Message]) -> list[Any]:
+    """Those among the content blocks of chat messages, in their order."""
+    return [
+        part["image"]
+        for message in messages
+        if isinstance(message["content"], list)
+        for part in message["content"]
+        if isinstance(part, dict) and part.get("type") == "image"
+    ]
 
 
 def opening(prompt: list[Message], observation: str | list[Message] | None) -> list[Message]:

@@ -141,7 +141,7 @@ def resampled(trainer: Any, prompts: list[Any], sample: Callable[[list[Any]], An
     }
     if missing > 0 and ranks.rank == 0:
         _say_short(trainer, needed - missing, needed, sampled)
-    return _as_generated(batch, bool(trainer.tools))
+    return _as_generated(batch)
 
 
 def _batch(trainer: Any, rounds: Sequence[Round], needed: int) -> list[SampledRow]:
@@ -247,16 +247,15 @@ def _round(
     return Round(sampled, rewards, numbers, session.algorithms.keep(groups), groups.totals)
 
 
-def _as_generated(batch: Sequence[SampledRow], tools: bool) -> Any:
+def _as_generated(batch: Sequence[SampledRow]) -> Any:
     """Rows as TRL's `_generate` returns them."""
 
     def column(name: str) -> list[Any] | None:
         values = [getattr(row, name) for row in batch]
         return None if all(value is None for value in values) else values
 
-    tool_images = [row.tool_images for row in batch] if tools else []
     columns = [column(name) for name in ("prompt_ids", "completion_ids", "loss_mask", "completion", "logprobs")]
-    return (*columns, {}, column("images"), tool_images)
+    return (*columns, {}, column("images"), [row.tool_images for row in batch])
 
 
 def _together(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

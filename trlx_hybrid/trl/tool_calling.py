@@ -69,6 +69,55 @@ def refuse_text(prompts: Sequence[Any]) -> None:
         )
 
 
+def with_images(trainer: Any, generated: Any) -> Any:
+    """What TRL's `_generate` returns, with the images that a `rollout_func` returned in a field `images`: of each row
+    those of prompt and completion in their order, or None. TRL itself takes none from it.
+
+    Raises:
+        ConfigError: the model sees none.
+    """
+    if getattr(trainer, "rollout_func", None) is None:
+        return generated
+    *columns, fields, _, _ = generated
+    images = fields.get("images")
+    if not any(images or ()):
+        return generated
+    if not trainer._is_vlm:
+        raise ConfigError(
+            "rollout_func returned images, and the trainer's processing_class is a tokenizer: this model sees none. "
+            "Give the trainer a vision-language model with its processor, or leave the field `images` out."
+        )
+    return (*columns, fields, images, images)
+
+
+def show_images(trainer: Any, generated: Any) -> None:
+    """Have TRL's loss take images from behind the prompt, as it does for tools that answer with them, in the batch that
+    it is about to score. `tools` is to be put back afterwards."""
+    *_, tool_images = generated
+    if any(tool_images or ()) and not trainer.tools:
+        trainer.tools = [trainer.rollout_func]
+
+
+def refuse_uneven_images(trainer: Any, generated: Any) -> None:
+    """Ranks gather a sharded tower together: one whose batch has no image would leave the others waiting. Collective.
+
+    Raises:
+        ConfigError: this or another rank has none, and some rank has.
+    """
+    session = trainer.session
+    sharded = session.policy.fsdp_version is not None and session.ranks.world > 1
+    if not (sharded and getattr(trainer, "_is_vlm", False)):
+        return
+    *_, images, _ = generated
+    seen = session.ranks.gather(any(images or ()))
+    if any(seen) and not all(seen):
+        raise ConfigError(
+            f"The conversations of rank {seen.index(False)} have no image and those of rank {seen.index(True)} have: "
+            "under FSDP every rank needs one in each batch, for the layers that see images are gathered by all of "
+            "them. Put an image into each prompt (or into what `reset` shows), or train with DDP."
+        )
+
+
 def first_turns(trainer: Any, conversations: Sequence[Conversation]) -> Any:
     """What TRL's `_generate_single_turn` returns: of every row the first turn."""
     lengths = [c.turns[0].sampled for c in conversations]

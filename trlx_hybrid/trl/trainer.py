@@ -277,8 +277,13 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
                 self._generated = resampling.resampled(self, prompts, self._one_round)
             finally:
                 self._in_rounds = False
-            return self._generated
-        return self._one_round(prompts)
+        else:
+            self._one_round(prompts)
+        if self._base_name == "GRPO":
+            tool_calling.refuse_uneven_images(self, self._generated)
+            if self._rolls_out:
+                tool_calling.show_images(self, self._generated)
+        return self._generated
 
     @property
     def _learns(self) -> bool:
@@ -292,7 +297,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
         self._conversations: Any = None
         phase = self.session.rollout_phase(trainer.model.training)
         with self._part("rollout"), phase, begun_early(self, parse_response, prompts):
-            self._generated = super()._generate(prompts)  # type: ignore[misc]
+            self._generated = tool_calling.with_images(self, super()._generate(prompts))  # type: ignore[misc]
         return self._generated
 
     @property
@@ -360,11 +365,13 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
         if drawn is not None:
             inputs, self._row_numbers = drawn
         session.rows = inputs
-        self._rolls_out = True
+        self._rolls_out, tools = True, getattr(trainer, "tools", None)
         try:
             batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         finally:
             self._rolls_out = False
+            if tools is not None:
+                trainer.tools = tools
         self._check_sampled(batch)
         if "advantages" in batch:
             batch["advantages"] = self._advised(batch["advantages"])

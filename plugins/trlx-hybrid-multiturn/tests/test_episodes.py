@@ -229,7 +229,9 @@ def test_rollouts_that_cannot_play_are_refused(play):
         play(Maze, hybrid=None)
     with pytest.raises(ConfigError, match="prompts that are lists of messages"):
         play(Maze, prompts=["plain"] * 8)
-    with pytest.raises(ConfigError, match="takes text, and a prompt holds content of type 'image'"):
+    with pytest.raises(ConfigError, match="shows this model text, and a prompt holds content of type 'image'"):
         refuse_prompts([[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what is it"}]}]])
+    with pytest.raises(ConfigError, match=r"shows this model text and image, and a prompt holds .* 'audio'"):
+        refuse_prompts([[{"role": "user", "content": [{"type": "audio"}]}]], sees_images=True)
     with pytest.raises(ConfigError, match="at least one turn"):
         episodes(Maze, max_turns=0)

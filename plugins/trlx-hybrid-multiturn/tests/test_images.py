@@ -1,4 +1,4 @@
-"""Tools that answer with pictures."""
+"""Tools and environments that answer with pictures."""
 
 import copy
 
@@ -6,12 +6,20 @@ import pytest
 import trlx_hybrid
 from datasets import Dataset
 from trl import GRPOConfig
+from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.rollout.conversation import images_of
 from trlx_hybrid.testing.launched import tiny_grpo
+from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.testing.vision import chatty_vision_model, picture
+from trlx_hybrid_multiturn import Step, episode_reward, episodes
+from trlx_hybrid_multiturn.tokens import TemplateTokens
 
 NEEDED = "the processors of vision-language models need torchvision"
 CALL = '<tool_call>\n{"name": "look", "arguments": {"n": %d}}\n</tool_call>'
 TURNS = [CALL % 1, CALL % 3, "that is all"]
+GAP = 3e-5
+"""Nats: the rounding of logits of 60, which these turns have, is 4e-6. Another picture changes a log-prob by 0.01."""
+QUESTIONS = [[{"role": "user", "content": f"what is {number * 37}?"}] for number in range(16)]
 
 
 def look(n: int) -> list:
@@ -23,10 +31,25 @@ def look(n: int) -> list:
     return [{"type": "image", "image": picture("qwen3_vl", n)}, {"type": "text", "text": "so many"}]
 
 
-def trained(folder, rollout):
+class Gallery:
+    """Shows a picture at first and one for each call, and gives a point for each."""
+
+    def reset(self, row):
+        self.shown = row["first"]
+        return [{"role": "user", "content": look(self.shown)}] if self.shown else "look around."
+
+    def step(self, completion):
+        n = next((n for n in (1, 3) if CALL % n in completion), None)
+        if n is None:
+            return Step(done=True)
+        self.shown += n
+        return Step(observation=[{"role": "user", "content": look(n)}], reward=1.0 + self.shown)
+
+
+def trained(folder, rollout="multi_turn", **arguments):
     """(what each rollout generated, logs) of two steps."""
     pytest.importorskip("torchvision", reason=NEEDED)
-    model, processor = chatty_vision_model(TURNS)
+    model, processor = arguments.pop("seen_by", None) or chatty_vision_model(TURNS)
     batches = []
 
     class Recording(trlx_hybrid.GRPOTrainer):
@@ -37,16 +60,13 @@ def trained(folder, rollout):
     settings = {"max_completion_length": 300, "max_tool_calling_iterations": 3, "max_steps": 2, "learning_rate": 1e-4}
     # TRL's default weighs a row by all its tokens at once: the rounding of up to 300 log-probs, which differs by batch
     settings["vllm_importance_sampling_mode"] = "token_mask"
-    questions = [[{"role": "user", "content": f"what is {number * 37}?"}] for number in range(16)]
-    trainer = Recording(
-        model=model,
-        reward_funcs=lambda completion_ids, **_: [float(len(ids)) for ids in completion_ids],
-        tools=[look],
-        processing_class=processor,
-        train_dataset=Dataset.from_dict({"prompt": questions}),
-        args=GRPOConfig(**tiny_grpo(folder, **settings | {"vllm_max_model_length": 2048})),
-        hybrid={"rollout": rollout},
-    )
+    given = {
+        "reward_funcs": lambda completion_ids, **_: [float(len(ids)) for ids in completion_ids],
+        "train_dataset": Dataset.from_dict({"prompt": QUESTIONS}),
+        "args": GRPOConfig(**tiny_grpo(folder, **settings | {"vllm_max_model_length": 2048})),
+        "hybrid": {"rollout": rollout},
+    }
+    trainer = Recording(model=model, processing_class=processor, **given | arguments)
     try:
         trainer.train()
         assert trainer.session.rollout.name == rollout
@@ -57,8 +77,8 @@ def trained(folder, rollout):
 
 def test_pictures_from_tools_are_those_of_trls_loop(tmp_path):
     """Same tokens, same masks, same pictures, and the engine saw them as the loss does."""
-    ours, logs = trained(tmp_path / "ours", "multi_turn")
-    theirs, others = trained(tmp_path / "theirs", "single_turn")
+    ours, logs = trained(tmp_path / "ours", "multi_turn", tools=[look])
+    theirs, others = trained(tmp_path / "theirs", "single_turn", tools=[look])
     for mine, other in zip(ours, theirs, strict=True):
         prompt_ids, completion_ids, mask, *_, images = zip(mine, other, strict=True)
         for pair in (prompt_ids, completion_ids, mask, images):
@@ -69,3 +89,76 @@ def test_pictures_from_tools_are_those_of_trls_loop(tmp_path):
     for mine, other in zip(logs, others, strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], abs=1e-6)
         assert mine["sampling/sampling_logp_difference/max"] < 1e-5
+
+
+def gallery(first, **columns):
+    """Arguments of a trainer whose episodes show so many squares at first."""
+    return {
+        "rollout_func": episodes(Gallery, max_turns=4),
+        "reward_funcs": episode_reward,
+        "train_dataset": Dataset.from_dict({"prompt": QUESTIONS, "first": first} | columns),
+    }
+
+
+def test_pictures_that_an_environment_shows_reach_the_engine_and_the_loss(tmp_path):
+    """In the dataset's prompt, from `reset` and from `step`; some conversations have none after the prompt."""
+    pytest.importorskip("torchvision", reason=NEEDED)
+    pictures = [picture("qwen3_vl", number % 5, number) for number in range(16)]
+    pixels = [image.tobytes() for image in pictures]
+    batches, logs = trained(tmp_path, **gallery([0, 2, 5, 7] * 4, image=pictures))
+    assert len(logs) == 2
+    counts = set()
+    for _, _, masks, *_, fields, images, _ in batches:
+        assert fields["images"] == images
+        for mask, seen, messages, reward in zip(
+            masks, images, fields["episode_messages"], fields["episode_reward"], strict=True
+        ):
+            shown = images_of(messages)
+            assert seen[0].tobytes() in pixels  # the prompt's
+            assert seen[len(seen) - len(shown) :] == shown  # then what reset showed, then what followed
+            assert len(seen) - len(shown) in (1, 2)
+            assert mask.count(0) >= 5 * len(shown)  # nothing that was shown is learned, four tokens to an image
+            assert (reward is None) == (not shown)
+            counts.add(len(seen))
+    assert len(counts) > 2
+    for log in logs:
+        assert log["hybrid/trajectories/failed"] == 0
+        assert log["sampling/sampling_logp_difference/max"] < GAP
+        assert log["grad_norm"] > 0
+
+
+def test_a_batch_of_rounds_has_the_pictures_of_its_rows(tmp_path):
+    batches, logs = trained(
+        tmp_path, hybrid={"rollout": "multi_turn", "algorithm": "dynamic_sampling"}, **gallery([0, 2, 5, 7] * 4)
+    )
+    assert max(log["hybrid/rounds"] for log in logs) > 1
+    assert all(log["sampling/sampling_logp_difference/max"] < GAP for log in logs)
+    assert any(images for batch in batches for images in batch[-1])
+
+
+def test_prompts_of_episodes_are_encoded_as_trl_does():
+    pytest.importorskip("torchvision", reason=NEEDED)
+    _, processor = chatty_vision_model(TURNS)
+    tokens = TemplateTokens(processor)
+    prompt = [{"role": "user", "content": look(3)}, {"role": "user", "content": [{"type": "text", "text": "so?"}]}]
+    (expected,) = processor.apply_chat_template([prompt], add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert tokens.prompt(prompt) == expected
+    assert tokens.observation(prompt)[-len(expected) :] == expected
+    assert expected.count(processor.image_token_id) == 4
+
+
+def test_pictures_for_a_model_that_sees_none_are_refused(tmp_path):
+
+    def pictured(prompts, trainer):
+        sampled = [[1, 2]] * len(prompts)
+        return {
+            "prompt_ids": sampled,
+            "completion_ids": sampled,
+            "logprobs": None,
+            "images": [["a picture"]] * len(prompts),
+        }
+
+    with pytest.raises(ConfigError, match="this model sees none"):
+        trained(
+            tmp_path, rollout_func=pictured, seen_by=(tiny_model(max_position_embeddings=2048), character_tokenizer())
+        )

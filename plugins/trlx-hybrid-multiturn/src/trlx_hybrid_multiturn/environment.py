@@ -19,7 +19,8 @@ class Step:
     """What an environment makes of one completion.
 
     Attributes:
-        observation: what the model is shown next: the text of a user's message, or chat messages. None where the
+        observation: what the model is shown next: the text of a user's message, or chat messages, whose content may be
+            blocks of text and images (`{"type": "image", "image": …}`) where the model sees these. None where the
             episode is over and there is nothing more to show.
         done: whether the episode is over. The observation of a last step is not shown.
         reward: what this step earned; None for no statement. An episode's reward is the sum of its steps'.
@@ -66,12 +67,19 @@ class CheckedEnvironment:
     Args:
         factory: makes the environment; called where its plain methods are.
         event_loop: where coroutine functions run; None for a loop of the plugin's own.
+        sees_images: whether the model does.
     """
 
     def __init__(
-        self, factory: Callable[[], Environment], runner: ToolRunner, event_loop: AbstractEventLoop | None
+        self,
+        factory: Callable[[], Environment],
+        runner: ToolRunner,
+        event_loop: AbstractEventLoop | None,
+        *,
+        sees_images: bool = False,
     ) -> None:
         self._factory, self._runner, self._event_loop = factory, runner, event_loop
+        self._sees_images = sees_images
         self._name = str(getattr(factory, "__name__", type(factory).__name__))
         self._environment: Any = None
         self._away = False  # whether a call has not come back: it may still be using the environment
@@ -130,20 +138,38 @@ class CheckedEnvironment:
         if observation is None or isinstance(observation, str):
             return
         if isinstance(observation, list) and observation:
-            if all(isinstance(m, Mapping) and "role" in m and isinstance(m.get("content"), str) for m in observation):
+            what = next((wrong for m in observation if (wrong := self._wrong(m))), None)
+            if what is None:
                 return
-            what = "a list that holds something else than messages with a role and text"
         else:
             what = "an empty list" if observation == [] else f"a {type(observation).__qualname__}"
         raise LostCallError(f"environment '{self._name}.{method}' showed {what}; give a text, or chat messages.")
 
+    def _wrong(self, message: Any) -> str | None:
+        """What it is in place of a message that the model can be shown."""
+        if not isinstance(message, Mapping) or message.get("content") is None or "role" not in message:
+            return "a list that holds something else than messages with a role and content"
+        content = message["content"]
+        if isinstance(content, str):
+            return None
+        if not self._sees_images or not isinstance(content, list):
+            blocks = "content blocks to a model that sees no images" if isinstance(content, list) else repr(content)
+            return f"a message whose content is no text but {blocks:.60}"
+        kinds = {"text": "text", "image": "image"}
+        whole = (isinstance(block, Mapping) and kinds.get(block.get("type", "")) in block for block in content)
+        return None if all(whole) else 'a block that is neither {"type": "text", "text": …} nor of an image'
 
-def refuse_prompts(prompts: list[Any]) -> None:
+
+def refuse_prompts(prompts: list[Any], *, sees_images: bool = False) -> None:
     """Refuse what no conversation can begin with.
 
+    Args:
+        sees_images: whether the model does.
+
     Raises:
-        ConfigError: a prompt is plain text, holds no message, or holds something else than text.
+        ConfigError: a prompt is plain text, holds no message, or something that the model is not shown.
     """
+    served = ("text", "image") if sees_images else ("text",)
     for prompt in prompts:
         if not isinstance(prompt, list) or not prompt:
             raise ConfigError(
@@ -152,9 +178,10 @@ def refuse_prompts(prompts: list[Any]) -> None:
                 "…}]; the content may be empty where `reset` says it all."
             )
         blocks = [block for m in prompt if isinstance(m.get("content"), list) for block in m["content"]]
-        other = next((block for block in blocks if block.get("type") != "text"), None)
+        other = next((block for block in blocks if block.get("type") not in served), None)
         if other is not None:
             raise ConfigError(
-                f"episodes(...) takes text, and a prompt holds content of type {other.get('type')!r}. Leave that out "
-                "of the dataset, or give the model tools in place of an environment: prompts may have images there."
+                f"episodes(...) shows this model {' and '.join(served)}, and a prompt holds content of type "
+                f"{other.get('type')!r}. Leave that out of the dataset, or give the trainer a model with a processor "
+                "that takes it."
             )

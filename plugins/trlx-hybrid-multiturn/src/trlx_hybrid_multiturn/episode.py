@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, Message, RequestMaker, Turn
+from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, Message, RequestMaker, Turn, images_of
 from trlx_hybrid.types import Completion
 
 from .loop import Generate, OutOfTimeError
@@ -156,20 +156,9 @@ class ToolEpisode(Episode):
         """Ids and images of what tools answered. A tool's text or blocks can be such that no template takes them."""
         (seen, ids), self._early = self._early, _NOTHING
         try:
-            return ids if seen == answers else self._dialogue.observe(answers), _images(answers)
+            return ids if seen == answers else self._dialogue.observe(answers), images_of(answers)
         except Exception as error:
             names = ", ".join(repr(answer["name"]) for answer in answers)
             raise LostCallError(
                 f"what {names} returned cannot be shown to the model: {type(error).__name__}: {error}."
             ) from error
-
-
-def _images(messages: list[Message]) -> list[Any]:
-    """Images among the content blocks that tools returned."""
-    return [
-        part["image"]
-        for message in messages
-        if isinstance(message["content"], list)
-        for part in message["content"]
-        if isinstance(part, dict) and part.get("type") == "image"
-    ]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trlx_hybrid.errors import ConfigError, EngineError
-from trlx_hybrid.rollout.conversation import Conversation, Limits, RequestMaker, opening
+from trlx_hybrid.rollout.conversation import Conversation, Limits, RequestMaker, images_of, opening
 from trlx_hybrid.rollout.tokenizer import own_tokenizer
 
 from .environment import CheckedEnvironment, Environment, refuse_prompts
@@ -74,7 +74,8 @@ class Episodes:
             TrajectoriesFailedError: more episodes broke off than `max_failed` allows.
         """
         rollout = _multi_turn(trainer)
-        refuse_prompts(prompts)
+        sees_images = bool(trainer._is_vlm)
+        refuse_prompts(prompts, sees_images=sees_images)
         session = trainer.session
         tokens = self._tokens_of(trainer)
         group = trainer.num_generations if session.training else trainer.num_generations_eval
@@ -93,7 +94,7 @@ class Episodes:
                 index,
                 dict(row),
                 list(prompt),
-                CheckedEnvironment(self.factory, rollout.runner, event_loop),
+                CheckedEnvironment(self.factory, rollout.runner, event_loop, sees_images=sees_images),
                 tokens,
                 trainer.processing_class,
                 limits,
@@ -112,7 +113,7 @@ class Episodes:
             "env_mask": [conversation.loss_mask for conversation in conversations],
             "episode_reward": [run.reward for run in runs],
             "episode_messages": [conversation.messages for conversation in conversations],
-        }
+        } | ({"images": [run.images or None for run in runs]} if sees_images else {})
 
     def _tokens_of(self, trainer: Any) -> TemplateTokens:
         """This trainer's; another one may have played before."""
@@ -143,8 +144,14 @@ class EnvironmentEpisode(Episode):
     ) -> None:
         super().__init__(index, [], limits, request, failed)
         self.reward: float | None = None
+        self._prompt_images = images_of(prompt)
         self._row, self._prompt, self._environment = row, prompt, environment
         self._tokens, self._tokenizer = tokens, tokenizer
+
+    @property
+    def images(self) -> list[Any]:
+        """Those in the prompt and after it."""
+        return [*self._prompt_images, *self.conversation.images]
 
     def give_up(self) -> None:
         """No reward."""
@@ -165,7 +172,7 @@ class EnvironmentEpisode(Episode):
         context = self.prompt_ids = self._opened(await self._environment.reset(self._row))
         room: int | None = None  # the first turn's is the run's
         while True:
-            completion = await self.sample(context, None, room)
+            completion = await self.sample(context, self.images or None, room)
             text = str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True))
             conversation.messages.append({"role": "assistant", "content": text})
             step = await self._environment.step(text)
@@ -183,9 +190,12 @@ class EnvironmentEpisode(Episode):
             if room <= 0 or len(context) >= limits.model_tokens:
                 return  # nothing could be said to it: dropped, and the completion stays as it is
             self.observed(observed, messages)
+            conversation.images += images_of(messages)
 
     def _opened(self, observation: Any) -> list[int]:
-        prompt_ids = self._rendered(self._tokens.prompt, opening(self._prompt, observation))
+        messages = opening(self._prompt, observation)
+        prompt_ids = self._rendered(self._tokens.prompt, messages)
+        self._prompt_images = images_of(messages)
         if len(prompt_ids) >= self.limits.model_tokens:
             raise EngineError(
                 f"The prompt of row {self._index} has {len(prompt_ids)} tokens with what its environment showed; the "

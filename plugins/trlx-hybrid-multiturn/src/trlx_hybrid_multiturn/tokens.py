@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.rollout.conversation import Message
+from trlx_hybrid.rollout.conversation import Message, images_of
 
 BEFORE: tuple[Message, ...] = ({"role": "user", "content": "dummy"}, {"role": "assistant", "content": "dummy"})
 PROBES: tuple[Message, ...] = ({"role": "user", "content": "first"}, {"role": "user", "content": "2 and more"})
@@ -24,7 +24,7 @@ class TemplateTokens:
 
     Args:
         tokenizer: a transformers tokenizer, or a processor: its tokenizer and its template serve, with messages as
-            processors take them, a list of content blocks in each.
+            processors take them, a list of content blocks in each. Images become as many tokens as it makes of them.
         chat_template: the template, None for the tokenizer's own.
         options: TRL's `chat_template_kwargs`.
         end_ids: tokens that end a turn when the model samples them; the tokenizer's EOS is one of them.
@@ -42,8 +42,8 @@ class TemplateTokens:
         end_ids: Collection[int] = (),
     ) -> None:
         self._tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
-        self._blocks = self._tokenizer is not tokenizer
-        self._template = chat_template or (tokenizer.chat_template if self._blocks else None)
+        self._processor = tokenizer if self._tokenizer is not tokenizer else None
+        self._template = chat_template or (tokenizer.chat_template if self._processor is not None else None)
         self._options = dict(options or {})
         self._end_ids = {*end_ids, self._tokenizer.eos_token_id}
         reason = self._refuses()
@@ -97,7 +97,7 @@ class TemplateTokens:
         return None
 
     def _shaped(self, messages: Sequence[Message]) -> list[Message]:
-        if not self._blocks:
+        if self._processor is None:
             return list(messages)
         return [
             m if isinstance(m["content"], list) else {**m, "content": [{"type": "text", "text": m["content"]}]}
@@ -106,14 +106,19 @@ class TemplateTokens:
 
     def _render(self, messages: Sequence[Message], *, speak: bool, tokenize: bool = True) -> Any:
         """Token ids, or the text."""
-        return self._tokenizer.apply_chat_template(
-            self._shaped(messages),
+        messages = self._shaped(messages)
+        images = images_of(messages) if tokenize and self._processor is not None else []
+        rendered = self._tokenizer.apply_chat_template(
+            messages,
             chat_template=self._template,
             add_generation_prompt=speak,
-            tokenize=tokenize,
+            tokenize=tokenize and not images,
             return_dict=False,
             **self._options,
         )
+        if not images:
+            return rendered
+        return self._processor(text=[rendered], images=[images], add_special_tokens=False)["input_ids"][0]  # type: ignore[misc]
 
 
 def preserving_tokens(

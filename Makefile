@@ -7,7 +7,7 @@ BIN := .venv/bin
 CPU := HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR TORCH_CPP_LOG_LEVEL=ERROR TOKENIZERS_PARALLELISM=false
 LAUNCH := --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
-.PHONY: help quickstart test test-slow test-gpu test-faults test-versions test-vision models lint types docs bench check clean
+.PHONY: help quickstart test test-slow test-gpu test-faults test-versions test-vision test-4bit models lint types docs bench check clean
 
 help:
 	@echo "make quickstart   install, then train a small model with GRPO through vLLM; ARGS='--seed 1' passes flags"
@@ -16,6 +16,7 @@ help:
 	@echo "make test-gpu     on a GPU machine: whole user scripts on one, two and four GPUs, and docs/tested.md of them"
 	@echo "make test-versions   the engine's tests on the newest vLLM and transformers that are served"
 	@echo "make test-vision  models that see images"
+	@echo "make test-4bit    bases that bitsandbytes holds in 4 bits"
 	@echo "make models       measure the weight paths of all architectures, and write docs/models.md of them"
 	@echo "make test-adapters   OpenEnv and verifiers, in environments of their own"
 	@echo "make lint types docs bench check"
@@ -62,7 +63,7 @@ test-faults: .venv/dev
 		$(patsubst %,plugins/trlx-hybrid-ray/tests/test_%.py,launch_faults remote_faults remote_engine_seeds) $(ARGS)
 
 # A few distributions in front of those that `make test` runs on. AT_START is run as Python starts.
-.venv-newest/run .venv-vision/run: .venv-%/run: requirements/%.lock .venv/dev
+.venv-newest/run .venv-vision/run .venv-4bit/run: .venv-%/run: requirements/%.lock .venv/dev
 	$(PYTHON) -m venv .venv-$*
 	echo '*' > .venv-$*/.gitignore
 	.venv-$*/bin/pip install -q $(PIP_ARGS) --no-deps -r $<
@@ -84,7 +85,13 @@ test-vision: .venv-vision/run
 	$(CPU) .venv-vision/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) \
 		$(patsubst %,plugins/trlx-hybrid-%/tests/test_images.py,vllm reshard multiturn ray) \
 		tests/whole_runs/test_on_a_cpu.py::test_pictures tests/test_recipes.py::test_pictures \
-		tests/test_examples.py::test_squares_are_counted
+		tests/test_examples.py::test_squares_are_counted -m "slow or not slow" \
+		plugins/trlx-hybrid-ray/tests/test_two_hosts.py::test_a_model_that_sees_images_is_served_by_one_engine_over_both
+
+test-4bit: .venv-4bit/run
+	$(CPU) .venv-4bit/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) \
+		plugins/trlx-hybrid-vllm/tests/test_four_bits.py \
+		$(patsubst %,tests/test_recipes.py::test_%,a_run_holds_what_was_forecast a_recipe_trains_a_tiny_model)
 
 # OpenEnv and verifiers ask for versions that clash with vLLM's: each has an environment of its own, without torch.
 .venv-%/run: requirements/%.lock

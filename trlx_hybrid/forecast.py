@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from .errors import ConfigError
 from .memory.estimate import GIB, LEAVING, ParameterSize, predict_fitting
@@ -17,12 +18,17 @@ from .memory.trainer_memory import ENGINES
 from .plugins.host import Host
 from .plugins.selection import select
 from .trl.arguments import trainer_arguments
+from .weights.policy import transformers_model
 
 if TYPE_CHECKING:
     from .train import RecipeSettings
 
 RESERVED = 0.1
 """Share of a GPU that the KV cache leaves alone: CUDA's own memory, graphs, and what sampling allocates."""
+
+
+BLOCK, NESTED_BLOCK = 64, 256
+"""Elements that share a scale in 4 bits, and scales that share one of theirs: bitsandbytes' `Params4bit`."""
 
 
 class GPUs(NamedTuple):
@@ -79,11 +85,12 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
     args, mode = given.training, given.hybrid.offload
     if given.model.model_name_or_path is None:
         raise ConfigError("model_name_or_path is not set: name a model of the hub, or its folder.")
-    if given.model.load_in_4bit or given.model.load_in_8bit:
-        raise ConfigError("--forecast: sizes of bases that bitsandbytes quantises are not known. Leave it out.")
+    if given.model.load_in_8bit:
+        raise ConfigError("load_in_8bit: a base in 8 bits is served by no engine. Take load_in_4bit, or neither.")
     adapter = model_arguments(given.model, args)["peft_config"]
     policy = policy_without_memory(given.model.model_name_or_path, adapter, **args.model_init_kwargs)
-    parameters = parameter_sizes(policy)
+    in_4_bits = given.model.load_in_4bit
+    parameters = sizes_in_4_bits(policy, given.model.use_bnb_nested_quant) if in_4_bits else parameter_sizes(policy)
     sharded = bool(args.fsdp) and gpus.ranks > 1
     if sharded:
         parameters = [shard(p, gpus.ranks, upcast=args.bf16 or args.fp16) for p in parameters]
@@ -145,7 +152,7 @@ def engine_size(given: RecipeSettings, policy: Any, held: int, gpus: GPUs, shard
     text = policy.config.get_text_config()
     shared = (
         any(path.component.shares_memory for path in selection.weight_paths)
-        and not sharded
+        and not (sharded or given.model.load_in_4bit)
         and (ranks, dtype, getattr(options, "quantization", None)) == (1, base, None)
     )
     weights = sum(p.numel() for p in policy.parameters()) * dtype.itemsize // ranks
@@ -193,6 +200,33 @@ def policy_without_memory(name: str, adapter: Any, *, dtype: str, trust_remote_c
         model.to(getattr(torch, dtype, None) or config.dtype or torch.float32)
         model.tie_weights()
         return model if adapter is None else get_peft_model(model, adapter)
+
+
+def sizes_in_4_bits(policy: Any, nested: bool) -> list[ParameterSize]:
+    """Of a policy on the meta device, once bitsandbytes holds its linear layers but the head (QLoRA), and TRL its
+    adapter in bfloat16.
+
+    Args:
+        nested: whether the scales, one for each 64 elements, are quantised to a byte themselves.
+    """
+    base = transformers_model(policy)
+    layers = (module for module in base.modules() if isinstance(module, nn.Linear))
+    quantised = {id(layer.weight) for layer in layers if layer is not base.get_output_embeddings()}
+    found = []
+    for p in policy.parameters():
+        if p.requires_grad or id(p) not in quantised:
+            found.append(
+                ParameterSize(
+                    shape=tuple(p.shape), itemsize=2 if p.requires_grad else p.itemsize, trainable=p.requires_grad
+                )
+            )
+            continue
+        scales = math.ceil(p.numel() / BLOCK)
+        found.append(ParameterSize(shape=(math.ceil(p.numel() / 2),), itemsize=1, trainable=False))
+        found.append(ParameterSize(shape=(scales,), itemsize=1 if nested else 4, trainable=False))
+        if nested:
+            found.append(ParameterSize(shape=(math.ceil(scales / NESTED_BLOCK),), itemsize=4, trainable=False))
+    return found
 
 
 def shard(p: ParameterSize, ranks: int, upcast: bool) -> ParameterSize:

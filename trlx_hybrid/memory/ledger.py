@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..types import Phase
 from ..weights.policy import modules_of, parameters_of
+from ..weights.quantised import scales
 from .estimate import GIB, OWNERS, REMEDIES, ParameterSize, Prediction
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def parameter_sizes(module: nn.Module) -> list[ParameterSize]:
     return [
         ParameterSize(shape=tuple(local.shape), itemsize=local.element_size(), trainable=p.requires_grad)
         for p in module.parameters()
-        for local in plain_tensors([p])
+        for local in plain_tensors([p, *scales(p)])
     ]
 
 
@@ -172,7 +173,7 @@ def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
 def policy_tensors(module: nn.Module) -> Iterator[Tensor]:
     """Parameters and buffers; tied ones as often as they hang somewhere."""
     held = (t for m in modules_of(module) for t in itertools.chain(m._parameters.values(), m._buffers.values()))
-    return (tensor for tensor in held if tensor is not None)
+    return (tensor for found in held if found is not None for tensor in (found, *scales(found)))
 
 
 def gradient_tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import quantised
 from .merging import adapted, parted_head
 
 if TYPE_CHECKING:
@@ -75,11 +76,21 @@ class Policy:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype most parameters have."""
+        """The dtype most parameters have; what is held in 4 bits has none of its own."""
+        return self._sizes.most_common(1)[0][0]
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Of all parameters, that of most first."""
+        return [dtype for dtype, _ in self._sizes.most_common()]
+
+    @property
+    def _sizes(self) -> Counter[torch.dtype]:
         sizes: Counter[torch.dtype] = Counter()
         for p in self.module.parameters():
-            sizes[p.dtype] += p.numel()
-        return sizes.most_common(1)[0][0]
+            if not quantised.in_4_bits(p):
+                sizes[p.dtype] += p.numel()
+        return sizes
 
     @property
     def has_experts(self) -> bool:
@@ -88,13 +99,32 @@ class Policy:
         keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
         return any(getattr(config, key, None) for key in keys)
 
-    def refuses_gather(self) -> str | None:
-        """Why full weights cannot be read from this model, or None."""
+    def refuses_gather(self, merge: bool = True) -> str | None:
+        """Why full weights cannot be read from this model, or None.
+
+        Args:
+            merge: as in `full_weights`.
+        """
         if self.fsdp_version == 1:
             return "FSDP1 flattens parameters. Set `fsdp_version: 2` in the accelerate config."
         for name, p in self.module.named_parameters():
-            if type(p).__name__ in ("Params4bit", "Int8Params"):
-                return f"{name} is quantised by bitsandbytes: its bits are not the weights. Load the base in bf16."
+            if type(p).__name__ == "Int8Params":
+                return (
+                    f"{name} is held in 8 bits, by layers that round what goes in too: no engine samples what they "
+                    "compute. Load the base in bf16, or in 4 bits (load_in_4bit)."
+                )
+            if type(p).__name__ != "Params4bit":
+                continue
+            if merge:
+                return (
+                    f"{name} is held in 4 bits: an adapter that is merged into it is rounded to 4 bits as well. A "
+                    "LoRA adapter is served beside it by weights='lora'. Else load the base in bf16."
+                )
+            if not quantised.in_4_bits(p) or is_sharded(p):
+                return (
+                    f"{name} is held in 4 bits, and is sharded, not quantised yet, or packed anew by an evaluation "
+                    "on a CPU. Use DDP, or load the base in bf16."
+                )
         return None
 
     def full_weights(self, only: Set[str] | None = None, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
@@ -167,6 +197,8 @@ class Policy:
         return [name for layer in layers for name in sorted(self._names_of[layer])]
 
     def _materialise(self, tensor: Tensor) -> Tensor:
+        if quantised.in_4_bits(tensor):
+            return quantised.values(tensor)
         tensor = tensor.detach()
         if self._gather is not None and hasattr(tensor, "ds_id"):
             with self._gather([tensor]):  # type: ignore[list-item]

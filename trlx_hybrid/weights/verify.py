@@ -141,7 +141,7 @@ def allowed_gap(
         The largest difference of one token's log-probs, in nats, and the share of a batch's tokens that may be further
         apart; a few always may, unless it is 0.
     """
-    dtype = coarsest(engine.dtype, policy.dtype, autocast)
+    dtype = coarsest(engine.dtype, *policy.dtypes, autocast)
     default = QUANTIZED_TOLERANCE if engine.quantized else TOLERANCE.get(dtype, max(TOLERANCE.values()))
     exact = dtype is torch.float32 and not engine.quantized
     return nats or default, allowed_share(policy, exact)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trlx_hybrid
-from trlx_hybrid.errors import ComponentError, ConfigError, MemoryPlanError
+from trlx_hybrid.errors import ConfigError, MemoryPlanError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_vllm import engine as engine_module
 from trlx_hybrid_vllm.arguments import kv_cache_bytes
@@ -79,17 +79,6 @@ def test_the_cache_of_a_pipeline_stage_is_that_of_its_layers():
         for stages in (1, 3)
     )
     assert staged * 5 == whole * 2
-
-
-def test_a_base_quantised_by_bitsandbytes_is_refused_with_the_reason(run, unbuilt):
-    class Params4bit(torch.nn.Parameter):
-        """Of this name in bitsandbytes, which needs a GPU."""
-
-    model = tiny_model()
-    layer = model.model.layers[0].mlp.down_proj
-    layer.weight = Params4bit(layer.weight.data)
-    with pytest.raises(ComponentError, match=r"down_proj\.weight is quantised by bitsandbytes.*Load the base in bf16"):
-        run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True)
 
 
 def test_the_header_has_the_memory_table_and_warns_of_steps_lost_in_rounding(run, capfd):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,9 @@ from trlx_hybrid.memory.ledger import policy_tensors, storages
 from trlx_hybrid.weights.merging import parted_head
 from trlx_hybrid.weights.policy import Policy, layer_kinds
 
-from .internals import attention_of, is_latent, unimportable
+from .internals import attention_of, is_latent, unimportable, unquantised
 from .loader import dummy_load_format
+from .lora import unserved
 from .options import VLLMOptions
 from .plugin import untested
 
@@ -49,11 +49,19 @@ def refuses(policy: Policy, world: int, options: VLLMOptions) -> str | None:
     if stages > layers:
         return f"pipeline_parallel_size={stages} is more than the model's {layers} layers. Choose fewer stages."
     return (
-        policy.refuses_gather()
+        _weights(policy)
         or _architecture(policy.architecture, options)
         or _cpu(policy, heads)
         or _unknown_arguments(options)
     )
+
+
+def _weights(policy: Policy) -> str | None:
+    reason = policy.refuses_gather(merge=False)
+    if reason is not None or (merging := policy.refuses_gather()) is None:
+        return reason
+    why = unserved(policy, None)
+    return None if why is None else f"{merging} Here it is not: {why}."
 
 
 def _architecture(name: str, options: VLLMOptions) -> str | None:
@@ -300,13 +308,11 @@ def write_without_weights(policy: Policy, folder: Path) -> None:
     Never from `name_or_path`: that is empty for models built from a config, and stale for resized or merged ones.
     """
     model = policy.base
-    config = copy.deepcopy(model.config)
+    config = unquantised(model.config)
     text: Any = config.get_text_config()
     if text.model_type.startswith("cohere2") and text.sliding_window is not None:
         text.sliding_window -= 1  # vLLM adds one: its layers see a token more than the trainer's
     config.architectures = [policy.architecture]
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # of the trainer's base; the engine is told its own
     if parted_head(model) is not None:
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     config.save_pretrained(folder)

@@ -128,6 +128,8 @@ def _unserved_layers(policy: Policy) -> str | None:
     from peft.tuners.lora.layer import Linear
     from peft.utils.other import AuxiliaryTrainingWrapper
 
+    plain = {Linear, getattr(sys.modules.get("peft.tuners.lora.bnb"), "Linear4bit", Linear)}
+
     for name, module in policy.base.named_modules():
         if isinstance(module, AuxiliaryTrainingWrapper):
             return f"{name} is trained as a whole ({type(module).__name__})"
@@ -135,7 +137,7 @@ def _unserved_layers(policy: Policy) -> str | None:
     (adapter,) = active_adapters(layers)
     head = policy.base.get_output_embeddings()
     for name, layer in layers.items():
-        if type(layer) is not Linear:  # subclasses compute something else: quantised, sharded or adaptive layers
+        if type(layer) not in plain:  # subclasses compute something else: sharded or adaptive layers
             return f"{name} is adapted by PEFT's {type(layer).__name__} layer; vLLM's slots hold plain linear ones"
         if layer is head:
             return f"{name} is the output head: vLLM would scale a slot with the vocabulary and drop prompt log-probs"

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 from trlx_hybrid.errors import SyncError
 from trlx_hybrid.protocols import WeightSync
 from trlx_hybrid.types import LoadReport
+from trlx_hybrid.weights import quantised
+from trlx_hybrid.weights.policy import modules_of
 
 from ..loader import counted
 from ..lora import AdapterSlots
@@ -19,9 +21,9 @@ if TYPE_CHECKING:
 class LoraSync(WeightSync):
     """The adapter goes from the trainer's memory into vLLM's LoRA slots.
 
-    The base is frozen: it is shared or copied once, or streamed once where the policy is sharded, the engine holds
-    slices, or the engine's bits are not the policy's. `keeps_weights` holds for all: what moves at each sync is the
-    adapter and nothing else.
+    The base is frozen: it is shared or copied once, or streamed once where the policy is sharded or held in 4 bits, the
+    engine holds slices, or the engine's bits are not the policy's. `keeps_weights` holds for all: what moves at each
+    sync is the adapter and nothing else.
     """
 
     name = "lora"
@@ -112,7 +114,11 @@ class StreamedBase(WeightSync):
         for name, p in self._policy.base_parameters().items():
             if p.requires_grad:
                 return f"{name} of the base is trained beside the adapter"
-        return self._policy.refuses_gather()
+        return self._policy.refuses_gather(merge=False)
+
+    def open(self) -> None:
+        """What the base computes stays what is streamed."""
+        quantised.keep_bits(modules_of(self._policy.module))
 
     def sync(self) -> LoadReport:
         """Bring the base into the engine where it is not there."""

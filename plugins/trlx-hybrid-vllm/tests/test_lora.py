@@ -14,6 +14,7 @@ from trlx_hybrid_vllm.arguments import write_without_weights
 from trlx_hybrid_vllm.engine import shut_down
 from trlx_hybrid_vllm.loader import WeightLoader
 from trlx_hybrid_vllm.lora import AdapterSlots, lora_arguments, lora_layers
+from trlx_hybrid_vllm.rendezvous import launcher_environment
 
 PROMPTS = [[5, 6, 7, 40], list(range(10, 75)), [90]]  # a single token, and two full KV blocks of 32 to be cached
 
@@ -49,7 +50,7 @@ class Served:
         self.policy = policy
         write_without_weights(policy, folder)
         with (
-            internals.launcher_environment(0, 0, 1),
+            launcher_environment(0, 0, 1),
             internals.running(torch.float32),
             adapters_under_weights(arguments["max_lora_rank"] if joined else None),
         ):

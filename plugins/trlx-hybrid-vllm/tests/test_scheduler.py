@@ -8,6 +8,7 @@ from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.types import Request
 from trlx_hybrid_vllm import internals
 from trlx_hybrid_vllm.engine import shut_down
+from trlx_hybrid_vllm.rendezvous import launcher_environment
 from trlx_hybrid_vllm.streaming import EngineStream
 from trlx_hybrid_vllm.streaming import collect as collect_from
 
@@ -41,7 +42,7 @@ def engine(checkpoint, monkeypatch, started_once):
             stock(cls, config)
             config.scheduler_config.async_scheduling = ahead
 
-        with monkeypatch.context() as patch, internals.launcher_environment(0, 0, 1), internals.running(torch.float32):
+        with monkeypatch.context() as patch, launcher_environment(0, 0, 1), internals.running(torch.float32):
             patch.setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))
             llm = LLM(
                 model=checkpoint,

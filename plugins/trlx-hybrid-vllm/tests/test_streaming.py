@@ -11,6 +11,7 @@ from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.types import Request, Sampling
 from trlx_hybrid_vllm import internals
 from trlx_hybrid_vllm.engine import shut_down
+from trlx_hybrid_vllm.rendezvous import launcher_environment
 from trlx_hybrid_vllm.sampling import completion_of, prompt_of, sampling_params, with_seed
 from trlx_hybrid_vllm.streaming import EngineStream
 from vllm.exceptions import VLLMValidationError
@@ -38,7 +39,7 @@ def llm(tmp_path_factory, request):
 
     with (
         pytest.MonkeyPatch.context() as patch,
-        internals.launcher_environment(0, 0, 1),
+        launcher_environment(0, 0, 1),
         internals.running(torch.float32),
     ):
         patch.setattr(CpuPlatform, "check_and_update_config", classmethod(check_and_update_config))

@@ -28,6 +28,7 @@ from .loader import WeightLoader, counted
 from .lora import lora_arguments
 from .options import VLLMOptions
 from .plugin import untested
+from .rendezvous import launcher_environment, told_when_late
 from .routing import RoutingCapture
 from .sampling import sampling_params
 from .streaming import EngineStream, ReplicaStream, collect
@@ -74,13 +75,14 @@ class VLLMEngine:
         ranks = session.ranks
         with (
             tempfile.TemporaryDirectory(prefix="trlx-hybrid-") as folder,
-            internals.launcher_environment(ranks.rank, ranks.local_rank, ranks.world),
+            launcher_environment(ranks.rank, ranks.local_rank, ranks.world),
             internals.running(self.dtype),
             internals.stdout_with_descriptor(),
             internals.frozen_heap(self._frozen > internals.PYTHONS_OWN),
             adapters_under_weights(rank) as joined,
             internals.compiled_once(folder, joined),
             trainer_classes_kept(session.policy.module) as built,
+            told_when_late(options.ranks),
         ):
             write_without_weights(session.policy, Path(folder))
             if self.sleeps:

@@ -108,6 +108,7 @@ MBPP = [
     for i in range(8)
 ]
 OWNERS = ("policy", "gradients", "optimizer")  # whose bytes are the same on any device
+LEAVES = re.compile(r"engine weights +\S+ +\S+ +away")
 SMALL = (
     "--use_cpu --bf16 False --dtype float32 --max_steps 2 --save_strategy no --report_to none --temperature 0.7 "
     "--per_device_train_batch_size 4 --gradient_accumulation_steps 1 --num_generations 2 "
@@ -292,6 +293,8 @@ def test_a_run_holds_what_was_forecast(stand_ins, started_once, capsys, further)
     expected = [line for line in forecast if line.startswith(OWNERS)]
     assert len(expected) == 3
     assert [line for line in header if line.startswith(OWNERS)] == expected
+    lines = [any(map(LEAVES.match, told)) for told in (forecast, header)]
+    assert lines == ["--load_in_4bit" in further] * 2
 
 
 @pytest.mark.parametrize("recipe", RUNS)

@@ -26,7 +26,7 @@ def batch(rows=4, tokens=100):
 
 def allowed(dtype=torch.float32, policy_dtype=torch.float32, autocast=torch.float32, experts=False, nats=None):
     engine = SimpleNamespace(dtype=dtype, quantized=False)
-    return allowed_gap(engine, SimpleNamespace(dtype=policy_dtype, has_experts=experts), autocast, nats)
+    return allowed_gap(engine, SimpleNamespace(dtypes=[policy_dtype], has_experts=experts), autocast, nats)
 
 
 def test_the_first_token_that_differs_is_named():
@@ -130,7 +130,7 @@ def test_a_first_step_that_changes_something_passes_and_one_that_must_and_does_n
 
 def test_the_probe_after_a_sync_is_held_to_the_coarsest_arithmetic_too():
     sampled = Completion(token_ids=[3], logprobs=[[-1.0]], logprob_token_ids=[[3]])
-    parts = {"dtype": torch.float32, "quantized": False, "has_experts": False}
+    parts = {"dtype": torch.float32, "dtypes": [torch.float32], "quantized": False, "has_experts": False}
     part = SimpleNamespace(**parts, wake=lambda what: None, log_probs=lambda prompt, ids: torch.tensor([-1.05]))
     component = SimpleNamespace(completions=lambda completions, number: completions)
     part.base = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=9)))

@@ -203,10 +203,11 @@ def policy_without_memory(name: str, adapter: Any, *, dtype: str, trust_remote_c
 
 
 def sizes_in_4_bits(policy: Any, nested: bool) -> list[ParameterSize]:
-    """Of a policy on the meta device, once bitsandbytes holds its linear layers but the head (QLoRA), and TRL its
+    """Sizes in a QLoRA run: bitsandbytes holds all linear layers but the output head in 4 bits, and TRL keeps the
     adapter in bfloat16.
 
     Args:
+        policy: on the meta device.
         nested: whether the scales, one for each 64 elements, are quantised to a byte themselves.
     """
     base = transformers_model(policy)

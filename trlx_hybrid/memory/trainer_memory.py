@@ -13,6 +13,7 @@ import torch
 from ..errors import ConfigError
 from ..types import Phase
 from ..weights.policy import is_sharded
+from ..weights.quantised import elements
 from .arena import Arena
 from .estimate import LEAVING, Prediction, optimizer_bytes, plan_offload, predict_fitting
 from .ledger import (
@@ -20,6 +21,7 @@ from .ledger import (
     gradient_tensors,
     optimizer_tensors,
     parameter_sizes,
+    plain_tensors,
     policy_tensors,
     storages,
     table,
@@ -178,10 +180,10 @@ class TrainerMemory:
                 "HybridConfig.offload='all' moves nothing with an engine that does not sleep. Let it sleep "
                 "(vllm_enable_sleep_mode, or enable_sleep_mode of engine_options), or leave offload out."
             )
-        sizes = parameter_sizes(self._policy.module)
         sharded = any(is_sharded(p) for p in self._policy.module.parameters())
-        elements = sum(p.elements for p in sizes) * (self._ranks.world if sharded else 1)
-        weights = elements * engine_itemsize // ranks_per_replica
+        parameters = self._policy.module.parameters()
+        here = sum(elements(local) for p in parameters for local in plain_tensors([p]))
+        weights = here * (self._ranks.world if sharded else 1) * engine_itemsize // ranks_per_replica
         asleep = ENGINES if sleeps else ()
         self._predict(kv_cache_bytes, weights, shared=shared, asleep=asleep).check(self.capacity())
 

@@ -127,9 +127,9 @@ def images_of(messages: Iterable[Message]) -> list[Any]:
     return [
         part["image"]
         for message in messages
-        if isinstance(message["content"], list)
+        if isinstance(message.get("content"), list)
         for part in message["content"]
-        if isinstance(part, dict) and part.get("type") == "image"
+        if isinstance(part, dict) and part.get("type") == "image" and "image" in part
     ]
 
 

@@ -16,6 +16,7 @@ from ..errors import ConfigError
 from ..rollout.conversation import Conversation, Dialogue, Limits
 from ..rollout.tokenizer import own_tokenizer
 from ..types import Completion
+from ..weights.policy import is_sharded
 
 
 def dialogues(
@@ -71,21 +72,27 @@ def refuse_text(prompts: Sequence[Any]) -> None:
 
 def with_images(trainer: Any, generated: Any) -> Any:
     """What TRL's `_generate` returns, with the images that a `rollout_func` returned in a field `images`: of each row
-    those of prompt and completion in their order, or None. TRL itself takes none from it.
+    those of prompt and completion in their order, or None. TRL itself takes none from it, and without an engine of ours
+    the field is what it is in TRL: a column for reward functions.
 
     Raises:
-        ConfigError: the model sees none.
+        ConfigError: TRL's loss would not take them.
     """
-    if getattr(trainer, "rollout_func", None) is None:
+    if getattr(trainer, "rollout_func", None) is None or trainer.session.selection.stock or not trainer._is_vlm:
         return generated
     *columns, fields, _, _ = generated
     images = fields.get("images")
-    if not any(images or ()):
+    if not isinstance(images, list) or not any(isinstance(row, list) and row for row in images):
         return generated
-    if not trainer._is_vlm:
+    if trainer.tools:
         raise ConfigError(
-            "rollout_func returned images, and the trainer's processing_class is a tokenizer: this model sees none. "
-            "Give the trainer a vision-language model with its processor, or leave the field `images` out."
+            "rollout_func returned images, and the trainer has tools, which may answer with others: their order would "
+            "be lost. Leave the tools out, or the field `images`."
+        )
+    if "image_grid_thw" not in trainer.processing_class.image_processor.model_input_names:
+        raise ConfigError(
+            f"rollout_func returned images, and {type(trainer.processing_class).__name__} does not say where each one "
+            "lies (image_grid_thw, as Qwen's do). TRL's loss takes no other ones from it: put images into the dataset."
         )
     return (*columns, fields, images, images)
 
@@ -98,24 +105,45 @@ def show_images(trainer: Any, generated: Any) -> None:
         trainer.tools = [trainer.rollout_func]
 
 
-def refuse_uneven_images(trainer: Any, generated: Any) -> None:
-    """Ranks gather a sharded tower together: one whose batch has no image would leave the others waiting. Collective.
+def check_images(trainer: Any, generated: Any) -> None:
+    """See that all ranks can train on the images of a batch. Collective where the model sees any.
+
+    Sharded towers are gathered by all ranks together: a rank that skips its own would leave the others waiting. And TRL
+    gathers images for its logs on those ranks that have any: `log_multimodal` is to be put back afterwards.
 
     Raises:
-        ConfigError: this or another rank has none, and some rank has.
+        ConfigError: the tower is sharded, and some rows have images and others have none.
     """
     session = trainer.session
-    sharded = session.policy.fsdp_version is not None and session.ranks.world > 1
-    if not (sharded and getattr(trainer, "_is_vlm", False)):
+    if not getattr(trainer, "_is_vlm", False) or session.ranks.world == 1:
         return
     *_, images, _ = generated
-    seen = session.ranks.gather(any(images or ()))
-    if any(seen) and not all(seen):
+    seen = session.ranks.gather([bool(row) for row in images or [None]])
+    some, every = [any(rows) for rows in seen], [all(rows) for rows in seen]
+    if not any(some) or all(every):
+        return
+    if any(is_sharded(p) for p in session.policy.base.parameters()):
+        rank = every.index(False)
         raise ConfigError(
-            f"The conversations of rank {seen.index(False)} have no image and those of rank {seen.index(True)} have: "
-            "under FSDP every rank needs one in each batch, for the layers that see images are gathered by all of "
-            "them. Put an image into each prompt (or into what `reset` shows), or train with DDP."
+            f"Row {seen[rank].index(False)} of rank {rank} has no image, and others have: where a model is sharded, "
+            "each row needs one, for the layers that see images are gathered by all ranks together. Put an image into "
+            "each prompt of the dataset, which also rows have whose conversation broke off, or train with DDP."
         )
+    if not all(some):
+        trainer.log_multimodal = False
+
+
+def skip_absent_images(model: Any) -> None:
+    """Let a model compute rows without images as text. TRL cuts the images of a batch into micro-batches, and one
+    without any would get none of them as tensors of length 0, which towers do not take."""
+
+    def without(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        pixels = kwargs.get("pixel_values")
+        if pixels is None or len(pixels) > 0:
+            return None
+        return args, kwargs | {"pixel_values": None, "image_grid_thw": None}
+
+    getattr(model, "model", model).register_forward_pre_hook(without, with_kwargs=True)
 
 
 def first_turns(trainer: Any, conversations: Sequence[Conversation]) -> Any:

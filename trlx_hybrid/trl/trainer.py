@@ -195,6 +195,8 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
         if hasattr(trainer, "reward_funcs") and self._replay is None:
             self.session.adviser = host.only(HOOK)
             self._check_algorithms()
+        if getattr(trainer, "_is_vlm", False) and not selection.stock:
+            tool_calling.skip_absent_images(policy.base)
         if trainer._base_name in SCORING:
             self.session.scores_apart = scores_apart(trainer, self.session.adviser)
         if self._config.router_replay:
@@ -280,7 +282,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
         else:
             self._one_round(prompts)
         if self._base_name == "GRPO":
-            tool_calling.refuse_uneven_images(self, self._generated)
+            tool_calling.check_images(self, self._generated)
             if self._rolls_out:
                 tool_calling.show_images(self, self._generated)
         return self._generated
@@ -365,13 +367,14 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
         if drawn is not None:
             inputs, self._row_numbers = drawn
         session.rows = inputs
-        self._rolls_out, tools = True, getattr(trainer, "tools", None)
+        changed = {name: getattr(trainer, name) for name in ("tools", "log_multimodal") if hasattr(trainer, name)}
+        self._rolls_out = True
         try:
             batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         finally:
             self._rolls_out = False
-            if tools is not None:
-                trainer.tools = tools
+            for name, value in changed.items():
+                setattr(trainer, name, value)
         self._check_sampled(batch)
         if "advantages" in batch:
             batch["advantages"] = self._advised(batch["advantages"])

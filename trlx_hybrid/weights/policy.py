@@ -88,7 +88,7 @@ class Policy:
     def _sizes(self) -> Counter[torch.dtype]:
         sizes: Counter[torch.dtype] = Counter()
         for p in self.module.parameters():
-            if not quantised.in_4_bits(p):
+            if not quantised.in_4_bits(p) and p.dtype.is_floating_point:
                 sizes[p.dtype] += p.numel()
         return sizes
 
@@ -385,10 +385,21 @@ def _conversion(model: PreTrainedModel) -> Callable[[dict[str, Tensor]], dict[st
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
-    own = getattr(model, "_weight_conversions", None)
-    if not (own if own is not None else get_model_conversion_mapping(model, add_legacy=False)):
+    own: Any = getattr(model, "_weight_conversions", None)
+    kept = None if own is None else [conversion for conversion in own if not quantised.reads(conversion)]
+    if not (kept if kept is not None else get_model_conversion_mapping(model, add_legacy=False)):
         return None
-    return lambda tensors: revert_weight_conversion(model, tensors)
+    if kept == own:
+        return lambda tensors: revert_weight_conversion(model, tensors)
+
+    def convert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        model._weight_conversions = kept
+        try:
+            return revert_weight_conversion(model, tensors)  # type: ignore[no-any-return]
+        finally:
+            model._weight_conversions = own
+
+    return convert
 
 
 @contextmanager

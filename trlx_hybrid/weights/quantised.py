@@ -29,12 +29,23 @@ def values(p: Any) -> Tensor:
     return found
 
 
+def elements(p: Any) -> int:
+    """How many values a parameter has."""
+    return int(p.quant_state.shape.numel()) if in_4_bits(p) else int(p.numel())
+
+
 def keep_bits(modules: Iterable[Any]) -> None:
     """On CPUs with AVX512-BF16 bitsandbytes would pack weights anew in the first evaluation, round their scales, and
     compute in bfloat16 from then on: another policy than the one that trains. Has no effect on a GPU."""
     for module in modules:
         if hasattr(module, REPACKS):
             setattr(module, REPACKS, False)
+
+
+def reads(conversion: Any) -> bool:
+    """Whether a conversion of transformers makes quantised weights of a checkpoint's tensors. It has no way back, and
+    none is needed: values have the names that they would have in a checkpoint."""
+    return any(type(step).__name__.startswith("Bnb") for step in getattr(conversion, "operations", None) or ())
 
 
 def scales(p: Any) -> Iterator[Tensor]:

@@ -147,18 +147,50 @@ def test_prompts_of_episodes_are_encoded_as_trl_does():
     assert expected.count(processor.image_token_id) == 4
 
 
-def test_pictures_for_a_model_that_sees_none_are_refused(tmp_path):
+def test_rows_without_pictures_lie_beside_rows_with_some_in_any_micro_batch(tmp_path):
+    """Micro-batches of two of sixteen rows: some have no picture at all, and the tower is not asked."""
+    settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 8, "max_completion_length": 300}
+    settings |= {"max_steps": 2, "vllm_max_model_length": 2048, "vllm_importance_sampling_mode": "token_mask"}
+    batches, logs = trained(
+        tmp_path, args=GRPOConfig(**tiny_grpo(tmp_path, **settings)), **gallery([0] * 12 + [5, 7] * 2)
+    )
+    assert any(not row for batch in batches for row in batch[-1])
+    assert any(row for batch in batches for row in batch[-1])
+    for log in logs:
+        assert log["sampling/sampling_logp_difference/max"] < GAP
+        assert log["grad_norm"] > 0
+
+
+def test_pictures_that_trls_loss_would_not_take_are_refused(tmp_path, monkeypatch):
+    pytest.importorskip("torchvision", reason=NEEDED)
 
     def pictured(prompts, trainer):
-        sampled = [[1, 2]] * len(prompts)
-        return {
-            "prompt_ids": sampled,
-            "completion_ids": sampled,
-            "logprobs": None,
-            "images": [["a picture"]] * len(prompts),
+        return {name: [[1, 2]] * len(prompts) for name in ("prompt_ids", "completion_ids", "logprobs")} | {
+            "images": [[picture("qwen3_vl", 3)]] * len(prompts)
         }
 
-    with pytest.raises(ConfigError, match="this model sees none"):
-        trained(
-            tmp_path, rollout_func=pictured, seen_by=(tiny_model(max_position_embeddings=2048), character_tokenizer())
-        )
+    with pytest.raises(ConfigError, match="the trainer has tools, which may answer with others"):
+        trained(tmp_path, "single_turn", rollout_func=pictured, tools=[look])
+    model, processor = chatty_vision_model(TURNS)
+    monkeypatch.setattr(type(processor.image_processor), "model_input_names", ["pixel_values"])
+    with pytest.raises(ConfigError, match=r"does not say where each one lies \(image_grid_thw"):
+        trained(tmp_path, rollout_func=pictured, seen_by=(model, processor))
+
+
+def test_a_text_model_leaves_the_field_to_reward_functions(tmp_path):
+    """As in TRL, where a `rollout_func` may return any column."""
+
+    def pictured(prompts, trainer):
+        sampled = [[1, 2 + i % 3] for i in range(len(prompts))]
+        told = {"prompt_ids": sampled, "completion_ids": sampled, "logprobs": [[-1.0, -1.0]] * len(prompts)}
+        return told | {"images": [f"shot{i}.png" for i in range(len(prompts))]}
+
+    seen = []
+
+    def reward(completion_ids, images, **_):
+        seen.extend(images)
+        return [float(sum(ids)) for ids in completion_ids]
+
+    text = (tiny_model(max_position_embeddings=2048), character_tokenizer())
+    trained(tmp_path, rollout_func=pictured, seen_by=text, reward_funcs=reward)
+    assert seen[0] == "shot0.png"

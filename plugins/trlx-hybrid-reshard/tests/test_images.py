@@ -11,10 +11,18 @@ from ranks import reports
 NEEDED = "the processors of vision-language models need torchvision"
 
 
-def test_a_rank_without_images_beside_one_with_images_is_named_and_waits_for_nobody(tmp_path):
+def test_a_row_without_an_image_beside_rows_with_some_is_named_where_the_tower_is_sharded(tmp_path):
     pytest.importorskip("torchvision", reason=NEEDED)
-    for told in reports("images.py", tmp_path, 2, "uneven"):
-        assert "The conversations of rank 1 have no image and those of rank 0 have" in told
+    for told in reports("images.py", tmp_path, 2, "fsdp"):
+        assert "Row 0 of rank 1 has no image, and others have" in told
+
+
+def test_a_rank_without_images_trains_beside_one_with_some_where_nothing_is_sharded(tmp_path):
+    pytest.importorskip("torchvision", reason=NEEDED)
+    first, second = reports("images.py", tmp_path, 2, "ddp")
+    assert first == second
+    assert len(first) == 2
+    assert min(first) > 0
 
 
 def test_every_sync_brings_the_tower_as_well(tmp_path):

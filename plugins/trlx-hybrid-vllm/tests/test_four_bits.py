@@ -72,7 +72,8 @@ def test_the_engine_serves_the_values_of_the_base_and_the_adapter(run, folder, n
     trainer.train()
     assert {weights for weights, *_ in syncs.seen} == {"lora"}
     assert all(differing == [] for *_, differing in syncs.seen)
-    assert syncs.seen[-1][1] == sum(p.nbytes for p in trained)
+    adapter = sum(p.nbytes for p in trained)
+    assert syncs.seen[-1][1] == adapter if not sleep else syncs.seen[-1][1] > 2 * adapter  # the base as well
     assert max(callback.gaps) < 1e-5
     assert all(not torch.equal(p, old) for p, old in zip(trained, before, strict=True))
     assert trainer.session.policy.dtype is torch.float32
@@ -97,6 +98,18 @@ def test_a_script_of_trls_trains_with_one_argument(run, folder):
     assert all(log["grad_norm"] > 0 for log in trainer.state.log_history if "loss" in log)
 
 
+def test_a_checkpoint_that_is_in_4_bits_already_is_served(run, folder, tmp_path):
+    loaded(folder, nested=True).save_pretrained(tmp_path / "bits")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "bits", dtype=torch.float32)
+    assert quantised.in_4_bits(model.model.layers[0].mlp.down_proj.weight)
+    syncs = Syncs()
+    finished = run(
+        trlx_hybrid.GRPOTrainer, model=model, peft_config=LoraConfig(**ADAPTER), plugins=[syncs], use_vllm=True
+    )
+    assert [(weights, differing) for weights, _, differing in syncs.seen] == [("lora", [])] * 3
+    finished.trainer.save_model(str(tmp_path / "saved"))
+
+
 def test_values_are_those_that_the_layers_multiply_by(folder):
     model = loaded(folder, nested=True)
     quantised.keep_bits(model.modules())
@@ -113,6 +126,7 @@ def test_the_memory_of_the_base_is_that_of_its_bits_and_scales(folder):
     model = loaded(folder)
     layer = model.model.layers[0].mlp.down_proj
     elements = layer.in_features * layer.out_features
+    assert quantised.elements(layer.weight) == elements
     held = sum(p.bytes for p in parameter_sizes(torch.nn.ModuleList([layer])))
     assert held == elements // 2 + -(-elements // 64) * 4
 

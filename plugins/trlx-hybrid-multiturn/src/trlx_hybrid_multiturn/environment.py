@@ -178,6 +178,12 @@ def refuse_prompts(prompts: list[Any], *, sees_images: bool = False) -> None:
                 "…}]; the content may be empty where `reset` says it all."
             )
         blocks = [block for m in prompt if isinstance(m.get("content"), list) for block in m["content"]]
+        for block in blocks:
+            if sees_images and block.get("type") == "image" and "image" not in block:
+                raise ConfigError(
+                    f"A prompt has a place for an image and none in it ({block!r:.60}): give the dataset a column "
+                    'image or images, or the block its image, {"type": "image", "image": …}.'
+                )
         other = next((block for block in blocks if block.get("type") not in served), None)
         if other is not None:
             raise ConfigError(

@@ -11,7 +11,7 @@ from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.launched import FSDP2, tiny_grpo, use_fsdp_on_cpu
-from trlx_hybrid.testing.vision import counted_squares, picture, tiny_vision_model
+from trlx_hybrid.testing.vision import MARKS, counted_squares, picture, tiny_vision_model
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -51,30 +51,44 @@ def main(folder):
 
 
 def uneven(folder):
-    """A batch whose images are all on the first rank."""
+    """Two steps on batches whose images are all on the first rank; what was refused, or each step's gradient."""
     model, processor = tiny_vision_model("qwen2_5_vl")
+    image = picture("qwen2_5_vl", 3)
+    text = f"{MARKS['vision_start']}{MARKS['image_pad']}{MARKS['vision_end']}many"
+    shown = processor(text=[text], images=[image])["input_ids"][0]
 
     def rollout(prompts, trainer):
-        told = {"prompt_ids": [[5, 6]] * len(prompts), "completion_ids": [[7]] * len(prompts), "logprobs": None}
-        return told | {"images": [None if RANK else [picture("qwen2_5_vl", 3)]] * len(prompts)}
+        ids = [5, 6] if RANK else shown
+        images = [None if RANK else [image]] * len(prompts)
+        sampled = [[7 + i % 3] for i in range(len(prompts))]
+        logprobs = [[-1.0]] * len(prompts)
+        return {"prompt_ids": [ids] * len(prompts), "completion_ids": sampled, "logprobs": logprobs, "images": images}
 
+    settings = {"per_device_train_batch_size": 4, "max_steps": 2, "gradient_checkpointing": False}
+    settings["vllm_importance_sampling_correction"] = False  # these tokens were not sampled
     trainer = GRPOTrainer(
         model=model,
-        reward_funcs=lambda completion_ids, **_: [1.0] * len(completion_ids),
-        args=GRPOConfig(**tiny_grpo(folder, per_device_train_batch_size=4, use_vllm=False)),
-        train_dataset=counted_squares("qwen2_5_vl"),
+        reward_funcs=lambda completion_ids, **_: [float(ids[0]) for ids in completion_ids],
+        args=GRPOConfig(**tiny_grpo(folder, **settings)),
+        train_dataset=counted_squares("qwen2_5_vl").remove_columns("image"),
         processing_class=processor,
         rollout_func=rollout,
     )
     try:
         trainer.train()
+        return [log["grad_norm"] for log in trainer.state.log_history if "loss" in log]
     except ConfigError as error:
         return str(error)
+    finally:
+        trainer.session.close()
 
 
 if __name__ == "__main__":
-    os.environ.update(FSDP2 | {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "Qwen2_5_VLDecoderLayer"})
-    use_fsdp_on_cpu()
+    if sys.argv[2:] == ["ddp"]:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    else:
+        os.environ.update(FSDP2 | {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "Qwen2_5_VLDecoderLayer"})
+        use_fsdp_on_cpu()
     out = Path(sys.argv[1])
-    (out / f"rank{RANK}.json").write_text(json.dumps(uneven(out) if sys.argv[2:] == ["uneven"] else main(out)))
+    (out / f"rank{RANK}.json").write_text(json.dumps(uneven(out) if sys.argv[2:] else main(out)))
     torch.distributed.destroy_process_group()

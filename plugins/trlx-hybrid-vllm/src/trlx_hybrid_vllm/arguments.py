@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from trlx_hybrid.errors import did_you_mean
 from trlx_hybrid.memory.ledger import policy_tensors, storages
+from trlx_hybrid.weights import quantised
 from trlx_hybrid.weights.merging import parted_head
 from trlx_hybrid.weights.policy import Policy, layer_kinds
 
@@ -35,8 +36,12 @@ WORKSPACE = 6 << 30  # bytes: activations of the profiling run, CUDA graphs and 
 # --- what speaks against it -------------------------------------------------------------------------------------------
 
 
-def refuses(policy: Policy, world: int, options: VLLMOptions) -> str | None:
-    """Why vLLM cannot serve this model with these options, and what to change; None where nothing speaks against it."""
+def refuses(policy: Policy, world: int, options: VLLMOptions, slots: bool = True) -> str | None:
+    """Why vLLM cannot serve this model with these options, and what to change; None where nothing speaks against it.
+
+    Args:
+        slots: whether the engine's slots for adapters can be written.
+    """
     model = policy.base
     config = model.config.get_text_config()
     size, stages = options.tensor_parallel_size, options.pipeline_parallel_size
@@ -49,18 +54,18 @@ def refuses(policy: Policy, world: int, options: VLLMOptions) -> str | None:
     if stages > layers:
         return f"pipeline_parallel_size={stages} is more than the model's {layers} layers. Choose fewer stages."
     return (
-        _weights(policy)
+        _weights(policy, slots and options.pipeline_parallel_size == 1)
         or _architecture(policy.architecture, options)
         or _cpu(policy, heads)
         or _unknown_arguments(options)
     )
 
 
-def _weights(policy: Policy) -> str | None:
+def _weights(policy: Policy, slots: bool) -> str | None:
     reason = policy.refuses_gather(merge=False)
     if reason is not None or (merging := policy.refuses_gather()) is None:
         return reason
-    why = unserved(policy, None)
+    why = unserved(policy, None) if slots else "remote engines and pipeline stages have no slots for it"
     return None if why is None else f"{merging} Here it is not: {why}."
 
 
@@ -247,7 +252,10 @@ def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: boo
         return {"kv_cache_memory_bytes": size, "gpu_memory_utilization": UNCHECKED}
     if share is None and not options.enable_sleep_mode:
         share = STATIC_SHARE
+    parameters = list(session.policy.base.parameters())
     weights = sum(s.nbytes() for s in storages(policy_tensors(session.policy.base)))
+    if any(map(quantised.in_4_bits, parameters)):
+        weights = sum(map(quantised.elements, parameters)) * dtype.itemsize // options.ranks
     if share is None and wanted + weights + WORKSPACE <= memory.free_bytes_in_rollout():
         return {"kv_cache_memory_bytes": wanted, "gpu_memory_utilization": UNCHECKED}
     if shared:

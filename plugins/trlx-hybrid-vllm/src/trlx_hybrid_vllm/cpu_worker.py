@@ -34,7 +34,7 @@ class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
 
         vLLM names the memory that its ranks share after their rendezvous, which is "env://" in every job of a machine.
         A second job would fail with errno 17, and so would all later ones where a killed one left the name behind.
-        Ranks of several hosts share none: vLLM takes names that differ as the word for it, and goes through gloo then.
+        Ranks of several hosts share none: where their names differ, vLLM goes through gloo.
         """
         set_num_threads, connect = torch.set_num_threads, cpu_worker.init_worker_distributed_environment
 

@@ -28,7 +28,7 @@ from .loader import WeightLoader, counted
 from .lora import lora_arguments
 from .options import VLLMOptions
 from .plugin import untested
-from .rendezvous import launcher_environment, told_when_late
+from .rendezvous import address_of_this_host, launcher_environment, told_when_late
 from .routing import RoutingCapture
 from .sampling import sampling_params
 from .streaming import EngineStream, ReplicaStream, collect
@@ -73,9 +73,10 @@ class VLLMEngine:
         self._made_default_group = not dist.is_initialized()
         self._frozen = gc.get_freeze_count()
         ranks = session.ranks
+        address = address_of_this_host(ranks.gather) if ranks.world > 1 else None
         with (
             tempfile.TemporaryDirectory(prefix="trlx-hybrid-") as folder,
-            launcher_environment(ranks.rank, ranks.local_rank, ranks.world),
+            launcher_environment(ranks.rank, ranks.local_rank, ranks.world, address),
             internals.running(self.dtype),
             internals.stdout_with_descriptor(),
             internals.frozen_heap(self._frozen > internals.PYTHONS_OWN),

@@ -108,7 +108,7 @@ def _server_refuses(session: Session, options: VLLMOptions) -> str | None:
         return "remote engines have memory of their own and do not sleep. Leave enable_sleep_mode out."
     if options.pipeline_parallel_size > 1:
         return "remote engines have no pipeline stages. Leave pipeline_parallel_size out."
-    return refuses(session.policy, options.tensor_parallel_size, options)
+    return refuses(session.policy, options.tensor_parallel_size, options, slots=False)
 
 
 def _transfer(session: Session, options: TransferOptions) -> WeightSync:

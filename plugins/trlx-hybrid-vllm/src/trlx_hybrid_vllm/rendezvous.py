@@ -7,8 +7,9 @@ import logging
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from trlx_hybrid.variables import restored
 
@@ -19,20 +20,22 @@ LATE_SECONDS = 300.0
 
 
 @contextmanager
-def launcher_environment(rank: int, local_rank: int, world: int) -> Iterator[None]:
+def launcher_environment(rank: int, local_rank: int, world: int, address: str | None = None) -> Iterator[None]:
     """What vLLM's "external_launcher" executor reads from the environment, set while the engine is built.
 
     That executor joins the process group that accelerate made, or makes one of a single process, whose store takes a
     free port by itself: one that was looked for before would be anybody's until the engine listens there.
 
-    The ranks of an engine over several hosts meet at an address that vLLM takes from the route to the internet. Where
-    that is another network than the job's, or there is none, they would wait for each other without end.
+    Args:
+        address: this host's, where the ranks of an engine over several hosts meet. vLLM's own choice is that of the
+            route to the internet: where that is another network than the job's, or there is none, they would wait for
+            each other without end.
     """
     wanted: dict[str, int | str] = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world}
     if "MASTER_PORT" not in os.environ or world == 1:
         wanted |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
         wanted |= {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # torchrun's, with which nobody would listen there
-    elif "VLLM_HOST_IP" not in os.environ and (address := address_towards(os.environ.get("MASTER_ADDR", ""))):
+    elif "VLLM_HOST_IP" not in os.environ and address is not None:
         wanted["VLLM_HOST_IP"] = address
     # vLLM sets the last by itself.
     with restored(*wanted, "VLLM_ENABLE_V1_MULTIPROCESSING"):
@@ -40,17 +43,36 @@ def launcher_environment(rank: int, local_rank: int, world: int) -> Iterator[Non
         yield
 
 
-def address_towards(host: str) -> str | None:
-    """This machine's own address on the network by which it reaches a host; None where that is itself, or is not
-    found. Nothing is sent."""
+def address_of_this_host(gather: Callable[[Any], list[Any]]) -> str | None:
+    """On the network by which the job's ranks reach the first one's host; None where they all lie on that, or nobody
+    knows its name. Collective.
+
+    A host may know its own name by a loopback address (`127.0.1.1` in `/etc/hosts`): it takes the one that the others
+    know.
+
+    Args:
+        gather: an object of each rank.
+    """
+    own, known = address_towards(os.environ.get("MASTER_ADDR", ""))
+    others = [address for address in gather(known) if address is not None and not _loops(address)]
+    if own is None or not others:
+        return None
+    return others[0] if _loops(own) else own
+
+
+def address_towards(host: str) -> tuple[str | None, str | None]:
+    """This machine's address on the network by which it reaches a host, and that host's. Nothing is sent."""
     try:
         family, kind, *_, at = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(at)
-            address = str(probe.getsockname()[0])
+            return str(probe.getsockname()[0]), str(at[0])
     except OSError:
-        return None
-    return None if ipaddress.ip_address(address.partition("%")[0]).is_loopback else address
+        return None, None
+
+
+def _loops(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
 @contextmanager

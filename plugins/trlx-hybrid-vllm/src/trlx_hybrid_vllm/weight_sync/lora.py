@@ -22,8 +22,8 @@ class LoraSync(WeightSync):
     """The adapter goes from the trainer's memory into vLLM's LoRA slots.
 
     The base is frozen: it is shared or copied once, or streamed once where the policy is sharded or held in 4 bits, the
-    engine holds slices, or the engine's bits are not the policy's. `keeps_weights` holds for all: what moves at each
-    sync is the adapter and nothing else.
+    engine holds slices, or the engine's bits are not the policy's. What moves at each sync is the adapter and nothing
+    else; but the engine's copy of a base in 4 bits, several times as large, leaves with sleep mode and is written anew.
     """
 
     name = "lora"
@@ -49,6 +49,7 @@ class LoraSync(WeightSync):
                 break
         if reason is not None:
             return reason
+        self.keeps_weights = not any(map(quantised.in_4_bits, self._session.policy.base_parameters().values()))
         try:
             self._slots = AdapterSlots(engine.llm, self._session.policy)
         except SyncError as error:

@@ -90,7 +90,7 @@ test-vision: .venv-vision/run
 
 test-4bit: .venv-4bit/run
 	$(CPU) .venv-4bit/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) \
-		plugins/trlx-hybrid-vllm/tests/test_four_bits.py \
+		plugins/trlx-hybrid-vllm/tests/test_four_bits.py tests/whole_runs/test_on_a_cpu.py::test_a_base_in_4_bits \
 		$(patsubst %,tests/test_recipes.py::test_%,a_run_holds_what_was_forecast a_recipe_trains_a_tiny_model)
 
 # OpenEnv and verifiers ask for versions that clash with vLLM's: each has an environment of its own, without torch.

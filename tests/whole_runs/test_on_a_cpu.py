@@ -47,6 +47,11 @@ def test_pictures(weights, model, whole, seen, tmp_path):
     whole_run.check_pictures(Case(weights, sleep=True, graphs=False), ON_CPU, model, whole, seen, tmp_path, LIMIT)
 
 
+def test_a_base_in_4_bits(model, whole, seen, tmp_path):
+    case = Case("lora", sleep=True, graphs=False, ragged=True, offload="all")
+    whole_run.check_4_bits(case, ON_CPU, model("plain"), whole, seen, tmp_path, LIMIT)
+
+
 def test_rollouts_repeat(model, whole):
     whole_run.check_repeats(
         [whole([sys.executable, SCRIPTS / "repeats.py", model("plain"), "sleep", "eager", "5"], LIMIT)]

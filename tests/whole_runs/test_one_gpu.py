@@ -108,6 +108,12 @@ def test_pictures(weights, model, whole, seen, tmp_path):
     whole_run.check_pictures(Case(weights, sleep=True, graphs=False), {}, model, whole, seen, tmp_path, LIMIT)
 
 
+@pytest.mark.parametrize("sleep", [True, False], ids=["sleep", "awake"])
+def test_a_base_in_4_bits(sleep, model, whole, seen, tmp_path):
+    case = Case("lora", sleep=sleep, graphs=True, ragged=True, offload="all" if sleep else "none")
+    whole_run.check_4_bits(case, {}, model("plain"), whole, seen, tmp_path, LIMIT)
+
+
 @pytest.mark.parametrize("weights", ["bf16", "lora"])
 def test_packed_rows(weights, model, whole, seen, tmp_path):
     case = Case(weights, sleep=True, graphs=True, ragged=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import ONE_STEP, STEPS, Case, flags
+from cases import IN_4_BITS, ONE_STEP, STEPS, Case, flags
 from trlx_hybrid_ray import reaper
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -252,6 +252,25 @@ def check_pictures(
     logs = history(folder)
     check_training(logs, STEPS)
     check_proofs(ended, case.path)
+    seen["gap"] = check_gap(logs)
+
+
+def check_4_bits(
+    case: Case,
+    changes: dict[str, object],
+    model: Path,
+    whole: Callable[..., Ended],
+    seen: dict[str, Any],
+    folder: Path,
+    limit: float,
+) -> None:
+    """A base in 4 bits trains beside the engine, its values proven at every sync."""
+    pytest.importorskip("bitsandbytes")
+    settings = case.settings() | IN_4_BITS | changes
+    ended = whole([sys.executable, SCRIPTS / "grpo.py", *flags(settings, model, folder)], limit)
+    logs = history(folder)
+    check_training(logs, STEPS)
+    check_proofs(ended, "lora")
     seen["gap"] = check_gap(logs)
 
 

@@ -8,7 +8,7 @@ import sys
 
 from datasets import Dataset
 from torch._inductor.codecache import PyCodeCache
-from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config
+from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config, get_quantization_config
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
 
 
@@ -83,6 +83,7 @@ if __name__ == "__main__":
         train_dataset=rows,
         eval_dataset=rows.select(range(8)),
         peft_config=get_peft_config(model),
+        quantization_config=get_quantization_config(model),
         hybrid=hybrid,
         plugins=[Proofs()],
     )

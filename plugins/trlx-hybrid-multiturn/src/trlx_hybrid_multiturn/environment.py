@@ -155,8 +155,7 @@ class CheckedEnvironment:
         if not self._sees_images or not isinstance(content, list):
             blocks = "content blocks to a model that sees no images" if isinstance(content, list) else repr(content)
             return f"a message whose content is no text but {blocks:.60}"
-        kinds = {"text": "text", "image": "image"}
-        whole = (isinstance(block, Mapping) and kinds.get(block.get("type", "")) in block for block in content)
+        whole = (isinstance(b, Mapping) and b.get("type") in ("text", "image") and b["type"] in b for b in content)
         return None if all(whole) else 'a block that is neither {"type": "text", "text": …} nor of an image'
 
 

@@ -123,13 +123,17 @@ images, and the most to sample, where that is less than the run's limit."""
 
 
 def images_of(messages: Iterable[Message]) -> list[Any]:
-    """Those among the content blocks of chat messages, in their order."""
+    """Those among the content blocks of chat messages, in their order.
+
+    Raises:
+        KeyError: a block of an image has none.
+    """
     return [
         part["image"]
         for message in messages
         if isinstance(message.get("content"), list)
         for part in message["content"]
-        if isinstance(part, dict) and part.get("type") == "image" and "image" in part
+        if isinstance(part, dict) and part.get("type") == "image"
     ]
 
 

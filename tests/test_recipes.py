@@ -272,9 +272,10 @@ def guess(tmp_path, monkeypatch):
 
 def trained(recipe, flags):
     """The lines of its log, and those of its header."""
-    if "--load_in_4bit" in flags or "7b-24gb" in recipe:
+    given = read(FOLDER / f"{recipe}.yaml", flags)
+    if given.model.load_in_4bit:
         pytest.importorskip("bitsandbytes", reason="in `make test-4bit`: TRL and PEFT import it where it is there")
-    trainer = train(read(FOLDER / f"{recipe}.yaml", flags))
+    trainer = train(given)
     trainer.session.close()
     assert trainer.state.global_step == 2
     return [line for line in trainer.state.log_history if "reward" in line], trainer.session.header_lines

@@ -93,6 +93,11 @@ class Policy:
         return sizes
 
     @property
+    def in_4_bits(self) -> bool:
+        """Whether bitsandbytes holds some of the base's weights in 4 bits."""
+        return any(map(quantised.in_4_bits, self.base.parameters()))
+
+    @property
     def has_experts(self) -> bool:
         """Whether tokens are routed to experts."""
         config = self.base.config.get_text_config()

@@ -17,8 +17,9 @@ REPACKS, REPACKED = "support_avx512bf16_for_cpu", "packing_format_for_cpu"
 
 def in_4_bits(p: Any) -> bool:
     """Whether a parameter holds quantised bits, with what is needed to read them; recognised without an import."""
-    state = getattr(p, "quant_state", None)
-    return type(p).__name__ == "Params4bit" and state is not None and not getattr(state, REPACKED, False)
+    if type(p).__name__ != "Params4bit":  # first: it is asked of every tensor at every phase edge
+        return False
+    return p.quant_state is not None and not getattr(p.quant_state, REPACKED, False)
 
 
 def values(p: Any) -> Tensor:

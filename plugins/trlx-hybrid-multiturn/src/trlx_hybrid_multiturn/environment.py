@@ -178,15 +178,15 @@ def refuse_prompts(prompts: list[Any], *, sees_images: bool = False) -> None:
             )
         blocks = [block for m in prompt if isinstance(m.get("content"), list) for block in m["content"]]
         for block in blocks:
-            if sees_images and block.get("type") == "image" and "image" not in block:
+            kind = block.get("type")
+            if kind not in served:
+                raise ConfigError(
+                    f"episodes(...) shows this model {' and '.join(served)}, and a prompt holds content of type "
+                    f"{kind!r}. Leave that out of the dataset, or give the trainer a model with a processor that takes "
+                    "it."
+                )
+            if kind == "image" and kind not in block:
                 raise ConfigError(
                     f"A prompt has a place for an image and none in it ({block!r:.60}): give the dataset a column "
                     'image or images, or the block its image, {"type": "image", "image": …}.'
                 )
-        other = next((block for block in blocks if block.get("type") not in served), None)
-        if other is not None:
-            raise ConfigError(
-                f"episodes(...) shows this model {' and '.join(served)}, and a prompt holds content of type "
-                f"{other.get('type')!r}. Leave that out of the dataset, or give the trainer a model with a processor "
-                "that takes it."
-            )

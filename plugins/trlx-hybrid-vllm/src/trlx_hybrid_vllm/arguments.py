@@ -252,10 +252,10 @@ def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: boo
         return {"kv_cache_memory_bytes": size, "gpu_memory_utilization": UNCHECKED}
     if share is None and not options.enable_sleep_mode:
         share = STATIC_SHARE
-    parameters = list(session.policy.base.parameters())
-    weights = sum(s.nbytes() for s in storages(policy_tensors(session.policy.base)))
-    if any(map(quantised.in_4_bits, parameters)):
-        weights = sum(map(quantised.elements, parameters)) * dtype.itemsize // options.ranks
+    policy = session.policy
+    weights = sum(s.nbytes() for s in storages(policy_tensors(policy.base)))
+    if policy.in_4_bits:
+        weights = sum(map(quantised.elements, policy.base.parameters())) * dtype.itemsize // options.ranks
     if share is None and wanted + weights + WORKSPACE <= memory.free_bytes_in_rollout():
         return {"kv_cache_memory_bytes": wanted, "gpu_memory_utilization": UNCHECKED}
     if shared:

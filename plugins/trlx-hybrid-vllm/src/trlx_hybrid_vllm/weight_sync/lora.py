@@ -49,7 +49,7 @@ class LoraSync(WeightSync):
                 break
         if reason is not None:
             return reason
-        self.keeps_weights = not any(map(quantised.in_4_bits, self._session.policy.base_parameters().values()))
+        self.keeps_weights = not self._session.policy.in_4_bits
         try:
             self._slots = AdapterSlots(engine.llm, self._session.policy)
         except SyncError as error:

@@ -145,6 +145,18 @@ class TrainerMemory:
             torch.cuda.empty_cache()
             self._unused = None
 
+    def make_room_to_build(self, plan: Prediction) -> None:
+        """Let the policy wait in host memory while an engine is built beside which it is not going to be in ROLLOUT."""
+        if "policy" in plan.away["rollout"]:
+            self._offloads["policy"].leave()
+            self.reclaim()
+
+    def return_policy(self, engine: Engine) -> None:
+        """After `make_room_to_build`; the KV cache makes room in turn, as at each weight sync."""
+        if not self._offloads["policy"].resident:
+            engine.sleep(keep_weights=True)
+            self.come_back(["policy"])
+
     def park_policy(self) -> None:
         """Let the base weights wait in host memory while an engine is built that they are going to live in."""
         for p in self._policy.base_parameters().values():
@@ -152,24 +164,25 @@ class TrainerMemory:
         torch.cuda.empty_cache()
 
     def unpark_policy(self) -> None:
-        """Bring to the device what did not find its place in the engine."""
+        """Bring to the device what did not find its place in the engine, or what waited for one that failed."""
+        self._offloads["policy"].return_all()
         for p in self._policy.base_parameters().values():
             if p.device.type != self.device.type:
                 p.data = p.data.to(self.device)
 
     # --- the books --------------------------------------------------------------------------------------------------
 
-    def check_fit(
-        self, *, kv_cache_bytes: int, shared: bool, engine_itemsize: int, ranks_per_replica: int, sleeps: bool
-    ) -> None:
+    def check_fit(self, *, kv_cache_bytes: int, shared: bool, engine_weight_bytes: int, sleeps: bool) -> Prediction:
         """Refuse a run that cannot fit, before its engine is built.
 
         Args:
             kv_cache_bytes: the KV cache's size, or the least that would do.
             shared: whether the engine's weights will be the policy's memory.
-            engine_itemsize: bytes per element of the engine's weights, of which each rank holds one part in
-                `ranks_per_replica`.
+            engine_weight_bytes: see the method of that name.
             sleeps: whether the engine gives memory back during TRAIN.
+
+        Returns:
+            What the run will need, as far as is known by now.
 
         Raises:
             MemoryPlanError: names the phase, the largest owner and the setting to change.
@@ -180,12 +193,17 @@ class TrainerMemory:
                 "HybridConfig.offload='all' moves nothing with an engine that does not sleep. Let it sleep "
                 "(vllm_enable_sleep_mode, or enable_sleep_mode of engine_options), or leave offload out."
             )
+        asleep = ENGINES if sleeps else ()
+        plan = self._predict(kv_cache_bytes, engine_weight_bytes, shared=shared, asleep=asleep)
+        plan.check(self.capacity())
+        return plan
+
+    def engine_weight_bytes(self, itemsize: int, ranks_per_replica: int) -> int:
+        """Of an engine's own weights on one rank, which holds one part in `ranks_per_replica` of them."""
         sharded = any(is_sharded(p) for p in self._policy.module.parameters())
         parameters = self._policy.module.parameters()
         here = sum(elements(local) for p in parameters for local in plain_tensors([p]))
-        weights = here * (self._ranks.world if sharded else 1) * engine_itemsize // ranks_per_replica
-        asleep = ENGINES if sleeps else ()
-        self._predict(kv_cache_bytes, weights, shared=shared, asleep=asleep).check(self.capacity())
+        return here * (self._ranks.world if sharded else 1) * itemsize // ranks_per_replica
 
     def predict_live(self, engine: Engine, keeps_weights: bool) -> None:
         """Predict from the engine that was built; whether its weights stay during TRAIN is the weight sync's word."""
@@ -194,7 +212,8 @@ class TrainerMemory:
         whole = sum(storage.nbytes() for storage in storages(engine.resident("weights")))
         shared = held["engine weights"] < whole / 2
         asleep = () if not engine.sleeps else ENGINES[1:] if keeps_weights else ENGINES
-        self.prediction = self._predict(held["KV cache"], held["engine weights"], shared=shared, asleep=asleep)
+        kv_cache = held["KV cache"] + engine.asleep_bytes  # nothing else has gone to sleep by now
+        self.prediction = self._predict(kv_cache, held["engine weights"], shared=shared, asleep=asleep)
 
     def _predict(
         self, kv_cache_bytes: int, engine_weight_bytes: int, *, shared: bool, asleep: Collection[str]

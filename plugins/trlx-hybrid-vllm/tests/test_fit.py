@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trlx_hybrid
-from trlx_hybrid.errors import ConfigError, MemoryPlanError
+from trlx_hybrid.errors import ConfigError, EngineError, MemoryPlanError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_vllm import engine as engine_module
 from trlx_hybrid_vllm.arguments import kv_cache_bytes
@@ -113,3 +113,46 @@ def test_an_out_of_memory_error_says_who_held_what(run):
     assert "Memory held on cpu in phase TRAIN" in note
     assert "policy" in note
     assert "KV cache" in note
+
+
+def test_a_policy_that_is_away_in_rollouts_is_away_while_the_engine_is_built(run, monkeypatch, capfd):
+    """And returns when the KV cache has made room, before the weight sync is chosen: the three are never there at
+    once."""
+    import vllm
+
+    model, held, real, sleep = tiny_model(), [], vllm.LLM, engine_module.VLLMEngine.sleep
+
+    def policy_bytes():
+        return sum(p.untyped_storage().nbytes() for p in model.parameters())
+
+    def build(**arguments):
+        held.append(("built", policy_bytes()))
+        return real(**arguments)
+
+    def asleep(engine, keep_weights=False):
+        held.append(("sleeps", policy_bytes()))
+        sleep(engine, keep_weights)
+
+    whole = policy_bytes()
+    monkeypatch.setattr(vllm, "LLM", build)
+    monkeypatch.setattr(engine_module.VLLMEngine, "sleep", asleep)
+    hybrid = {"offload": "all", "weights": "gather", "verify_every": 1}
+    run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True, vllm_enable_sleep_mode=True, hybrid=hybrid, max_steps=2)
+    assert held[:2] == [("built", 0), ("sleeps", 0)]
+    assert policy_bytes() == whole
+    (row,) = [line.split() for line in capfd.readouterr().err.splitlines() if line.startswith("KV cache")]
+    assert float(row[3]) > 0
+
+
+def test_a_policy_is_back_when_the_engine_could_not_be_built(run, monkeypatch):
+    import vllm
+
+    def fails(**arguments):
+        raise ValueError("no engine today")
+
+    model = tiny_model()
+    monkeypatch.setattr(vllm, "LLM", fails)
+    hybrid = {"offload": "all", "weights": "gather"}
+    with pytest.raises(EngineError, match="no engine today"):
+        run(trlx_hybrid.GRPOTrainer, model=model, use_vllm=True, vllm_enable_sleep_mode=True, hybrid=hybrid)
+    assert all(bool(p.isfinite().all()) and p.untyped_storage().nbytes() for p in model.parameters())

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from trlx_hybrid.errors import did_you_mean
-from trlx_hybrid.memory.ledger import policy_tensors, storages
-from trlx_hybrid.weights import quantised
 from trlx_hybrid.weights.merging import parted_head
 from trlx_hybrid.weights.policy import Policy, layer_kinds
 
@@ -24,7 +22,7 @@ if TYPE_CHECKING:
 CPU_KV_CACHE_LIMIT = 4 << 30
 STATIC_SHARE = 0.3  # of the GPU, for an engine that does not sleep: TRL's default
 UNCHECKED = 0.01  # where the cache's size is given, vLLM still wants this share to be free, and uses it for nothing
-MARGIN = 0.03  # of the GPU, left for what torch's allocator cannot use
+MARGIN = 0.03  # of what this process may have of the GPU, left for what torch's allocator cannot use
 KV_BLOCK = 32  # tokens per KV block on a CPU; vLLM's attention there wants a multiple of 32
 SPARE_BLOCKS = 8
 WITHOUT_KV = ("linear_attention", "conv", "moe", "mlp")  # these layers keep a state per sequence, or nothing
@@ -233,35 +231,33 @@ def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: boo
     """The KV cache's size: as told, or a share of the GPU as told, or what the ledger finds free during ROLLOUT.
 
     The latter up to what `max_num_seqs` sequences of full length can fill: more would be mapped at each rollout and
-    never used. Where vLLM is to fill a share of the GPU, the policy waits in host memory while the engine is built, if
-    it is going to be the engine's memory afterwards: nothing is ever held twice.
+    never used. The policy waits in host memory while the engine is built, if it is going to be away in ROLLOUT, or if
+    vLLM is to fill a share of the GPU and it is going to be the engine's memory afterwards: nothing is ever held twice.
     """
     memory, share = session.memory, options.gpu_memory_utilization
     wanted, shared = kv_cache_bytes(session, options, dtype), _becomes_the_engines(session, options, dtype)
     size = options.kv_cache_memory_bytes
     if size is None and cpu:
         size = min(wanted, CPU_KV_CACHE_LIMIT)
-    memory.check_fit(
+    weights = memory.engine_weight_bytes(dtype.itemsize, options.ranks)
+    plan = memory.check_fit(
         kv_cache_bytes=size or kv_cache_bytes(session, options, dtype, least=True),
         shared=shared,
-        engine_itemsize=dtype.itemsize,
-        ranks_per_replica=options.ranks,
+        engine_weight_bytes=weights,
         sleeps=options.enable_sleep_mode,
     )
+    memory.make_room_to_build(plan)
     if size is not None or cpu:
         return {"kv_cache_memory_bytes": size, "gpu_memory_utilization": UNCHECKED}
     if share is None and not options.enable_sleep_mode:
         share = STATIC_SHARE
-    policy = session.policy
-    weights = sum(s.nbytes() for s in storages(policy_tensors(policy.base)))
-    if policy.in_4_bits:
-        weights = sum(map(quantised.elements, policy.base.parameters())) * dtype.itemsize // options.ranks
     if share is None and wanted + weights + WORKSPACE <= memory.free_bytes_in_rollout():
         return {"kv_cache_memory_bytes": wanted, "gpu_memory_utilization": UNCHECKED}
     if shared:
         memory.park_policy()
     total = torch.cuda.get_device_properties(session.policy.device).total_memory
-    return {"gpu_memory_utilization": share or memory.free_bytes_in_rollout() / total - MARGIN}
+    free = memory.free_bytes_in_rollout() - MARGIN * memory.capacity()
+    return {"gpu_memory_utilization": share or free / total}
 
 
 def kv_cache_bytes(session: Session, options: VLLMOptions, dtype: torch.dtype, least: bool = False) -> int:

@@ -62,6 +62,8 @@ class VLLMEngine:
         elif any("lora_slots" in path.component.needs for path in session.selection.weight_paths):
             wanted = lora_arguments(session.policy, self.dtype)
         self.adapters_refused = wanted if isinstance(wanted, str) else None
+        self._policy = session.policy
+        self._buffers = bool(session.policy.buffers())  # read before the policy makes room
         adapters = {} if isinstance(wanted, str) else wanted
         arguments = adapters | engine_arguments(session, options, self.dtype)
         self.quantized = options.quantization is not None
@@ -113,8 +115,6 @@ class VLLMEngine:
         self._latent = [] if self.quantized else [layer for _, layer in latent]  # vLLM's own reload derives anew
         self._map: WeightMap | None = None
         self._places: Places | None = None
-        self._policy = session.policy
-        self._buffers = bool(session.policy.buffers())
 
     # --- generation -------------------------------------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ def cycles(weights, count):
 
     def watched(function, name):
         def call(*args, **kwargs):
-            if not recording:
+            if not recording or loop.session.engine is None:
                 return function(*args, **kwargs)
             first = state()
             result = function(*args, **kwargs)

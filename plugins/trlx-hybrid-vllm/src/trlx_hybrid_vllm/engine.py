@@ -263,7 +263,8 @@ class VLLMEngine:
         self.forget_computed()
         sizes = {what: self._bytes(what) for what in awake}
         if WEIGHTS in awake:
-            self.llm.collective_rpc("sleep", args=(2,))
+            with internals.cache_kept():
+                self.llm.collective_rpc("sleep", args=(2,))
             self.weights_lost = True
         else:
             self.llm.collective_rpc("discard", args=((KV_CACHE,),))

@@ -16,7 +16,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -339,13 +339,16 @@ def frozen_heap(kept: bool) -> Iterator[None]:
 
 
 @contextmanager
-def cache_kept(wanted: int) -> Iterator[None]:
-    """Around vLLM's wake-up, which gives all that torch's allocator has cached back to the driver: where the device has
-    so many bytes beside it, the trainer keeps it, and its next loss does not ask the driver for it again."""
-    if torch.cuda.is_available() and torch.cuda.mem_get_info()[0] >= wanted:
-        with patch.object(torch.accelerator, "empty_cache", lambda: None):
-            yield
-    else:
+def cache_kept(wanted: int = 0) -> Iterator[None]:
+    """Around vLLM's sleep and wake-up, which give all that torch's allocator has cached back to the driver: where the
+    device has so many bytes beside it, the trainer keeps it, and its next loss does not ask the driver for it again, in
+    some five hundred calls."""
+    if not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < wanted:
+        yield
+        return
+    with ExitStack() as stack:
+        for module in (torch.accelerator, torch.cuda):
+            stack.enter_context(patch.object(module, "empty_cache", lambda: None))
         yield
 
 

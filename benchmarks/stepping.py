@@ -55,6 +55,7 @@ class Stepper:
             "callbacks": [_Pausing(self)],
         }
         self._trainer = _stock(scale, variant, arguments) if kind == "trl" else _hybrid(scale, variant, arguments)
+        self._optimizer_state = _optimizer_state(self._trainer)
         self._trainer.remove_callback(PrinterCallback)  # 26 lines of numbers that the result does not need
         self._prescribe()
         self._note_rollouts()
@@ -144,7 +145,7 @@ class Stepper:
             self._profile.stop()
             self._profile = None
         seconds = time.perf_counter() - started if started is not None else 0.0
-        with lent(self._variant.sleep):
+        with lent(self._optimizer_state):
             self._done.put(Timed(seconds, list(self._lengths)))
             self._go.get()
         synchronise()
@@ -220,21 +221,33 @@ def _allocator_retries() -> int:
     return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_available() else 0
 
 
+def _optimizer_state(trainer: Any) -> Any:
+    """What can leave the device."""
+    from trlx_hybrid.memory.arena import Arena
+    from trlx_hybrid.memory.ledger import optimizer_tensors
+    from trlx_hybrid.memory.offload import Offload
+
+    return Offload(
+        Arena(trainer.accelerator.device), lambda: optimizer_tensors(trainer.optimizer) if trainer.optimizer else ()
+    )
+
+
 @contextmanager
-def lent(everything: bool) -> Iterator[None]:
-    """Others have the memory that the allocator keeps for later, which would otherwise be there in the next step: its
-    return is no part of a step, as long as there is that much."""
+def lent(optimizer_state: Any) -> Iterator[None]:
+    """Others have the memory of the optimizer's state, and what the allocator keeps for later, which would otherwise be
+    there in the next step: their return is no part of a step. A trainer that shares a GPU with two more would plan with
+    what these leave."""
     import torch
 
-    if not (everything and torch.cuda.is_available()):
-        yield
-        return
-    before = torch.cuda.memory_reserved()
-    torch.cuda.empty_cache()
-    kept = torch.cuda.memory_reserved()
+    before = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
+    optimizer_state.leave()
+    if before:
+        torch.cuda.empty_cache()
     yield
-    with suppress(torch.OutOfMemoryError):
-        torch.empty(before - kept, dtype=torch.uint8, device="cuda")
+    optimizer_state.return_all()
+    if before:
+        with suppress(torch.OutOfMemoryError):
+            torch.empty(max(0, before - torch.cuda.memory_reserved()), dtype=torch.uint8, device="cuda")
 
 
 class _Pausing(TrainerCallback):  # type: ignore[misc]

@@ -207,6 +207,30 @@ def test_a_forecast_counts_batches_over_all_ranks_and_says_what_it_does_not_coun
     assert "a base in 8 bits is served by no engine" in capsys.readouterr().err
 
 
+def test_a_forecast_knows_a_checkpoint_that_is_in_4_bits_already(tmp_path, capsys):
+    """And the layers that it was told to leave as they are."""
+
+    def forecast(*flags, **quantised):
+        (tmp_path / "config.json").write_text(json.dumps(SEVEN | quantised))
+        words = ["train", str(FOLDER / "math-24gb.yaml"), "--forecast", "40", "--model_name_or_path", str(tmp_path)]
+        code = main([*words, *flags])
+        return code, *capsys.readouterr()
+
+    def policy(*flags, **quantised):
+        code, out, _ = forecast(*flags, **quantised)
+        assert code == 0
+        return float(re.search(r"^policy +(\S+)", out, re.MULTILINE)[1])
+
+    told = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+    whole = policy(quantization_config=told)
+    assert whole == policy("--load_in_4bit", "--use_bnb_nested_quant")
+    kept = policy(quantization_config=told | {"llm_int8_skip_modules": ["lm_head", "model.layers.3.mlp"]})
+    assert kept - whole == pytest.approx(3 * 3584 * 18944 * (2 - 0.5 - 1 / 64) / 2**30, abs=0.02)
+    code, _, err = forecast(quantization_config={"quant_method": "gptq", "bits": 4})
+    assert code == 1
+    assert "is quantised (gptq), which --forecast knows in 4 bits of bitsandbytes only" in err
+
+
 def test_the_last_number_of_the_last_message_is_the_answer():
     last_number = function("gsm8k.py:last_number", FOLDER, "reward_funcs")
     said = ["So 3 + 4 = 7.", "It costs $1,080.", "\\boxed{-2.50}", "7 or 8", "", None]

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from .errors import ConfigError
 from .memory.estimate import GIB, LEAVING, ParameterSize, predict_fitting
@@ -18,9 +22,10 @@ from .memory.trainer_memory import ENGINES
 from .plugins.host import Host
 from .plugins.selection import select
 from .trl.arguments import trainer_arguments
-from .weights.policy import transformers_model
 
 if TYPE_CHECKING:
+    from trl import ModelConfig
+
     from .train import RecipeSettings
 
 RESERVED = 0.1
@@ -88,13 +93,19 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
     if given.model.load_in_8bit:
         raise ConfigError("load_in_8bit: a base in 8 bits is served by no engine. Take load_in_4bit, or neither.")
     adapter = model_arguments(given.model, args)["peft_config"]
-    policy = policy_without_memory(given.model.model_name_or_path, adapter, **args.model_init_kwargs)
-    in_4_bits = given.model.load_in_4bit
-    parameters = sizes_in_4_bits(policy, given.model.use_bnb_nested_quant) if in_4_bits else parameter_sizes(policy)
+    policy: Any = model_without_memory(given.model.model_name_or_path, **args.model_init_kwargs)
+    bits = four_bits(given.model, policy.config)
+    quantised = set() if bits is None else quantised_weights(policy, bits)
+    if adapter is not None:
+        from peft import get_peft_model
+
+        with torch.device("meta"):
+            policy = get_peft_model(policy, adapter)
+    parameters = parameter_sizes(policy) if bits is None else sizes_in_4_bits(policy, quantised, bits.nested)
     sharded = bool(args.fsdp) and gpus.ranks > 1
     if sharded:
         parameters = [shard(p, gpus.ranks, upcast=args.bf16 or args.fp16) for p in parameters]
-    engine = engine_size(given, policy, sum(p.bytes for p in parameters), gpus, sharded)
+    engine = engine_size(given, policy, sum(p.bytes for p in parameters), gpus, own=sharded or bits is not None)
     leaving = () if engine is None or not engine.sleeps or mode == "none" else LEAVING[: 2 if engine.shared else 3]
     prediction = predict_fitting(
         gpus.bytes,
@@ -126,7 +137,7 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
     ]
 
 
-def engine_size(given: RecipeSettings, policy: Any, held: int, gpus: GPUs, sharded: bool) -> EngineSize | None:
+def engine_size(given: RecipeSettings, policy: Any, held: int, gpus: GPUs, own: bool) -> EngineSize | None:
     """What the chosen engine takes; None where TRL generates.
 
     An engine that is told no size of its KV cache gets what is left during ROLLOUT, up to what its sequences fill: keys
@@ -135,7 +146,7 @@ def engine_size(given: RecipeSettings, policy: Any, held: int, gpus: GPUs, shard
     Args:
         policy: on the meta device.
         held: bytes of the policy on one rank.
-        sharded: whether that is a shard.
+        own: whether the engine cannot share its memory: it is a shard, or in 4 bits.
     """
     args = given.training
     host = Host.load(given.hybrid.disable_plugins or ())
@@ -152,7 +163,7 @@ def engine_size(given: RecipeSettings, policy: Any, held: int, gpus: GPUs, shard
     text = policy.config.get_text_config()
     shared = (
         any(path.component.shares_memory for path in selection.weight_paths)
-        and not (sharded or given.model.load_in_4bit)
+        and not own
         and (ranks, dtype, getattr(options, "quantization", None)) == (1, base, None)
     )
     weights = sum(p.numel() for p in policy.parameters()) * dtype.itemsize // ranks
@@ -161,8 +172,10 @@ def engine_size(given: RecipeSettings, policy: Any, held: int, gpus: GPUs, shard
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     sequence = 2 * text.num_hidden_layers * math.ceil(heads / ranks) * size * dtype.itemsize * length
+    sleeps = getattr(options, "enable_sleep_mode", False)
     share = getattr(options, "gpu_memory_utilization", None)
-    room = gpus.bytes * share - weights if share else gpus.bytes * (1 - RESERVED) - held - (0 if shared else weights)
+    stays = held if shared or not sleeps or given.hybrid.offload != "all" else 0
+    room = gpus.bytes * share - weights if share else gpus.bytes * (1 - RESERVED) - stays - (0 if shared else weights)
     return EngineSize(
         weights=weights,
         shared=shared,
@@ -170,21 +183,19 @@ def engine_size(given: RecipeSettings, policy: Any, held: int, gpus: GPUs, shard
         sequence=sequence,
         sequences=sequences,
         length=length,
-        sleeps=getattr(options, "enable_sleep_mode", False),
+        sleeps=sleeps,
     )
 
 
-def policy_without_memory(name: str, adapter: Any, *, dtype: str, trust_remote_code: bool, **others: Any) -> Any:
-    """The model that TRL would train, on the meta device, with its adapter, if any.
+def model_without_memory(name: str, *, dtype: str, trust_remote_code: bool, **others: Any) -> Any:
+    """The model that TRL would load, on the meta device and not quantised.
 
     Args:
         name: of the hub, or a folder with a config.json.
-        adapter: PEFT's config, or None.
         dtype: as in TRL's `ModelConfig`.
         others: `revision`; what does not change sizes is left aside.
     """
     import transformers
-    from peft import get_peft_model
 
     revision = others.get("revision") or "main"
     try:
@@ -199,20 +210,59 @@ def policy_without_memory(name: str, adapter: Any, *, dtype: str, trust_remote_c
             model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         model.to(getattr(torch, dtype, None) or config.dtype or torch.float32)
         model.tie_weights()
-        return model if adapter is None else get_peft_model(model, adapter)
+        return model
 
 
-def sizes_in_4_bits(policy: Any, nested: bool) -> list[ParameterSize]:
-    """Sizes in a QLoRA run: bitsandbytes holds all linear layers but the output head in 4 bits, and TRL keeps the
-    adapter in bfloat16.
+class FourBits(NamedTuple):
+    """How bitsandbytes holds a base.
+
+    Attributes:
+        nested: whether the scales, one for each 64 elements, are quantised to a byte themselves.
+        skipped: names of layers that stay as they are; None: transformers decides.
+    """
+
+    nested: bool
+    skipped: list[str] | None
+
+
+def four_bits(model: ModelConfig, config: Any) -> FourBits | None:
+    """As the flags tell, or as the checkpoint is already; None for a base that is not quantised.
+
+    Raises:
+        ConfigError: the checkpoint is quantised otherwise.
+    """
+    told = getattr(config, "quantization_config", None)
+    if told is None:
+        return FourBits(model.use_bnb_nested_quant, None) if model.load_in_4bit else None
+    told = told if isinstance(told, dict) else told.to_dict()
+    if not told.get("load_in_4bit"):
+        raise ConfigError(
+            f"model_name_or_path: {model.model_name_or_path!r} is quantised ({told.get('quant_method', 'unknown')}), "
+            "which --forecast knows in 4 bits of bitsandbytes only. Name the model that it was made of, with "
+            "load_in_4bit where memory is short."
+        )
+    return FourBits(bool(told.get("bnb_4bit_use_double_quant")), told.get("llm_int8_skip_modules"))
+
+
+def quantised_weights(model: Any, bits: FourBits) -> set[int]:
+    """Which parameters bitsandbytes holds in 4 bits, by `id`: those of linear layers, as transformers chooses them.
+
+    Args:
+        model: on the meta device, without adapters.
+    """
+    kept = HfQuantizer.get_modules_to_not_convert(model, bits.skipped, model._keep_in_fp32_modules)
+    layers = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
+    return {id(layer.weight) for name, layer in layers if should_convert_module(name, kept)}
+
+
+def sizes_in_4_bits(policy: Any, quantised: Set[int], nested: bool) -> list[ParameterSize]:
+    """Sizes in a QLoRA run, in which TRL keeps the adapter in bfloat16.
 
     Args:
         policy: on the meta device.
-        nested: whether the scales, one for each 64 elements, are quantised to a byte themselves.
+        quantised: see `quantised_weights`.
+        nested: see `FourBits`.
     """
-    base = transformers_model(policy)
-    layers = (module for module in base.modules() if isinstance(module, nn.Linear))
-    quantised = {id(layer.weight) for layer in layers if layer is not base.get_output_embeddings()}
     found = []
     for p in policy.parameters():
         if p.requires_grad or id(p) not in quantised:

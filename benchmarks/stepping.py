@@ -43,6 +43,7 @@ class Stepper:
         self._done: queue.Queue[Timed | BaseException] = queue.Queue()
         self._lengths: list[int] = []
         self._profile: TrainingProfile | None = None
+        self._bytes_in_use = 0
         self._note_spans()
         model, tokenizer = load(folder, Variant(model_dtype=variant.model_dtype))  # TRL puts the adapter on
         arguments = {
@@ -105,9 +106,8 @@ class Stepper:
             decides that. `allocator_retries`: how often torch gave all cached memory back because none was left.
             `training_flops_per_second`: what training on the real tokens needs, by the seconds it took, and
             `training_mfu`, the share of the device's peak that this is, where the peak is known. `device_bytes_in_use`
-            after the step, by everybody.
+            after the step, by this trainer and what the others keep; `bytes_not_returned` of what it had lent them.
         """
-        import torch
         from trlx_hybrid.trl.flops import model_flops, peak
         from trlx_hybrid.weights.policy import Policy
 
@@ -128,9 +128,8 @@ class Stepper:
             recomputation = getattr(session.scoring, "recomputation", None)
             if recomputation is not None and recomputation.recomputed is not None:
                 found["layers_recomputed"] = recomputation.recomputed
-        if torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info()
-            found["device_bytes_in_use"] = total - free
+        if self._bytes_in_use:
+            found["device_bytes_in_use"] = self._bytes_in_use
         return found
 
     def engine_weights(self) -> str:
@@ -145,10 +144,12 @@ class Stepper:
             self._profile.stop()
             self._profile = None
         seconds = time.perf_counter() - started if started is not None else 0.0
-        with lent(self._optimizer_state):
+        self._bytes_in_use = _device_bytes_in_use()
+        with lent(self._optimizer_state) as missing:
             self._done.put(Timed(seconds, list(self._lengths)))
             self._go.get()
         synchronise()
+        self.spans["bytes_not_returned"] = missing()
         return time.perf_counter()
 
     def _reward(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -232,18 +233,31 @@ def _optimizer_state(trainer: Any) -> Any:
     )
 
 
+def _device_bytes_in_use() -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
 @contextmanager
-def lent(optimizer_state: Any) -> Iterator[None]:
+def lent(optimizer_state: Any) -> Iterator[Callable[[], int]]:
     """Others have the memory of the optimizer's state, and what the allocator keeps for later, which would otherwise be
     there in the next step: their return is no part of a step. A trainer that shares a GPU with two more would plan with
-    what these leave."""
+    what these leave.
+
+    Yields:
+        Counts, after the return, the bytes that others did not give back.
+    """
     import torch
 
     before = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
     optimizer_state.leave()
     if before:
         torch.cuda.empty_cache()
-    yield
+    yield lambda: max(0, before - torch.cuda.memory_reserved()) if before else 0
     optimizer_state.return_all()
     if before:
         with suppress(torch.OutOfMemoryError):

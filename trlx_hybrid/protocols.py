@@ -253,7 +253,8 @@ class WeightSync(Protocol):
     """Whether the engine's weights must stay resident during TRAIN."""
 
     def refuses(self) -> str | None:
-        """Why this path cannot serve this model and engine, or None. Called once, with the engine built and awake."""
+        """Why this path cannot serve this model and engine, or None. Called once, with the engine built and its weights
+        awake; its KV cache may sleep."""
 
     def open(self) -> None:
         """This path was chosen. Called once, after `refuses`."""

@@ -285,7 +285,7 @@ class Session:
                     self.engine = self.memory.engine = engine.component.build(self, engine.options)
                 Session._holder = weakref.ref(self)
                 self._leave_at_exit()
-                self.memory.return_policy(self.engine)
+                self.memory.return_after_build(self.engine)
                 self.weights, self.weights_why = choose(self.selection, lambda c: c.component.build(self, c.options))
                 self.weights.open()
             finally:

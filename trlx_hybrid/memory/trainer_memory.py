@@ -12,7 +12,6 @@ import torch
 
 from ..errors import ConfigError
 from ..types import Phase
-from ..weights.policy import is_sharded
 from ..weights.quantised import elements
 from .arena import Arena
 from .estimate import LEAVING, Prediction, optimizer_bytes, plan_offload, predict_fitting
@@ -21,7 +20,6 @@ from .ledger import (
     gradient_tensors,
     optimizer_tensors,
     parameter_sizes,
-    plain_tensors,
     policy_tensors,
     storages,
     table,
@@ -146,16 +144,20 @@ class TrainerMemory:
             self._unused = None
 
     def make_room_to_build(self, plan: Prediction) -> None:
-        """Let the policy wait in host memory while an engine is built beside which it is not going to be in ROLLOUT."""
-        if "policy" in plan.away["rollout"]:
-            self._offloads["policy"].leave()
-            self.reclaim()
+        """Let optimizer and policy wait in host memory while an engine is built beside which they are not going to be
+        in ROLLOUT."""
+        for owner in ("optimizer", "policy"):
+            if owner in plan.away["rollout"]:
+                if owner == "optimizer":  # after a resume, or beside an engine that was built before
+                    self._guard()
+                self._offloads[owner].leave()
+        self.reclaim()
 
-    def return_policy(self, engine: Engine) -> None:
-        """After `make_room_to_build`; the KV cache makes room in turn, as at each weight sync."""
-        if not self._offloads["policy"].resident:
+    def return_after_build(self, engine: Engine) -> None:
+        """What left comes back; the KV cache makes room in turn, as at each weight sync."""
+        if not all(offload.resident for offload in self._offloads.values()):
             engine.sleep(keep_weights=True)
-            self.come_back(["policy"])
+            self.come_back()
 
     def park_policy(self) -> None:
         """Let the base weights wait in host memory while an engine is built that they are going to live in."""
@@ -165,24 +167,27 @@ class TrainerMemory:
 
     def unpark_policy(self) -> None:
         """Bring to the device what did not find its place in the engine, or what waited for one that failed."""
-        self._offloads["policy"].return_all()
+        self.settle()
         for p in self._policy.base_parameters().values():
             if p.device.type != self.device.type:
                 p.data = p.data.to(self.device)
 
     # --- the books --------------------------------------------------------------------------------------------------
 
-    def check_fit(self, *, kv_cache_bytes: int, shared: bool, engine_weight_bytes: int, sleeps: bool) -> Prediction:
+    def check_fit(
+        self, *, kv_cache_bytes: int, shared: bool, engine_weight_bytes: int, workspace: int, sleeps: bool
+    ) -> Prediction:
         """Refuse a run that cannot fit, before its engine is built.
 
         Args:
             kv_cache_bytes: the KV cache's size, or the least that would do.
             shared: whether the engine's weights will be the policy's memory.
             engine_weight_bytes: see the method of that name.
+            workspace: bytes that building the engine takes beside it.
             sleeps: whether the engine gives memory back during TRAIN.
 
         Returns:
-            What the run will need, as far as is known by now.
+            What building the engine will need, as far as is known by now.
 
         Raises:
             MemoryPlanError: names the phase, the largest owner and the setting to change.
@@ -194,16 +199,14 @@ class TrainerMemory:
                 "(vllm_enable_sleep_mode, or enable_sleep_mode of engine_options), or leave offload out."
             )
         asleep = ENGINES if sleeps else ()
-        plan = self._predict(kv_cache_bytes, engine_weight_bytes, shared=shared, asleep=asleep)
-        plan.check(self.capacity())
-        return plan
+        self._predict(kv_cache_bytes, engine_weight_bytes, shared=shared, asleep=asleep).check(self.capacity())
+        return self._predict(kv_cache_bytes + workspace, engine_weight_bytes, shared=shared, asleep=asleep)
 
     def engine_weight_bytes(self, itemsize: int, ranks_per_replica: int) -> int:
-        """Of an engine's own weights on one rank, which holds one part in `ranks_per_replica` of them."""
-        sharded = any(is_sharded(p) for p in self._policy.module.parameters())
-        parameters = self._policy.module.parameters()
-        here = sum(elements(local) for p in parameters for local in plain_tensors([p]))
-        return here * (self._ranks.world if sharded else 1) * itemsize // ranks_per_replica
+        """Of an engine's own weights on one rank, which holds one part in `ranks_per_replica` of them. The same on all
+        ranks, however the policy is sharded."""
+        whole = sum(getattr(p, "ds_numel", None) or elements(p) for p in self._policy.module.parameters())
+        return whole * itemsize // ranks_per_replica
 
     def predict_live(self, engine: Engine, keeps_weights: bool) -> None:
         """Predict from the engine that was built; whether its weights stay during TRAIN is the weight sync's word."""

@@ -23,6 +23,7 @@ CPU_KV_CACHE_LIMIT = 4 << 30
 STATIC_SHARE = 0.3  # of the GPU, for an engine that does not sleep: TRL's default
 UNCHECKED = 0.01  # where the cache's size is given, vLLM still wants this share to be free, and uses it for nothing
 MARGIN = 0.03  # of what this process may have of the GPU, left for what torch's allocator cannot use
+LEAST_MARGIN = 1 << 30  # bytes; NCCL and CUDA take theirs between our look at the memory and vLLM's
 KV_BLOCK = 32  # tokens per KV block on a CPU; vLLM's attention there wants a multiple of 32
 SPARE_BLOCKS = 8
 WITHOUT_KV = ("linear_attention", "conv", "moe", "mlp")  # these layers keep a state per sequence, or nothing
@@ -231,8 +232,8 @@ def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: boo
     """The KV cache's size: as told, or a share of the GPU as told, or what the ledger finds free during ROLLOUT.
 
     The latter up to what `max_num_seqs` sequences of full length can fill: more would be mapped at each rollout and
-    never used. The policy waits in host memory while the engine is built, if it is going to be away in ROLLOUT, or if
-    vLLM is to fill a share of the GPU and it is going to be the engine's memory afterwards: nothing is ever held twice.
+    never used. What is going to be away in ROLLOUT waits in host memory while the engine is built; so does the policy
+    if vLLM is to fill a share of the GPU and it is going to be the engine's memory later. Nothing is ever held twice.
     """
     memory, share = session.memory, options.gpu_memory_utilization
     wanted, shared = kv_cache_bytes(session, options, dtype), _becomes_the_engines(session, options, dtype)
@@ -244,6 +245,7 @@ def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: boo
         kv_cache_bytes=size or kv_cache_bytes(session, options, dtype, least=True),
         shared=shared,
         engine_weight_bytes=weights,
+        workspace=WORKSPACE,
         sleeps=options.enable_sleep_mode,
     )
     memory.make_room_to_build(plan)
@@ -251,12 +253,13 @@ def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: boo
         return {"kv_cache_memory_bytes": size, "gpu_memory_utilization": UNCHECKED}
     if share is None and not options.enable_sleep_mode:
         share = STATIC_SHARE
-    if share is None and wanted + weights + WORKSPACE <= memory.free_bytes_in_rollout():
+    fits = share is None and wanted + weights + WORKSPACE <= memory.free_bytes_in_rollout()
+    if not session.ranks.any(not fits):  # the ranks of an engine build it alike
         return {"kv_cache_memory_bytes": wanted, "gpu_memory_utilization": UNCHECKED}
     if shared:
         memory.park_policy()
     total = torch.cuda.get_device_properties(session.policy.device).total_memory
-    free = memory.free_bytes_in_rollout() - MARGIN * memory.capacity()
+    free = memory.free_bytes_in_rollout() - max(MARGIN * memory.capacity(), LEAST_MARGIN)
     return {"gpu_memory_utilization": share or free / total}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import tempfile
+import traceback
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -95,6 +96,8 @@ class VLLMEngine:
                 built.append(internals.model_of(self.llm))
             except Exception as error:
                 forget_groups(self._made_default_group)  # the next engine would take them for its own
+                traceback.clear_frames(error.__traceback__)  # which hold what was built, where the policy wants to be
+                session.memory.reclaim()
                 raise EngineError(
                     f"vLLM could not build an engine for {session.policy.architecture}: {str(error)[:500]} "
                     "Change HybridConfig.engine_options (or TRL's vllm_* arguments), or generate with "

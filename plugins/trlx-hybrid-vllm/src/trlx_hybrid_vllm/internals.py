@@ -342,7 +342,7 @@ def frozen_heap(kept: bool) -> Iterator[None]:
 def cache_kept(wanted: int = 0) -> Iterator[None]:
     """Around vLLM's sleep and wake-up, which give all that torch's allocator has cached back to the driver: where the
     device has so many bytes beside it, the trainer keeps it, and its next loss does not ask the driver for it again, in
-    some five hundred calls."""
+    some five hundred calls. Meanwhile no thread of the process empties the cache."""
     if not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < wanted:
         yield
         return

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 import trlx_hybrid
+from accelerate import Accelerator
 from trlx_hybrid.errors import ConfigError, EngineError, MemoryPlanError
-from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid_vllm import engine as engine_module
 from trlx_hybrid_vllm.arguments import kv_cache_bytes
 from trlx_hybrid_vllm.options import VLLMOptions
@@ -142,6 +143,39 @@ def test_a_policy_that_is_away_in_rollouts_is_away_while_the_engine_is_built(run
     assert policy_bytes() == whole
     (row,) = [line.split() for line in capfd.readouterr().err.splitlines() if line.startswith("KV cache")]
     assert float(row[3]) > 0
+
+
+def test_what_an_optimizer_holds_already_is_away_while_the_engine_is_built(started_once, monkeypatch):
+    """As after a resume, whose state lies in memory that a CPU cannot give back."""
+    import vllm
+
+    model, held, real = tiny_model(), [], vllm.LLM
+    optimizer = torch.optim.AdamW(model.parameters())
+    options = {"enable_sleep_mode": True, "max_model_len": 64, "max_num_seqs": 4, "kv_cache_memory_bytes": 1 << 20}
+    config = trlx_hybrid.HybridConfig(engine="vllm", offload="all", engine_options=options)
+    loop = trlx_hybrid.HybridEngine(
+        model, character_tokenizer(), optimizer, config=config, max_tokens=4, accelerator=Accelerator(cpu=True)
+    )
+
+    def state_bytes():
+        return sum(t.untyped_storage().nbytes() for state in optimizer.state.values() for t in state.values())
+
+    def build(**arguments):
+        held.append(state_bytes())
+        return real(**arguments)
+
+    monkeypatch.setattr(vllm, "LLM", build)
+    ids = torch.tensor([[5, 6, 7, 40]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    whole = state_bytes()
+    with loop.rollout_context():
+        loop.generate([[5, 6, 7]])
+    loop.session.memory.settle()
+    assert held[0] < whole / 1000  # counters of steps
+    assert state_bytes() == whole
+    loop.close()
 
 
 def test_a_policy_is_back_when_the_engine_could_not_be_built(run, monkeypatch):

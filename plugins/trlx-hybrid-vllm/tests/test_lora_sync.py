@@ -144,6 +144,7 @@ def test_over_two_ranks_only_the_adapter_moves_and_the_engine_computes_what_the_
 ):
     for report in rank_reports(SCRIPT, tmp_path, mode, size, *shape, count=2):
         assert report["sharded"] == (report["parameters"] if mode == "fsdp" else 0)
+        assert report["engine_weights"] == report["whole"] * 2 // size
         assert report["why"].startswith("auto; not alias: ")
         first, *others = report["syncs"]
         assert len(others) == 3

@@ -88,6 +88,8 @@ def main(folder, size, shape):
         "sharded": sum(is_sharded(p) for p in parameters.values()),
         "parameters": len(parameters),
         "adapter": sum(p.numel() * p.element_size() for p in parameters.values() if p.requires_grad),
+        "whole": sum(p.numel() for p in parameters.values()),
+        "engine_weights": trainer.session.memory.engine_weight_bytes(itemsize=2, ranks_per_replica=size),
         "why": trainer.session.weights_why,
         "syncs": syncs.reports,
         "losses": [log["loss"] for log in trainer.state.log_history if "loss" in log],

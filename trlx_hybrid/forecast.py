@@ -24,8 +24,6 @@ from .plugins.selection import select
 from .trl.arguments import trainer_arguments
 
 if TYPE_CHECKING:
-    from trl import ModelConfig
-
     from .train import RecipeSettings
 
 RESERVED = 0.1
@@ -94,7 +92,7 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
         raise ConfigError("load_in_8bit: a base in 8 bits is served by no engine. Take load_in_4bit, or neither.")
     adapter = model_arguments(given.model, args)["peft_config"]
     policy: Any = model_without_memory(given.model.model_name_or_path, **args.model_init_kwargs)
-    bits = four_bits(given.model, policy.config)
+    bits = four_bits(given, policy.config)
     quantised = set() if bits is None else quantised_weights(policy, bits)
     if adapter is not None:
         from peft import get_peft_model
@@ -225,7 +223,7 @@ class FourBits(NamedTuple):
     skipped: list[str] | None
 
 
-def four_bits(model: ModelConfig, config: Any) -> FourBits | None:
+def four_bits(given: RecipeSettings, config: Any) -> FourBits | None:
     """As the flags tell, or as the checkpoint is already; None for a base that is not quantised.
 
     Raises:
@@ -233,13 +231,13 @@ def four_bits(model: ModelConfig, config: Any) -> FourBits | None:
     """
     told = getattr(config, "quantization_config", None)
     if told is None:
-        return FourBits(model.use_bnb_nested_quant, None) if model.load_in_4bit else None
+        return FourBits(given.model.use_bnb_nested_quant, None) if given.model.load_in_4bit else None
     told = told if isinstance(told, dict) else told.to_dict()
     if not told.get("load_in_4bit"):
         raise ConfigError(
-            f"model_name_or_path: {model.model_name_or_path!r} is quantised ({told.get('quant_method', 'unknown')}), "
-            "which --forecast knows in 4 bits of bitsandbytes only. Name the model that it was made of, with "
-            "load_in_4bit where memory is short."
+            f"model_name_or_path: {given.model.model_name_or_path!r} is quantised "
+            f"({told.get('quant_method', 'unknown')}), which --forecast knows in 4 bits of bitsandbytes only. Name the "
+            "model that it was made of, with load_in_4bit where memory is short."
         )
     return FourBits(bool(told.get("bnb_4bit_use_double_quant")), told.get("llm_int8_skip_modules"))
 

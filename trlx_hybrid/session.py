@@ -98,7 +98,6 @@ class Session:
         self.phase = Phase.TRAIN
         self.memory = TrainerMemory(
             policy,
-            ranks,
             optimizer,
             optimizer_name=_optimizer_name(args),
             offload=config.offload,

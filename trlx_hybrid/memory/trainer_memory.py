@@ -28,7 +28,6 @@ from .offload import Offload, guard
 
 if TYPE_CHECKING:
     from ..protocols import Engine
-    from ..ranks import Ranks
     from ..weights.policy import Policy
 
 SLACK = 512 << 20  # bytes beyond what is woken: fragments, and what sampling allocates on the way
@@ -53,14 +52,13 @@ class TrainerMemory:
     def __init__(
         self,
         policy: Policy,
-        ranks: Ranks,
         optimizer: Callable[[], Any],
         *,
         optimizer_name: str,
         offload: str,
         phase: Callable[[], Phase],
     ) -> None:
-        self._policy, self._ranks, self._optimizer, self._phase = policy, ranks, optimizer, phase
+        self._policy, self._optimizer, self._phase = policy, optimizer, phase
         self._optimizer_name, self._mode = optimizer_name, offload
         self.engine: Engine | None = None
         self.device: torch.device = policy.device

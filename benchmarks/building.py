@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -19,11 +18,10 @@ def prepare_process(folder: str) -> None:
     """Before vLLM is imported. Two processes that compile the same model at once must not share a cache folder; one of
     the same name that comes later finds what was compiled."""
     import torch
+    from trlx_hybrid.testing.processes import free_port
 
     os.environ["VLLM_CACHE_ROOT"] = str(Path(folder) / f"vllm-cache-{multiprocessing.current_process().name}")
-    with socket.socket() as probe:  # TRL would take 29500, as would any other job on this machine
-        probe.bind(("127.0.0.1", 0))
-        os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
+    os.environ["MASTER_PORT"] = str(free_port())  # TRL would take 29500, as would any other job on this machine
     if not torch.cuda.is_available():
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiles for 14 s at the first call, for nothing
 

@@ -96,8 +96,11 @@ class TrainerMemory:
         Optimizer and gradients leave before the weight sync, which their copies then run under; the policy only after
         it.
         """
+        return self._leave(self._leaving(owners))
+
+    def _leave(self, owners: Iterable[str]) -> int:
         moved = 0
-        for owner in self._leaving(owners):
+        for owner in owners:
             if owner == "optimizer":
                 self._guard()
             moved += self._offloads[owner].leave()
@@ -143,12 +146,8 @@ class TrainerMemory:
 
     def make_room_to_build(self, plan: Prediction) -> None:
         """Let optimizer and policy wait in host memory while an engine is built beside which they are not going to be
-        in ROLLOUT."""
-        for owner in ("optimizer", "policy"):
-            if owner in plan.away["rollout"]:
-                if owner == "optimizer":  # after a resume, or beside an engine that was built before
-                    self._guard()
-                self._offloads[owner].leave()
+        in ROLLOUT. There is an optimizer's state after a resume, and where an engine was built before."""
+        self._leave(owner for owner in ("optimizer", "policy") if owner in plan.away["rollout"])
         self.reclaim()
 
     def return_after_build(self, engine: Engine) -> None:

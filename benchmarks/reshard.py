@@ -22,7 +22,6 @@ import functools
 import itertools
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from trlx_hybrid.testing.processes import free_port
 
 from .harness import Measurement
 from .result import Result, accelerator, publish_each
@@ -82,9 +83,7 @@ def measure(case: Case, repetitions: int, unrecorded: bool = False) -> dict[str,
     Raises:
         RuntimeError: a process failed; with the end of its output.
     """
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
+    port = str(free_port())
     with tempfile.TemporaryDirectory(prefix="benchmark-reshard-") as folder:
         order = json.dumps(
             {"case": asdict(case), "repetitions": repetitions, "warmup": WARMUP, "folder": folder}

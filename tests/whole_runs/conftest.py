@@ -103,14 +103,19 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 @pytest.fixture
 def whole(seen: dict[str, Any]) -> Callable[..., whole_run.Ended]:
-    """`whole_run.run`, checked to have ended well."""
+    """`whole_run.run`, checked to have ended well, or as `check` says."""
 
-    def start(command: list[Any], limit: float, **given: Any) -> whole_run.Ended:
+    def start(
+        command: list[Any],
+        limit: float,
+        check: Callable[[whole_run.Ended], None] = whole_run.check_whole,
+        **given: Any,
+    ) -> whole_run.Ended:
         ended = whole_run.run(command, limit, **given)
         leaving = None if ended.leaving is None else round(ended.leaving, 1)
         run = {"returncode": ended.returncode, "hung": ended.hung, "seconds": round(ended.seconds, 1)}
         seen.setdefault("runs", []).append(run | {"leaving": leaving})
-        whole_run.check_whole(ended)
+        check(ended)
         return ended
 
     return start

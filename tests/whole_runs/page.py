@@ -17,8 +17,9 @@ with an evaluation and a checkpoint in between, until it fell off its end. *Pass
 the last step; no process, shared memory or GPU memory left; every tensor of every weight sync compared with the
 policy's; losses and rewards finite; and where `a_plain_script_trains_to_its_end` has several times, every logged number
 the same in the last run, with `weights="gather"`, and in the one before it. Of three times, the first is a run of one
-step: it compiles for CUDA graphs what the others load. A name reads: processes, ranks per engine, weights, sleep mode,
-CUDA graphs, lengths, offload.
+step: it compiles for CUDA graphs what the others load. Where a reward fails, *passed* means: exit code 1 with the
+reward's own error, and nothing left. A name reads: processes, ranks per engine, weights, sleep mode, CUDA graphs,
+lengths, offload.
 
 What is not listed has not been seen on a GPU in this way. On a CPU two of these scripts run with every change.
 """

@@ -199,6 +199,15 @@ def check_whole(ended: Ended) -> None:
     assert "leaked shared_memory" not in ended.output, said
 
 
+def check_fails(ended: Ended) -> None:
+    """scripts/fails.py ended with its own error, and nothing of it is left."""
+    said = ended.output[-8000:]
+    assert not ended.hung, f"it hung; the stacks of all ranks:\n{said}"
+    assert ended.returncode == 1, said
+    assert "the third batch has no such column" in ended.output, said
+    assert not ended.left, ended.left
+
+
 def check_training(logs: list[dict[str, float]], steps: int) -> None:
     """Steps, an evaluation, and nothing but numbers."""
     losses = [log for log in logs if "loss" in log]

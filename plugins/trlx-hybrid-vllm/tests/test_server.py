@@ -218,17 +218,18 @@ def test_an_error_of_one_end_does_not_wait_for_the_other():
 
 def test_a_source_reads_what_is_left_of_a_pass():
     from trlx_hybrid.weights.policy import Policy
+    from trlx_hybrid_vllm.server.gloo import metadata_of
     from trlx_hybrid_vllm.server.sender import PolicySource
 
     model = tiny_model(dtype=torch.float32)
     source = PolicySource(Policy(lambda: model, None, torch.device("cpu")))
-    names = [m.name for m in source.metadata()]
+    names = [m.name for m in metadata_of(source)]
     assert names == [name for name, _ in model.named_parameters()]
-    source.wire = {names[0]: torch.bfloat16}
+    source.send_as({names[0]: torch.bfloat16})
     source.begin()
     (name, tensor), *_ = (pair for _, pair in zip(range(3), source))
     assert (name, tensor.dtype) == (names[0], torch.bfloat16)
-    assert source.metadata()[0].dtype is torch.bfloat16
+    assert metadata_of(source)[0].dtype is torch.bfloat16
     source.finish()
     assert list(source) == []
     source.begin()

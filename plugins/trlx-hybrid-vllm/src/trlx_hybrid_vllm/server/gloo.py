@@ -192,7 +192,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
 
     def send_weights(self) -> None:
         """Send all of the source. Engines load each message while the next one is read."""
-        described = self.source.metadata()
+        described = metadata_of(self.source)
         if not self.is_sender:
             for _ in self.source:
                 pass
@@ -218,6 +218,12 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
     def shutdown(self) -> None:
         """Leave the group; engines that wait in it see it close."""
         self._group = None
+
+
+def metadata_of(source: WeightSource) -> list[ParamMeta]:
+    """What it announces: until vLLM 0.32 by a method, then by an attribute."""
+    found: Any = source.metadata
+    return list(found() if callable(found) else found)
 
 
 # --- messages ---------------------------------------------------------------------------------------------------------

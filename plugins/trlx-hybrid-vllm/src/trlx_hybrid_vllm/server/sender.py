@@ -20,6 +20,8 @@ from ..options import TransferOptions
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session
 
+METADATA_IS_READ = isinstance(WeightSource.metadata, property)
+"""As it is from vLLM 0.33 on; before, it was called."""
 REMEDY = "Let VLLM_NCCL_SO_PATH name a libnccl.so.2 that fits vLLM"
 
 
@@ -137,11 +139,18 @@ class PolicySource(WeightSource):  # type: ignore[misc]
     @property
     def bytes(self) -> int:
         """Of one pass, as sent."""
-        return sum(torch.Size(m.shape).numel() * m.dtype.itemsize for m in self.metadata())
+        return sum(torch.Size(m.shape).numel() * m.dtype.itemsize for m in self.as_sent())
 
-    def metadata(self) -> list[ParamMeta]:
+    def as_sent(self) -> list[ParamMeta]:
         """What a pass yields."""
         return [ParamMeta(m.name, self.wire.get(m.name, m.dtype), m.shape) for m in self.described]
+
+    metadata = functools.cached_property(as_sent) if METADATA_IS_READ else as_sent
+
+    def send_as(self, wire: Mapping[str, torch.dtype]) -> None:
+        """Set `wire`."""
+        self.wire = wire
+        self.__dict__.pop("metadata", None)
 
     def begin(self) -> None:
         """A pass is due on every rank: `finish` reads what of it nobody has read."""
@@ -151,6 +160,8 @@ class PolicySource(WeightSource):  # type: ignore[misc]
         while (weight := self._next()) is not None:
             name, tensor = weight
             yield name, tensor.to(self.wire.get(name, tensor.dtype))
+
+    iter_full = __iter__  # as vLLM calls it from 0.33 on
 
     def finish(self) -> None:
         """The other ranks read on where this one failed, and wait for it at each tensor: read the rest with them."""

@@ -154,7 +154,7 @@ class TransferSync(WeightSync):
         meta = self._source.described
         names, dtypes = [m.name for m in meta], [str(m.dtype).removeprefix("torch.") for m in meta]
         self._routes = Routes.learned(names, self._call("learn", names, dtypes, [list(m.shape) for m in meta]))
-        self._source.wire = self._routes.wire({m.name: m.dtype for m in meta})
+        self._source.send_as(self._routes.wire({m.name: m.dtype for m in meta}))
 
     def _call(self, method: str, *arguments: Any) -> list[Any]:
         engine = self._engine

@@ -8,6 +8,7 @@ BENCHMARKS = (
     "host",
     "import_cost",
     "rollout",
+    "tail",
     "weight_sync",
     "offload",
     "step",

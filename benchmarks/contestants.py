@@ -153,6 +153,7 @@ class Hybrid(Contestant):
                 engine_options=engine_options(scale, self._variant),
                 weights=self._variant.weights,
                 verify_every=0,  # the first sync is proved in full, so that a timed one never is by chance
+                **self._variant.hybrid,
             ),
         )
         self.generation = self._trainer.vllm_generation

@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 
-from benchmarks import offload, result, rollout, step, weight_sync
+from benchmarks import offload, result, rollout, step, tail, weight_sync
 from benchmarks.digest import digest
 from benchmarks.goals import GOALS, load
 from benchmarks.harness import Measurement
@@ -192,6 +192,17 @@ def test_a_tiny_step_with_drawn_lengths(tmp_path):
         padded = sum(prompt + max(each) for each in drawn) / 2 * lengths.sequences
         assert spans["tokens_in_loss"] == spans["tokens_without_gradients"] == padded
         assert found["metrics"][f"tokens_per_real_token_{arm}_lora-lognormal"] == padded / spans["tokens_real"]
+
+
+@pytest.mark.slow
+def test_a_tiny_tail(tmp_path):
+    """That rows scored while others are sampled have the same log-probs afterwards is checked inside."""
+    found = json.loads(tail.run("tiny", repetitions=1).publish(tmp_path).read_text())
+    assert {m["arm"] for m in found["measurements"]} == {"apart", "together"}
+    assert found["settings"]["rows_scored"] == 14  # of 16
+    for arm in ("apart", "together"):
+        assert found["metrics"][f"launching_{arm}"] > 0
+    assert found["metrics"]["scoring_apart"] > found["metrics"]["scoring_together"]  # which has begun before
 
 
 @pytest.mark.slow

@@ -71,6 +71,7 @@ class Scored:
     _loss_tokens = 0  # that the model was given to compute losses from, padding included
     _window = (-1, 0)  # the optimizer step, and the micro-batches that it has already
     _joined: JoinedPass | None = None  # of the micro-batches whose losses are being computed
+    _generating = False  # what is scored meanwhile, a rollout of the user's has asked for
     _scores_old = False  # the next rows to be scored are those of the old log-probs, with the rollout's experts
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -80,6 +81,13 @@ class Scored:
             return super().train(*args, **kwargs)  # type: ignore[misc]
         finally:
             self._joined = None
+
+    def _starts(self, step: int) -> None:
+        """Training starts, its checkpoint loaded: a rollout of other weights that an earlier run left is sampled anew."""
+        super()._starts(step)  # type: ignore[misc]
+        left = self._deferred.get("train")
+        if left is not None and left.outlived(self.session.weight_version):
+            self._buffered_inputs, self._step = None, 0
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As in TRL; counts the micro-batches of each optimizer step, and ends the pass that several share."""
@@ -210,8 +218,9 @@ class Scored:
         if "session" not in self.__dict__:
             given = input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss
             return stock(model, *given, **images)
-        of_old, self._scores_old = self._scores_old, False
-        if self._skips_old:
+        of_old = self._scores_old and not self._generating
+        self._scores_old = self._scores_old and self._generating
+        if self._skips_old and not self._generating:
             self._skips_old = False
             return Scores(torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device), None, None)
 
@@ -474,6 +483,10 @@ class Deferred:
         self._old: Tensor | None = None  # (B, T), in the order of the rollout
         self._waiting = len(mask)
         batch[NUMBER] = torch.arange(len(mask), device=mask.device)
+
+    def outlived(self, version: int) -> bool:
+        """Whether rows of it wait for a loss, and the weights are others by now."""
+        return self._waiting > 0 and version != self._version
 
     def fill(self, trainer: Any, micro_batch: dict[str, Any], log_probs: Tensor) -> None:
         """The first loss forward of a micro-batch has scored its rows: give TRL what it reads next. With the last one,

@@ -273,6 +273,14 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
     def _generate(self, prompts: list[Any]) -> Any:
         if not self._attached:
             return super()._generate(prompts)  # type: ignore[misc]
+        self._generating = True
+        try:
+            return self._sampled(prompts)
+        finally:
+            self._generating = False
+
+    def _sampled(self, prompts: list[Any]) -> Any:
+        """What `_generate` returns."""
         if self._learns and self._rolls_out and self.session.algorithms.filters:
             self._in_rounds = True
             try:

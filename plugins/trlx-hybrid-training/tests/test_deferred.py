@@ -51,6 +51,28 @@ def test_grpo_is_bit_for_bit_what_it_was_without_the_forward_pass(compared, nois
     assert ours.forwards[1] == stock.forwards[1]
 
 
+def scoring(prompts, trainer):
+    """A rollout of the user's whose log-probs are those that the trainer computes."""
+    rollout = masked(prompts, trainer)
+    del rollout["env_mask"]
+    rows = zip(rollout["prompt_ids"], rollout["completion_ids"], strict=True)
+    with torch.no_grad():
+        rollout["logprobs"] = [
+            trainer._get_per_token_logps_and_entropies(
+                trainer.model, torch.tensor([prompt + ids]), torch.ones(1, len(prompt + ids), dtype=torch.long), len(ids)
+            )[0][0].tolist()
+            for prompt, ids in rows
+        ]
+    return rollout
+
+
+def test_a_rollout_may_ask_the_trainer_for_log_probs(compared, noisy):
+    """Only what TRL asks for afterwards is left to the loss."""
+    stock, ours = compared(trlx_hybrid.GRPOTrainer, DEFERRED, noisy, rollout_func=scoring, **TWO)
+    assert ours.logs == stock.logs
+    assert ours.logs[0]["sampling/importance_sampling_ratio/mean"] == pytest.approx(1.0, abs=1e-4)
+
+
 @pytest.mark.parametrize("case", ["TRL generates", "RLOO"])
 def test_what_reads_old_log_probs_without_a_correction_as_well(compared, noisy, case):
     trainer, given, hybrid = trlx_hybrid.GRPOTrainer, {}, {}

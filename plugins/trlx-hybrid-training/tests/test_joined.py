@@ -153,13 +153,14 @@ def test_a_loss_of_the_users_has_passes_of_its_own(compared, noisy, passes, trai
 
 
 class Interrupt(TrainerCallback):
-    """After the second micro-batch."""
+    """After the second micro-batch, or another; optimizer steps end without a call."""
 
-    seen = 0
+    def __init__(self, at=2):
+        self.seen, self.at = 0, at
 
     def on_substep_end(self, args, state, control, **kwargs):
         self.seen += 1
-        if self.seen == 2:
+        if self.seen == self.at:
             raise KeyboardInterrupt
 
 
@@ -176,6 +177,17 @@ def test_an_interrupted_pass_is_not_taken_up_by_the_next_run(run, noisy, scripte
         runs[-1].close()
     assert passes[0] == 3
     assert max(difference(runs[1], runs[0])) < 1e-5
+
+
+def test_a_run_that_was_interrupted_within_a_step_resumes_from_its_checkpoint(run, noisy, scripted):
+    """What is left of the rollout was sampled by weights that the checkpoint has replaced."""
+    given = STEPS | {"max_steps": 5, "save_strategy": "steps", "save_steps": 2}
+    given |= {"callbacks": [Interrupt(at=11)], "train": False}  # within the fourth step
+    trainer = run(GRPO, hybrid=noisy | {"scoring": "packed"}, plugins=[scripted], **given).trainer
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.state.global_step == trainer.args.max_steps
 
 
 @pytest.mark.parametrize("checkpointing", [True, False])

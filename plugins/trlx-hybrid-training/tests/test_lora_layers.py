@@ -326,6 +326,15 @@ def test_modules_parameters_and_saved_adapters_stay_pefts(tmp_path):
     assert served(model) == []
 
 
+def test_a_model_may_change_the_output_in_place():
+    """As OLMo clips its queries, keys and values."""
+    model = adapted(architecture="olmo")
+    model.config.clip_qkv = 0.5
+    expected = computed(model)
+    assert lora.apply(model) == []
+    assert largest_difference(computed(model), expected) < 1e-5
+
+
 def test_a_copy_computes_with_its_own_parameters_and_a_pickled_model_is_pefts(calls):
     model = adapted()
     lora.apply(model)

@@ -164,6 +164,10 @@ REFUSED = {
         },
         "its dynamic positions depend on how long a batch is",
     ),
+    "adapters that begin within a row": (
+        {"peft_config": lora(alora_invocation_tokens=[5], task_type="CAUSAL_LM")},
+        "its adapter begins at tokens of each row",
+    ),
     "positions from the padding on": ({"model": gpt2}, "its positions are not rotary"),
 }
 

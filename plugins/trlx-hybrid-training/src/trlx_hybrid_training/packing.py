@@ -137,6 +137,7 @@ def refused(session: Run) -> str | None:
         "it takes images": config.get_text_config() is not config,
         "it keeps a state from token to token (state-space or recurrent layers)": getattr(model, "_is_stateful", False),
         "its adapter puts tokens before the prompt": adapter is not None and adapter.is_prompt_learning,
+        "its adapter begins at tokens of each row (aLoRA)": bool(getattr(adapter, "alora_invocation_tokens", None)),
         "torch_compile would compile it anew for every length": getattr(args, "torch_compile", False),
         "NEFTune's noise depends on how long a batch is": getattr(args, "neftune_noise_alpha", None) is not None,
         "continuous batching chooses another attention": getattr(args, "use_transformers_continuous_batching", False),

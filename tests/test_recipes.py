@@ -194,6 +194,28 @@ def test_a_forecast_where_trl_generates_has_no_engine(tmp_path, capsys):
     assert "KV cache" not in out
 
 
+def test_a_forecast_leaves_out_engines_that_have_gpus_of_their_own(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(SEVEN))
+    flags = ["--engine", "remote", "--forecast", "80", "--model_name_or_path", str(tmp_path)]
+    assert main(["train", str(FOLDER / "math-80gb.yaml"), *flags]) == 0
+    out = capsys.readouterr().out
+    assert "KV cache" not in out
+    assert "\nnot counted: the engines, which have GPUs of their own\n" in out
+
+
+def test_a_forecast_without_room_for_one_sequence_is_refused(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(SEVEN))
+    flags = ["--forecast", "16", "--model_name_or_path", str(tmp_path)]
+    assert main(["train", str(FOLDER / "math-24gb.yaml"), *flags]) == 1
+    assert "one sequence of 1536 tokens takes 0.08. Lower vllm_max_model_length" in capsys.readouterr().err
+
+
+def test_a_flag_is_written_out(tmp_path, capsys):
+    flags = ["--fore", "24", "--model_name_or_path", str(tmp_path)]
+    assert main(["train", str(FOLDER / "math-24gb.yaml"), *flags]) == 1
+    assert "Did you mean '--forecast'" in capsys.readouterr().err
+
+
 def test_a_forecast_counts_batches_over_all_ranks_and_says_what_it_does_not_count(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(SEVEN))
     few = ["--per_device_train_batch_size", "1", "--gradient_accumulation_steps", "1", "--num_generations", "8"]
@@ -395,7 +417,7 @@ GOOD = "model_name_or_path: nowhere/nothing\ndataset_name: nowhere/at-all\nrewar
     ("text", "flags", "message"),
     [
         (GOOD + "learning_rat: 1\n", [], "sets 'learning_rat', which nothing reads. Did you mean 'learning_rate'?"),
-        (GOOD, ["--max_step", "3", "--lerning_rate=1"], "Nothing reads the argument '--lerning_rate'."),
+        (GOOD, ["--max_steps", "3", "--lerning_rate=1"], "Nothing reads the argument '--lerning_rate'."),
         (
             GOOD,
             ["--num_generations", "7", "--lerning_rate=1"],

@@ -15,12 +15,12 @@ from transformers.pytorch_utils import Conv1D
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
-from .errors import ConfigError
+from .errors import ConfigError, MemoryPlanError
 from .memory.estimate import GIB, LEAVING, ParameterSize, predict_fitting
 from .memory.ledger import parameter_sizes, table
 from .memory.trainer_memory import ENGINES
 from .plugins.host import Host
-from .plugins.selection import select
+from .plugins.selection import Selection, select
 from .trl.arguments import trainer_arguments
 
 if TYPE_CHECKING:
@@ -103,7 +103,13 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
     sharded = bool(args.fsdp) and gpus.ranks > 1
     if sharded:
         parameters = [shard(p, gpus.ranks, upcast=args.bf16 or args.fp16) for p in parameters]
-    engine = engine_size(given, policy, sum(p.bytes for p in parameters), gpus, own=sharded or bits is not None)
+    host = Host.load(given.hybrid.disable_plugins or ())
+    selection = select(given.hybrid, trainer_arguments(args, given.recipe.tools), host.registry)
+    remote = selection.engine is not None and selection.engine.component.remote
+    engine = None
+    if selection.engine is not None and not remote:
+        own = sharded or bits is not None
+        engine = engine_size(given, selection, policy, sum(p.bytes for p in parameters), gpus, own=own)
     leaving = () if engine is None or not engine.sleeps or mode == "none" else LEAVING[: 2 if engine.shared else 3]
     prediction = predict_fitting(
         gpus.bytes,
@@ -117,10 +123,18 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
         asleep=ENGINES if engine and engine.sleeps else (),
     )
     prediction.check(gpus.bytes)
+    if engine is not None and engine.kv_cache < engine.sequence:
+        raise MemoryPlanError(
+            f"The KV cache has {engine.kv_cache / GIB:.2f} GiB, and one sequence of {engine.length} tokens takes "
+            f"{engine.sequence / GIB:.2f}. Lower vllm_max_model_length, raise vllm_gpu_memory_utilization if set, or "
+            "let less stay beside the engine: offload='all', load_in_4bit, a smaller model.",
+            owner="KV cache",
+        )
     left = gpus.bytes - sum(prediction.phases["train"].values())
     micro_batch = args.per_device_train_batch_size * args.max_completion_length
     logits = 2 * micro_batch * policy.config.get_text_config().vocab_size * (2 if args.bf16 or args.fp16 else 4)
     others = {
+        "the engines, which have GPUs of their own": remote,
         "the reference model of beta": bool(args.beta) and adapter is None,
         "the reward model": given.recipe.reward_model_name_or_path is not None,
     }
@@ -135,8 +149,10 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
     ]
 
 
-def engine_size(given: RecipeSettings, policy: Any, held: int, gpus: GPUs, own: bool) -> EngineSize | None:
-    """What the chosen engine takes; None where TRL generates.
+def engine_size(
+    given: RecipeSettings, selection: Selection, policy: Any, held: int, gpus: GPUs, own: bool
+) -> EngineSize:
+    """What the chosen engine takes.
 
     An engine that is told no size of its KV cache gets what is left during ROLLOUT, up to what its sequences fill: keys
     and values of all layers. Sliding windows, latents, and states of a fixed size need less.
@@ -147,10 +163,7 @@ def engine_size(given: RecipeSettings, policy: Any, held: int, gpus: GPUs, own: 
         own: whether the engine cannot share its memory: it is a shard, or in 4 bits.
     """
     args = given.training
-    host = Host.load(given.hybrid.disable_plugins or ())
-    selection = select(given.hybrid, trainer_arguments(args, given.recipe.tools), host.registry)
-    if selection.engine is None:
-        return None
+    assert selection.engine is not None
     options = selection.engine.options
     frozen = [p for p in policy.parameters() if not p.requires_grad]
     base = (frozen or list(policy.parameters()))[0].dtype

@@ -125,7 +125,8 @@ def read(recipe: Path, flags: Sequence[str]) -> RecipeSettings:
         raise ConfigError(f"The recipe {recipe} is not YAML: {error}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"The recipe {recipe} must have lines `setting: value`, and is a {type(settings).__name__}.")
-    which = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    program, usage = f"trlx-hybrid train {recipe}", "%(prog)s [--SETTING VALUE ...]"
+    which = argparse.ArgumentParser(prog=program, usage=usage, add_help=False, allow_abbrev=False)
     which.add_argument("--trainer", default=settings.get("trainer", TRAINERS[0]))
     which.add_argument("--forecast", default=settings.get("forecast"))
     first = which.parse_known_args(flags)[0]
@@ -144,8 +145,9 @@ def read(recipe: Path, flags: Sequence[str]) -> RecipeSettings:
         config = type(config.__name__, (config,), {"world_size": gpus_of(str(first.forecast)).ranks})
     parser = TrlParser(
         (RecipeConfig, SCRIPT_ARGUMENTS, config, MODEL_CONFIG, HybridConfig),
-        prog=f"trlx-hybrid train {recipe}",
-        usage="%(prog)s [--SETTING VALUE ...]",
+        prog=program,
+        usage=usage,
+        allow_abbrev=False,  # which of two settings was meant, nobody could tell
     )
     if first.forecast is not None:
         flags = [*flags, "--use_cpu", "True"]  # transformers refuses `bf16` where there is no GPU

@@ -54,6 +54,7 @@ class Component:
         shares_memory: of a weight sync: whether the policy's parameters become the engine's memory where they can.
         converses: of a rollout: whether it runs conversations with tools (`Rollout.converse`), and so is taken unasked
             where the trainer has tools.
+        remote: of an engine: whether it computes on GPUs of its own, and takes no memory of the trainer's.
         by_name: whether only its name chooses it: `auto` passes it over.
         plugin: who offered it; distribution: what that came with.
     """
@@ -72,6 +73,7 @@ class Component:
     needs: Collection[str] = ()
     shares_memory: bool = False
     converses: bool = False
+    remote: bool = False
     by_name: bool = False
     distribution: str = BUILTIN
 

@@ -83,7 +83,7 @@ class Scored:
             self._joined = None
 
     def _starts(self, step: int) -> None:
-        """Training starts, its checkpoint loaded: a rollout of other weights that an earlier run left is sampled anew."""
+        """Training starts, its checkpoint loaded: what an earlier run left of a rollout of other weights goes."""
         super()._starts(step)  # type: ignore[misc]
         left = self._deferred.get("train")
         if left is not None and left.outlived(self.session.weight_version):

@@ -55,14 +55,14 @@ def scoring(prompts, trainer):
     """A rollout of the user's whose log-probs are those that the trainer computes."""
     rollout = masked(prompts, trainer)
     del rollout["env_mask"]
-    rows = zip(rollout["prompt_ids"], rollout["completion_ids"], strict=True)
-    with torch.no_grad():
-        rollout["logprobs"] = [
-            trainer._get_per_token_logps_and_entropies(
-                trainer.model, torch.tensor([prompt + ids]), torch.ones(1, len(prompt + ids), dtype=torch.long), len(ids)
-            )[0][0].tolist()
-            for prompt, ids in rows
-        ]
+    rollout["logprobs"] = []
+    for prompt, completion in zip(rollout["prompt_ids"], rollout["completion_ids"], strict=True):
+        ids = torch.tensor([prompt + completion])
+        with torch.no_grad():
+            scores = trainer._get_per_token_logps_and_entropies(
+                trainer.model, ids, torch.ones_like(ids), len(completion)
+            )
+        rollout["logprobs"].append(scores[0][0].tolist())
     return rollout
 
 

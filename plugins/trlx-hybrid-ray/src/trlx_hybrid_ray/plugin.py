@@ -40,6 +40,7 @@ def trlx_register(registry: Registry) -> None:
         options=RemoteOptions,
         refuses=_refuses,
         streams=True,
+        remote=True,
         by_name=True,
         summary="engines in Ray actors, on GPUs of their own or on other nodes",
     )

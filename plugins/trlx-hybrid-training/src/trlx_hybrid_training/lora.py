@@ -159,7 +159,8 @@ class _LowRank(torch.autograd.Function):
         # Other layers save the same x. A copy of it in `dtype` is this layer's own, and may as well be the dropped one.
         ctx.save_for_backward(x if ctx.shared else dropped, mask, weight, a, b, hidden)
         # Not as a view, which the model could not change in place.
-        return torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[-1]))
+        shaped: Tensor = torch.ops.aten._unsafe_view(out, (*x.shape[:-1], out.shape[-1]))
+        return shaped
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -88,7 +88,7 @@ class Tail(Hybrid):
             synchronise()
             seconds = time.perf_counter() - started
             spans["scoring"] = seconds - spans["sampling"]
-            (log_probs,) = scored
+            log_probs = scored.pop().detach()  # what it held is free for the second pass
             if not torch.equal(self._scores(self._rows[:wanted]), log_probs):
                 raise RuntimeError("The same rows, scored once more, have other log-probs.")
         return Timed(seconds, [len(tokens) for tokens in completions]), spans

@@ -210,6 +210,20 @@ def test_a_forecast_without_room_for_one_sequence_is_refused(tmp_path, capsys):
     assert "one sequence of 1536 tokens takes 0.08. Lower vllm_max_model_length" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--algorithm", "dynamic_samplin"], "Did you mean 'dynamic_sampling'"),
+        (["--engine_options", '{"max_num_seqs": "64"}'], "max_num_seqs is int, got the text '64'"),
+    ],
+)
+def test_a_forecast_refuses_what_the_run_would(tmp_path, capsys, flags, message):
+    (tmp_path / "config.json").write_text(json.dumps(SEVEN))
+    given = ["--forecast", "80", "--model_name_or_path", str(tmp_path), *flags]
+    assert main(["train", str(FOLDER / "math-80gb.yaml"), *given]) == 1
+    assert message in capsys.readouterr().err
+
+
 def test_a_flag_is_written_out(tmp_path, capsys):
     flags = ["--fore", "24", "--model_name_or_path", str(tmp_path)]
     assert main(["train", str(FOLDER / "math-24gb.yaml"), *flags]) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -219,10 +220,25 @@ def build(owner: type[T], values: Mapping[str, Any], where: str) -> T:
     """An instance of the dataclass `owner` from a user's mapping.
 
     Raises:
-        ConfigError: a key the dataclass does not have, with the nearest one that it has.
+        ConfigError: a key the dataclass does not have, with the nearest one that it has; or a text where it has a
+            number, or true or false.
     """
     check_keys(values, [f.name for f in dataclasses.fields(owner) if f.init], where)  # type: ignore[arg-type]
+    _refuse_text(owner, values, where)
     return owner(**values)
+
+
+def _refuse_text(owner: type[Any], values: Mapping[str, Any], where: str) -> None:
+    """A number in quotes, as JSON and YAML make it easy to write, would fail far from here; "false" would be true."""
+    try:
+        hints = typing.get_type_hints(owner)
+    except NameError:  # of a plugin that imports its types for a type checker only
+        return
+    for name, value in values.items():
+        plain = set(typing.get_args(hints[name]) or [hints[name]]) - {type(None)}
+        if isinstance(value, str) and plain and plain <= {bool, int, float}:
+            wanted = "True or False" if plain == {bool} else " or ".join(sorted(kind.__name__ for kind in plain))
+            raise ConfigError(f"{where}: {name} is {wanted}, got the text {value!r}. Write it without quotes.")
 
 
 def check_keys(given: Iterable[str], known: Sequence[str], where: str) -> None:

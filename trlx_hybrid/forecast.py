@@ -20,7 +20,7 @@ from .memory.estimate import GIB, LEAVING, ParameterSize, predict_fitting
 from .memory.ledger import parameter_sizes, table
 from .memory.trainer_memory import ENGINES
 from .plugins.host import Host
-from .plugins.selection import Selection, select
+from .plugins.selection import Selection, choose_algorithms, select
 from .trl.arguments import trainer_arguments
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
         parameters = [shard(p, gpus.ranks, upcast=args.bf16 or args.fp16) for p in parameters]
     host = Host.load(given.hybrid.disable_plugins or ())
     selection = select(given.hybrid, trainer_arguments(args, given.recipe.tools), host.registry)
+    choose_algorithms(given.hybrid, host.registry)  # or refuse them
     remote = selection.engine is not None and selection.engine.component.remote
     engine = None
     if selection.engine is not None and not remote:

@@ -73,6 +73,12 @@ class VLLMOptions:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"HybridConfig.engine_options: {name} must be 1 or more, got {value}.")
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share <= 1:
+            raise ConfigError(
+                f"HybridConfig.engine_options: gpu_memory_utilization is a share of the GPU above 0 and up to 1, got "
+                f"{share}."
+            )
         for name in self.engine_args:
             if name in self.__slots__:
                 raise ConfigError(f"engine_args has {name!r}, an option of its own: engine_options={{{name!r}: …}}.")

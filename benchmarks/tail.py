@@ -26,7 +26,7 @@ from .result import Result, accelerator
 from .rollout import SCALES, write_model
 from .scale import Scale, Variant
 from .step import HYBRID, LENGTHS
-from .worker import Worker
+from .worker import Worker, wait_until_built
 
 BUILD_SECONDS, REPEAT_SECONDS = 420.0, 120.0
 WARMUP = 2
@@ -44,7 +44,6 @@ class Tail(Hybrid):
         super().__init__(folder, scale, variant)
         self._trainer.model.train()
         self._stream = _stream(multiprocessors)
-        self._rows: list[tuple[list[int], list[int]]] = []
 
     def repeat_scored(self, lengths: Lengths, turn: int, together: bool) -> tuple[Timed, dict[str, float]]:
         """One repetition; its result is the length of each completion.
@@ -58,18 +57,19 @@ class Tail(Hybrid):
         session = self._trainer.session
         scored: list[Any] = []
         spans: dict[str, float] = {}
-        self._rows, wanted = [], lengths.sequences - lengths.sequences // LAST
+        rows: list[tuple[list[int], list[int]]] = []
+        wanted = lengths.sequences - lengths.sequences // LAST
 
         def score(at_once: bool) -> None:
             started, before = time.perf_counter(), _allocated()
             with self._aside() if at_once else nullcontext():
-                scored.append(self._scores(self._rows[:wanted]))
+                scored.append(self._scores(rows[:wanted]))
             spans["launching"] = time.perf_counter() - started
             spans["bytes_held"] = float(_allocated() - before)
 
         def sampled(row: int, request: Any, completion: Any) -> None:
-            self._rows.append((request.prompt_ids, completion.token_ids))
-            if together and len(self._rows) == wanted:
+            rows.append((request.prompt_ids, completion.token_ids))
+            if together and len(rows) == wanted:
                 score(True)
 
         prompts = self._prompts(f"{lengths.name}-{turn}-{together}", lengths.sequences)
@@ -89,7 +89,7 @@ class Tail(Hybrid):
             seconds = time.perf_counter() - started
             spans["scoring"] = seconds - spans["sampling"]
             log_probs = scored.pop().detach()  # what it held is free for the second pass
-            if not torch.equal(self._scores(self._rows[:wanted]), log_probs):
+            if not torch.equal(self._scores(rows[:wanted]), log_probs):
                 raise RuntimeError("The same rows, scored once more, have other log-probs.")
         return Timed(seconds, [len(tokens) for tokens in completions]), spans
 
@@ -165,7 +165,7 @@ def run(model: str, repetitions: int, multiprocessors: int = 0, hybrid: Mapping[
         write_model(Path(folder), scale)
         variant = Variant(hybrid=hybrid)
         worker = stack.enter_context(Worker("tail", Tail, folder, scale, variant, multiprocessors))
-        worker.answer("its building", BUILD_SECONDS)
+        wait_until_built([worker], BUILD_SECONDS)
         measured, noted = measure(worker, lengths, repetitions)
     apart, together = (m.median for m in measured)
     return Result(

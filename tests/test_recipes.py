@@ -214,7 +214,7 @@ def test_a_forecast_without_room_for_one_sequence_is_refused(tmp_path, capsys):
     ("flags", "message"),
     [
         (["--algorithm", "dynamic_samplin"], "Did you mean 'dynamic_sampling'"),
-        (["--engine_options", '{"max_num_seqs": "64"}'], "max_num_seqs is int, got the text '64'"),
+        (["--engine_options", '{"max_num_seqs": "64"}'], "max_num_seqs is int, got '64'"),
     ],
 )
 def test_a_forecast_refuses_what_the_run_would(tmp_path, capsys, flags, message):

@@ -238,7 +238,7 @@ def _refuse_text(owner: type[Any], values: Mapping[str, Any], where: str) -> Non
         plain = set(typing.get_args(hints[name]) or [hints[name]]) - {type(None)}
         if isinstance(value, str) and plain and plain <= {bool, int, float}:
             wanted = "True or False" if plain == {bool} else " or ".join(sorted(kind.__name__ for kind in plain))
-            raise ConfigError(f"{where}: {name} is {wanted}, got the text {value!r}. Write it without quotes.")
+            raise ConfigError(f"{where}: {name} is {wanted}, got {value!r}. Write it without quotes.")
 
 
 def check_keys(given: Iterable[str], known: Sequence[str], where: str) -> None:

@@ -75,6 +75,20 @@ class EngineSize:
         room = min(self.kv_cache // self.sequence, self.sequences)
         return f"KV cache: room for {room} of {self.sequences} sequences of {self.length} tokens at once"
 
+    def check(self) -> None:
+        """Refuse a KV cache that holds no sequence.
+
+        Raises:
+            MemoryPlanError: it is smaller than one.
+        """
+        if self.kv_cache < self.sequence:
+            raise MemoryPlanError(
+                f"The KV cache has {self.kv_cache / GIB:.2f} GiB, and one sequence of {self.length} tokens takes "
+                f"{self.sequence / GIB:.2f}. Lower vllm_max_model_length, raise vllm_gpu_memory_utilization if set, or "
+                "let less stay beside the engine: offload='all', load_in_4bit, a smaller model.",
+                owner="KV cache",
+            )
+
 
 def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
     """Bytes per owner and phase on one rank, how many sequences the KV cache holds, and what is left to train with.
@@ -124,13 +138,8 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
         asleep=ENGINES if engine and engine.sleeps else (),
     )
     prediction.check(gpus.bytes)
-    if engine is not None and engine.kv_cache < engine.sequence:
-        raise MemoryPlanError(
-            f"The KV cache has {engine.kv_cache / GIB:.2f} GiB, and one sequence of {engine.length} tokens takes "
-            f"{engine.sequence / GIB:.2f}. Lower vllm_max_model_length, raise vllm_gpu_memory_utilization if set, or "
-            "let less stay beside the engine: offload='all', load_in_4bit, a smaller model.",
-            owner="KV cache",
-        )
+    if engine is not None:
+        engine.check()
     left = gpus.bytes - sum(prediction.phases["train"].values())
     micro_batch = args.per_device_train_batch_size * args.max_completion_length
     logits = 2 * micro_batch * policy.config.get_text_config().vocab_size * (2 if args.bf16 or args.fp16 else 4)

@@ -218,10 +218,11 @@ class Scored:
         if "session" not in self.__dict__:
             given = input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss
             return stock(model, *given, **images)
-        of_old = self._scores_old and not self._generating
-        self._scores_old = self._scores_old and self._generating
-        if self._skips_old and not self._generating:
-            self._skips_old = False
+        skipped = of_old = False
+        if not self._generating:  # else these are not the rows that the flags are about
+            skipped, self._skips_old = self._skips_old, False
+            of_old, self._scores_old = self._scores_old, False
+        if skipped:
             return Scores(torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device), None, None)
 
         reference = model is trainer.ref_model

@@ -58,8 +58,8 @@ def test_unknown_vllm_argument(run):
     [
         ({"engine_args": {"dtype": "bfloat16"}}, "engine_args has 'dtype', an option of its own"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be 1 or more, got 0"),
-        ({"max_model_len": "2048"}, "max_model_len is int, got the text '2048'"),
-        ({"enable_sleep_mode": "false"}, "enable_sleep_mode is True or False, got the text 'false'"),
+        ({"max_model_len": "2048"}, "max_model_len is int, got '2048'"),
+        ({"enable_sleep_mode": "false"}, "enable_sleep_mode is True or False, got 'false'"),
         ({"gpu_memory_utilization": 40}, "a share of the GPU above 0 and up to 1, got 40"),
     ],
 )

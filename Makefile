@@ -84,7 +84,8 @@ test-versions: .venv-newest/run
 test-vision: .venv-vision/run
 	$(CPU) .venv-vision/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) \
 		$(patsubst %,plugins/trlx-hybrid-%/tests/test_images.py,vllm reshard multiturn ray) \
-		tests/whole_runs/test_on_a_cpu.py::test_pictures tests/test_recipes.py::test_pictures \
+		tests/whole_runs/test_on_a_cpu.py::test_pictures \
+		tests/whole_runs/test_on_a_cpu.py::test_an_environment_that_shows_pictures tests/test_recipes.py::test_pictures \
 		tests/test_examples.py::test_squares_are_counted -m "slow or not slow" \
 		plugins/trlx-hybrid-ray/tests/test_two_hosts.py::test_a_model_that_sees_images_is_served_by_one_engine_over_both
 

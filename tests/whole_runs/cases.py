@@ -38,6 +38,7 @@ PACKED = {
     "plugin_options": json.dumps({"training": {"lora_layers": True}}),
     "lora_dropout": 0.0,  # TRL's is 0.05, with which old log-probs take a pass of their own
 }
+SHOWN = {"rollout": "multi_turn", "max_completion_length": 200, "vllm_max_model_length": 512}
 IN_4_BITS = {"load_in_4bit": True, "use_bnb_nested_quant": True}
 COMBINED = {"combo_kernels": True, "benchmark_combo_kernel": False}  # as vLLM does, without measuring
 RAGGED = {"stop_token_ids": list(range(10, 16))}  # of 98 tokens: lengths are geometric, cut at the limit

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 import whole_run
-from cases import PACKED, STEPS, Case, flags
+from cases import PACKED, SHOWN, STEPS, Case, flags
 from whole_run import SCRIPTS
 
 LIMIT = 500
@@ -45,6 +45,11 @@ def test_packed_rows(model, whole, tmp_path):
 @pytest.mark.parametrize("weights", ["bf16", "lora"])
 def test_pictures(weights, model, whole, seen, tmp_path):
     whole_run.check_pictures(Case(weights, sleep=True, graphs=False), ON_CPU, model, whole, seen, tmp_path, LIMIT)
+
+
+def test_an_environment_that_shows_pictures(model, whole, seen, tmp_path):
+    case, changes = Case("bf16", sleep=True, graphs=False), ON_CPU | SHOWN
+    whole_run.check_pictures(case, changes, model, whole, seen, tmp_path, LIMIT)
 
 
 def test_a_base_in_4_bits(model, whole, seen, tmp_path):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import whole_run
-from cases import BASE, PACKED, STEPS, Case, flags
+from cases import BASE, PACKED, SHOWN, STEPS, Case, flags
 from whole_run import SCRIPTS
 
 GPUS = 1
@@ -106,6 +106,10 @@ def test_a_mixture_of_experts(model, whole, tmp_path):
 @pytest.mark.parametrize("weights", ["bf16", "lora"])
 def test_pictures(weights, model, whole, seen, tmp_path):
     whole_run.check_pictures(Case(weights, sleep=True, graphs=False), {}, model, whole, seen, tmp_path, LIMIT)
+
+
+def test_an_environment_that_shows_pictures(model, whole, seen, tmp_path):
+    whole_run.check_pictures(Case("bf16", sleep=True, graphs=False), SHOWN, model, whole, seen, tmp_path, LIMIT)
 
 
 @pytest.mark.parametrize("sleep", [True, False], ids=["sleep", "awake"])

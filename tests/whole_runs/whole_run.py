@@ -252,12 +252,14 @@ def check_pictures(
     folder: Path,
     limit: float,
 ) -> None:
-    """A vision-language model trains to its end as others do, its tower's weights among those that are proven."""
+    """A vision-language model trains to its end as others do, its tower's weights among those that are proven; with a
+    `rollout`, in an environment that shows it more pictures after each turn."""
     pytest.importorskip("torchvision", reason="the processors of vision-language models need torchvision")
     settings = case.settings() | changes
+    script = SCRIPTS / ("gallery.py" if "rollout" in settings else "pictures.py")
     if case.weights == "lora":
         settings |= {"lora_target_modules": ".*language_model.*_proj"}
-    ended = whole([sys.executable, SCRIPTS / "pictures.py", *flags(settings, model("pictures"), folder)], limit)
+    ended = whole([sys.executable, script, *flags(settings, model("pictures"), folder)], limit)
     logs = history(folder)
     check_training(logs, STEPS)
     check_proofs(ended, case.path)

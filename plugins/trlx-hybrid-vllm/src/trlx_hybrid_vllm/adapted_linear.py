@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn.functional import linear
 from vllm import envs
 from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-from vllm.lora.ops.triton_ops.utils import supports_pdl
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -99,32 +98,20 @@ def with_b(product: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     _with_b[grid](
         out, product, b, b if bias is None else bias, tokens, product.stride(0), rows, spare,
         HEIGHT=height, ROWS=ROWS, DEPTH=DEPTH if spare > DEPTH else max(16, triton.next_power_of_2(spare)),
-        BIASED=bias is not None, PRECISION=exact, EARLY=supports_pdl(), launch_pdl=supports_pdl(),
+        BIASED=bias is not None, PRECISION=exact,
     )  # fmt: skip
     return out
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def _part_of_b(b, row, place, rows, spare):  # type: ignore[no-untyped-def]
-    """(DEPTH, ROWS): B's columns at `place`, zero beyond its end."""
-    return tl.load(
-        b + row[None, :] * spare + place[:, None], mask=(row < rows)[None, :] & (place < spare)[:, None], other=0.0
-    )
 
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
 def _with_b(  # type: ignore[no-untyped-def]
     out, product, b, bias, tokens, stride, rows, spare,
     HEIGHT: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,  # noqa: N803
-    BIASED: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr, launch_pdl: tl.constexpr,  # noqa: N803
+    BIASED: tl.constexpr, PRECISION: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """`EARLY`: launched while the product is still being computed, it waits for that once it holds its part of B."""
     token = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
     row, depth = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, DEPTH)
     here = (token < tokens)[:, None] & (row < rows)[None, :]
-    high = _part_of_b(b, row, depth, rows, spare)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
     total = tl.load(product + token[:, None] * stride + row[None, :], mask=here, other=0.0).to(tl.float32)
     if BIASED:
         total += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)[None, :]
@@ -135,8 +122,10 @@ def _with_b(  # type: ignore[no-untyped-def]
             mask=(token < tokens)[:, None] & (place < spare)[None, :],
             other=0.0,
         )
+        high = tl.load(
+            b + row[None, :] * spare + place[:, None], mask=(row < rows)[None, :] & (place < spare)[:, None], other=0.0
+        )
         total += tl.dot(low, high, input_precision=PRECISION)
-        high = _part_of_b(b, row, place + DEPTH, rows, spare)
     tl.store(out + token[:, None] * rows + row[None, :], total.to(out.dtype.element_ty), mask=here)
 
 

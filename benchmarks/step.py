@@ -2,10 +2,11 @@
 
 A step is a rollout, its scoring, loss and backward pass in parts of eight rows, the optimizer, and the logging. Each
 trainer trains in a process of its own on the same device, with the same reward, prompts and lengths of completions, and
-stands still while it is another's turn, with its optimizer's state in host memory. `trl` and `hybrid` have the same
-arguments, TRL's defaults with sleep mode on. `tuned` is TRL's trainer with what a user can set: no text is built of the
-tokens, and sleep mode and gradient checkpointing are off where that fits beside the two others, which is tried.
-`hybrid` has what a user of this package would switch on for speed without another result: see `--hybrid`.
+stands still while it is another's turn, with its optimizer's state in host memory, and TRL's policy too. `trl` and
+`hybrid` have the same arguments, TRL's defaults with sleep mode on. `tuned` is TRL's trainer with what a user can set:
+no text is built of the tokens, and sleep mode and gradient checkpointing are off where that fits beside the two others,
+which is tried. `hybrid` has what a user of this package would switch on for speed without another result: see
+`--hybrid`.
 
 `full` trains all weights in bf16, `fp32` an fp32 master under autocast, `lora` an adapter of rank 16, and `merged` the
 same with an engine into which ours merges it. Completions are of one length, or of lengths drawn from a lognormal

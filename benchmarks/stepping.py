@@ -56,7 +56,7 @@ class Stepper:
             "callbacks": [_Pausing(self)],
         }
         self._trainer = _stock(scale, variant, arguments) if kind == "trl" else _hybrid(scale, variant, arguments)
-        self._optimizer_state = _optimizer_state(self._trainer)
+        self._state = _state(self._trainer)
         self._trainer.remove_callback(PrinterCallback)  # 26 lines of numbers that the result does not need
         self._prescribe()
         self._note_rollouts()
@@ -145,7 +145,7 @@ class Stepper:
             self._profile = None
         seconds = time.perf_counter() - started if started is not None else 0.0
         self._bytes_in_use = _device_bytes_in_use()
-        with lent(self._optimizer_state) as missing:
+        with lent(self._state) as missing:
             self._done.put(Timed(seconds, list(self._lengths)))
             self._go.get()
         synchronise()
@@ -222,15 +222,17 @@ def _allocator_retries() -> int:
     return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_available() else 0
 
 
-def _optimizer_state(trainer: Any) -> Any:
-    """What can leave the device."""
+def _state(trainer: Any) -> Any:
+    """What can leave the device between steps: the optimizer's state, and TRL's policy; ours may be the engine's."""
     from trlx_hybrid.memory.arena import Arena
-    from trlx_hybrid.memory.ledger import optimizer_tensors
+    from trlx_hybrid.memory.ledger import optimizer_tensors, policy_tensors
     from trlx_hybrid.memory.offload import Offload
 
-    return Offload(
-        Arena(trainer.accelerator.device), lambda: optimizer_tensors(trainer.optimizer) if trainer.optimizer else ()
-    )
+    def tensors() -> Iterator[Any]:
+        yield from optimizer_tensors(trainer.optimizer) if trainer.optimizer else ()
+        yield from policy_tensors(trainer.model) if not hasattr(trainer, "session") else ()
+
+    return Offload(Arena(trainer.accelerator.device), tensors)
 
 
 def _device_bytes_in_use() -> int:
@@ -243,8 +245,8 @@ def _device_bytes_in_use() -> int:
 
 
 @contextmanager
-def lent(optimizer_state: Any) -> Iterator[Callable[[], int]]:
-    """Others have the memory of the optimizer's state, and what the allocator keeps for later, which would otherwise be
+def lent(state: Any) -> Iterator[Callable[[], int]]:
+    """Others have the memory of a trainer's state, and what the allocator keeps for later, which would otherwise be
     there in the next step: their return is no part of a step. A trainer that shares a GPU with two more would plan with
     what these leave.
 
@@ -254,11 +256,11 @@ def lent(optimizer_state: Any) -> Iterator[Callable[[], int]]:
     import torch
 
     before = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
-    optimizer_state.leave()
+    state.leave()
     if before:
         torch.cuda.empty_cache()
     yield lambda: max(0, before - torch.cuda.memory_reserved()) if before else 0
-    optimizer_state.return_all()
+    state.return_all()
     if before:
         with suppress(torch.OutOfMemoryError):
             torch.empty(max(0, before - torch.cuda.memory_reserved()), dtype=torch.uint8, device="cuda")

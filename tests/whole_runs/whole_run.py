@@ -73,6 +73,9 @@ def run(
     mark = uuid.uuid4().hex
     variables = os.environ | {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1", MARK: mark} | (environment or {})
     memory, own, over = gpu_memory(), set[str](), threading.Event()
+    folder = os.environ.get("TRLX_WHOLE_OUTPUT")
+    if folder:
+        Path(folder).mkdir(parents=True, exist_ok=True)
     words = [str(word) for word in command]
     started = time.monotonic()
     process = subprocess.Popen(
@@ -81,7 +84,6 @@ def run(
     lines: list[str] = []
     last: list[float] = []
 
-    folder = os.environ.get("TRLX_WHOLE_OUTPUT")
     kept = Path(folder, f"{process.pid}.log") if folder else Path(os.devnull)
 
     def follow() -> None:

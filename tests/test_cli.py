@@ -61,6 +61,7 @@ def test_without_a_command_the_help_is_printed(capsys):
             "launch --nods=2 train.py",
             "trlx-hybrid launch: error: unrecognized argument --nods. Did you mean '--nodes'?",
         ),
+        ("train", "trlx-hybrid train: error: the following arguments are required: RECIPE"),
         ("env now", "trlx-hybrid env: error: unrecognized argument now."),
         ("plugni", "trlx-hybrid: error: no command 'plugni'. Did you mean 'plugins'? Commands: plugins, doctor, env, "),
     ],

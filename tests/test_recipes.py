@@ -215,6 +215,8 @@ def test_a_forecast_without_room_for_one_sequence_is_refused(tmp_path, capsys):
     [
         (["--algorithm", "dynamic_samplin"], "Did you mean 'dynamic_sampling'"),
         (["--engine_options", '{"max_num_seqs": "64"}'], "max_num_seqs is int, got '64'"),
+        (["--plugin_options", '{"trainig": {}}'], "which is not loaded. Did you mean 'training'"),
+        (["--vllm_tensor_parallel_size", "2"], "An engine takes 2 GPUs, which do not divide the 1 of --forecast."),
     ],
 )
 def test_a_forecast_refuses_what_the_run_would(tmp_path, capsys, flags, message):

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import numbers
+import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -220,25 +222,37 @@ def build(owner: type[T], values: Mapping[str, Any], where: str) -> T:
     """An instance of the dataclass `owner` from a user's mapping.
 
     Raises:
-        ConfigError: a key the dataclass does not have, with the nearest one that it has; or a text where it has a
-            number, or true or false.
+        ConfigError: a key the dataclass does not have, with the nearest one that it has; or something else where it has
+            a number, or true or false.
     """
     check_keys(values, [f.name for f in dataclasses.fields(owner) if f.init], where)  # type: ignore[arg-type]
-    _refuse_text(owner, values, where)
+    _check_numbers(owner, values, where)
     return owner(**values)
 
 
-def _refuse_text(owner: type[Any], values: Mapping[str, Any], where: str) -> None:
+def _check_numbers(owner: type[Any], values: Mapping[str, Any], where: str) -> None:
     """A number in quotes, as JSON and YAML make it easy to write, would fail far from here; "false" would be true."""
     try:
         hints = typing.get_type_hints(owner)
     except NameError:  # of a plugin that imports its types for a type checker only
         return
     for name, value in values.items():
-        plain = set(typing.get_args(hints[name]) or [hints[name]]) - {type(None)}
-        if isinstance(value, str) and plain and plain <= {bool, int, float}:
+        union = typing.get_origin(hints[name]) in (typing.Union, types.UnionType)
+        kinds = set(typing.get_args(hints[name]) if union else [hints[name]])
+        plain = kinds - {type(None)}
+        if plain and plain <= {bool, int, float} and not _is_one_of(value, kinds):
             wanted = "True or False" if plain == {bool} else " or ".join(sorted(kind.__name__ for kind in plain))
-            raise ConfigError(f"{where}: {name} is {wanted}, got {value!r}. Write it without quotes.")
+            hint = " Write it without quotes." if isinstance(value, str) else ""
+            raise ConfigError(f"{where}: {name} is {wanted}, got {value!r}.{hint}")
+
+
+def _is_one_of(value: Any, kinds: Container[type]) -> bool:
+    """As a reader takes the words: an int is a float too, and True is neither."""
+    if value is None or isinstance(value, bool):
+        return type(value) in kinds
+    return (isinstance(value, numbers.Integral) and int in kinds) or (
+        isinstance(value, numbers.Real) and float in kinds
+    )
 
 
 def check_keys(given: Iterable[str], known: Sequence[str], where: str) -> None:

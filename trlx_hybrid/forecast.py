@@ -104,6 +104,10 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
         raise ConfigError("model_name_or_path is not set: name a model of the hub, or its folder.")
     if given.model.load_in_8bit:
         raise ConfigError("load_in_8bit: a base in 8 bits is served by no engine. Take load_in_4bit, or neither.")
+    host = Host.load(given.hybrid.disable_plugins or ())
+    selection = select(given.hybrid, trainer_arguments(args, given.recipe.tools), host.registry)
+    choose_algorithms(given.hybrid, host.registry)  # or refuse them
+    host.require(given.hybrid.options("plugin"), "HybridConfig.plugin_options")
     adapter = model_arguments(given.model, args)["peft_config"]
     policy: Any = model_without_memory(given.model.model_name_or_path, **args.model_init_kwargs)
     bits = four_bits(given, policy.config)
@@ -117,9 +121,6 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
     sharded = bool(args.fsdp) and gpus.ranks > 1
     if sharded:
         parameters = [shard(p, gpus.ranks, upcast=args.bf16 or args.fp16) for p in parameters]
-    host = Host.load(given.hybrid.disable_plugins or ())
-    selection = select(given.hybrid, trainer_arguments(args, given.recipe.tools), host.registry)
-    choose_algorithms(given.hybrid, host.registry)  # or refuse them
     remote = selection.engine is not None and selection.engine.component.remote
     engine = None
     if selection.engine is not None and not remote:
@@ -181,6 +182,8 @@ def engine_size(
     told = getattr(torch, str(getattr(options, "dtype", None)), None)  # None for "auto"
     dtype = told or (mixed if base is torch.float32 else base)
     ranks = getattr(options, "ranks", 1)
+    if gpus.ranks % ranks:
+        raise ConfigError(f"An engine takes {ranks} GPUs, which do not divide the {gpus.ranks} of --forecast.")
     text = policy.config.get_text_config()
     shared = (
         any(path.component.shares_memory for path in selection.weight_paths)

@@ -82,14 +82,16 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "train",
         help="train as a recipe says, a YAML file",
+        usage="%(prog)s [-h] RECIPE [--SETTING VALUE ...]",
         description="Train as a recipe says, a YAML file. Every setting is a flag as well, and the flag wins: "
         "`trlx-hybrid train RECIPE --help` lists them. On several GPUs: `accelerate launch --module trlx_hybrid train "
         "RECIPE`.",
     )
     parser.add_argument("recipe", metavar="RECIPE", help="YAML file, such as examples/recipes/math-24gb.yaml")
-    parser.add_argument(
+    settings = parser.add_argument(
         "settings", metavar="--SETTING VALUE", nargs=argparse.REMAINDER, help="in the place of the recipe's"
     )
+    settings.required = False  # where RECIPE is missing, argparse would name both
     parser.set_defaults(run=run)
 
 

@@ -59,7 +59,9 @@ def test_unknown_vllm_argument(run):
         ({"engine_args": {"dtype": "bfloat16"}}, "engine_args has 'dtype', an option of its own"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size must be 1 or more, got 0"),
         ({"max_model_len": "2048"}, "max_model_len is int, got '2048'"),
-        ({"enable_sleep_mode": "false"}, "enable_sleep_mode is True or False, got 'false'"),
+        ({"enable_sleep_mode": "false"}, "enable_sleep_mode is True or False, got 'false'. Write it without quotes"),
+        ({"enforce_eager": 1}, "enforce_eager is True or False, got 1"),
+        ({"max_num_seqs": 64.0}, "max_num_seqs is int, got 64.0"),
         ({"gpu_memory_utilization": 40}, "a share of the GPU above 0 and up to 1, got 40"),
     ],
 )

@@ -18,10 +18,6 @@ class TrainingOptions:
 
     lora_layers: bool = False
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.lora_layers, bool):
-            raise ConfigError(f"training: lora_layers is True or False, got {self.lora_layers!r}.")
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedOptions:
@@ -50,9 +46,6 @@ class PackedOptions:
     joined: bool = False
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"scoring_options: {name} is True or False, got {getattr(self, name)!r}.")
         if self.joined and not (self.adaptive_checkpointing and self.packing):
             raise ConfigError(
                 "scoring_options: joined needs packing and adaptive_checkpointing, which counts what a token keeps in "

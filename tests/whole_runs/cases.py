@@ -119,5 +119,5 @@ def flags(settings: dict[str, object], model: Path, out: Path) -> list[str]:
     """As on a command line."""
     words = ["--model_name_or_path", str(model), "--output_dir", str(out)]
     for key, value in settings.items():
-        words += [f"--{key}", str(value)]
+        words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
     return words

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig, Qwen2Config
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.testing.vision import tiny_vision_model
@@ -24,6 +24,17 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 """Of the plain model: large enough on a GPU that every message of a weight sync is what it is for larger ones."""
 
+SEVEN = {
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 32768,
+}
+"""Qwen2.5-7B's."""
+
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "decoder_sparse_step": 1}
 CALLS = [
     '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>',
@@ -33,7 +44,7 @@ CALLS = [
 
 
 def write(name: str, folder: Path) -> Path:
-    """`plain`, `experts`, `caller` or `pictures`, of a size for the device there is; written once."""
+    """`plain`, `experts`, `caller` or `pictures`, of a size for the device there is, or `seven`; written once."""
     path = folder / name
     if (path / "config.json").exists():
         return path
@@ -52,12 +63,19 @@ def write(name: str, folder: Path) -> Path:
             "{% if add_generation_prompt %}assistant: {% endif %}"
         )
         shape = SIZES[device] | {"max_position_embeddings": 2048, "initializer_range": 0.02}
-        experts = name == "experts"
-        model = tiny_model("qwen3_moe" if experts else "qwen3", **shape | (EXPERTS if experts else {}))
+        if name == "seven":
+            with torch.device("cuda"):  # a CPU draws its weights for minutes
+                model = AutoModelForCausalLM.from_config(Qwen2Config(**SEVEN), dtype=torch.bfloat16)
+        else:
+            experts = name == "experts"
+            model = tiny_model("qwen3_moe" if experts else "qwen3", **shape | (EXPERTS if experts else {}))
     text = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
     model.generation_config = GenerationConfig(eos_token_id=text.eos_token_id, pad_token_id=text.pad_token_id)
     partial = folder / f"{name}.part"
     model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.rename(path)
+    del model
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
     return path

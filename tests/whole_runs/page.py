@@ -21,7 +21,7 @@ step: it compiles for CUDA graphs what the others load. Where a reward fails, *p
 reward's own error, and nothing left. A name reads: processes, ranks per engine, weights, sleep mode, CUDA graphs,
 lengths, offload.
 
-What is not listed has not been seen on a GPU in this way. On a CPU two of these scripts run with every change.
+What is not listed has not been seen on a GPU in this way. On a CPU most of these scripts run with every change.
 """
 
 

@@ -52,6 +52,21 @@ def test_an_environment_that_shows_pictures(model, whole, seen, tmp_path):
     whole_run.check_pictures(case, changes, model, whole, seen, tmp_path, LIMIT)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["bf16", "lora"])
+def test_a_mixture_of_experts_on_two_ranks(weights, model, whole, seen, tmp_path):
+    case = Case(weights, sleep=True, graphs=False, tp=2)
+    whole_run.check_experts(case, ON_CPU, TORCHRUN, model("experts"), whole, seen, tmp_path, LIMIT)
+    assert seen["gap"] < 1e-5
+
+
+@pytest.mark.slow
+def test_a_mixture_of_experts_with_the_engines_routes(model, whole, seen, tmp_path):
+    case, changes = Case("bf16", sleep=True, graphs=False), ON_CPU | {"router_replay": True}
+    whole_run.check_experts(case, changes, [], model("experts"), whole, seen, tmp_path, LIMIT)
+    assert seen["gap"] < 1e-5
+
+
 def test_a_base_in_4_bits(model, whole, seen, tmp_path):
     case = Case("lora", sleep=True, graphs=False, ragged=True, offload="all")
     whole_run.check_4_bits(case, ON_CPU, model("plain"), whole, seen, tmp_path, LIMIT)

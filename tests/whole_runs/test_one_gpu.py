@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import whole_run
+import yaml
 from cases import BASE, PACKED, SHOWN, STEPS, Case, flags
 from whole_run import SCRIPTS
 
@@ -98,9 +99,11 @@ def test_rollouts_repeat(how, model, whole, tmp_path):
     whole_run.check_repeats([whole(command, LIMIT, environment=variables) for _ in range(2)])
 
 
-def test_a_mixture_of_experts(model, whole, tmp_path):
-    whole(python("grpo.py", SMALL | {"vllm_enable_sleep_mode": True}, model("experts"), tmp_path / "run"), LIMIT)
-    whole_run.check_training(whole_run.history(tmp_path / "run"), STEPS)
+@pytest.mark.parametrize("replay", [False, True], ids=["own-routes", "router_replay"])
+@pytest.mark.parametrize("weights", ["bf16", "lora"])
+def test_a_mixture_of_experts(weights, replay, model, whole, seen, tmp_path):
+    case = Case(weights, sleep=True, graphs=False)
+    whole_run.check_experts(case, {"router_replay": replay}, [], model("experts"), whole, seen, tmp_path, LIMIT)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "lora"])
@@ -116,6 +119,22 @@ def test_an_environment_that_shows_pictures(model, whole, seen, tmp_path):
 def test_a_base_in_4_bits(sleep, model, whole, seen, tmp_path):
     case = Case("lora", sleep=sleep, graphs=True, ragged=True, offload="all" if sleep else "none")
     whole_run.check_4_bits(case, {}, model("plain"), whole, seen, tmp_path, LIMIT)
+
+
+def test_a_base_of_7b_in_4_bits_within_24_gib(model, whole, seen, tmp_path):
+    """With the settings of the recipe that says so; another process holds the rest of the GPU."""
+    recipe = yaml.safe_load((SCRIPTS.parents[2] / "examples" / "recipes" / "math-7b-24gb.yaml").read_text())
+    task = {"model_name_or_path", "dataset_name", "dataset_config", "prepare", "reward_funcs", "engine", "output_dir"}
+    settings = BASE | {key: value for key, value in recipe.items() if key not in task}
+    settings |= {"max_steps": 4, "save_steps": 3, "per_device_eval_batch_size": 64, "bf16": True}
+    for key in ("vllm_gpu_memory_utilization", "verify_every", "attn_implementation"):
+        del settings[key]  # the defaults are the recipe's
+    with whole_run.held_back(24):
+        ended = whole(python("grpo.py", settings, model("seven"), tmp_path / "run"), 2 * LIMIT)
+    logs = whole_run.history(tmp_path / "run")
+    whole_run.check_training(logs, 4)
+    assert {path for path, _, _ in ended.proofs()} == {"lora"}
+    seen["gap"] = whole_run.check_gap(logs)
 
 
 @pytest.mark.parametrize("weights", ["bf16", "lora"])

@@ -47,6 +47,12 @@ def test_a_plain_script_trains_to_its_end(case, model, whole, seen, tmp_path):
     whole_run.check_case(case, TORCHRUN, model("plain"), tmp_path, whole, seen, LIMIT, environment=variables)
 
 
+@pytest.mark.parametrize("weights", ["bf16", "lora"])
+def test_a_mixture_of_experts(weights, model, whole, seen, tmp_path):
+    case = Case(weights, sleep=True, graphs=False, tp=2, sharding="fsdp2")
+    whole_run.check_experts(case, {}, TORCHRUN, model("experts"), whole, seen, tmp_path, LIMIT, environment=FSDP2)
+
+
 @pytest.mark.parametrize("launcher", ["accelerate", "trlx-hybrid"])
 def test_another_launcher(launcher, model, whole, tmp_path):
     starts = {

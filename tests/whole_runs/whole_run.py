@@ -11,7 +11,8 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -266,6 +267,43 @@ def check_pictures(
     check_training(logs, STEPS)
     check_proofs(ended, case.path)
     seen["gap"] = check_gap(logs)
+
+
+def check_experts(
+    case: Case,
+    changes: dict[str, object],
+    launcher: Sequence[str],
+    model: Path,
+    whole: Callable[..., Ended],
+    seen: dict[str, Any],
+    folder: Path,
+    limit: float,
+    environment: dict[str, str] | None = None,
+) -> None:
+    """A mixture of experts trains to its end, an adapter of its attention too; how far apart engine and trainer score
+    is kept, with router replay and without."""
+    settings = case.settings() | {"weights": case.path} | changes
+    if case.weights == "lora":
+        settings |= {"lora_target_modules": ".*self_attn.*_proj", "lora_dropout": 0.0}  # which the engine has none of
+    command = [sys.executable, *launcher, SCRIPTS / "grpo.py", *flags(settings, model, folder)]
+    ended = whole(command, limit, environment=environment)
+    logs = history(folder)
+    check_training(logs, STEPS)
+    check_proofs(ended, case.path)
+    seen["gap"] = check_gap(logs)
+
+
+@contextmanager
+def held_back(gib: int) -> Iterator[None]:
+    """A process holds all but so much of the GPU, as if it were a smaller one."""
+    command = [sys.executable, SCRIPTS / "holds.py", str(gib)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "held\n"
+        try:
+            yield
+        finally:
+            process.kill()
 
 
 def check_4_bits(

@@ -8,7 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from ranks import reports
 
-RUNS = ["float32", "bfloat16, tied, asleep in between", "adapters"]
+RUNS = ["float32", "bfloat16, tied, asleep in between", "adapters", "experts, asleep in between"]
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +16,7 @@ def seen(tmp_path_factory):
     return reports("grpo.py", tmp_path_factory.mktemp("grpo"), 2)
 
 
-@pytest.mark.parametrize("run", range(3), ids=RUNS)
+@pytest.mark.parametrize("run", range(len(RUNS)), ids=RUNS)
 def test_every_sync_brings_the_policy_into_tensor_parallel_slices(seen, run):
     for rank, report in enumerate(seen):
         trained = report[run]
@@ -33,7 +33,7 @@ def test_every_sync_brings_the_policy_into_tensor_parallel_slices(seen, run):
 
 def test_frozen_weights_move_again_only_where_sleep_discarded_them(seen):
     for report in seen:
-        awake, asleep, adapted = ([sync["tensors"] for sync in run["syncs"]] for run in report)
+        awake, asleep, adapted, _ = ([sync["tensors"] for sync in run["syncs"]] for run in report)
         assert awake == [awake[0], awake[0] - 3, awake[0] - 3]  # gate, up and down of the frozen layer
         assert asleep == [awake[0] - 1] * 3  # its head is tied
         assert adapted == [awake[0], 8, 8]  # four adapted weights in each of two layers

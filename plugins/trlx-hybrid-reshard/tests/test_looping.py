@@ -10,13 +10,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ranks import ends
 
 
-@pytest.fixture(scope="module", params=[(2, 1), (2, 2)], ids=["tp=2", "tp=2, pp=2"])
-def seen(request, tmp_path_factory):
+def looped(folder, tp, pp, dtype):
     """(reports, stderr) of the ranks of one engine."""
-    folder, (tp, pp) = tmp_path_factory.mktemp("looping"), request.param
-    ended = ends("looping.py", folder, tp * pp, tp, pp)
+    ended = ends("looping.py", folder, tp * pp, tp, pp, dtype)
     assert not any(end.returncode for end in ended), "\n".join(end.stderr[-3000:] for end in ended)
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(tp * pp)], [e.stderr for e in ended]
+
+
+@pytest.fixture(scope="module", params=[(2, 1), (2, 2)], ids=["tp=2", "tp=2, pp=2"])
+def seen(request, tmp_path_factory):
+    return looped(tmp_path_factory.mktemp("looping"), *request.param, "float32")
 
 
 def test_layouts_that_are_not_so_are_refused_on_every_rank(seen):
@@ -66,3 +69,14 @@ def test_a_line_about_each_of_the_first_syncs_is_seen_without_any_set_up(seen):
     assert all(line.startswith("[Reshard] duration=") for line in first)
     assert all("transferred=" in line and "(minimum " in line and "peak=+" in line for line in first)
     assert not any(others)
+
+
+@pytest.mark.slow
+def test_a_float32_model_is_sent_to_an_engine_in_bfloat16_in_half_the_bytes(seen, tmp_path):
+    reports, _ = seen
+    tp, pp = 2, len(reports) // 2
+    for report, whole in zip(looped(tmp_path, tp, pp, "bfloat16")[0], reports, strict=True):
+        assert report["syncs"] == [["reshard", 0], ["reshard", 1]]
+        assert [2 * sent for sent in report["bytes"]] == whole["bytes"]
+        assert max(whole["bytes"]) > 0
+        assert max(report["gaps"]) < 0.1

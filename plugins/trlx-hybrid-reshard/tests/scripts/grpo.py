@@ -1,4 +1,4 @@
-"""Launched by test_grpo.py: GRPO with FSDP2 and a tensor-parallel vLLM on a CPU, three times; each rank reports."""
+"""Launched by test_grpo.py: GRPO with FSDP2 and a tensor-parallel vLLM on a CPU, several times; each rank reports."""
 
 import json
 import os
@@ -20,6 +20,7 @@ RUNS = [
     {"engine": {}, "tied": False},
     {"engine": {"dtype": "bfloat16", "enable_sleep_mode": True}, "tied": True},
     {"engine": {}, "tied": False, "lora": True},
+    {"engine": {"enable_sleep_mode": True}, "tied": False, "experts": True},
 ]
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -57,9 +58,10 @@ class Poisoned:
 
 def main(folder, index):
     wanted = RUNS[index]
-    lora = wanted.get("lora", False)
+    lora, experts = wanted.get("lora", False), wanted.get("experts", False)
+    os.environ["FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP"] = "Qwen3MoeDecoderLayer" if experts else "Qwen3DecoderLayer"
     plugin = Poisoned(lambda name: ("qkv_proj" not in name and "down_proj" not in name) if lora else FROZEN in name)
-    model = tiny_model(tied=wanted["tied"])
+    model = tiny_model("qwen3_moe" if experts else "qwen3", tied=wanted["tied"])
     for name, p in model.named_parameters():
         p.requires_grad_(FROZEN not in name)
     settings = tiny_grpo(

@@ -1,8 +1,8 @@
 """Launched by test_looping.py: a custom loop over all ranks, FSDP2 and an engine over them, with its layouts named.
 
-    looping.py FOLDER TP PP
+    looping.py FOLDER TP PP DTYPE
 
-On rank 1 the log of the weight sync is on, at INFO.
+The engine is in DTYPE, and so is what is sent. On rank 1 the log of the weight sync is on, at INFO.
 """
 
 import json
@@ -28,14 +28,14 @@ def engine_of(model, optimizer=None, **layouts):
     return HybridEngine(model, character_tokenizer(), optimizer, max_tokens=8, engine_options=dict(OPTIONS), **layouts)
 
 
-def main(folder, tp, pp):
+def main(folder, tp, pp, dtype):
     dist.init_process_group("gloo")
     model = tiny_model()
     for layer in model.model.layers:
         fully_shard(layer)
     fully_shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    report = {"refused": [], "syncs": [], "gaps": [], "generated": [], "ended": 0, "logged": []}
+    report = {"refused": [], "syncs": [], "gaps": [], "generated": [], "ended": 0, "logged": [], "bytes": []}
     if RANK == 1:
         logged = logging.Handler()
         logged.emit = lambda record: report["logged"].append(record.getMessage())
@@ -48,7 +48,9 @@ def main(folder, tp, pp):
             report["refused"].append(str(error))
     fsdp = {"version": 2, "dp_shard_size": WORLD, "reshard_after_forward": True}
     layouts = {"rollout_config": {"tp_size": tp, "pp_size": pp, "dp_type": "none"}}
-    layouts |= {"train_config": {"fsdp_config": fsdp}, "enable_reshard": True, "compress_reshard": False}
+    layouts |= {"train_config": {"fsdp_config": fsdp}, "enable_reshard": True}
+    compressed = {"compress_reshard": True, "compression_dtype": dtype}
+    layouts |= {"compress_reshard": False} if dtype is torch.float32 else compressed
     prompts = torch.tensor([[0, 0, 5, 6, 7, 40 + RANK], [11, 12, 13, 14, 15, 60 + RANK]])
     asked = {"input_ids": prompts, "attention_mask": (prompts != 0).long(), "max_new_tokens": 9}
     with engine_of(model, optimizer, **layouts) as engine:
@@ -61,6 +63,7 @@ def main(folder, tp, pp):
         for _ in range(2):
             own = model.generate(**asked, synced_gpus=True)
             with engine.rollout_context():
+                report["bytes"].append(engine.session.metrics["hybrid/sync_bytes"])
                 (completion,) = engine.generate([[5, 6, 7, 40 + RANK]])
                 served = model.generate(**asked)
                 try:
@@ -85,4 +88,4 @@ def main(folder, tp, pp):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    main(Path(sys.argv[1]), *map(int, sys.argv[2:4]), getattr(torch, sys.argv[4]))

@@ -2,8 +2,8 @@
 
     python lora_distributed.py OUT fsdp|ddp TENSOR_PARALLEL [KEY=VALUE ...]
 
-Further arguments are of the model's config. By `torchrun --nproc-per-node 2` with two GPUs it runs on them, in
-bfloat16, which vLLM's kernels for adapters ask for.
+Further arguments are `architecture`, a model type, and fields of its config. By `torchrun --nproc-per-node 2` with two
+GPUs it runs on them, in bfloat16, which vLLM's kernels for adapters ask for.
 """
 
 import hashlib
@@ -22,6 +22,7 @@ from trlx_hybrid.weights.policy import is_sharded
 
 RANK = int(os.environ["RANK"])
 CUDA = torch.cuda.is_available()
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 def digest(policy):
@@ -76,7 +77,7 @@ def main(folder, size, shape):
         peft_config=LoraConfig(
             r=4,
             lora_alpha=6,
-            target_modules="all-linear",
+            target_modules=ATTENTION if "architecture" in shape else "all-linear",  # which adapts fused experts too
             init_lora_weights="gaussian",
             rank_pattern={"down_proj": 7},
             alpha_pattern={"k_proj": 10},
@@ -102,9 +103,12 @@ def main(folder, size, shape):
 
 if __name__ == "__main__":
     out, mode, size, *rest = sys.argv[1:]
+    shape = {key: int(value) if value.isdigit() else value for key, value in (item.split("=") for item in rest)}
     if mode == "fsdp":
         os.environ.update(FSDP2)
+        if shape.get("architecture") == "qwen3_moe":
+            os.environ["FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP"] = "Qwen3MoeDecoderLayer"
     os.environ["ACCELERATE_USE_CPU"] = "false" if CUDA else "true"
     if not CUDA and mode == "fsdp":
         use_fsdp_on_cpu()
-    main(Path(out), int(size), {key: int(value) for key, value in (item.split("=") for item in rest)})
+    main(Path(out), int(size), shape)

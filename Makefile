@@ -54,8 +54,8 @@ test-gpu:
 		$(PYTHON) -m pytest tests/whole_runs/test_$${width#*:}.py -n $$(( $(GPUS) / $${width%:*} )) $(ARGS) || failed=1; \
 	done; $(PYTHON) tests/whole_runs/page.py; exit $$failed
 
-models: .venv/run
-	$(CPU) $(BIN)/python -m tests.models
+models: .venv-vision/run
+	$(CPU) .venv-vision/bin/python -m tests.models
 
 test-faults: .venv/dev
 	FAULT_SEEDS=20 $(CPU) $(BIN)/python -m pytest plugins/trlx-hybrid-multiturn/tests/test_faults.py $(ARGS)
@@ -86,7 +86,8 @@ test-vision: .venv-vision/run
 		$(patsubst %,plugins/trlx-hybrid-%/tests/test_images.py,vllm reshard multiturn ray) \
 		tests/whole_runs/test_on_a_cpu.py::test_pictures \
 		tests/whole_runs/test_on_a_cpu.py::test_an_environment_that_shows_pictures tests/test_recipes.py::test_pictures \
-		tests/test_examples.py::test_squares_are_counted -m "slow or not slow" \
+		tests/test_examples.py::test_squares_are_counted tests/test_models.py::test_a_row_with_torchvision \
+		-m "slow or not slow" \
 		plugins/trlx-hybrid-ray/tests/test_two_hosts.py::test_a_model_that_sees_images_is_served_by_one_engine_over_both
 
 test-4bit: .venv-4bit/run

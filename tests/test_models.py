@@ -18,7 +18,11 @@ def module(name):
 matrix, page = module("matrix"), module("page")
 FAST = ("DeepSeek-V3, DeepSeek-R1", "GPT-2", "gpt-oss", "Qwen1.5-MoE, Qwen2-MoE", "Qwen3-Next")
 """Latent attention and a routing's bias; transposed weights; rearranged experts; an adapter called past; states."""
-NAMES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in matrix.MODELS]
+NAMES = [
+    name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
+    for name in matrix.MODELS
+    if name not in matrix.WITH_TORCHVISION
+]
 
 
 def test_the_page_is_up_to_date():
@@ -29,6 +33,16 @@ def test_the_page_is_up_to_date():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_row_is_what_a_run_shows(name, started_once):
+    check_row(name)
+
+
+@pytest.mark.parametrize("name", matrix.WITH_TORCHVISION)
+def test_a_row_with_torchvision(name, started_once):
+    pytest.importorskip("torchvision", reason="in `make test-vision`: vLLM has these models beside one that sees images")
+    check_row(name)
+
+
+def check_row(name):
     (expected,) = (row for row in page.seen()["rows"] if row["model"] == name)
     with matrix.inspected_here():
         row = matrix.measure(name)

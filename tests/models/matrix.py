@@ -61,6 +61,9 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 """What users call a model, its model type in transformers, and arguments of `tiny_model`."""
 
+WITH_TORCHVISION = ("Qwen3.5, text", "Qwen3.5-MoE, text")
+"""Those whose class vLLM has in a file with one that sees images."""
+
 ADAPTER = {"r": 4, "lora_alpha": 8, "init_lora_weights": "gaussian"}
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa"]
 

@@ -5,7 +5,7 @@ import trlx_hybrid
 from trl import GRPOConfig
 from trlx_hybrid import HybridConfig
 from trlx_hybrid.testing.launched import tiny_grpo
-from trlx_hybrid.testing.vision import counted_squares, tiny_vision_model
+from trlx_hybrid.testing.vision import PATCHES, counted_squares, tiny_vision_model
 
 NEEDED = "the processors of vision-language models need torchvision"
 
@@ -37,9 +37,10 @@ def trained(architecture, folder, **hybrid):
         trainer.session.close()
 
 
-def test_training_on_pictures_is_that_of_the_engine_inside(session_cluster, tmp_path):
-    completions, losses, *_ = trained("qwen2_5_vl", tmp_path / "inside", engine="vllm", weights="gather")
-    found, theirs, path, gap = trained("qwen2_5_vl", tmp_path / "remote", engine="remote")
+@pytest.mark.parametrize("architecture", sorted(PATCHES))
+def test_training_on_pictures_is_that_of_the_engine_inside(architecture, session_cluster, tmp_path):
+    completions, losses, *_ = trained(architecture, tmp_path / "inside", engine="vllm", weights="gather")
+    found, theirs, path, gap = trained(architecture, tmp_path / "remote", engine="remote")
     assert path == "transfer"
     assert found == completions
     assert theirs == pytest.approx(losses, abs=1e-5)

@@ -25,9 +25,10 @@ def test_a_rank_without_images_trains_beside_one_with_some_where_nothing_is_shar
     assert min(first) > 0
 
 
-def test_every_sync_brings_the_tower_as_well(tmp_path):
+@pytest.mark.parametrize("architecture", ["qwen2_5_vl", "qwen3_vl"])
+def test_every_sync_brings_the_tower_as_well(architecture, tmp_path):
     pytest.importorskip("torchvision", reason=NEEDED)
-    for report in reports("images.py", tmp_path, 2):
+    for report in reports("images.py", tmp_path, 2, architecture):
         assert report["sharded"]
         assert len(report["syncs"]) == len(report["logs"]) == 3
         assert max(log["grad_norm"] for log in report["logs"]) > 0

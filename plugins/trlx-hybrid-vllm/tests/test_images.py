@@ -67,10 +67,12 @@ class Syncs:
         self.seen.append((report.weights, report.verified, report.logprob_gap))
 
 
-def trained(architecture, folder, peft_config=None, **hybrid):
+def trained(architecture, folder, peft_config=None, frozen="nothing", **hybrid):
     """(logs, syncs, names of the weights that changed) of three GRPO steps on pictures."""
     pytest.importorskip("torchvision", reason=NEEDED)
     model, processor = tiny_vision_model(architecture)
+    for name, p in model.named_parameters():
+        p.requires_grad_(frozen not in name)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     syncs = Syncs()
     trainer = trlx_hybrid.GRPOTrainer(
@@ -113,10 +115,22 @@ def test_grpo_trains_tower_and_text_alike_on_shared_and_on_gathered_weights(arch
     assert any("language_model" in name for name in changed)
 
 
-def test_an_adapter_of_the_text_model_is_served_beside_the_tower(tmp_path):
+@pytest.mark.parametrize("weights", ["alias", "copy"])
+@pytest.mark.parametrize("architecture", sorted(PATCHES))
+def test_a_frozen_tower_stays_and_the_text_model_is_trained(architecture, weights, tmp_path):
+    _, syncs, changed = trained(architecture, tmp_path, frozen="visual", weights=weights)
+    assert {path for path, *_ in syncs} == {weights}
+    assert max(gap for *_, gap in syncs) < 1e-5
+    assert changed
+    assert not any("visual" in name for name in changed)
+
+
+@pytest.mark.parametrize("weights", ["lora", "merged"])
+@pytest.mark.parametrize("architecture", sorted(PATCHES))
+def test_an_adapter_of_the_text_model_reaches_the_engine_beside_the_tower(architecture, weights, tmp_path):
     adapter = LoraConfig(r=4, target_modules=r".*language_model.*_proj")
-    logs, syncs, changed = trained("qwen2_5_vl", tmp_path, adapter)
-    assert {weights for weights, *_ in syncs} == {"lora"}
+    logs, syncs, changed = trained(architecture, tmp_path, adapter, weights=weights)
+    assert {path for path, *_ in syncs} == {weights}
     assert max(gap for *_, gap in syncs) < 1e-5
     assert max(log["grad_norm"] for log in logs) > 0
     assert not changed

@@ -14,6 +14,7 @@ from trlx_hybrid.testing.launched import FSDP2, tiny_grpo, use_fsdp_on_cpu
 from trlx_hybrid.testing.vision import MARKS, counted_squares, picture, tiny_vision_model
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+LAYERS = {"qwen2_5_vl": "Qwen2_5_VLDecoderLayer", "qwen3_vl": "Qwen3VLTextDecoderLayer"}
 
 
 class Syncs:
@@ -26,15 +27,15 @@ class Syncs:
         self.seen.append({"weights": report.weights, "gap": report.logprob_gap, "differing": differing})
 
 
-def main(folder):
-    model, processor = tiny_vision_model("qwen2_5_vl", tower_heads=max(WORLD, 2))
+def main(folder, architecture):
+    model, processor = tiny_vision_model(architecture, tower_heads=max(WORLD, 2))
     plugin = Syncs()
     settings = tiny_grpo(folder, per_device_train_batch_size=4, vllm_tensor_parallel_size=WORLD)
     trainer = GRPOTrainer(
         model=model,
         reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids],
         args=GRPOConfig(**settings | {"learning_rate": 1e-2}),
-        train_dataset=counted_squares("qwen2_5_vl"),
+        train_dataset=counted_squares(architecture),
         processing_class=processor,
         hybrid=HybridConfig(verify_every=1),
         plugins=[plugin],
@@ -84,11 +85,11 @@ def uneven(folder):
 
 
 if __name__ == "__main__":
-    if sys.argv[2:] == ["ddp"]:
+    out, what = Path(sys.argv[1]), sys.argv[2]
+    if what == "ddp":
         os.environ["ACCELERATE_USE_CPU"] = "true"
     else:
-        os.environ.update(FSDP2 | {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": "Qwen2_5_VLDecoderLayer"})
+        os.environ.update(FSDP2 | {"FSDP_TRANSFORMER_LAYER_CLS_TO_WRAP": LAYERS.get(what, LAYERS["qwen2_5_vl"])})
         use_fsdp_on_cpu()
-    out = Path(sys.argv[1])
-    (out / f"rank{RANK}.json").write_text(json.dumps(uneven(out) if sys.argv[2:] else main(out)))
+    (out / f"rank{RANK}.json").write_text(json.dumps(main(out, what) if what in LAYERS else uneven(out)))
     torch.distributed.destroy_process_group()

@@ -38,7 +38,7 @@ def test_a_row_is_what_a_run_shows(name, started_once):
 
 @pytest.mark.parametrize("name", matrix.WITH_TORCHVISION)
 def test_a_row_with_torchvision(name, started_once):
-    pytest.importorskip("torchvision", reason="in `make test-vision`: vLLM has these models beside one that sees images")
+    pytest.importorskip("torchvision", reason="in `make test-vision`: vLLM has these beside models that see images")
     check_row(name)
 
 

@@ -86,6 +86,19 @@ def test_losses_gradients_metrics_and_weights_are_those_that_were_recorded(twice
     assert_same(*twice(**{"max_steps": 4, "num_generations": 4} | given))
 
 
+def test_on_a_cpu_a_replay_takes_as_many_threads_as_the_recorded_run(run, folder):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        recorded = run(GRPOTrainer, hybrid={"record": str(folder)})
+        torch.set_num_threads(before)
+        replayed = run(GRPOTrainer, hybrid={"replay": str(folder)}, reward_funcs=[never])
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert_same(recorded, replayed)
+
+
 def test_evaluations_between_are_replayed_where_they_were(twice, prompts):
     settings = {"eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "max_steps": 4}
     recorded, replayed = twice(eval_dataset=prompts.select(range(4)), per_device_eval_batch_size=8, **settings)

@@ -20,7 +20,8 @@ log-probs that the engine samples with and the trainer's, in nats, before and af
 may be 1e-5. A note says why not a cheaper path, or what refuses the model.
 
 GPUs have other kernels. Most of vLLM's backends for experts lay the weights out anew there, which a path that shares
-them notices and says. What ran whole on GPUs is in [another table](tested.md). vLLM's classes of Qwen3.5 need torchvision.
+them notices and says. What ran whole on GPUs is in [another table](tested.md). vLLM's classes of Qwen3.5 need
+torchvision.
 """
 
 

@@ -68,6 +68,8 @@ class RecordedBatch:
         values: what TRL calls the batch: tensors and plain data, in TRL's order.
         rewards: (world * B, functions) float, of all ranks; NaN where a function returned None. None without rewards.
         generators: states of torch's generators after it, (n,) uint8, by type of device.
+        threads: with which torch trains on a CPU, where sums are rounded in the order in which threads share them; 0
+            where it trains elsewhere. vLLM takes some away.
     """
 
     mode: str
@@ -81,6 +83,7 @@ class RecordedBatch:
     values: dict[str, Any]
     rewards: Tensor | None
     generators: dict[str, Tensor]
+    threads: int = 0
 
 
 class Recording:

@@ -109,7 +109,7 @@ class Replayed:
         metrics = trainer._metrics[mode]
         before = {name: list(values) for name, values in metrics.items()}
         self._starts(step)
-        values = roll_out()
+        values, device = roll_out(), self.session.policy.device
         self._recording.write(
             RecordedBatch(
                 mode=mode,
@@ -122,7 +122,8 @@ class Replayed:
                 metrics={name: found for name in metrics if (found := _added(before.get(name, []), metrics[name]))},
                 values=values,
                 rewards=trainer._rewards,
-                generators=_generators(self.session.policy.device),
+                generators=_generators(device),
+                threads=torch.get_num_threads() if device.type == "cpu" else 0,
             )
         )
         return values
@@ -139,6 +140,8 @@ class Replayed:
             metrics[name] = values if replaces else metrics[name] + values
         trainer.state.num_input_tokens_seen = batch.tokens_seen
         _restore(batch.generators, device)
+        if batch.threads and device.type == "cpu":
+            torch.set_num_threads(batch.threads)
         moved = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in batch.values.items()}
         if NUMBER in moved:
             self._deferred[mode] = Deferred(moved, mode, self.session.weight_version)  # type: ignore[attr-defined]

@@ -86,7 +86,7 @@ test-vision: .venv-vision/run
 		$(patsubst %,plugins/trlx-hybrid-%/tests/test_images.py,vllm reshard multiturn ray) \
 		tests/whole_runs/test_on_a_cpu.py::test_pictures \
 		tests/whole_runs/test_on_a_cpu.py::test_an_environment_that_shows_pictures tests/test_recipes.py::test_pictures \
-		tests/whole_runs/test_on_a_cpu.py::test_episodes_are_recorded_and_replayed_and_sampled_without_training \
+		'tests/whole_runs/test_on_a_cpu.py::test_episodes_are_recorded_and_replayed_and_sampled_without_training[gallery.py-pictures]' \
 		tests/test_examples.py::test_squares_are_counted tests/test_models.py::test_a_row_with_torchvision \
 		-m "slow or not slow" \
 		plugins/trlx-hybrid-ray/tests/test_two_hosts.py::test_a_model_that_sees_images_is_served_by_one_engine_over_both

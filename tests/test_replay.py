@@ -86,6 +86,15 @@ def test_losses_gradients_metrics_and_weights_are_those_that_were_recorded(twice
     assert_same(*twice(**{"max_steps": 4, "num_generations": 4} | given))
 
 
+def test_a_second_training_leaves_the_recording_of_the_first_whole(run, folder):
+    recorded = run(GRPOTrainer, hybrid={"record": str(folder)})
+    logs = list(recorded.logs)
+    with pytest.raises(ConfigError, match=r"has a recording already\. Name another folder"):
+        recorded.trainer.train()
+    recorded.close()
+    assert run(GRPOTrainer, hybrid={"replay": str(folder)}, reward_funcs=[never]).logs == logs
+
+
 def test_on_a_cpu_a_replay_takes_as_many_threads_as_the_recorded_run(run, folder):
     before = torch.get_num_threads()
     try:

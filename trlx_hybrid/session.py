@@ -15,6 +15,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
+
 from .algorithms import Algorithms
 from .config import HybridConfig
 from .doctor import package_version
@@ -279,16 +281,20 @@ class Session:
                 self.release_engine()
             self._evict_other()
             engine, rollout = self.selection.engine, self.selection.rollout
-            try:
-                with preserved_generators():
-                    self.engine = self.memory.engine = engine.component.build(self, engine.options)
-                Session._holder = weakref.ref(self)
-                self._leave_at_exit()
-                self.memory.return_after_build(self.engine)
-                self.weights, self.weights_why = choose(self.selection, lambda c: c.component.build(self, c.options))
-                self.weights.open()
-            finally:
-                self.memory.unpark_policy()
+            # Built within an `inference_mode` of the caller's, weights that the engine shares could never be trained.
+            with torch.inference_mode(False), torch.no_grad():
+                try:
+                    with preserved_generators():
+                        self.engine = self.memory.engine = engine.component.build(self, engine.options)
+                    Session._holder = weakref.ref(self)
+                    self._leave_at_exit()
+                    self.memory.return_after_build(self.engine)
+                    self.weights, self.weights_why = choose(
+                        self.selection, lambda c: c.component.build(self, c.options)
+                    )
+                    self.weights.open()
+                finally:
+                    self.memory.unpark_policy()
             self.memory.predict_live(self.live_engine, self.weights.keeps_weights)
             self.rollout = rollout.component.build(self, rollout.options)
         if not self._announced:

@@ -147,7 +147,7 @@ def sampling_of(trainer: Any) -> Sampling:
         min_p=0.0 if args.min_p is None else args.min_p,
         repetition_penalty=args.repetition_penalty,
         logprobs=0 if trainer._base_name == "GRPO" else None,
-        extra=dict(args.generation_kwargs or {}),
+        extra={name: value for name, value in (args.generation_kwargs or {}).items() if value is not None},
         regex=args.vllm_structured_outputs_regex,
     )
 

@@ -128,6 +128,7 @@ class Recording:
             part = self.folder / f"{FILE}.part"
             part.write_text(json.dumps(facts, indent=1))
             part.replace(self.folder / FILE)
+        self.__dict__.pop("facts", None)  # which were None before
 
     def write(self, batch: RecordedBatch) -> None:
         """Add one; its `index` is set here.

@@ -42,6 +42,7 @@ class Replayed:
     _recording: Recording | None = None  # to which batches are added
     _replay: Recording | None = None  # from which they come
     _begun = False  # whether there is something of this run in the recording
+    _last = (-1, 0)  # step and number of the last batch of training that was recorded
     _said_apart = False  # that the weights are not those of the recorded run
 
     def _attach_recording(self) -> None:
@@ -106,6 +107,10 @@ class Replayed:
         if self._recording is None:
             return roll_out()
         mode, step, number = self._place()
+        if mode == "train":
+            if (step, number) <= self._last:
+                self._begun = False  # a second `train()`
+            self._last = step, number
         metrics = trainer._metrics[mode]
         before = {name: list(values) for name, values in metrics.items()}
         self._starts(step)

@@ -40,7 +40,8 @@ class AdaptedModule:
         try:
             for layer in reversed(pending):
                 layer.merge()
-            return {name: p.detach().clone() for name, p in parameters.items()}
+            merged = self.layers[-1].base_layer  # LayerNorm tuning puts a module of its own there
+            return {name: p.detach().clone() for name, p in merged.named_parameters()}
         finally:
             for layer in pending:
                 layer.unmerge()

@@ -241,7 +241,7 @@ def test_one_engine_over_both_hosts_trains(hosts, tmp_path):
 def test_a_model_that_sees_images_is_served_by_one_engine_over_both(hosts, tmp_path):
     """Qwen2.5-VL's shape, FSDP2 and TP=4, the case of OpenRLHF's issue 958. Run by `make test-vision`."""
     pytest.importorskip("torchvision", reason="the processors of vision-language models need torchvision")
-    done = launch(hosts[0], PICTURES, tmp_path, timeout=600)
+    done = launch(hosts[0], PICTURES, tmp_path, "qwen2_5_vl", timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     reports = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(4)]
     for report in reports:

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 from trlx_hybrid.errors import SyncError, listed
-from trlx_hybrid.weights.policy import Policy, unwrapped_name, whole
+from trlx_hybrid.weights.policy import ModuleTree, Policy, unwrapped_name, whole
 
 from . import internals
 from .loader import differ, flagged
@@ -178,6 +178,7 @@ class AdapterSlots:
 
     def __init__(self, llm: Any, policy: Policy) -> None:
         self._manager = internals.adapter_manager(llm)
+        self._policy, self._tree = policy, ModuleTree(lambda: policy.base)
         self._layers = lora_layers(policy)
         (self._adapter,) = active_adapters(self._layers)
         self._slots: list[Slot] = []
@@ -224,6 +225,8 @@ class AdapterSlots:
         Raises:
             SyncError: the adapter is merged, is no longer the one the slots were made for, or has other shapes.
         """
+        if self._tree.changed():
+            self._refuse_other_layers()
         if not self._held():
             self.reset()
         live, idle = self._split()
@@ -338,6 +341,22 @@ class AdapterSlots:
         return str(mapper.get_rename_mapper().map_name(name + weight)).removesuffix(weight)
 
     # --- the adapter's state ----------------------------------------------------------------------------------------
+
+    def _refuse_other_layers(self) -> None:
+        """Layers that were replaced or unloaded: the slots are of those that were there.
+
+        Raises:
+            SyncError: names them.
+        """
+        now = lora_layers(self._policy)
+        gone = [name for name, layer in self._layers.items() if now.get(name) is not layer]
+        if gone or now.keys() != self._layers.keys():
+            other = listed(gone or sorted(now.keys() - self._layers.keys()))
+            raise SyncError(
+                f"vLLM's slots were made for other layers of the adapter than there are now: {other}. Release the "
+                "engine when an adapter is unloaded or put on anew (`session.release_engine()`): the next rollout "
+                "builds another."
+            )
 
     def _split(self) -> tuple[list[Slot], list[Slot]]:
         """The slots whose adapter is applied now, and those whose is disabled."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from trlx_hybrid.errors import SyncError
+from trlx_hybrid.errors import SyncError, listed
+from trlx_hybrid.memory.ledger import plain_tensors
 from trlx_hybrid.protocols import WeightSync
 from trlx_hybrid.types import LoadReport
 from trlx_hybrid.weights import quantised
+from trlx_hybrid.weights.frozen import Frozen
 from trlx_hybrid.weights.policy import modules_of
 
 from ..loader import counted
@@ -15,6 +17,7 @@ from ..lora import AdapterSlots
 from .shared import SharedSync, refuse_other_bits
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from trlx_hybrid.session import Session
 
 
@@ -99,14 +102,14 @@ class StreamedBase(WeightSync):
     """The base where ranks share nothing: streamed through vLLM's loader, once. Collective: each tensor is gathered in
     full, one layer a time.
 
-    Nothing frozen moves again as long as the engine keeps its weights.
+    Nothing frozen moves again as long as the engine keeps its weights and nobody writes to it.
     """
 
     name = "streamed"
 
     def __init__(self, session: Session) -> None:
         self._session, self._policy = session, session.policy
-        self._streamed = False
+        self._streamed, self._frozen = False, Frozen()
 
     def refuses(self) -> str | None:
         """Why the base cannot be streamed once and for all, or None."""
@@ -124,12 +127,29 @@ class StreamedBase(WeightSync):
     def sync(self) -> LoadReport:
         """Bring the base into the engine where it is not there."""
         engine = self._session.live_engine
-        if self._streamed and not engine.weights_lost:
+        written = self._session.ranks.any(self._frozen.changed(self._held()))
+        if self._streamed and not engine.weights_lost and not written:
             engine.weights_written()
             return LoadReport(tensors=0, bytes=0)
         report = engine.load_weights(self._policy.full_weights(merge=False))
         self._streamed = True
         return report
+
+    def _held(self) -> dict[str, Tensor]:
+        """What this rank has of the base, by name: shards, bits and scales.
+
+        Raises:
+            SyncError: some of it is trained by now.
+        """
+        parameters = self._policy.base_parameters()
+        trained = [name for name, p in parameters.items() if p.requires_grad]
+        if trained:
+            raise SyncError(
+                f"{listed(trained)} of the base began to be trained beside the adapter, which was streamed into the "
+                "engine once. Train it from the start, or use weights='gather'."
+            )
+        own = {name: [getattr(p, "ds_tensor", p), *quantised.scales(p)] for name, p in parameters.items()}
+        return {f"{name} {n}": t for name, held in own.items() for n, t in enumerate(plain_tensors(held))}
 
     def forget(self) -> None:
         """The base is streamed again."""

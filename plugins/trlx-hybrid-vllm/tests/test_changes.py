@@ -1,0 +1,136 @@
+"""What a user's code changes between two rollouts, with no optimizer step, reaches the engine, or is refused."""
+
+import copy
+
+import pytest
+import torch
+from peft import LNTuningConfig, LoraConfig, PrefixTuningConfig, get_peft_model
+from trlx_hybrid import HybridConfig, HybridEngine
+from trlx_hybrid.errors import ComponentError, SyncError
+from trlx_hybrid.testing.agreement import gap
+from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+
+PLAIN = {"r": 4, "init_lora_weights": "gaussian", "target_modules": ["q_proj", "v_proj"]}
+
+
+@pytest.fixture
+def engine():
+    """`engine(model, weights)`, closed at the end."""
+    built = []
+
+    def build(model, weights="auto"):
+        config = HybridConfig(engine_options={"max_model_len": 64}, weights=weights)
+        built.append(HybridEngine(model, character_tokenizer(), max_tokens=8, config=config))
+        return built[-1]
+
+    yield build
+    for one in built:
+        one.close()
+
+
+def adapted(architecture="qwen3", adapter=None):
+    torch.manual_seed(0)
+    return get_peft_model(tiny_model(architecture), adapter or LoraConfig(**PLAIN))
+
+
+def layers_of(model):
+    return [module for module in model.modules() if hasattr(module, "lora_A") and hasattr(module, "scaling")]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "path"), [("qwen3", "alias"), ("qwen3", "copy"), ("qwen3", "gather"), ("gpt_oss", "lora")]
+)
+def test_frozen_weights_that_are_written_to(engine, architecture, path):
+    """The base of gpt-oss is streamed into the engine, whose loader computes its experts anew."""
+    model = adapted(architecture) if path == "lora" else tiny_model(architecture)
+    norms = [p for name, p in model.named_parameters() if "norm" in name]
+    for norm in norms:
+        norm.requires_grad_(False)
+    session = engine(model, path).session
+    assert gap(session) < 1e-5
+    before = session.versions.version
+    with torch.no_grad():
+        for norm in norms:
+            norm.mul_(1.5)
+    assert gap(session) < 1e-5
+    assert session.versions.version == before + 1
+    assert gap(session) < 1e-5
+    assert session.versions.version == before + 1  # nothing is news twice
+
+
+@pytest.mark.parametrize("path", ["alias", "copy"])
+def test_a_module_that_takes_the_place_of_another(engine, path):
+    model = tiny_model()
+    session = engine(model, path).session
+    assert gap(session) < 1e-5
+    model.lm_head = copy.deepcopy(model.lm_head)
+    for factor in (2.0, 0.25):
+        with torch.no_grad():
+            model.lm_head.weight.mul_(factor)
+        assert gap(session) < 1e-5
+
+
+@pytest.mark.parametrize("path", ["lora", "gather", "merged"])
+def test_an_adapter_that_counts_more_or_not_at_all(engine, path):
+    model = adapted()
+    session = engine(model, path).session
+    assert gap(session) < 1e-5
+    for layer in layers_of(model):
+        layer.scale_layer(30.0)
+    assert gap(session) < 1e-5
+    with model.disable_adapter():
+        assert gap(session) < 1e-5
+    assert gap(session) < 1e-5
+
+
+def test_an_adapter_that_was_merged_in_place_would_count_twice(engine):
+    model = adapted()
+    session = engine(model, "lora").session
+    assert gap(session) < 1e-5
+    model.merge_adapter()
+    with pytest.raises(SyncError, match="would count twice: `unmerge_adapter` first"):
+        gap(session)
+    model.unmerge_adapter()
+    assert gap(session) < 1e-5
+
+
+def test_an_adapter_that_was_unloaded_leaves_no_slots_behind(engine):
+    model = adapted()
+    built = engine(model, "lora")
+    assert gap(built.session) < 1e-5
+    model.unload()
+    with pytest.raises(SyncError, match=r"other layers of the adapter than there are now: .*release_engine"):
+        gap(built.session)
+
+
+def test_norms_that_an_adapter_replaces(engine):
+    """PEFT's merge puts the trained norm in the place of the base's, which is left as it is."""
+    adapter = LNTuningConfig(target_modules=["input_layernorm", "post_attention_layernorm"])
+    model = adapted(adapter=adapter)
+    session = engine(model).session
+    for factor in (1.5, 0.5):
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.requires_grad:
+                    p.mul_(factor)
+        assert gap(session) < 1e-5
+
+
+def test_tokens_that_an_adapter_puts_before_the_prompt_are_no_weights(engine):
+    with pytest.raises(ComponentError, match=r"adapter 'default' \(PREFIX_TUNING\) is no change of weights"):
+        engine(adapted(adapter=PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")))
+
+
+@pytest.mark.parametrize("path", ["alias", "lora", "gather"])
+def test_an_engine_that_is_built_in_inference_mode_can_be_trained(engine, path):
+    model = adapted() if path == "lora" else tiny_model()
+    session = engine(model, path).session
+    with torch.inference_mode():
+        assert gap(session) < 1e-5
+    ids = torch.tensor([[5, 6, 7, 8]])
+    model(input_ids=ids, labels=ids).loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p.sub_(0.1 * p.grad)
+    assert gap(session) < 1e-5

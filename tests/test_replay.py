@@ -95,6 +95,16 @@ def test_a_second_training_leaves_the_recording_of_the_first_whole(run, folder):
     assert run(GRPOTrainer, hybrid={"replay": str(folder)}, reward_funcs=[never]).logs == logs
 
 
+def test_a_training_that_is_resumed_by_the_same_trainer_is_recorded_as_one(run, folder, tmp_path):
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    recorded = run(GRPOTrainer, hybrid={"record": str(folder)}, **settings)
+    recorded.trainer.train(resume_from_checkpoint=str(Path(recorded.trainer.args.output_dir) / "checkpoint-2"))
+    recorded.close()
+    replayed = run(GRPOTrainer, hybrid={"replay": str(folder)}, reward_funcs=[never], **settings)
+    assert [log["step"] for log in replayed.logs if "loss" in log] == [1, 2, 3, 4]
+    assert all(torch.equal(value, recorded.weights()[name]) for name, value in replayed.weights().items())
+
+
 def test_on_a_cpu_a_replay_takes_as_many_threads_as_the_recorded_run(run, folder):
     before = torch.get_num_threads()
     try:

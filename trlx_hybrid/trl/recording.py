@@ -48,7 +48,10 @@ EVALUATION = re.compile(r"settings\.(eval_(strategy|steps|delay|on_start)|(per_d
 QUIET = re.compile(r"output_dir|run_name|log|report_to|save|push|hub|vllm|tqdm|dataloader|resume|eval|project|trackio")
 """Those that change no number of a training step."""
 
-NO_FACTS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "base_model_name_or_path", "peft_version")
+NO_FACTS = (
+    *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "base_model_name_or_path", "peft_version"),
+    "architectures",  # which saving a model adds; its class is a fact of its own
+)
 """Of the configs of a model and its adapters: what another place on disk or another version says otherwise."""
 
 
@@ -119,6 +122,7 @@ class Recording:
     def begin(self, facts: Mapping[str, Any], step: int) -> None:
         """Batches from that step on will come: those that a run had recorded further on, before it was resumed, go."""
         self._here.mkdir(parents=True, exist_ok=True)
+        self._written = 0
         for (mode, at, _), path in self._files().items():
             if at > step or (at == step and mode == "train"):
                 path.unlink()

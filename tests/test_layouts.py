@@ -159,7 +159,7 @@ def test_the_engine_gets_its_parallelism_and_keeps_its_other_options():
         ),
         ({"rollout_config": {"tp_sise": 4}}, r"rollout_config has no setting 'tp_sise'\. Did you mean 'tp_size'\?"),
         ({"rollout_config": {"tp_size": "4"}}, "rollout_config: tp_size is int, got '4'. Write it without"),
-        ({"rollout_config": {"tp_size": 4.0}}, "rollout_config: tp_size=4.0 is no number of ranks"),
+        ({"rollout_config": {"tp_size": 4.0}}, r"rollout_config: tp_size is int, got 4\.0"),
         ({"rollout_config": {"tp_size": 0}}, "tp=0 in a layout"),
         ({"rollout_config": {"dp_type": "replicas"}}, "dp_type='replicas'.*'none' is one engine over all"),
         ({"rollout_config": {"tp_size": 2}}, "takes 2 ranks per engine, which do not divide 1"),

@@ -42,9 +42,6 @@ class RolloutConfig:
     dp_type: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tp_size", "pp_size"):
-            if type(getattr(self, name)) is not int:
-                raise ConfigError(f"rollout_config: {name}={getattr(self, name)!r} is no number of ranks.")
         if self.dp_type not in (None, "none"):
             raise ConfigError(
                 f"rollout_config: dp_type={self.dp_type!r}. Engines share no work: 'none' is one engine over all "

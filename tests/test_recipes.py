@@ -17,21 +17,15 @@ from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid.testing.processes import free_port
 from trlx_hybrid.train import function, read, train
 
+from benchmarks.rollout import SCALES
+
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
 
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "dtype": "bfloat16"}
 TIED = {"vocab_size": 151936, "tie_word_embeddings": True}
-SEVEN = QWEN2 | {
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
-}
+SEVEN = QWEN2 | SCALES["7b"].config
 CONFIGS = {
     "Qwen/Qwen2.5-0.5B-Instruct": QWEN2
     | TIED

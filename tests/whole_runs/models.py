@@ -11,6 +11,8 @@ from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.testing.vision import tiny_vision_model
 
+from benchmarks.rollout import SCALES
+
 SIZES: dict[str, dict[str, Any]] = {
     "cuda": {
         "hidden_size": 1024,
@@ -23,17 +25,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "cpu": {},
 }
 """Of the plain model: large enough on a GPU that every message of a weight sync is what it is for larger ones."""
-
-SEVEN = {
-    "hidden_size": 3584,
-    "intermediate_size": 18944,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 28,
-    "num_key_value_heads": 4,
-    "vocab_size": 152064,
-    "max_position_embeddings": 32768,
-}
-"""Qwen2.5-7B's."""
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "decoder_sparse_step": 1}
 CALLS = [
@@ -62,11 +53,11 @@ def write(name: str, folder: Path) -> Path:
             "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}"
             "{% if add_generation_prompt %}assistant: {% endif %}"
         )
-        shape = SIZES[device] | {"max_position_embeddings": 2048, "initializer_range": 0.02}
         if name == "seven":
             with torch.device("cuda"):  # a CPU draws its weights for minutes
-                model = AutoModelForCausalLM.from_config(Qwen2Config(**SEVEN), dtype=torch.bfloat16)
+                model = AutoModelForCausalLM.from_config(Qwen2Config(**SCALES["7b"].config), dtype=torch.bfloat16)
         else:
+            shape = SIZES[device] | {"max_position_embeddings": 2048, "initializer_range": 0.02}
             experts = name == "experts"
             model = tiny_model("qwen3_moe" if experts else "qwen3", **shape | (EXPERTS if experts else {}))
     text = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor

@@ -158,9 +158,9 @@ def refuse_empty(dataset: Any) -> None:
         raise ConfigError("train_dataset is empty. Check the split and any filter applied to it.")
 
 
-def refuse_reserved(args: Any) -> None:
+def refuse_reserved(generation_kwargs: dict[str, Any] | None) -> None:
     """Refuse what each request is asked for by the trainer, which reads one log-prob per token, the sampled one's."""
-    for name in {"n", "logprobs"} & (getattr(args, "generation_kwargs", None) or {}).keys():
+    for name in {"n", "logprobs"} & (generation_kwargs or {}).keys():
         raise ConfigError(f"generation_kwargs has {name!r}, which the trainer decides by itself. Leave it out.")
 
 

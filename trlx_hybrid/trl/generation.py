@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from ..types import Trajectory
+from .arguments import refuse_reserved
 
 if TYPE_CHECKING:
     from ..session import Session
@@ -53,6 +54,8 @@ class Generation:
             getattr(self, name)  # what is not there is not set
             object.__setattr__(self, name, value)
             return
+        if name == "generation_kwargs":
+            refuse_reserved(value)
         plain = {"generation_kwargs": {}, "min_p": 0.0}.get(name) if value is None else value
         sampler = self._session.sampler
         sampler.sampling = dataclasses.replace(sampler.sampling, **{SETTINGS[name]: plain})

@@ -24,7 +24,7 @@ from transformers.trainer_utils import has_length
 from ..config import RESUME_VARIABLE
 from ..errors import ConfigError, listed
 from ..rollout.seeding import preserved_generators
-from ..weights.policy import is_sharded
+from ..weights.sharded import is_sharded
 from .recording import WAY_OUT, RecordedBatch, Recording, compared, facts_of, refuse_foreign
 from .scoring import NUMBER, Deferred
 

@@ -16,7 +16,7 @@ from ..errors import ConfigError
 from ..rollout.conversation import Conversation, Dialogue, Limits
 from ..rollout.tokenizer import own_tokenizer
 from ..types import Completion
-from ..weights.policy import is_sharded
+from ..weights.sharded import is_sharded
 
 
 def dialogues(

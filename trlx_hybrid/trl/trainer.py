@@ -162,7 +162,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
                 )
         if not self._selection.stock:
             refuse_empty(given.get("train_dataset"))
-            refuse_reserved(given.get("args"))
+            refuse_reserved(getattr(given.get("args"), "generation_kwargs", None))
             refuse_missing_package(given.get("reward_funcs"))
         return brought
 

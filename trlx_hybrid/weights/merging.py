@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from ..errors import SyncError
+from .sharded import unsharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,22 +35,46 @@ class AdaptedModule:
 
     @torch.no_grad()
     def merged(self) -> dict[str, Tensor]:
-        """Parameters of the wrapped module with every active adapter merged; they stay valid afterwards."""
-        parameters = dict(self.base.named_parameters())
+        """Parameters of the wrapped module with every active adapter merged; they stay valid afterwards. Of sharded
+        ones the shards, where PEFT merges DTensors as it should, which it does for plain LoRA; else they are whole.
+
+        Raises:
+            SyncError: PEFT cannot merge one of them.
+        """
         pending = self.pending
         if not pending:
-            return {name: p.detach() for name, p in parameters.items()}
-        saved = {name: p.detach().clone() for name, p in parameters.items()}
+            return {name: p.detach() for name, p in self.base.named_parameters()}
+        with nullcontext() if all(_beyond_lora(layer) is None for layer in pending) else unsharded(self.layers[0]):
+            return self._merged(pending)
+
+    def _merged(self, pending: list[Any]) -> dict[str, Tensor]:
+        parameters = dict(self.base.named_parameters())
+        saved = {name: (p.data, p.detach().clone()) for name, p in parameters.items()}
         try:
             for layer in reversed(pending):
-                layer.merge()
+                _merge(layer)
             merged = self.layers[-1].base_layer  # LayerNorm tuning puts a module of its own there
             return {name: p.detach().clone() for name, p in merged.named_parameters()}
         finally:
             for layer in pending:
-                layer.unmerge()
+                if layer.merged:
+                    layer.unmerge()
             for name, p in parameters.items():
-                p.data.copy_(saved[name])
+                memory, bits = saved[name]
+                if p.stride() != memory.stride():  # OFT leaves the weight transposed, in memory of its own
+                    p.data = memory
+                p.data.copy_(bits)
+
+
+def _merge(layer: Any) -> None:
+    try:
+        layer.merge()
+    except (RuntimeError, TypeError, ValueError) as error:
+        kind, why = f"{type(layer).__module__}.{type(layer).__name__}", f"{type(error).__name__}: {error}"
+        raise SyncError(
+            f"PEFT cannot merge its {kind} into the base ({why.rstrip(': .')}), so that no engine can be given what it "
+            "computes. Train LoRA without a bias of its own, or let transformers generate."
+        ) from error
 
 
 def adapted(module: nn.Module) -> AdaptedModule | None:
@@ -83,22 +111,20 @@ def adapted_modules(model: nn.Module) -> Iterator[tuple[str, AdaptedModule]]:
 def beyond_lora(model: Any) -> str | None:
     """Why the adapters of a transformers model are not plain LoRA, one layer's weight at a time, or None."""
     found = list(adapted_modules(model))
-    if not found:
-        return None
+    if found and parted_head(model) is not None:
+        return "adapters part the output head from the embeddings that it is tied to (`gather` serves that)"
+    whys = ((name, _beyond_lora(layer)) for name, module in found for layer in module.layers)
+    return next((f"{name} {why}, which is merged as a whole (`gather`)" for name, why in whys if why), None)
+
+
+def _beyond_lora(layer: Any) -> str | None:
     from peft.tuners.lora.layer import Embedding, Linear
 
-    if parted_head(model) is not None:
-        return "adapters part the output head from the embeddings that it is tied to (`gather` serves that)"
-    for name, module in found:
-        for layer in module.layers:
-            kind = type(layer)
-            if kind not in (Linear, Embedding):
-                return f"{name} is adapted by PEFT's {kind.__name__} layer, which is merged as a whole (`gather`)"
-            variants = [v for a, v in layer.lora_variant.items() if a in layer.active_adapters]
-            if variants:
-                kind = type(variants[0])
-                return f"{name} computes a variant of LoRA ({kind.__name__}), which is merged as a whole (`gather`)"
-    return None
+    kind = type(layer)
+    if kind not in (Linear, Embedding):
+        return f"is adapted by PEFT's {kind.__name__} layer"
+    variants = [v for a, v in layer.lora_variant.items() if a in layer.active_adapters]
+    return f"computes a variant of LoRA ({type(variants[0]).__name__})" if variants else None
 
 
 def parted_head(model: Any) -> nn.Module | None:

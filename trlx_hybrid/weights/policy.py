@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import quantised
 from .merging import adapted, parted_head
+from .sharded import full, is_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -295,26 +295,18 @@ def modules_of(root: nn.Module) -> Iterator[nn.Module]:
 
 
 class ModuleTree:
-    """Notices that a module is no longer the one that was there, in 0.1 ms, where finding all weights takes 5.
+    """Notices that a module is no longer the one that was there, in 0.1 ms, where finding all weights takes 5."""
 
-    Args:
-        root: the model as it is now.
-    """
+    def __init__(self) -> None:
+        self._known: nn.Module | None = None
+        self._places: list[tuple[dict[str, nn.Module | None], str, nn.Module | None]] = []
 
-    def __init__(self, root: Callable[[], nn.Module]) -> None:
-        self._root = root
-        self._look()
-
-    def _look(self) -> None:
-        self._known = self._root()
-        modules = list(modules_of(self._known))
-        self._places = [(m._modules, key, child) for m in modules for key, child in m._modules.items()]
-
-    def changed(self) -> bool:
-        """Whether it is another tree than at the last look."""
-        if self._root() is self._known and all(held.get(key) is child for held, key, child in self._places):
+    def changed(self, root: nn.Module) -> bool:
+        """Whether it is another tree than at the last look, or this is the first."""
+        if root is self._known and all(held.get(key) is child for held, key, child in self._places):
             return False
-        self._look()
+        self._known = root
+        self._places = [(m._modules, key, child) for m in modules_of(root) for key, child in m._modules.items()]
         return True
 
 
@@ -409,11 +401,6 @@ def class_name(module: nn.Module) -> str:
     return next(c.__name__ for c in type(module).__mro__ if not c.__name__.startswith("FSDP"))
 
 
-def is_sharded(p: Tensor) -> bool:
-    """Whether this rank holds only a part of it: a DTensor (FSDP2), or a parameter of ZeRO-3."""
-    return hasattr(p, "full_tensor") or hasattr(p, "ds_id")
-
-
 def layer_kinds(config: Any) -> set[str]:
     """What a text model's layers are, in the words of transformers' `layer_types`: "full_attention" attends to all that
     comes before. Models without that list have sliding windows in all layers or in none."""
@@ -466,58 +453,3 @@ def evaluating(module: nn.Module) -> Iterator[None]:
     finally:
         for m, training in modes:
             m.training = training
-
-
-def full(tensor: Any) -> Tensor:
-    """A DTensor in full. Shards that are offloaded go to the mesh's device first, which is where it gathers."""
-    kind = tensor.device_mesh.device_type
-    return (tensor if tensor.device.type == kind else tensor.to(kind)).full_tensor()  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-def whole(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Each in full: what is no DTensor as it is, the others new. Collective where any is sharded.
-
-    FSDP2 cuts the first dimension into equal pieces, the last ones shorter or empty. So every rank packs its pieces at
-    the size of the first, and one all-gather moves all tensors of a dtype. Other placements are gathered one by one.
-    """
-    found: list[Tensor] = list(tensors)
-    together: dict[tuple[Any, ...], list[int]] = {}
-    for number, tensor in enumerate(tensors):
-        if not hasattr(tensor, "full_tensor"):
-            continue
-        dim = _sharded_dim(tensor)
-        if dim is None:
-            found[number] = full(tensor)
-        else:
-            together.setdefault((tensor.device_mesh, dim, tensor.dtype), []).append(number)  # type: ignore[attr-defined]
-    for (mesh, dim, _), numbers in together.items():
-        gathered = _gather([tensors[number] for number in numbers], mesh, dim)
-        for number, tensor in zip(numbers, gathered, strict=True):
-            found[number] = tensor
-    return found
-
-
-def _sharded_dim(tensor: Any) -> int | None:
-    """The mesh's dimension along which the tensor's first one is cut; None where it is cut in another way."""
-    cut = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    plain = len(cut) == 1 and type(tensor.placements[cut[0]]).__name__ == "Shard" and tensor.placements[cut[0]].dim == 0
-    return cut[0] if plain else None
-
-
-def _gather(tensors: Sequence[Any], mesh: Any, dim: int) -> list[Tensor]:
-    """All of one dtype."""
-    ranks = mesh.size(dim)
-    here = [tensor._local_tensor for tensor in tensors]
-    rows = [-(-tensor.shape[0] // ranks) for tensor in tensors]  # of a whole piece
-    sizes = [count * tensor.shape[1:].numel() for count, tensor in zip(rows, tensors, strict=True)]
-    mine = torch.empty(sum(sizes), dtype=here[0].dtype, device=mesh.device_type)
-    parts = torch.split(mine, sizes)
-    held = [part[: t.numel()] for part, t in zip(parts, here, strict=True)]
-    torch._foreach_copy_(held, [t.reshape(-1) for t in here])
-    everyone = torch.empty(ranks * len(mine), dtype=mine.dtype, device=mine.device)
-    dist.all_gather_into_tensor(everyone, mine, group=mesh.get_group(dim))
-    pieces = torch.split(everyone.view(ranks, -1), sizes, dim=1)
-    return [
-        piece.reshape(-1, *tensor.shape[1:])[: tensor.shape[0]] for piece, tensor in zip(pieces, tensors, strict=True)
-    ]

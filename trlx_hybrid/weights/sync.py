@@ -14,6 +14,7 @@ from ..errors import ComponentError, SyncError
 from ..rollout.seeding import preserved_generators
 from ..types import SyncPlan, SyncReport
 from . import verify
+from .policy import ModuleTree
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +45,8 @@ class WeightVersions:
     """Keeps engine and policy at one weight version.
 
     A counter alone is not enough: adapters and checkpoints can be loaded by hand without an optimizer step, and
-    `Tensor._version` does not see fused optimizers. So a fingerprint of the policy's bits is compared as well.
+    `Tensor._version` does not see fused optimizers. So a fingerprint of the policy's bits is compared as well, and its
+    modules with those that were there.
 
     Args:
         memory: makes room where it does not hold policy and KV cache at once.
@@ -75,6 +77,7 @@ class WeightVersions:
         self._policy, self._ranks, self._memory, self._config = policy, ranks, memory, config
         self._component, self._sampling, self._autocast, self._call = engine, sampling, autocast, call
         self._fingerprint: int | None = None
+        self._modules = ModuleTree()
         self._syncs = 0
         self._names: list[str] = []
         self._told = False  # that batches are not compared
@@ -95,7 +98,12 @@ class WeightVersions:
         """
         policy = self._policy
         policy.reshard()
-        if self.engine_version == self.version and self._ranks.any(self._fingerprint != policy.fingerprint()):
+        replaced = self._modules.changed(policy.base)
+        if replaced:
+            weights.forget()
+        if self.engine_version == self.version and self._ranks.any(
+            replaced or self._fingerprint != policy.fingerprint()
+        ):
             self.changed()  # and nobody said so
         if self.engine_version == self.version:
             return None

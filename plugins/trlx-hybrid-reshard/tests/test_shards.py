@@ -1,7 +1,11 @@
 """What is noticed of a policy between two syncs: what moved in memory, what is frozen, and what was written to."""
 
+import copy
+
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from trlx_hybrid.errors import SyncError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.weights.policy import Policy
 from trlx_hybrid_reshard.shards import Shards
@@ -68,3 +72,19 @@ def test_a_frozen_weight_that_was_written_to_is_news_once(model, shards):
     weight.requires_grad_(True)
     assert shards.refresh() is False
     assert shards.frozen == set()
+
+
+def test_a_module_that_takes_the_place_of_another_is_named(model, shards):
+    shards.refuse_other_modules()
+    model.model.norm = copy.deepcopy(model.model.norm)
+    with pytest.raises(SyncError, match=rf"{NORM}: other modules have taken their place.*release_engine"):
+        shards.refuse_other_modules()
+
+
+def test_an_adapter_that_was_unloaded_is_named():
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj"]))
+    shards = Shards(Policy(lambda: model, None, torch.device("cpu")))
+    shards.refuse_other_modules()
+    model.unload()
+    with pytest.raises(SyncError, match="layers of the adapter: other modules have taken their place"):
+        shards.refuse_other_modules()

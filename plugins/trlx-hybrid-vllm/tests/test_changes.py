@@ -4,7 +4,15 @@ import copy
 
 import pytest
 import torch
-from peft import LNTuningConfig, LoraConfig, PrefixTuningConfig, get_peft_model
+from peft import (
+    LNTuningConfig,
+    LoraConfig,
+    OFTConfig,
+    PolyConfig,
+    PrefixTuningConfig,
+    ShiraConfig,
+    get_peft_model,
+)
 from trlx_hybrid import HybridConfig, HybridEngine
 from trlx_hybrid.errors import ComponentError, SyncError
 from trlx_hybrid.testing.agreement import gap
@@ -58,7 +66,7 @@ def test_frozen_weights_that_are_written_to(engine, architecture, path):
     assert session.versions.version == before + 1  # nothing is news twice
 
 
-@pytest.mark.parametrize("path", ["alias", "copy"])
+@pytest.mark.parametrize("path", ["alias", "copy", "gather"])
 def test_a_module_that_takes_the_place_of_another(engine, path):
     model = tiny_model()
     session = engine(model, path).session
@@ -99,21 +107,48 @@ def test_an_adapter_that_was_unloaded_leaves_no_slots_behind(engine):
     built = engine(model, "lora")
     assert gap(built.session) < 1e-5
     model.unload()
-    with pytest.raises(SyncError, match=r"other layers of the adapter than there are now: .*release_engine"):
-        gap(built.session)
+    for _ in range(2):
+        with pytest.raises(SyncError, match=r"other layers of the adapter than there are now: .*release_engine"):
+            gap(built.session)
 
 
-def test_norms_that_an_adapter_replaces(engine):
-    """PEFT's merge puts the trained norm in the place of the base's, which is left as it is."""
-    adapter = LNTuningConfig(target_modules=["input_layernorm", "post_attention_layernorm"])
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        LNTuningConfig(target_modules=["input_layernorm", "post_attention_layernorm"]),
+        OFTConfig(r=0, oft_block_size=4, target_modules=["q_proj", "down_proj"]),
+        ShiraConfig(r=4, target_modules=["q_proj"]),
+    ],
+    ids=["norms", "oft", "shira"],
+)
+def test_adapters_whose_merge_puts_another_weight_in_place(engine, adapter):
+    """What the trainer computes with is as it was after each merge: the same memory, laid out alike."""
     model = adapted(adapter=adapter)
     session = engine(model).session
+    places = {name: (p.data_ptr(), p.stride()) for name, p in model.named_parameters()}
     for factor in (1.5, 0.5):
         with torch.no_grad():
             for p in model.parameters():
                 if p.requires_grad:
-                    p.mul_(factor)
+                    p.add_(torch.full_like(p, 0.01)).mul_(factor)
         assert gap(session) < 1e-5
+        assert {name: (p.data_ptr(), p.stride()) for name, p in model.named_parameters()} == places
+
+
+@pytest.mark.parametrize(
+    ("adapter", "why"),
+    [
+        (
+            LoraConfig(r=4, lora_bias=True, target_modules=["q_proj"]),
+            r"lora\.layer\.Linear into the base \(RuntimeError: Impossible to merge LoRA",
+        ),
+        (PolyConfig(r=4, target_modules=["q_proj"]), r"poly\.layer\.Linear into the base \(NotImplementedError\)"),
+    ],
+    ids=["bias", "poly"],
+)
+def test_adapters_that_peft_cannot_merge_are_named(engine, adapter, why):
+    with pytest.raises(SyncError, match=rf"PEFT cannot merge its peft\.tuners\.{why}.*let transformers generate"):
+        gap(engine(adapted(adapter=adapter)).session)
 
 
 def test_tokens_that_an_adapter_puts_before_the_prompt_are_no_weights(engine):

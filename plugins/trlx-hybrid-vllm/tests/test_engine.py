@@ -9,7 +9,7 @@ import torch
 import trlx_hybrid
 import vllm
 from trlx_hybrid import hookimpl
-from trlx_hybrid.errors import EngineError
+from trlx_hybrid.errors import ConfigError, EngineError
 from trlx_hybrid.testing.agreement import gap
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.testing.processes import Script
@@ -178,6 +178,8 @@ def test_what_is_set_on_vllm_generation_is_sampled_with(run):
     few = sampled()
     assert len({tuple(ids) for ids in few}) == 1
     assert len(few[0]) == 2
+    with pytest.raises(ConfigError, match="generation_kwargs has 'n', which the trainer decides by itself"):
+        generation.generation_kwargs = {"n": 2}
     with pytest.raises(AttributeError, match=r"no 'max_model_length'.* TRL's vllm_\* arguments"):
         generation.max_model_length = 32
     with pytest.raises(AttributeError, match=r"no 'tempereture'. It has temperature, top_p"):

@@ -401,6 +401,8 @@ def test_an_engine_that_sleeps_neither_generates_nor_takes_weights(loop, weights
     assert engine.asleep == ({"kv_cache"} if weights == "alias" else {"weights", "kv_cache"})
     with pytest.raises(EngineError, match="asleep or holds no weights"):
         engine.generate([], session.sampler.sampling)
+    with pytest.raises(EngineError, match="asleep or holds no weights"):  # as a script may do outside of a rollout
+        engine.llm.generate([{"prompt_token_ids": PROMPTS[0]}], use_tqdm=False)
     if weights == "gather":
         with pytest.raises(SyncError, match=r"weights are asleep: `engine\.wake"):
             session.weights.sync()

@@ -12,6 +12,7 @@ from collections.abc import Sequence, Set
 from operator import is_
 from typing import TYPE_CHECKING, Any
 
+from trlx_hybrid.errors import SyncError, listed
 from trlx_hybrid.weights.frozen import Frozen
 from trlx_hybrid.weights.merging import adapted_modules
 
@@ -20,6 +21,7 @@ from .live import LiveSharding, read_trainer
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from trlx_hybrid.weights.merging import AdaptedModule
     from trlx_hybrid.weights.policy import Policy
 
 
@@ -41,9 +43,7 @@ class Shards:
         self._owners = policy.base_slots()
         names = {id(p): name for name, p in parameters.items()}
         self._adapted = [
-            (module, {key: names[id(p)] for key, p in module.base.named_parameters()})
-            for _, module in adapted_modules(policy.base)
-            if module.layers
+            (module, {key: names[id(p)] for key, p in module.base.named_parameters()}) for module in self._merged()
         ]
         merged = {name for _, keys in self._adapted for name in keys.values()}
         self._names = [name for name in self.shapes if name not in merged]
@@ -54,6 +54,26 @@ class Shards:
         self.local: dict[str, Tensor] = {}
         self.moved = 0
         self.refresh()
+
+    def _merged(self) -> list[AdaptedModule]:
+        return [module for _, module in adapted_modules(self._policy.base) if module.layers]
+
+    def refuse_other_modules(self) -> None:
+        """Modules that others took the place of: a plan is of those that were there.
+
+        Raises:
+            SyncError: names their parameters.
+        """
+        now = self._policy.base_slots()
+        other = [name for name, (held, _) in self._owners.items() if name not in now or now[name][0] is not held]
+        other += sorted(now.keys() - self._owners.keys())
+        if not other and self._merged() != [module for module, _ in self._adapted]:
+            other = ["layers of the adapter"]
+        if other:
+            raise SyncError(
+                f"{listed(other)}: other modules have taken their place since the engine was built. Release the engine "
+                "when modules are replaced (`session.release_engine()`): the next rollout builds another."
+            )
 
     def refresh(self) -> bool:
         """Look again; returns whether a parameter that is frozen now may hold other bits than at the last look.

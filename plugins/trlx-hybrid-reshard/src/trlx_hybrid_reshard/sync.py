@@ -189,6 +189,8 @@ class ReshardSync(WeightSync):
         engine = self._run.live_engine
         logger.info("[Reshard] start, weight version %d", self._run.weight_version)
         started = time.perf_counter()
+        if not self._synced:
+            sides.shards.refuse_other_modules()
         changed = sides.shards.refresh()
         everything, self._synced = changed or engine.weights_lost or not self._synced, False
         with self._giving_up():
@@ -206,7 +208,7 @@ class ReshardSync(WeightSync):
         return LoadReport(tensors=prepared.tensors, bytes=prepared.received_bytes)
 
     def forget(self) -> None:
-        """Frozen parameters move again, too."""
+        """Frozen parameters move again, too, and modules are compared with those of the plan."""
         self._synced = False
 
     def _agreed(self, everything: bool) -> PreparedPlan:

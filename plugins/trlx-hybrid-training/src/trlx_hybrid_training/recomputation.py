@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trlx_hybrid.memory.ledger import plain_tensors
-from trlx_hybrid.weights.policy import is_sharded, modules_of, parameters_of
+from trlx_hybrid.weights.policy import modules_of, parameters_of
+from trlx_hybrid.weights.sharded import is_sharded
 from trlx_hybrid.weights.verify import autocast_dtype
 
 if TYPE_CHECKING:

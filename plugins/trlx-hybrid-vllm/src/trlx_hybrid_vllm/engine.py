@@ -108,9 +108,7 @@ class VLLMEngine:
         internals.keep_expanded_prompts(self.llm)
         self._routes = session.config.router_replay
         self._routing = RoutingCapture(self.llm) if self._routes and returns_no_experts() else None
-        if adapters:
-            this = weakref.ref(self)
-            internals.serve_by_default(self.llm, lambda: getattr(this(), "adapter", None))
+        internals.serve_directly(self.llm, weakref.WeakMethod(self._own_requests))
         self.max_model_len: int = self.llm.llm_engine.model_config.max_model_len
         self._asleep: dict[str, int] = {}  # bytes that waking will take, of "weights" and "kv_cache"
         self._loader = WeightLoader(internals.model_of(self.llm))
@@ -140,6 +138,11 @@ class VLLMEngine:
             stream = ReplicaStream(self.llm, params, self.adapter, self._replica, self._routing)
         with internals.running(self.dtype, collecting=True), stream.open():
             yield stream
+
+    def _own_requests(self) -> Any:
+        """The adapter of requests that reach `llm` past this class and name none: custom rollouts make such."""
+        self._require_awake()
+        return self.adapter
 
     def _require_awake(self) -> None:
         if self._asleep or self.weights_lost:

@@ -288,14 +288,16 @@ class Replica:
             dist.destroy_process_group(self.cpu_group)
 
 
-def serve_by_default(llm: Any, adapter: Callable[[], Any]) -> None:
-    """Let requests that name no LoRARequest be served by this one: custom rollouts call `llm` itself."""
+def serve_directly(llm: Any, own: Callable[[], Callable[[], Any] | None]) -> None:
+    """Let an engine be asked before a request is queued: it refuses, or returns the LoRARequest of those without."""
     processor = llm.llm_engine.input_processor
     plain = processor.process_inputs
 
     @functools.wraps(plain)
     def process_inputs(*args: Any, lora_request: Any = None, **kwargs: Any) -> Any:
-        return plain(*args, lora_request=lora_request or adapter(), **kwargs)
+        asked = own()
+        default = None if asked is None else asked()
+        return plain(*args, lora_request=lora_request or default, **kwargs)
 
     processor.process_inputs = process_inputs
 

@@ -158,7 +158,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [value for value in tree_leaves((args, kwargs)) if type(value) in (Tensor, torch.nn.Parameter)]
+        given = [value for value in tree_leaves((args, kwargs)) if _has_address(value)]
         if given and not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):  # no view
             owner = self._parameters.get(_address(given[0])) if func._schema.is_mutable else None
             if owner is None or not self._explained(func, *owner, args):
@@ -200,6 +200,11 @@ def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{key}".lstrip("."), buffer
+
+
+def _has_address(value: Any) -> bool:
+    """Whether it is a plain tensor; what a merge on the way here computes with may be sparse."""
+    return type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided
 
 
 def _address(tensor: Tensor) -> int:

@@ -16,7 +16,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 from trlx_hybrid.errors import SyncError, listed
-from trlx_hybrid.weights.policy import ModuleTree, Policy, unwrapped_name, whole
+from trlx_hybrid.weights.policy import Policy, unwrapped_name
+from trlx_hybrid.weights.sharded import whole
 
 from . import internals
 from .loader import differ, flagged
@@ -178,7 +179,7 @@ class AdapterSlots:
 
     def __init__(self, llm: Any, policy: Policy) -> None:
         self._manager = internals.adapter_manager(llm)
-        self._policy, self._tree = policy, ModuleTree(lambda: policy.base)
+        self._policy, self._same_layers = policy, True
         self._layers = lora_layers(policy)
         (self._adapter,) = active_adapters(self._layers)
         self._slots: list[Slot] = []
@@ -225,7 +226,7 @@ class AdapterSlots:
         Raises:
             SyncError: the adapter is merged, is no longer the one the slots were made for, or has other shapes.
         """
-        if self._tree.changed():
+        if not self._same_layers:
             self._refuse_other_layers()
         if not self._held():
             self.reset()
@@ -246,6 +247,10 @@ class AdapterSlots:
             if idle:
                 torch._foreach_zero_([t for s in idle for t in (s.a, s.b)])
         return sum(t.numel() * t.element_size() for a, b, _ in factors for t in (a, b))
+
+    def forget(self) -> None:
+        """Modules may have been replaced: the next write looks whether the layers are those of the slots."""
+        self._same_layers = False
 
     def differing(self) -> list[str]:
         """Adapted modules whose slots are not bitwise A and scaling * B, and slots with values outside the adapter."""
@@ -357,6 +362,7 @@ class AdapterSlots:
                 "engine when an adapter is unloaded or put on anew (`session.release_engine()`): the next rollout "
                 "builds another."
             )
+        self._same_layers = True
 
     def _split(self) -> tuple[list[Slot], list[Slot]]:
         """The slots whose adapter is applied now, and those whose is disabled."""

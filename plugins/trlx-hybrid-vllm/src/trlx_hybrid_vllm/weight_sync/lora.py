@@ -77,8 +77,10 @@ class LoraSync(WeightSync):
         return self._base.put_back()
 
     def forget(self) -> None:
-        """Frozen weights move again, too."""
+        """Frozen weights move again, too, and the adapter's layers are compared with the slots'."""
         self._base.forget()
+        if self._slots is not None:
+            self._slots.forget()
 
     def check(self, full: bool) -> int:
         """Prove it: the base in its own way, the slots bit for bit when `full`.

@@ -93,7 +93,6 @@ class MergedSync(SharedSync):
 
     def sync(self) -> LoadReport:
         """As `copy`, with the adapters that are there now: a layer may have got its first, or lost its last."""
-        self._slots |= self._policy.base_slots()
         self._layers = self._find()
         return super().sync()
 

@@ -13,7 +13,7 @@ from trlx_hybrid.memory.ledger import torch_optimizer
 from trlx_hybrid.protocols import WeightSync
 from trlx_hybrid.types import LoadReport
 from trlx_hybrid.weights.frozen import Frozen
-from trlx_hybrid.weights.policy import ModuleTree, is_sharded
+from trlx_hybrid.weights.sharded import is_sharded
 
 from ..loader import differ, flagged
 from ..weight_map import Places
@@ -120,7 +120,6 @@ class SharedSync(WeightSync):
     def open(self) -> None:
         """Rebind what can be aliased, right after the load that `refuses` made: the bits are the same."""
         assert self._places is not None, "refuses() comes first"
-        self._tree = ModuleTree(lambda: self._policy.base)
         self._slots = self._policy.base_slots()
         for name, p in self._used():
             view, alias = self._places.view(name), self._can_alias(name, p)
@@ -146,8 +145,6 @@ class SharedSync(WeightSync):
         Returns:
             What was copied: nothing where everything is aliased and nobody rebound a parameter.
         """
-        if self._tree.changed():
-            self.forget()
         lost, self._copied_once = self._engine.weights_lost or not self._copied_once, True
         copied = {name: self._parameter(name) for name in self.copied}
         frozen = {name: p for name, p in copied.items() if not self._changes(name, p)}

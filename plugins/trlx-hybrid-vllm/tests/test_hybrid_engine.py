@@ -23,6 +23,7 @@ from trlx_hybrid.errors import (
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.types import Phase, Sampling
 from trlx_hybrid_vllm import internals
+from vllm import SamplingParams
 
 PROMPTS = [[5, 6, 7, 40], list(range(10, 23)), [90]]
 OPTIONS = {"enable_sleep_mode": True, "max_model_len": 64, "max_num_seqs": 16}
@@ -402,7 +403,7 @@ def test_an_engine_that_sleeps_neither_generates_nor_takes_weights(loop, weights
     with pytest.raises(EngineError, match="asleep or holds no weights"):
         engine.generate([], session.sampler.sampling)
     with pytest.raises(EngineError, match="asleep or holds no weights"):  # as a script may do outside of a rollout
-        engine.llm.generate([{"prompt_token_ids": PROMPTS[0]}], use_tqdm=False)
+        engine.llm.generate([{"prompt_token_ids": PROMPTS[0]}], SamplingParams(max_tokens=4), use_tqdm=False)
     if weights == "gather":
         with pytest.raises(SyncError, match=r"weights are asleep: `engine\.wake"):
             session.weights.sync()

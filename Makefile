@@ -63,7 +63,7 @@ test-faults: .venv/dev
 		$(patsubst %,plugins/trlx-hybrid-ray/tests/test_%.py,launch_faults remote_faults remote_engine_seeds) $(ARGS)
 
 # A few distributions in front of those that `make test` runs on. AT_START is run as Python starts.
-.venv-newest/run .venv-vision/run .venv-4bit/run: .venv-%/run: requirements/%.lock .venv/dev
+.venv-newest/run .venv-vision/run .venv-4bit/run .venv-deepspeed/run: .venv-%/run: requirements/%.lock .venv/dev
 	$(PYTHON) -m venv .venv-$*
 	echo '*' > .venv-$*/.gitignore
 	.venv-$*/bin/pip install -q $(PIP_ARGS) --no-deps -r $<
@@ -95,6 +95,10 @@ test-4bit: .venv-4bit/run
 	$(CPU) .venv-4bit/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) \
 		plugins/trlx-hybrid-vllm/tests/test_four_bits.py tests/whole_runs/test_on_a_cpu.py::test_a_base_in_4_bits \
 		$(patsubst %,tests/test_recipes.py::test_%,a_run_holds_what_was_forecast a_recipe_trains_a_tiny_model)
+
+test-deepspeed: .venv-deepspeed/run
+	$(CPU) .venv-deepspeed/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) \
+		tests/whole_runs/test_on_a_cpu.py::test_zero3
 
 # OpenEnv and verifiers ask for versions that clash with vLLM's: each has an environment of its own, without torch.
 .venv-%/run: requirements/%.lock

@@ -1,5 +1,9 @@
 """The policy's weights are what `save_pretrained` would write, whatever wraps or fuses them in memory."""
 
+import copy
+import gc
+from weakref import ref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -8,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AriaConfig, Qwen3Config, Qwen3MoeConfig
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.weights import policy as policies
-from trlx_hybrid.weights.policy import Policy, modules_of, parameters_of
+from trlx_hybrid.weights.policy import ModuleTree, Policy, modules_of, parameters_of
 from trlx_hybrid.weights.sharded import is_sharded
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": []}
@@ -48,6 +52,21 @@ def test_only_some_weights_are_materialised_once_their_layers_are_known():
 
 def test_names_are_known_without_a_pass_before():
     assert policy_of(tiny_model()).checkpoint_names()[0] == "model.embed_tokens.weight"
+
+
+def test_a_tree_of_modules_notices_what_is_replaced_and_keeps_nothing_alive():
+    model, tree = tiny_model(), ModuleTree()
+    assert tree.changed(model)
+    assert not tree.changed(model)
+    before = ref(model.lm_head)
+    model.lm_head = copy.deepcopy(model.lm_head)
+    gc.collect()
+    assert before() is None
+    assert tree.changed(model)
+    assert not tree.changed(model)
+    del model.model.layers[1]
+    assert tree.changed(model)
+    assert tree.changed(copy.deepcopy(model))
 
 
 def test_the_fingerprint_follows_bits_and_nothing_else():

@@ -38,10 +38,17 @@ PACKED = {
     "plugin_options": json.dumps({"training": {"lora_layers": True}}),
     "lora_dropout": 0.0,  # TRL's is 0.05, with which old log-probs take a pass of their own
 }
+AUTO = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 SHOWN = {"rollout": "multi_turn", "max_completion_length": 200, "vllm_max_model_length": 512}
 IN_4_BITS = {"load_in_4bit": True, "use_bnb_nested_quant": True}
 COMBINED = {"combo_kernels": True, "benchmark_combo_kernel": False}  # as vLLM does, without measuring
 RAGGED = {"stop_token_ids": list(range(10, 16))}  # of 98 tokens: lengths are geometric, cut at the limit
+
+
+def zero(stage: int) -> dict[str, object]:
+    """The flag that has DeepSpeed shard the optimizer (stage 2), or the weights as well (3)."""
+    config = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": "auto"}} | dict.fromkeys(AUTO, "auto")
+    return {"deepspeed": json.dumps(config)}
 
 
 @dataclass(frozen=True)

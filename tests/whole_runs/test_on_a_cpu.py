@@ -74,6 +74,14 @@ def test_a_base_in_4_bits(model, whole, seen, tmp_path):
     whole_run.check_4_bits(case, ON_CPU, model("plain"), whole, seen, tmp_path, LIMIT)
 
 
+def test_zero3(model, whole, seen, tmp_path, monkeypatch):
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    settings = Case("lora", sleep=True, graphs=False, tp=2).settings() | ON_CPU | PACKED
+    command = [sys.executable, *TORCHRUN, SCRIPTS / "zero_on_cpu.py"]
+    whole_run.check_deepspeed(3, settings, command, model("plain"), whole, seen, tmp_path, LIMIT)
+    assert seen["gap"] < 1e-5
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("script", "kind"), [("game.py", "plain"), ("gallery.py", "pictures")])
 def test_episodes_are_recorded_and_replayed_and_sampled_without_training(script, kind, model, whole, tmp_path):

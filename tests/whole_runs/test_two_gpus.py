@@ -53,6 +53,13 @@ def test_a_mixture_of_experts(weights, model, whole, seen, tmp_path):
     whole_run.check_experts(case, {}, TORCHRUN, model("experts"), whole, seen, tmp_path, LIMIT, environment=FSDP2)
 
 
+@pytest.mark.parametrize(("stage", "weights"), [(3, "bf16"), (3, "lora"), (2, "fp32")], ids=lambda value: str(value))
+def test_deepspeed(stage, weights, model, whole, seen, tmp_path):
+    settings = Case(weights, sleep=True, graphs=False, tp=2 if stage == 3 else 1).settings()
+    command = [sys.executable, *TORCHRUN, SCRIPTS / "grpo.py"]
+    whole_run.check_deepspeed(stage, settings, command, model("plain"), whole, seen, tmp_path, LIMIT)
+
+
 @pytest.mark.parametrize("launcher", ["accelerate", "trlx-hybrid"])
 def test_another_launcher(launcher, model, whole, tmp_path):
     starts = {

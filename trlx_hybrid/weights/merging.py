@@ -33,6 +33,10 @@ class AdaptedModule:
             layer for layer in self.layers if layer.active_adapters and not layer.disable_adapters and not layer.merged
         ]
 
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of the module, and of all that adapts it."""
+        return list((self.layers[0] if self.layers else self.base).parameters())
+
     @torch.no_grad()
     def merged(self) -> dict[str, Tensor]:
         """Parameters of the wrapped module with every active adapter merged; they stay valid afterwards. Of sharded
@@ -43,7 +47,7 @@ class AdaptedModule:
         """
         pending = self.pending
         if not pending:
-            return {name: p.detach() for name, p in self.base.named_parameters()}
+            return {name: p if hasattr(p, "ds_id") else p.detach() for name, p in self.base.named_parameters()}
         with nullcontext() if all(_beyond_lora(layer) is None for layer in pending) else unsharded(self.layers[0]):
             return self._merged(pending)
 

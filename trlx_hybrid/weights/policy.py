@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 
 from . import quantised
-from .merging import adapted, parted_head
+from .merging import AdaptedModule, adapted, parted_head
 from .sharded import full, is_sharded
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
 FINGERPRINT_TENSORS, FINGERPRINT_ELEMENTS = 16, 256
 DIGEST_ELEMENTS = 1 << 24
+Merge = Callable[[AdaptedModule], dict[str, Tensor]]
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -98,6 +100,12 @@ class Policy:
         return any(map(quantised.in_4_bits, self.base.parameters()))
 
     @property
+    def in_zero3(self) -> bool:
+        """Whether DeepSpeed's ZeRO-3 holds the parameters. It takes every forward pass for one that goes through the
+        modules in the order of those before, and fails at the next one where a pass did not."""
+        return any(hasattr(p, "ds_id") for p in parameters_of(self.module))
+
+    @property
     def has_experts(self) -> bool:
         """Whether tokens are routed to experts."""
         config = self.base.config.get_text_config()
@@ -150,7 +158,7 @@ class Policy:
         """
         base = self.base
         convert = _conversion(base)
-        weights = _saved(base, merge)
+        weights = _saved(base, self._merged if merge else None)
         for layer, group in itertools.groupby(weights, key=lambda weight: _layer_of(weight[0])):
             if only is not None and self._names_of.get(layer, only).isdisjoint(only):
                 continue
@@ -161,12 +169,12 @@ class Policy:
 
     def base_parameters(self) -> dict[str, nn.Parameter]:
         """The base model's own parameters by their in-memory name, tied ones once, adapters left out."""
-        found = ((name, read()) for name, read in _weights(self.base, "", set(), merge=False))
+        found = ((name, read()) for name, read in _weights(self.base, "", set()))
         return {name: p for name, p in found if isinstance(p, nn.Parameter)}
 
     def buffers(self) -> dict[str, Tensor]:
         """The base model's persistent buffers under their checkpoint names. Every rank has them in full."""
-        found = {name: t for name, read in _saved(self.base, merge=False) if not isinstance(t := read(), nn.Parameter)}
+        found = {name: t for name, read in _saved(self.base) if not isinstance(t := read(), nn.Parameter)}
         convert = _conversion(self.base) if found else None
         return convert(found) if convert else found
 
@@ -202,7 +210,7 @@ class Policy:
 
     def checkpoint_names(self) -> list[str]:
         """The names `full_weights` yields. Costs a full pass, and is collective, unless there was one before."""
-        layers = dict.fromkeys(_layer_of(name) for name, _ in _saved(self.base, merge=False))
+        layers = dict.fromkeys(_layer_of(name) for name, _ in _saved(self.base))
         if not layers.keys() <= self._names_of.keys():
             return [name for name, _ in self.full_weights()]
         return [name for layer in layers for name in sorted(self._names_of[layer])]
@@ -210,43 +218,56 @@ class Policy:
     def _materialise(self, tensor: Tensor) -> Tensor:
         if quantised.in_4_bits(tensor):
             return quantised.values(tensor)
-        tensor = tensor.detach()
         if self._gather is not None and hasattr(tensor, "ds_id"):
             with self._gather([tensor]):  # type: ignore[list-item]
-                return tensor.data.clone()
+                return tensor.detach().clone()
+        tensor = tensor.detach()
         if hasattr(tensor, "full_tensor"):
             return full(tensor)
         return tensor
 
+    def _merged(self, wrapped: AdaptedModule) -> dict[str, Tensor]:
+        """As the module's own; ZeRO-3 has no parameter to merge into until it is gathered."""
+        flat = [p for p in wrapped.parameters() if hasattr(p, "ds_id")]
+        if self._gather is None or not flat:
+            return wrapped.merged()
+        with self._gather(flat):
+            return {name: tensor.clone() for name, tensor in wrapped.merged().items()}
+
     def fingerprint(self) -> int:
-        """A number that changes when this rank's trainable weights do, or frozen ones are written to in place, or which
-        adapters count and how much: a hash of a few hundred bits of each of up to 16 tensors spread over the model.
-        Cheap enough for every rollout; it catches what nobody announced."""
+        """A number that changes when this rank's trainable weights do, or frozen ones are written to or lie elsewhere.
+
+        A hash of a few hundred bits of each of up to 16 tensors spread over the model: cheap enough for every rollout.
+        It catches what nobody announced.
+        """
         parameters = list(parameters_of(self.module))
         trainable = [p for p in parameters if p.requires_grad] or parameters
         stride = -(-len(trainable) // FINGERPRINT_TENSORS)
         samples = []
         for p in trainable[::stride]:
-            local: Tensor = getattr(p.detach(), "to_local", p.detach)()
-            flat = local.reshape(-1)
+            flat = _local(p).reshape(-1)
             samples.append(flat[:: max(1, flat.numel() // FINGERPRINT_ELEMENTS)].float())
         bits = torch.cat(samples).view(torch.int32).to(torch.int64)
         positions = torch.arange(1, bits.numel() + 1, device=bits.device)
-        writes = sum(p._version for p in parameters if not (p.requires_grad or is_sharded(p)))
-        return hash((int((bits * positions).sum()), writes, self._adapter_states()))
+        frozen = (p for p in parameters if not (p.requires_grad or is_sharded(p)))
+        memory = tuple((p._version, p.untyped_storage()._cdata) for p in frozen)
+        return hash((int((bits * positions).sum()), memory))
 
-    def _adapter_states(self) -> tuple[Any, ...]:
-        """Of each layer of PEFT: what is active, merged or disabled, and its factors."""
+    def adapter_states(self) -> tuple[Any, ...]:
+        """Of each layer and wrapper of PEFT: what is active, merged or disabled, and its factors."""
         if not self.adapters:
             return ()
         from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import AuxiliaryTrainingWrapper
 
-        layers = (layer for layer in modules_of(self.module) if isinstance(layer, BaseTunerLayer))
+        layers = (
+            layer for layer in modules_of(self.module) if isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        )
         return tuple(
             (
                 *layer.active_adapters,
                 layer.disable_adapters,
-                *layer.merged_adapters,
+                *getattr(layer, "merged_adapters", ()),
                 *getattr(layer, "scaling", {}).items(),
             )
             for layer in layers
@@ -258,8 +279,7 @@ class Policy:
         total = torch.zeros((), dtype=torch.int64, device=self.device)
         for p in self.module.parameters():
             if p.requires_grad is not frozen:
-                local: Tensor = getattr(p, "ds_tensor", getattr(p, "_local_tensor", p)).detach()
-                for part in torch.split(local.reshape(-1), DIGEST_ELEMENTS):  # cast to int64 in passing
+                for part in torch.split(_local(p).reshape(-1), DIGEST_ELEMENTS):  # cast to int64 in passing
                     total = 31 * total + part.view(BITS[part.element_size()]).sum().to(self.device)
         return int(total)
 
@@ -276,7 +296,13 @@ class Policy:
         return scores.cpu()
 
 
-def _saved(model: nn.Module, merge: bool) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+def _local(p: nn.Parameter) -> Tensor:
+    """What this rank holds of it."""
+    held: Tensor = getattr(p, "ds_tensor", getattr(p, "_local_tensor", p))
+    return held.detach()
+
+
+def _saved(model: nn.Module, merge: Merge | None = None) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Those of `_weights` that transformers writes into a checkpoint, a head that adapters parted included."""
     ignored: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
     return ((name, read) for name, read in _weights(model, "", set(), merge, parted_head(model)) if name not in ignored)
@@ -295,19 +321,29 @@ def modules_of(root: nn.Module) -> Iterator[nn.Module]:
 
 
 class ModuleTree:
-    """Notices that a module is no longer the one that was there, in 0.1 ms, where finding all weights takes 5."""
+    """Notices that a module is no longer the one that was there, in less than 1 ms, where finding all weights takes 5.
+    Keeps none of them alive."""
 
     def __init__(self) -> None:
-        self._known: nn.Module | None = None
-        self._places: list[tuple[dict[str, nn.Module | None], str, nn.Module | None]] = []
+        self._places: list[tuple[ref[nn.Module], str, ref[nn.Module]]] = []
 
     def changed(self, root: nn.Module) -> bool:
         """Whether it is another tree than at the last look, or this is the first."""
-        if root is self._known and all(held.get(key) is child for held, key, child in self._places):
+        if self._places and self._places[0][0]() is root and all(itertools.starmap(_is_child, self._places)):
             return False
-        self._known = root
-        self._places = [(m._modules, key, child) for m in modules_of(root) for key, child in m._modules.items()]
+        self._places = [
+            (ref(m), key, ref(child))
+            for m in modules_of(root)
+            for key, child in m._modules.items()
+            if child is not None
+        ]
         return True
+
+
+def _is_child(parent: ref[nn.Module], key: str, child: ref[nn.Module]) -> bool:
+    holder = parent()
+    found = None if holder is None else holder._modules.get(key)
+    return found is not None and found is child()
 
 
 def parameters_of(root: nn.Module) -> Iterator[nn.Parameter]:
@@ -334,18 +370,20 @@ def transformers_model(module: nn.Module) -> PreTrainedModel:
 
 
 def _weights(
-    module: nn.Module, prefix: str, seen: set[int], merge: bool, parted: nn.Module | None = None
+    module: nn.Module, prefix: str, seen: set[int], merge: Merge | None = None, parted: nn.Module | None = None
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """(name, reader) of each parameter and persistent buffer in registration order, tied ones once, those of `parted`
     always. Reading may merge, so it waits."""
     seen = set() if module is parted else seen
     wrapped = adapted(module)
     if wrapped is not None:
-        merged = functools.cache(wrapped.merged)  # once for weight and bias; freed with the layer's readers
+        merged = functools.cache(
+            merge or AdaptedModule.merged
+        )  # once for weight and bias; freed with the layer's readers
         for name, p in wrapped.base.named_parameters():
             if id(p) not in seen:
                 seen.add(id(p))
-                read = functools.partial(_item, merged, name) if merge else functools.partial(_identity, p)
+                read = functools.partial(_item, merged, wrapped, name) if merge else functools.partial(_identity, p)
                 yield unwrapped_name(f"{prefix}{name}"), read
         yield from _weights(wrapped.base, prefix, seen, merge)  # what is left are its buffers
         return
@@ -362,8 +400,8 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _item(merged: Callable[[], dict[str, Tensor]], name: str) -> Tensor:
-    return merged()[name]
+def _item(merged: Merge, wrapped: AdaptedModule, name: str) -> Tensor:
+    return merged(wrapped)[name]
 
 
 def _finish_forward(module: Any) -> None:

@@ -45,8 +45,8 @@ class WeightVersions:
     """Keeps engine and policy at one weight version.
 
     A counter alone is not enough: adapters and checkpoints can be loaded by hand without an optimizer step, and
-    `Tensor._version` does not see fused optimizers. So a fingerprint of the policy's bits is compared as well, and its
-    modules with those that were there.
+    `Tensor._version` does not see fused optimizers. So a fingerprint of the policy's bits is compared as well, its
+    modules with those that were there, and which adapters count and how much.
 
     Args:
         memory: makes room where it does not hold policy and KV cache at once.
@@ -78,6 +78,7 @@ class WeightVersions:
         self._component, self._sampling, self._autocast, self._call = engine, sampling, autocast, call
         self._fingerprint: int | None = None
         self._modules = ModuleTree()
+        self._adapters: tuple[Any, ...] = ()
         self._syncs = 0
         self._names: list[str] = []
         self._told = False  # that batches are not compared
@@ -98,12 +99,11 @@ class WeightVersions:
         """
         policy = self._policy
         policy.reshard()
-        replaced = self._modules.changed(policy.base)
-        if replaced:
+        before, self._adapters = self._adapters, policy.adapter_states()
+        other = self._modules.changed(policy.base) or before != self._adapters
+        if other:
             weights.forget()
-        if self.engine_version == self.version and self._ranks.any(
-            replaced or self._fingerprint != policy.fingerprint()
-        ):
+        if self.engine_version == self.version and self._ranks.any(other or self._fingerprint != policy.fingerprint()):
             self.changed()  # and nobody said so
         if self.engine_version == self.version:
             return None
@@ -120,7 +120,7 @@ class WeightVersions:
             seconds = time.perf_counter() - started
             verified = self._check_bits(engine, weights, full)
             self._fingerprint = policy.fingerprint()
-            gap = self._check_log_probs(engine) if full else None
+            gap = self._check_log_probs(engine) if full and not policy.in_zero3 else None
         self._syncs += 1
         self.engine_version = self.version
         report = SyncReport(

@@ -81,10 +81,33 @@ def test_a_module_that_takes_the_place_of_another_is_named(model, shards):
         shards.refuse_other_modules()
 
 
-def test_an_adapter_that_was_unloaded_is_named():
-    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj"]))
-    shards = Shards(Policy(lambda: model, None, torch.device("cpu")))
-    shards.refuse_other_modules()
-    model.unload()
+@pytest.fixture
+def adapted():
+    return get_peft_model(tiny_model(), LoraConfig(r=4, target_modules=["q_proj"]))
+
+
+@pytest.fixture
+def merging(adapted):
+    return Shards(Policy(lambda: adapted, None, torch.device("cpu")))
+
+
+def test_an_adapter_that_was_unloaded_is_named(adapted, merging):
+    merging.refuse_other_modules()
+    adapted.unload()
     with pytest.raises(SyncError, match="layers of the adapter: other modules have taken their place"):
-        shards.refuse_other_modules()
+        merging.refuse_other_modules()
+
+
+def test_another_adapter_is_a_change_once_it_is_active(adapted, merging):
+    adapted.add_adapter("wide", LoraConfig(r=4, target_modules=["o_proj"]))
+    merging.refuse_other_modules()
+    adapted.set_adapter("wide")
+    with pytest.raises(SyncError, match="layers of the adapter: other modules have taken their place"):
+        merging.refuse_other_modules()
+
+
+def test_an_adapter_that_is_no_plain_lora_any_more_is_named(adapted, merging):
+    adapted.add_adapter("dora", LoraConfig(r=4, target_modules=["q_proj"], use_dora=True))
+    adapted.set_adapter("dora")
+    with pytest.raises(SyncError, match=r"q_proj computes a variant of LoRA .*Set weights='gather'"):
+        merging.refuse_other_modules()

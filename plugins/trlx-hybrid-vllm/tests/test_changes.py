@@ -78,6 +78,34 @@ def test_a_module_that_takes_the_place_of_another(engine, path):
         assert gap(session) < 1e-5
 
 
+@pytest.mark.parametrize("path", ["alias", "copy", "gather"])
+def test_a_frozen_weight_that_is_put_elsewhere(engine, path):
+    model = tiny_model()
+    model.model.norm.requires_grad_(False)
+    session = engine(model, path).session
+    assert gap(session) < 1e-5
+    model.model.norm.weight.data = model.model.norm.weight.data * 1.5
+    assert gap(session) < 1e-5
+
+
+@pytest.mark.parametrize("path", ["gather", "merged"])
+def test_a_module_that_is_trained_as_a_whole_and_counts_or_not(engine, path):
+    model = adapted(adapter=LoraConfig(**PLAIN, modules_to_save=["lm_head"]))
+    model.add_adapter("other", LoraConfig(**PLAIN, modules_to_save=["lm_head"]))
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name or "modules_to_save" in name:
+                p.add_(torch.randn_like(p) * 0.05)
+    session = engine(model, path).session
+    assert gap(session) < 1e-5
+    with model.disable_adapter():
+        assert gap(session) < 1e-5
+    model.set_adapter("other")
+    assert gap(session) < 1e-5
+    model.set_adapter("default")
+    assert gap(session) < 1e-5
+
+
 @pytest.mark.parametrize("path", ["lora", "gather", "merged"])
 def test_an_adapter_that_counts_more_or_not_at_all(engine, path):
     model = adapted(adapter=LoraConfig(**PLAIN | {"init_lora_weights": False}))  # B is not zero
@@ -133,6 +161,15 @@ def test_adapters_whose_merge_puts_another_weight_in_place(engine, adapter):
                     p.add_(torch.full_like(p, 0.01)).mul_(factor)
         assert gap(session) < 1e-5
         assert {name: (p.data_ptr(), p.stride()) for name, p in model.named_parameters()} == places
+
+
+@pytest.mark.parametrize("path", ["lora", "merged"])
+def test_an_idle_adapter_on_other_layers_changes_nothing(engine, path):
+    model = adapted()
+    session = engine(model, path).session
+    assert gap(session) < 1e-5
+    model.add_adapter("idle", LoraConfig(**PLAIN | {"target_modules": ["o_proj"]}))
+    assert gap(session) < 1e-5
 
 
 @pytest.mark.parametrize(

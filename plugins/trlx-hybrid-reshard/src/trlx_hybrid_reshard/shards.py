@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from trlx_hybrid.errors import SyncError, listed
 from trlx_hybrid.weights.frozen import Frozen
-from trlx_hybrid.weights.merging import adapted_modules
+from trlx_hybrid.weights.merging import adapted_modules, beyond_lora
 
 from .layouts import Parameter
 from .live import LiveSharding, read_trainer
@@ -56,14 +56,19 @@ class Shards:
         self.refresh()
 
     def _merged(self) -> list[AdaptedModule]:
-        return [module for _, module in adapted_modules(self._policy.base) if module.layers]
+        """What an adapter is active on; all are plain LoRA."""
+        adapted = (module for _, module in adapted_modules(self._policy.base))
+        return [m for m in adapted if any(a in layer.r for layer in m.layers for a in layer.active_adapters)]
 
     def refuse_other_modules(self) -> None:
-        """Modules that others took the place of: a plan is of those that were there.
+        """Modules that others took the place of, and other adapters: a plan is of those that were there.
 
         Raises:
-            SyncError: names their parameters.
+            SyncError: names them.
         """
+        beyond = beyond_lora(self._policy.base)
+        if beyond is not None:
+            raise SyncError(f"{beyond}, and was not there when the engine was built. Set weights='gather'.")
         now = self._policy.base_slots()
         other = [name for name, (held, _) in self._owners.items() if name not in now or now[name][0] is not held]
         other += sorted(now.keys() - self._owners.keys())

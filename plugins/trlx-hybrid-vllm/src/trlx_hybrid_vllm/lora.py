@@ -355,8 +355,9 @@ class AdapterSlots:
         """
         now = lora_layers(self._policy)
         gone = [name for name, layer in self._layers.items() if now.get(name) is not layer]
-        if gone or now.keys() != self._layers.keys():
-            other = listed(gone or sorted(now.keys() - self._layers.keys()))
+        new = [name for name in now.keys() - self._layers.keys() if self._adapter in now[name].r]
+        if gone or new:
+            other = listed(gone or sorted(new))
             raise SyncError(
                 f"vLLM's slots were made for other layers of the adapter than there are now: {other}. Release the "
                 "engine when an adapter is unloaded or put on anew (`session.release_engine()`): the next rollout "

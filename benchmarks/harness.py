@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,7 +98,7 @@ def alternate(
             results[arm.name] = timed.result
             if turn >= warmup:
                 seconds[arm.name].append(timed.seconds)
-        _check_equal(results, turn)
+        check_equal(results, turn)
     return [Measurement(name, tuple(values), case) for name, values in seconds.items()]
 
 
@@ -111,7 +111,12 @@ def _run(arm: Arm, turn: int, synchronise: Callable[[], None]) -> Timed:
     return result if isinstance(result, Timed) else Timed(seconds, result)
 
 
-def _check_equal(results: dict[str, Any], turn: int) -> None:
+def check_equal(results: Mapping[str, Any], turn: int) -> None:
+    """Of one round; None is equal to all.
+
+    Raises:
+        UnequalResultsError: names two arms that differ.
+    """
     given = [(name, result) for name, result in results.items() if result is not None]
     for name, result in given[1:]:
         if result != given[0][1]:

@@ -155,9 +155,14 @@ def metrics_of(measurements: Sequence[Measurement], cases: Sequence[Lengths], wa
     return metrics
 
 
-def run(model: str, repetitions: int) -> Result:
-    """Build all contestants at once, check that they agree, and let them repeat in turn."""
+def run(model: str, repetitions: int, cases: Sequence[str] = ()) -> Result:
+    """Build all contestants at once, check that they agree, and let them repeat in turn.
+
+    Args:
+        cases: names of lengths; all where none is given.
+    """
     scale, device = SCALES[model], accelerator()
+    scale = dataclasses.replace(scale, cases=tuple(c for c in scale.cases if c.name in cases or not cases))
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="benchmark-rollout-"))
         write_model(Path(folder), scale)
@@ -173,7 +178,11 @@ def run(model: str, repetitions: int) -> Result:
         agreement = greedy_agreement(workers)
         if device.startswith("cpu") and agreement < 1.0:  # fp32 there; in bf16 kernels may round differently
             raise RuntimeError(f"Only {agreement:.1%} of the greedy tokens agree in fp32.")
-        measurements = [m for lengths in scale.cases for m in compare(workers, lengths, repetitions)]
+        measurements: list[Measurement] = []
+        for lengths in scale.cases:
+            found = compare(workers, lengths, repetitions)
+            print(f"{lengths.name}: {'; '.join(f'{m.arm} {m.median:.2f} s' for m in found)}", flush=True)
+            measurements += found
     return Result(
         benchmark="rollout" if model == "1.5b" else f"rollout_{model}",  # goals are about the former
         device=device,
@@ -197,8 +206,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.rollout", description=__doc__)
     parser.add_argument("--model", choices=sorted(SCALES), default="1.5b", help="tiny is for a CPU (default: 1.5b)")
     parser.add_argument("--repetitions", type=int, help="of each arm (default: 5, tiny 3)")
+    names = [lengths.name for scale in SCALES.values() for lengths in scale.cases]
+    parser.add_argument("--case", choices=sorted(set(names)), action="append", help="may be repeated (default: all)")
+    parser.add_argument("--add", action="store_true", help="keep the other cases of the result file")
     arguments = parser.parse_args(argv)
-    run(arguments.model, arguments.repetitions or SCALES[arguments.model].repetitions).publish()
+    repetitions = arguments.repetitions or SCALES[arguments.model].repetitions
+    run(arguments.model, repetitions, arguments.case or ()).publish(add=arguments.add)
 
 
 if __name__ == "__main__":

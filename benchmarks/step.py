@@ -1,12 +1,11 @@
 """Seconds of whole GRPO steps of the hybrid trainer, against TRL's own with colocated vLLM, and TRL's own tuned.
 
 A step is a rollout, its scoring, loss and backward pass in parts of eight rows, the optimizer, and the logging. Each
-trainer trains in a process of its own on the same device, with the same reward, prompts and lengths of completions, and
-stands still while it is another's turn, with its optimizer's state in host memory, and TRL's policy too. `trl` and
-`hybrid` have the same arguments, TRL's defaults with sleep mode on. `tuned` is TRL's trainer with what a user can set:
-no text is built of the tokens, and sleep mode and gradient checkpointing are off where that fits beside the two others,
-which is tried. `hybrid` has what a user of this package would switch on for speed without another result: see
-`--hybrid`.
+trainer trains in a process of its own that has the device to itself, as a user's has, with the same reward, prompts and
+lengths of completions. They take turns of some steps in a row, and again from the last to the first. `trl` and `hybrid`
+have the same arguments, TRL's defaults with sleep mode on. `tuned` is TRL's trainer with what a user can set: no text
+is built of the tokens, and sleep mode and gradient checkpointing are off where that fits, which is tried. `hybrid` has
+what a user of this package would switch on for speed without another result: see `--hybrid`.
 
 `full` trains all weights in bf16, `fp32` an fp32 master under autocast, `lora` an adapter of rank 16, and `merged` the
 same with an engine into which ours merges it. Completions are of one length, or of lengths drawn from a lognormal
@@ -24,12 +23,12 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .harness import Arm, Measurement, Timed, alternate
+from .harness import Measurement, Timed, check_equal
 from .lengths import Lengths
 from .result import Result, accelerator, publish_each
 from .rollout import SCALES, write_model
@@ -38,7 +37,6 @@ from .stepping import Stepper
 from .worker import Worker, WorkerError, wait_until_built
 
 BUILD_SECONDS, STEP_SECONDS = 420.0, 300.0
-WARMUP = 3  # unless told otherwise; the first of them is the one that shows what fits
 CONTESTANTS = ("trl", "tuned", "hybrid")
 KINDS = {
     "full": Variant(sleep=True),
@@ -70,66 +68,74 @@ HYBRID: dict[str, Any] = {
 Splits = dict[str, dict[str, float]]
 
 
-def measure(
-    folder: str,
-    scale: Scale,
-    kind: str,
-    hybrid: Mapping[str, Any],
-    case: str,
-    steps: tuple[int, int],
-    profiles: str | None,
-) -> tuple[list[Measurement], Splits, dict[str, bool]]:
-    """All trainers, a step each in turn; what their steps were made of; and how TRL tuned was set.
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """How the trainers take turns.
 
-    Args:
-        steps: to warm up, at least one, and measured.
+    Attributes:
+        warmup: steps of a turn that are not measured, at least one: the first shows what fits.
+        measured: those that are.
+        rounds: how many turns each trainer has; the order is reversed from one round to the next.
     """
-    warmup, repetitions = steps
+
+    warmup: int = 2
+    measured: int = 5
+    rounds: int = 2
+
+    @property
+    def steps(self) -> int:
+        """Of one turn."""
+        return self.warmup + self.measured
+
+
+def measure(
+    folder: str, scale: Scale, kind: str, hybrid: Mapping[str, Any], case: str, turns: Turns, profiles: str | None
+) -> tuple[list[Measurement], Splits, dict[str, bool]]:
+    """What the steps of all trainers took, what they were made of, and how TRL tuned was set."""
+    seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     splits: dict[str, list[dict[str, float]]] = {name: [] for name in CONTESTANTS}
-    begun_steps = warmup + repetitions + 1 + bool(profiles)  # the last one only begins
-
-    def trainer(name: str, variant: Variant) -> Worker:
-        return Worker(
-            name, Stepper, "hybrid" if name == "hybrid" else "trl", folder, scale, variant, BATCH, begun_steps
-        )
-
-    with ExitStack() as stack:
-        started = time.perf_counter()
-        variants = {"trl": KINDS[kind], "hybrid": dataclasses.replace(KINDS[kind], hybrid=hybrid)}
-        workers = {name: stack.enter_context(trainer(name, variant)) for name, variant in variants.items()}
-        at_once = stack.enter_context(trainer("tuned", tuned_variant(kind, *TUNED[0])))
-        wait_until_built(workers.values(), BUILD_SECONDS)
-        for worker in workers.values():
-            worker.call("step", 0, seconds=STEP_SECONDS)
-        tries = [(TUNED[0], at_once), *((pair, None) for pair in TUNED)]  # the first again, with nobody else building
-        for (sleep, checkpointing), begun in tries:
-            tuned = begun or stack.enter_context(trainer("tuned", tuned_variant(kind, sleep, checkpointing)))
-            if first_step_fits(tuned):
-                workers["tuned"] = tuned
-                break
-        else:
-            raise RuntimeError("TRL tuned does not fit beside the two other trainers in any of its settings.")
-        settings = {"sleep_mode": sleep, "gradient_checkpointing": checkpointing, "detokenize": False}
-        print(f"{case}: trainers built in {time.perf_counter() - started:.0f} s; tuned: {settings}", flush=True)
-
-        def arm(name: str) -> Arm:
-            def run(turn: int) -> Timed:
-                timed: Timed = workers[name].call("step", turn, seconds=STEP_SECONDS)
-                splits[name].append(workers[name].call("split", seconds=STEP_SECONDS))
-                return timed
-
-            return Arm(name, run)
-
-        warmup -= 1
-        measured = alternate([arm(name) for name in CONTESTANTS], warmup=warmup, repetitions=repetitions, case=case)
-        path = workers["hybrid"].call("engine_weights", seconds=STEP_SECONDS)
-        spans = {f"{name} {case}": summary(found[warmup:]) for name, found in splits.items()}
-        found = [f"{m.arm} {m.median:.2f} s, training {spans[f'{m.arm} {case}']['training']:.2f} s" for m in measured]
-        print(f"{case}: {'; '.join(found)}; weights={path}", flush=True)
-        if profiles:
-            file = f"{profiles}/{case}"
-            workers["hybrid"].call("profiled", warmup + repetitions, file, seconds=STEP_SECONDS)
+    lengths: list[dict[str, Any]] = [{} for _ in range(turns.steps)]
+    variants = {
+        "trl": [KINDS[kind]],
+        "tuned": [tuned_variant(kind, *pair) for pair in TUNED],
+        "hybrid": [dataclasses.replace(KINDS[kind], hybrid=hybrid)],
+    }
+    path = ""
+    for turn in range(turns.rounds):
+        for name in CONTESTANTS[:: -1 if turn % 2 else 1]:
+            profiled = bool(profiles) and name == "hybrid" and turn == turns.rounds - 1
+            begun = turns.steps + profiled + 1  # the last one only begins
+            build = functools.partial(trainer, name, folder, scale, begun)
+            started = time.perf_counter()
+            worker, fitting, first = first_that_fits(build, variants[name])
+            variants[name] = [fitting]
+            with worker:
+                print(f"{case}: {name} built and warm in {time.perf_counter() - started:.0f} s", flush=True)
+                lengths[0][f"{name} {turn}"] = first.result
+                for step in range(1, turns.steps):
+                    timed: Timed = worker.call("step", step, seconds=STEP_SECONDS)
+                    lengths[step][f"{name} {turn}"] = timed.result
+                    if step >= turns.warmup:
+                        seconds[name].append(timed.seconds)
+                        splits[name].append(worker.call("split", seconds=STEP_SECONDS))
+                if name == "hybrid":
+                    path = worker.call("engine_weights", seconds=STEP_SECONDS)
+                if profiled:
+                    worker.call("profiled", turns.steps, f"{profiles}/{case}", seconds=STEP_SECONDS)
+    for step, found in enumerate(lengths):
+        check_equal(found, step)
+    measured = [Measurement(name, tuple(values), case) for name, values in seconds.items()]
+    spans = {f"{name} {case}": summary(found) for name, found in splits.items()}
+    (tuned,) = variants["tuned"]
+    settings = {"sleep_mode": tuned.sleep, "gradient_checkpointing": tuned.checkpointing, "detokenize": False}
+    told = [f"{m.arm} {m.median:.2f} s, training {spans[f'{m.arm} {case}']['training']:.2f} s" for m in measured]
+    print(f"{case}: {'; '.join(told)}; weights={path}; tuned: {settings}", flush=True)
     return measured, spans, settings
+
+
+def trainer(name: str, folder: str, scale: Scale, steps: int, variant: Variant) -> Worker:
+    """One of the contestants, being built."""
+    return Worker(name, Stepper, "hybrid" if name == "hybrid" else "trl", folder, scale, variant, BATCH, steps)
 
 
 def tuned_variant(kind: str, sleep: bool, checkpointing: bool) -> Variant:
@@ -137,21 +143,23 @@ def tuned_variant(kind: str, sleep: bool, checkpointing: bool) -> Variant:
     return dataclasses.replace(KINDS[kind], sleep=sleep, checkpointing=checkpointing, detokenize=False)
 
 
-def first_step_fits(worker: Worker) -> bool:
-    """Whether the trainer could be built and could take a step; if not, its process is gone.
+def first_that_fits(build: Callable[[Variant], Worker], variants: Sequence[Variant]) -> tuple[Worker, Variant, Timed]:
+    """A trainer that was built and has taken a step, which of the variants it is, and the step.
 
     Raises:
-        WorkerError: it failed for another reason than memory.
+        WorkerError: not even the last one fits, or one failed for another reason than memory. No process is left.
     """
-    try:
-        wait_until_built([worker], BUILD_SECONDS)
-        worker.call("step", 0, seconds=STEP_SECONDS)
-    except BaseException as error:
-        worker.__exit__(type(error), error, None)
-        if not (isinstance(error, WorkerError) and any(text in str(error) for text in OUT_OF_MEMORY)):
-            raise
-        return False
-    return True
+    for left, variant in reversed([*enumerate(reversed(variants))]):
+        worker = build(variant)
+        try:
+            wait_until_built([worker], BUILD_SECONDS)
+            return worker, variant, worker.call("step", 0, seconds=STEP_SECONDS)
+        except BaseException as error:
+            worker.__exit__(type(error), error, None)
+            full = isinstance(error, WorkerError) and any(text in str(error) for text in OUT_OF_MEMORY)
+            if not (full and left):
+                raise
+    raise ValueError("There is no variant to be built.")
 
 
 def summary(splits: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -184,7 +192,7 @@ def run(
     model: str,
     kind: str,
     lengths: str,
-    steps: tuple[int, int],
+    turns: Turns = Turns(),
     hybrid: Mapping[str, Any] = HYBRID,
     profiles: str | None = None,
 ) -> Result:
@@ -192,14 +200,13 @@ def run(
 
     Args:
         folder: of the model, written where there is none yet, and of what vLLM compiled for it.
-        steps: to warm up, at least one, and measured.
         profiles: a folder where one step more of ours leaves what its training half was made of.
     """
     case = kind if lengths == "fixed" else f"{kind}-{lengths}"
     scale = dataclasses.replace(SCALES[model], cases=(LENGTHS[model][lengths],))
     if not (folder / "config.json").exists():
         write_model(folder, scale)
-    measured, splits, tuned = measure(str(folder), scale, kind, hybrid, case, steps, profiles)
+    measured, splits, tuned = measure(str(folder), scale, kind, hybrid, case, turns, profiles)
     return Result(
         benchmark="step" if model == "1.5b" else f"step_{model}",
         device=accelerator(),
@@ -215,8 +222,7 @@ def run(
             "cases": {
                 case: {
                     "lengths": dataclasses.asdict(LENGTHS[model][lengths]),
-                    "warmup": steps[0],
-                    "repetitions": steps[1],
+                    "turns": dataclasses.asdict(turns),
                     "tuned": tuned,
                     "hybrid": dict(hybrid),
                 }
@@ -232,8 +238,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kind", choices=list(KINDS), action="append", help="may be repeated; default: all")
     names = list(LENGTHS["1.5b"])
     parser.add_argument("--lengths", choices=names, action="append", help="may be repeated; default: fixed, lognormal")
-    parser.add_argument("--warmup", type=int, default=WARMUP, help="steps, at least 1")
-    parser.add_argument("--repetitions", type=int, default=10)
+    for field in dataclasses.fields(Turns):
+        parser.add_argument(f"--{field.name}", type=int, default=field.default, help=f"(default: {field.default})")
     parser.add_argument(
         "--hybrid", type=json.loads, default=HYBRID, help=f"our trainer's HybridConfig fields; {json.dumps(HYBRID)}"
     )
@@ -242,7 +248,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     kinds, lengths = arguments.kind or list(KINDS), arguments.lengths or ["fixed", "lognormal"]
     with tempfile.TemporaryDirectory(prefix="benchmark-step-", ignore_cleanup_errors=True) as folder:
-        given = (arguments.warmup, arguments.repetitions), arguments.hybrid, arguments.profile
+        given = Turns(arguments.warmup, arguments.measured, arguments.rounds), arguments.hybrid, arguments.profile
         cases = {
             f"{kind} {name}": functools.partial(run, Path(folder), arguments.model, kind, name, *given)
             for kind, name in itertools.product(kinds, lengths)

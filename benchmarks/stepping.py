@@ -7,8 +7,7 @@ import queue
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -56,7 +55,6 @@ class Stepper:
             "callbacks": [_Pausing(self)],
         }
         self._trainer = _stock(scale, variant, arguments) if kind == "trl" else _hybrid(scale, variant, arguments)
-        self._state = _state(self._trainer)
         self._trainer.remove_callback(PrinterCallback)  # 26 lines of numbers that the result does not need
         self._prescribe()
         self._note_rollouts()
@@ -106,7 +104,7 @@ class Stepper:
             decides that. `allocator_retries`: how often torch gave all cached memory back because none was left.
             `training_flops_per_second`: what training on the real tokens needs, by the seconds it took, and
             `training_mfu`, the share of the device's peak that this is, where the peak is known. `device_bytes_in_use`
-            after the step, by this trainer and what the others keep; `bytes_not_returned` of what it had lent them.
+            after the step, by all of the device's processes.
         """
         from trlx_hybrid.trl.flops import model_flops, peak
         from trlx_hybrid.weights.policy import Policy
@@ -145,11 +143,9 @@ class Stepper:
             self._profile = None
         seconds = time.perf_counter() - started if started is not None else 0.0
         self._bytes_in_use = _device_bytes_in_use()
-        with lent(self._state) as missing:
-            self._done.put(Timed(seconds, list(self._lengths)))
-            self._go.get()
+        self._done.put(Timed(seconds, list(self._lengths)))
+        self._go.get()
         synchronise()
-        self.spans["bytes_not_returned"] = missing()
         return time.perf_counter()
 
     def _reward(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
@@ -222,19 +218,6 @@ def _allocator_retries() -> int:
     return torch.cuda.memory_stats().get("num_alloc_retries", 0) if torch.cuda.is_available() else 0
 
 
-def _state(trainer: Any) -> Any:
-    """What can leave the device between steps: the optimizer's state, and TRL's policy; ours may be the engine's."""
-    from trlx_hybrid.memory.arena import Arena
-    from trlx_hybrid.memory.ledger import optimizer_tensors, policy_tensors
-    from trlx_hybrid.memory.offload import Offload
-
-    def tensors() -> Iterator[Any]:
-        yield from optimizer_tensors(trainer.optimizer) if trainer.optimizer else ()
-        yield from policy_tensors(trainer.model) if not hasattr(trainer, "session") else ()
-
-    return Offload(Arena(trainer.accelerator.device), tensors)
-
-
 def _device_bytes_in_use() -> int:
     import torch
 
@@ -242,28 +225,6 @@ def _device_bytes_in_use() -> int:
         return 0
     free, total = torch.cuda.mem_get_info()
     return total - free
-
-
-@contextmanager
-def lent(state: Any) -> Iterator[Callable[[], int]]:
-    """Others have the memory of a trainer's state, and what the allocator keeps for later, which would otherwise be
-    there in the next step: their return is no part of a step. A trainer that shares a GPU with two more would plan with
-    what these leave.
-
-    Yields:
-        Counts, after the return, the bytes that others did not give back.
-    """
-    import torch
-
-    before = torch.cuda.memory_reserved() if torch.cuda.is_available() else 0
-    state.leave()
-    if before:
-        torch.cuda.empty_cache()
-    yield lambda: max(0, before - torch.cuda.memory_reserved()) if before else 0
-    state.return_all()
-    if before:
-        with suppress(torch.OutOfMemoryError):
-            torch.empty(max(0, before - torch.cuda.memory_reserved()), dtype=torch.uint8, device="cuda")
 
 
 class _Pausing(TrainerCallback):  # type: ignore[misc]

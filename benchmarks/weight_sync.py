@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 
 from .harness import Arm, Measurement, Timed, alternate
 from .lengths import Lengths
-from .result import Result, accelerator
+from .result import Result, accelerator, publish_each
 from .rollout import SCALES, write_model
 from .scale import Scale, Variant
 from .sleeping import WAYS, KVMemory
@@ -184,9 +185,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", choices=sorted(SCALES), default="1.5b", help="tiny is for a CPU (default: 1.5b)")
     parser.add_argument("--repetitions", type=int, default=10, help="of each arm (default: 10)")
     parser.add_argument("--cases", nargs="+", choices=[*MODELS, "kv"], default=[*MODELS, "kv"], help="(default: all)")
-    parser.add_argument("--add", action="store_true", help="keep the other cases of this commit's result file")
+    parser.add_argument("--add", action="store_true", help="keep the other cases of the result file")
     arguments = parser.parse_args(argv)
-    run(arguments.model, arguments.repetitions, arguments.cases).publish(add=arguments.add)
+    cases = {c: functools.partial(run, arguments.model, arguments.repetitions, [c]) for c in arguments.cases}
+    publish_each(cases, add=arguments.add)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from benchmarks.harness import Measurement
 from benchmarks.lengths import Lengths
 from benchmarks.result import Result
 from benchmarks.rollout import SCALES
+from benchmarks.scale import Variant
 from benchmarks.worker import Worker, WorkerError
 
 # --- the digest -----------------------------------------------------------------------------------------------------
@@ -153,24 +154,29 @@ def test_rollout_metrics_count_the_tokens_of_each_round():
 
 
 @pytest.mark.parametrize(
-    ("text", "fits"),
-    [("CUDA out of memory. Tried to allocate 2 GiB", False), ("CUDA error: an illegal memory access", None)],
+    ("text", "tries"),
+    [("CUDA out of memory. Tried to allocate 2 GiB", 2), ("CUDA error: an illegal memory access", 1)],
 )
-def test_a_setting_that_does_not_fit_is_told_from_one_that_fails(text, fits):
-    worker = Worker("tuned", getattr, object(), text)  # AttributeError: 'object' object has no attribute 'CUDA out …'
-    if fits is None:
-        with pytest.raises(WorkerError, match=text):
-            step.first_step_fits(worker)
-    else:
-        assert step.first_step_fits(worker) is fits
-    assert not worker._process.is_alive()
+def test_a_setting_that_does_not_fit_is_told_from_one_that_fails(text, tries):
+    built = []
+
+    def build(variant):
+        built.append(Worker("tuned", getattr, object(), text))  # AttributeError: 'object' object has no attribute '…'
+        return built[-1]
+
+    with pytest.raises(WorkerError, match=text):
+        step.first_that_fits(build, [Variant(), Variant(sleep=True)])
+    assert len(built) == tries
+    assert not any(worker._process.is_alive() for worker in built)
 
 
 @pytest.mark.slow
 def test_a_tiny_step_with_drawn_lengths(tmp_path):
     """Real trainers; that all arms sampled the same lengths is checked inside."""
     profiles = tmp_path / "profiles"
-    result = step.run(tmp_path, "tiny", "lora", "lognormal", steps=(3, 2), profiles=str(profiles))
+    result = step.run(
+        tmp_path, "tiny", "lora", "lognormal", turns=step.Turns(warmup=3, measured=2, rounds=1), profiles=str(profiles)
+    )
     found = json.loads(result.publish(tmp_path).read_text())
     assert "aten::mm" in (profiles / "lora-lognormal.txt").read_text()
     assert (profiles / "lora-lognormal.json.gz").stat().st_size

@@ -15,7 +15,7 @@ def module(name):
     return found
 
 
-matrix, page = module("matrix"), module("page")
+matrix, page, templates = module("matrix"), module("page"), module("templates")
 FAST = ("DeepSeek-V3, DeepSeek-R1", "GPT-2", "gpt-oss", "Qwen1.5-MoE, Qwen2-MoE", "Qwen3-Next")
 """Latent attention and a routing's bias; transposed weights; rearranged experts; an adapter called past; states."""
 NAMES = [
@@ -29,6 +29,12 @@ def test_the_page_is_up_to_date():
     results = page.seen()
     assert [row["model"] for row in results["rows"]] == list(matrix.MODELS), "`python -m tests.models` measures all"
     assert page.PAGE.read_text() == page.page(results), "python tests/models/page.py writes it anew"
+
+
+@pytest.mark.parametrize("name", templates.TEMPLATES)
+def test_a_chat_template_is_what_its_conversations_show(name):
+    (expected,) = (row for row in page.seen()["templates"] if row["template"] == name)
+    assert templates.measure(name) == expected
 
 
 @pytest.mark.parametrize("name", NAMES)

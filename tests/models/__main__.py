@@ -5,20 +5,22 @@ models, those only; the other rows stay.
 import sys
 from importlib.metadata import version
 
-from . import matrix, page
+from . import matrix, page, templates
 
 
 def main(names: list[str]) -> None:
     from trlx_hybrid_vllm.plugin import installed_vllm
 
     rows = {row["model"]: row for row in page.seen()["rows"]} if names else {}
+    conversations = [templates.measure(name) for name in templates.TEMPLATES]
     with matrix.inspected_here():
         for name in names or matrix.MODELS:
             rows[name] = matrix.measure(name)
             print(rows[name], file=sys.stderr, flush=True)
             found = installed_vllm()
             versions = {"transformers": version("transformers"), "vllm": found[1] if found else "?"}
-            page.write([rows[name] for name in matrix.MODELS if name in rows], versions)
+            versions["trl"] = version("trl")
+            page.write([rows[name] for name in matrix.MODELS if name in rows], conversations, versions)
 
 
 if __name__ == "__main__":

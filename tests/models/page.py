@@ -25,8 +25,17 @@ torchvision.
 """
 
 
+TEMPLATES_HEAD = """
+## Chat templates
+
+TRL {trl}'s copies of the templates that models come with, and how conversations go on with them, in
+[`rollout="multi_turn"` and `episodes`](multi-turn.md). Prompt, turns and observations of three exchanges, as token ids,
+spell what the template makes of the whole conversation. What a model has sampled is never rendered again.
+"""
+
+
 def page(results: Mapping[str, Any]) -> str:
-    """The page: a table, and the reasons in it once each."""
+    """The page: tables, and the reasons in the first once each."""
     notes: dict[str, int] = {}
     lines = [HEAD.format(**results["versions"]), "| model | class | all weights | LoRA |", "|---|---|---|---|"]
     for row in results["rows"]:
@@ -34,7 +43,14 @@ def page(results: Mapping[str, Any]) -> str:
         weights = cell(row["all weights"], "", notes)
         given = [cell(row[case], CASES[case] if len(adapters) > 1 else "", notes) for case in adapters]
         lines.append(f"| {row['model']} | `{row['class']}` | {weights} | {'<br>'.join(given)} |")
-    return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in notes.items())]) + "\n"
+    lines += ["", *(f"{number}. {reason}" for reason, number in notes.items())]
+    lines += [TEMPLATES_HEAD.format(**results["versions"]), "| templates | conversations |", "|---|---|"]
+    templates: dict[str, list[str]] = {}
+    for row in results["templates"]:
+        said = f"refused: {escaped(row['reason'])}" if "reason" in row else row["how"]
+        templates.setdefault(said, []).append(f"`{row['template']}`")
+    lines += [f"| {', '.join(names)} | {said} |" for said, names in templates.items()]
+    return "\n".join(lines) + "\n"
 
 
 def cell(case: Mapping[str, Any], of: str, notes: dict[str, int]) -> str:
@@ -55,9 +71,11 @@ def seen() -> dict[str, Any]:
     return found
 
 
-def write(rows: Sequence[Mapping[str, Any]], versions: Mapping[str, str]) -> None:
+def write(
+    rows: Sequence[Mapping[str, Any]], templates: Sequence[Mapping[str, str]], versions: Mapping[str, str]
+) -> None:
     """Keep what was measured, and write the page."""
-    RESULTS.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+    RESULTS.write_text(json.dumps({"versions": versions, "rows": rows, "templates": templates}, indent=1) + "\n")
     PAGE.write_text(page(seen()))
 
 

@@ -46,6 +46,20 @@ def chat_tokenizer(turns: Sequence[str], template: str = "qwen3") -> Any:
     )
 
 
+def text_processor(tokenizer: Any, chat_template: str) -> Any:
+    """A processor as TRL loads one for a multimodal checkpoint, of text alone: its template takes content blocks."""
+    from transformers import ProcessorMixin
+
+    class TextProcessor(ProcessorMixin):  # type: ignore[misc]
+        attributes = ["tokenizer"]  # noqa: RUF012 - transformers' own
+        tokenizer_class = "PreTrainedTokenizerFast"
+
+        def __init__(self, tokenizer: Any, chat_template: str) -> None:
+            super().__init__(tokenizer, chat_template=chat_template)
+
+    return TextProcessor(tokenizer, chat_template)
+
+
 def chatty_model(tokenizer: Any, turns: Sequence[str], architecture: str = "qwen3", **config: Any) -> Any:
     """A tiny model that mostly samples a whole turn and then its end, differently for each prompt."""
     model = tiny_model(

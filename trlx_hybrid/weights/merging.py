@@ -73,6 +73,8 @@ class AdaptedModule:
 def _merge(layer: Any) -> None:
     try:
         layer.merge()
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, TypeError, ValueError) as error:
         kind, why = f"{type(layer).__module__}.{type(layer).__name__}", f"{type(error).__name__}: {error}"
         raise SyncError(

@@ -1,17 +1,16 @@
 """Observations as the template's difference, and templates that allow none."""
 
 from importlib.resources import files
-from typing import ClassVar
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
-from transformers import PreTrainedTokenizerFast, ProcessorMixin
+from transformers import PreTrainedTokenizerFast
 from trl.chat_template_utils import get_training_chat_template
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.rollout.tokenizer import own_tokenizer
-from trlx_hybrid.testing.chat import chat_tokenizer
+from trlx_hybrid.testing.chat import chat_tokenizer, text_processor
 from trlx_hybrid_multiturn.tokens import TemplateTokens, preserving_tokens
 
 TEMPLATES = ("qwen3", "llama3_1")
@@ -95,20 +94,10 @@ BLOCKS = (
 )
 
 
-class Processor(ProcessorMixin):
-    """As TRL loads one for a multimodal checkpoint; of text alone."""
-
-    attributes: ClassVar[list[str]] = ["tokenizer"]
-    tokenizer_class = "PreTrainedTokenizerFast"
-
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, chat_template: str) -> None:
-        super().__init__(tokenizer, chat_template=chat_template)
-
-
 def test_a_processors_template_and_tokenizer_serve() -> None:
     """Its template may want lists of content blocks, and is not the tokenizer's."""
     tokenizer = TOKENIZERS["qwen3"]
-    tokens = TemplateTokens(own_tokenizer(Processor(tokenizer, BLOCKS)))
+    tokens = TemplateTokens(own_tokenizer(text_processor(tokenizer, BLOCKS)))
     prompt = tokens.prompt([{"role": "user", "content": [{"type": "text", "text": "guess"}]}])
     assert tokenizer.decode(prompt) == "<|im_start|>user\nguess<|im_end|>\n<|im_start|>assistant\n"
     shown = tokens.observation([{"role": "user", "content": "higher"}])

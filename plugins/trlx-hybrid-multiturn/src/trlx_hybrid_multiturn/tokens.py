@@ -82,6 +82,10 @@ class TemplateTokens:
             begun = next(differ, min(len(asked), len(prefix)))  # here the model's message: ends before it are others'
             ends = [place for place in range(begun, len(prefix)) if prefix[place] in self._end_ids]
             self._endless = not ends
+            followed = self.prompt([*BEFORE, PROBES[0]])
+            differ = (i for i, (a, b) in enumerate(zip(prefix, followed, strict=False)) if a != b)
+            shared = next(differ, len(prefix))  # Phi-3 ends what nothing follows with a second end
+            ends = [place for place in ends if place < shared] or ends
             self._prefix = prefix[: ends[-1] + 1] if ends else prefix
             for probe in PROBES:
                 self.observation([probe])

@@ -69,6 +69,17 @@ def test_a_tree_of_modules_notices_what_is_replaced_and_keeps_nothing_alive():
     assert tree.changed(copy.deepcopy(model))
 
 
+def test_a_digest_leaves_out_what_zero3_pads_the_last_part_with(monkeypatch):
+    monkeypatch.setattr(policies.dist, "get_rank", lambda group: 1)
+    found = set()
+    for junk in (7.0, 9.0):
+        model = torch.nn.Linear(5, 1, bias=False)
+        part = torch.tensor([1.0, 2.0, junk])  # of five elements, the second rank's three
+        model.weight.ds_tensor, model.weight.ds_numel, model.weight.ds_process_group = part, 5, None
+        found.add((policy_of(model).digest(), policy_of(model).fingerprint()))
+    assert len(found) == 1
+
+
 def test_the_fingerprint_follows_bits_and_nothing_else():
     model = tiny_model()
     policy = policy_of(model)

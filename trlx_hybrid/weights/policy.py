@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import quantised
@@ -297,8 +298,12 @@ class Policy:
 
 
 def _local(p: nn.Parameter) -> Tensor:
-    """What this rank holds of it."""
-    held: Tensor = getattr(p, "ds_tensor", getattr(p, "_local_tensor", p))
+    """What this rank holds of it. ZeRO-3 pads the last ranks' parts with what was in memory."""
+    part: Tensor | None = getattr(p, "ds_tensor", None)
+    if part is not None:
+        begin = dist.get_rank(p.ds_process_group) * part.numel()  # type: ignore[attr-defined]
+        return part.detach()[: max(0, p.ds_numel - begin)]  # type: ignore[attr-defined]
+    held: Tensor = getattr(p, "_local_tensor", p)
     return held.detach()
 
 

@@ -66,6 +66,10 @@ def test_ddp_samples_and_trains_what_one_process_does(tmp_path, single, processe
     assert_same_training(reports, single)
 
 
+def test_an_evaluation_before_the_training_leaves_ddp_out_of_nothing(tmp_path, single):
+    assert_same_training(launch(tmp_path / "out", 2, "evaluate"), single)
+
+
 def test_fsdp2_samples_and_trains_what_one_process_does(tmp_path, single):
     reports = launch(tmp_path / "out", 2, "fsdp")
     assert reports[0]["distributed_type"] == "DistributedType.FSDP"

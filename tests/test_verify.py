@@ -15,7 +15,7 @@ from trlx_hybrid.weights.policy import Policy
 from trlx_hybrid.weights.sync import WeightVersions
 from trlx_hybrid.weights.verify import FirstStep, allowed_gap, check_log_probs, disagreement, noise
 
-ALONE = SimpleNamespace(any=bool)
+ALONE = SimpleNamespace(any=bool, gather=lambda value: [value])
 
 
 def batch(rows=4, tokens=100):
@@ -106,9 +106,9 @@ def test_a_policy_with_dropout_is_random_while_it_trains():
     assert noise(model) is None
 
 
-def step(model, lr=1e-2, gradient=1.0, of=None):
+def step(model, lr=1e-2, gradient=1.0, of=None, ranks=ALONE):
     """One step, as the trainer's callbacks see it, of an optimizer that was made for `of`."""
-    first = FirstStep(Policy(lambda: model, None, torch.device("cpu")), ALONE)
+    first = FirstStep(Policy(lambda: model, None, torch.device("cpu")), ranks)
     optimizer = torch.optim.SGD(of or list(model.parameters()), lr=lr)
     first.begins(optimizer)
     for p in model.parameters():
@@ -126,6 +126,12 @@ def test_a_first_step_that_changes_something_passes_and_one_that_must_and_does_n
         nn.init.ones_(p)
     with pytest.raises(SyncError, match="bfloat16 round updates away"):
         step(model, lr=1e-6)
+
+
+def test_ranks_that_train_on_their_own_are_noticed_at_the_first_step():
+    others = SimpleNamespace(rank=0, world=2, any=bool, gather=lambda digest: [digest, digest + 1])
+    with pytest.raises(SyncError, match="After step 1 of the optimizer the ranks hold different weights"):
+        step(tiny_model(), ranks=others)
 
 
 def test_the_probe_after_a_sync_is_held_to_the_coarsest_arithmetic_too():

@@ -1,6 +1,7 @@
 """Launched by tests/test_distributed.py: GRPO through vLLM on tiny models; each rank writes what it saw as JSON.
 
 accelerate launch --num_processes N tests/scripts/grpo_distributed.py OUT [fsdp] [lora] [tp=2] [trainers=2] [resume]
+    [evaluate]
 """
 
 import json
@@ -47,6 +48,9 @@ def main(out: Path, options: dict[str, str]) -> None:
             processing_class=character_tokenizer(),
             peft_config=LoraConfig(r=4, target_modules="all-linear") if "lora" in options else None,
         )
+        if "evaluate" in options:
+            trainer.evaluate(sorting_prompts(8))
+            seen.clear()
         trainer.train(resume_from_checkpoint=options.get("resume"))
         logs = [log for log in trainer.state.log_history if "loss" in log]
         report["runs"].append(

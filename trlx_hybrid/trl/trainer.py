@@ -436,6 +436,18 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
             weight_version=self.session.versions.version,
         )
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As in TRL, also after an evaluation: accelerate takes a model that it prepared for that, without DDP, for one
+        that is ready to be trained, and each rank would train on its own."""
+        if self.model_wrapped is self.model and self.accelerator.distributed_type.startswith("MULTI_"):  # type: ignore[attr-defined]
+            self.model._is_accelerate_prepared = False  # type: ignore[attr-defined]
+        if self.is_deepspeed_enabled and self.deepspeed is not None and self.optimizer is None:  # type: ignore[attr-defined]
+            raise ConfigError(
+                "evaluate() before train() has made a DeepSpeed engine without an optimizer, which transformers would "
+                "go on with. Set eval_on_start=True instead: it evaluates before the first step."
+            )
+        return super().train(*args, **kwargs)  # type: ignore[misc]
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As in TRL; an out-of-memory error says who held what."""
         with self.session.memory.reporting():

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..errors import SyncError, listed
 from ..types import Completion, Request, Sampling
 from .policy import modules_of
+from .sharded import is_sharded
 
 if TYPE_CHECKING:
     from ..plugins.registry import Component
@@ -232,12 +233,20 @@ class FirstStep:
         """The optimizer has stepped, and the gradients are still there. Collective.
 
         Raises:
-            SyncError: no bit of any trainable weight has changed, on any rank.
+            SyncError: no bit of any trainable weight has changed, on any rank, or ranks that each hold all weights hold
+                different ones.
         """
         before, self._before = self._before, None
         if before is None or getattr(optimizer, "step_was_skipped", False):
             return
-        self._done = self._ranks.any(self._policy.digest() != before)
+        digest = self._policy.digest()
+        self._done = self._ranks.any(digest != before)
+        whole = not any(map(is_sharded, self._policy.module.parameters()))
+        if self._done and whole and len(set(self._ranks.gather(digest))) > 1:
+            raise SyncError(
+                f"After step {step + 1} of the optimizer the ranks hold different weights: each trains on its own. Is "
+                "the model inside of DDP? What is wrapped or replaced by hand has to be before the trainer is made."
+            )
         gradients = (p.grad for p in self._policy.module.parameters() if p.requires_grad and p.grad is not None)
         local: Iterator[Tensor] = (getattr(g, "_local_tensor", g) for g in gradients)
         if self._done or not self._ranks.any(any(bool((g.abs() > NO_GRADIENT).any()) for g in local)):

@@ -149,7 +149,7 @@ def first_that_fits(build: Callable[[Variant], Worker], variants: Sequence[Varia
     Raises:
         WorkerError: not even the last one fits, or one failed for another reason than memory. No process is left.
     """
-    for left, variant in reversed([*enumerate(reversed(variants))]):
+    for number, variant in enumerate(variants, 1):
         worker = build(variant)
         try:
             wait_until_built([worker], BUILD_SECONDS)
@@ -157,7 +157,7 @@ def first_that_fits(build: Callable[[Variant], Worker], variants: Sequence[Varia
         except BaseException as error:
             worker.__exit__(type(error), error, None)
             full = isinstance(error, WorkerError) and any(text in str(error) for text in OUT_OF_MEMORY)
-            if not (full and left):
+            if not full or number == len(variants):
                 raise
     raise ValueError("There is no variant to be built.")
 

@@ -239,6 +239,14 @@ def check_proofs(ended: Ended, path: str, probed: bool = True) -> None:
     assert all(gap is not None and gap < 0.5 if probed else gap is None for _, _, gap in proofs), proofs
 
 
+def check_trained(ended: Ended, folder: Path, path: str, seen: dict[str, Any], probed: bool = True) -> None:
+    """It trained all steps, each weight sync was proven, and how far apart both score is kept."""
+    logs = history(folder)
+    check_training(logs, STEPS)
+    check_proofs(ended, path, probed)
+    seen["gap"] = check_gap(logs)
+
+
 def check_packed(ended: Ended) -> None:
     """Its rows were scored without padding, from the first comparison on, and layers kept by the memory there was."""
     assert "scoring: rows are packed" in ended.output, ended.output[:8000]
@@ -263,10 +271,7 @@ def check_pictures(
     if case.weights == "lora":
         settings |= {"lora_target_modules": ".*language_model.*_proj"}
     ended = whole([sys.executable, script, *flags(settings, model("pictures"), folder)], limit)
-    logs = history(folder)
-    check_training(logs, STEPS)
-    check_proofs(ended, case.path)
-    seen["gap"] = check_gap(logs)
+    check_trained(ended, folder, case.path, seen)
 
 
 def check_experts(
@@ -287,10 +292,7 @@ def check_experts(
         settings |= {"lora_target_modules": ".*self_attn.*_proj", "lora_dropout": 0.0}  # which the engine has none of
     command = [sys.executable, *launcher, SCRIPTS / "grpo.py", *flags(settings, model, folder)]
     ended = whole(command, limit, environment=environment)
-    logs = history(folder)
-    check_training(logs, STEPS)
-    check_proofs(ended, case.path)
-    seen["gap"] = check_gap(logs)
+    check_trained(ended, folder, case.path, seen)
 
 
 @contextmanager
@@ -319,10 +321,7 @@ def check_4_bits(
     pytest.importorskip("bitsandbytes")
     settings = case.settings() | IN_4_BITS | changes
     ended = whole([sys.executable, SCRIPTS / "grpo.py", *flags(settings, model, folder)], limit)
-    logs = history(folder)
-    check_training(logs, STEPS)
-    check_proofs(ended, "lora")
-    seen["gap"] = check_gap(logs)
+    check_trained(ended, folder, "lora", seen)
 
 
 def check_deepspeed(
@@ -338,10 +337,7 @@ def check_deepspeed(
     """Weights that DeepSpeed holds reach the engine, from ZeRO-3's parts of them, too."""
     pytest.importorskip("deepspeed")
     ended = whole([*command, *flags(settings | zero(stage), model, folder)], limit)
-    logs = history(folder)
-    check_training(logs, STEPS)
-    check_proofs(ended, "gather" if stage == 3 else "copy", probed=stage < 3)
-    seen["gap"] = check_gap(logs)
+    check_trained(ended, folder, "gather" if stage == 3 else "copy", seen, probed=stage < 3)
 
 
 def check_repeats(runs: Sequence[Ended]) -> None:

@@ -382,13 +382,12 @@ def _weights(
     seen = set() if module is parted else seen
     wrapped = adapted(module)
     if wrapped is not None:
-        merged = functools.cache(
-            merge or AdaptedModule.merged
-        )  # once for weight and bias; freed with the layer's readers
+        # once for weight and bias; freed with the layer's readers
+        merged = functools.cache(functools.partial(merge, wrapped)) if merge else None
         for name, p in wrapped.base.named_parameters():
             if id(p) not in seen:
                 seen.add(id(p))
-                read = functools.partial(_item, merged, wrapped, name) if merge else functools.partial(_identity, p)
+                read = functools.partial(_item, merged, name) if merged else functools.partial(_identity, p)
                 yield unwrapped_name(f"{prefix}{name}"), read
         yield from _weights(wrapped.base, prefix, seen, merge)  # what is left are its buffers
         return
@@ -405,8 +404,8 @@ def _identity(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _item(merged: Merge, wrapped: AdaptedModule, name: str) -> Tensor:
-    return merged(wrapped)[name]
+def _item(merged: Callable[[], dict[str, Tensor]], name: str) -> Tensor:
+    return merged()[name]
 
 
 def _finish_forward(module: Any) -> None:

@@ -78,13 +78,10 @@ class TemplateTokens:
         """Take the prefix, and why that cannot be done."""
         try:
             asked, prefix = self.prompt(BEFORE[:1]), list(self._render(BEFORE, speak=False))
-            differ = (i for i, (a, b) in enumerate(zip(asked, prefix, strict=False)) if a != b)
-            begun = next(differ, min(len(asked), len(prefix)))  # here the model's message: ends before it are others'
+            begun = _shared(asked, prefix)  # here the model's message: ends before it are others'
             ends = [place for place in range(begun, len(prefix)) if prefix[place] in self._end_ids]
             self._endless = not ends
-            followed = self.prompt([*BEFORE, PROBES[0]])
-            differ = (i for i, (a, b) in enumerate(zip(prefix, followed, strict=False)) if a != b)
-            shared = next(differ, len(prefix))  # Phi-3 ends what nothing follows with a second end
+            shared = _shared(prefix, self.prompt([*BEFORE, PROBES[0]]))  # Phi-3 ends what nothing follows once more
             ends = [place for place in ends if place < shared] or ends
             self._prefix = prefix[: ends[-1] + 1] if ends else prefix
             for probe in PROBES:
@@ -123,6 +120,12 @@ class TemplateTokens:
         if not images:
             return rendered
         return self._processor(text=[rendered], images=[images], add_special_tokens=False)["input_ids"][0]  # type: ignore[misc]
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    differ = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(differ, min(len(one), len(other)))
 
 
 def preserving_tokens(

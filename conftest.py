@@ -104,14 +104,15 @@ def prompts() -> Any:
 def started_once() -> Iterator[None]:
     """Take out of every engine's start what it does to the modules of this process, which many tests share.
 
-    Starting and closing an engine collects garbage ten times, 0.3 s each over what the stack's import leaves; and
-    vLLM's CPU platform looks for its Triton kernels in every module anew. So the imports are frozen, for good.
+    Starting and closing an engine collects garbage ten times, 0.3 s each over what the stack's import leaves, and
+    counts twice what is frozen, 0.1 s each; vLLM's CPU platform looks for its Triton kernels in every module anew, and
+    its registry at models in other processes. So the imports are frozen, for good, and counted once.
     """
     import functools
     import gc
     import importlib
 
-    from trlx_hybrid.testing.processes import STACK
+    from trlx_hybrid.testing.processes import STACK, models_inspected_here
 
     for name in STACK:
         importlib.import_module(name)
@@ -122,9 +123,11 @@ def started_once() -> Iterator[None]:
     gc.freeze()
     changed.setattr(gc, "freeze", lambda: None)
     changed.setattr(gc, "unfreeze", lambda: None)  # it would take the imports with it
+    changed.setattr(gc, "get_freeze_count", functools.partial(int, gc.get_freeze_count()))
     replace_kernels = functools.cache(CpuPlatform.register_triton_kernel_overrides)
     changed.setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(replace_kernels))
-    yield
+    with models_inspected_here():
+        yield
     changed.undo()
     gc.unfreeze()  # libraries that count what is left at the end would complain
 

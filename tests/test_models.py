@@ -50,8 +50,7 @@ def test_a_row_with_torchvision(name, started_once):
 
 def check_row(name):
     (expected,) = (row for row in page.seen()["rows"] if row["model"] == name)
-    with matrix.inspected_here():
-        row = matrix.measure(name)
+    row = matrix.measure(name)
     assert without_gaps(row) == without_gaps(expected)
     assert all(gap < 1e-5 for gap in (*gaps(row), *gaps(expected)))
 

@@ -5,6 +5,8 @@ models, those only; the other rows stay.
 import sys
 from importlib.metadata import version
 
+from trlx_hybrid.testing.processes import models_inspected_here
+
 from . import matrix, page, templates
 
 
@@ -13,7 +15,7 @@ def main(names: list[str]) -> None:
 
     rows = {row["model"]: row for row in page.seen()["rows"]} if names else {}
     conversations = [templates.measure(name) for name in templates.TEMPLATES]
-    with matrix.inspected_here():
+    with models_inspected_here():
         for name in names or matrix.MODELS:
             rows[name] = matrix.measure(name)
             print(rows[name], file=sys.stderr, flush=True)

@@ -7,10 +7,7 @@ with and the trainer's, before and after a change of all weights; or the error t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Arcee": ("arcee", {}),
@@ -117,12 +114,3 @@ def served(name: str, targets: str | list[str] | None) -> dict[str, Any]:
         return {"refused": str(error)}
     cheaper = re.search(rf"not {'alias' if targets is None else 'lora'}: (.*?)(?=; not \w+: |$)", why)
     return {"weights": weights, "gap": max(gaps)} | ({"reason": cheaper[1]} if cheaper else {})
-
-
-@contextmanager
-def inspected_here() -> Iterator[None]:
-    """vLLM looks at each model's class in a process of its own, for 5 s, since that could start CUDA: not on a CPU."""
-    from vllm.model_executor.models import registry
-
-    with patch.object(registry, "_run_in_subprocess", lambda function: function()):
-        yield

@@ -16,13 +16,23 @@ import socket
 import sys
 import tempfile
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
+from unittest.mock import patch
 
-STACK = ("accelerate", "datasets", "peft", "torch.distributed.fsdp", "trl.trainer.grpo_trainer", "vllm.entrypoints.llm")
+STACK = (
+    "accelerate",
+    "datasets",
+    "peft",
+    "torch.distributed.fsdp",
+    "trl.trainer.grpo_trainer",
+    "vllm.entrypoints.llm",
+    "vllm.lora.layers",
+    "vllm.v1.worker.cpu_worker",
+)
 PORTS = range(20000, 32000)
 _born: dict[str, str] = {}  # the environment that the process with the imports was started in
 
@@ -114,6 +124,12 @@ def rank_reports(
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)]
 
 
+def models_inspected_here() -> AbstractContextManager[Any]:
+    """vLLM looks at each class of models that it has not met on this machine in a process of its own, which imports all
+    for ten seconds of a core, since a look could start CUDA: not on a CPU."""
+    return patch("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look())
+
+
 def free_port() -> int:
     """A TCP port of this machine that nobody listens on now, and that Linux gives to nobody who asks for any: it may be
     seconds until a rank listens there, and other processes of the machine open ports all the time."""
@@ -135,7 +151,8 @@ def _run(command: list[str], environment: dict[str, str], gone: set[str], output
     sys.path[:0] = [str(Path(command[0]).parent), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
     gc.freeze()  # each start of an engine collects garbage: not among what was imported
     try:
-        runpy.run_path(command[0], run_name="__main__")
+        with models_inspected_here() if "vllm" in sys.modules else nullcontext():
+            runpy.run_path(command[0], run_name="__main__")
     finally:
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -45,6 +45,7 @@ class Simulated:
         return self.cluster.add_node(
             **{"num_cpus": CPUS, "num_gpus": GPUS, "object_store_memory": 80 << 20, "node_ip_address": "127.0.0.1"}
             | {"dashboard_agent_listen_port": 0}  # any: two clusters cannot have the usual one
+            | {"include_log_monitor": False, "no_monitor": True}  # of logs, which no driver reads here, and a scaler's
             | arguments
         )
 

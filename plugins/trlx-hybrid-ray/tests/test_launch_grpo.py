@@ -1,12 +1,15 @@
-"""Two training actors on two nodes, with FSDP2 and a vLLM over both: bit for bit what `accelerate launch` trains."""
+"""Two training actors on two nodes, with FSDP2 and a vLLM over both: bit for bit what two processes train that
+accelerate configures. Both launchers set the same variables: test_launch_environment.py.
+"""
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from trlx_hybrid.testing.launched import FSDP2
+from trlx_hybrid.testing.processes import start_ranks, wait_all
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import SCRIPTS, Segments, launch, nothing_left
@@ -48,11 +51,8 @@ def test_rewards_are_those_of_accelerate_launch(two_nodes, capfd, tmp_path, conf
     folders = {name: tmp_path / name for name in ("accelerate", "ray")}
     for folder in folders.values():
         folder.mkdir()
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", "0"]
-    done = subprocess.run(
-        [*command, str(GRPO), str(folders["accelerate"])], capture_output=True, text=True, env=os.environ, timeout=500
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    for done in wait_all(start_ranks(GRPO, folders["accelerate"], count=2, environment=os.environ | FSDP2), 500):
+        assert done.returncode == 0, done.stderr[-4000:]
     launched = launch(capfd, tmp_path, GRPO, folders["ray"], nodes=2, config_file=config)
     assert launched.code == 0, launched.err[-4000:]
     accelerate, ray = reports(folders["accelerate"]), reports(folders["ray"])

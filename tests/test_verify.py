@@ -1,7 +1,9 @@
 """What stops a run: tokens that engine and trainer score apart, and a first step that trained nothing."""
 
+import re
 from types import SimpleNamespace
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -102,6 +104,30 @@ def test_a_policy_with_dropout_is_random_while_it_trains():
     assert noise(model) == "model.layers.0.mlp.1.p=0.2"
     activate_neftune(model, 5)
     assert noise(model) == "model.embed_tokens.neftune_noise_alpha=5"
+    model.eval()
+    assert noise(model) is None
+
+
+DRAWS = {
+    "LoKr": (peft.LoKrConfig, {"r": 2, "rank_dropout": 0.5}, r"q_proj\.rank_dropout=0\.5"),
+    "LoHa": (peft.LoHaConfig, {"r": 2, "module_dropout": 0.5}, r"q_proj\.module_dropout=0\.5"),
+    "OFT": (peft.OFTConfig, {"oft_block_size": 4, "module_dropout": 0.5}, r"oft_dropout\.default\.p=0\.5"),
+    "PVeRA": (peft.PveraConfig, {"r": 2}, r"q_proj \(peft\.tuners\.pvera"),
+    "MonteCLoRA": (
+        peft.LoraConfig,
+        {"r": 2, "monteclora_config": peft.MontecloraConfig()},
+        r"\(peft\.tuners\.lora\.monteclora",
+    ),
+    "LoKr without": (peft.LoKrConfig, {"r": 2}, None),
+}
+
+
+@pytest.mark.parametrize("adapter", DRAWS)
+def test_an_adapter_that_draws_is_random_while_it_trains(adapter):
+    config, given, found = DRAWS[adapter]
+    model = peft.get_peft_model(tiny_model(), config(target_modules=["q_proj"], **given))
+    model.train()
+    assert noise(model) is None if found is None else re.search(found, noise(model))
     model.eval()
     assert noise(model) is None
 

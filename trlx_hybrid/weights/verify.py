@@ -165,16 +165,32 @@ def allowed_share(policy: Policy, exact: bool) -> float:
     return EXPERTS_SHARE if policy.has_experts else 0.0 if exact else SHARE
 
 
+DRAWING_ADAPTERS = ("peft.tuners.pvera.layer", "peft.tuners.lora.monteclora")
+"""Modules of PEFT's adapters that draw from a distribution as they train, whatever their attributes say."""
+
+
 def noise(module: nn.Module) -> str | None:
-    """What makes its next forward pass random (dropout, a router's jitter, NEFTune's noise), or None."""
+    """What makes its next forward pass random (dropout, a router's jitter, NEFTune's noise, an adapter that draws), or
+    None."""
     for child in modules_of(module):
-        plain = isinstance(child, nn.modules.dropout._DropoutNd)
-        for key, value in vars(child).items() if child.training else ():
-            random = key == "p" if plain else _names_noise(key)
-            if random and isinstance(value, int | float) and value is not True and value > 0:
-                name = next(name for name, found in module.named_modules() if found is child)
-                return f"{name}.{key}={value}"
+        if not child.training:
+            continue
+        kind = type(child)
+        draws, drops = kind.__module__.startswith(DRAWING_ADAPTERS), "Dropout" in kind.__name__
+        for key, value in vars(child).items():
+            random = key == "p" if drops else _names_noise(key)
+            values = value.values() if random and isinstance(value, dict) else (value,)  # of each adapter
+            for each in values if random else ():
+                if isinstance(each, int | float) and each is not True and each > 0:
+                    return f"{_name_of(child, module)}.{key}={each}"
+        if draws:
+            return f"{_name_of(child, module)} ({kind.__module__}.{kind.__name__})"
     return None
+
+
+def _name_of(child: nn.Module, module: nn.Module) -> str:
+    name: str = next(name for name, found in module.named_modules() if found is child)
+    return name
 
 
 @functools.cache

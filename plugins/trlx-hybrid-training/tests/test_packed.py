@@ -112,6 +112,19 @@ def test_a_run_that_packs_says_so_and_leaves_the_model_as_it_was(run, noisy, scr
     assert "scoring: rows are packed, shared prompts once, attention by sdpa, row by row" in said
 
 
+def test_two_trainers_on_one_model_both_pack(run, noisy, scripted):
+    """And the end of the first leaves the second's rows where they are."""
+    model = tiny_model()
+    given = {"hybrid": noisy | {"scoring": "packed"}, "plugins": [scripted], "model": model, "max_steps": 1}
+    first, second = run(GRPO, **given), run(GRPO, **given, train=False)
+    first.close()
+    second.trainer.train()
+    assert second.trainer.session.scoring.padded_because is None
+    assert model.config._attn_implementation == "trlx_packed"
+    second.close()
+    assert model.config._attn_implementation == "sdpa"
+
+
 def gpt2():
     """Counts positions from the padding on: TRL's padded rows are others than a row alone."""
     torch.manual_seed(0)
@@ -169,6 +182,7 @@ REFUSED = {
         "its adapter begins at tokens of each row",
     ),
     "positions from the padding on": ({"model": gpt2}, "its positions are not rotary"),
+    "layers that drop arguments": ({"model": lambda: tiny_model("nemotron")}, "pass on no arguments of the attention"),
 }
 
 
@@ -185,14 +199,21 @@ def test_what_cannot_be_packed_stays_padded_and_the_run_says_why(compared, case,
     assert all(torch.equal(w, padded.weights()[name]) for name, w in ours.weights().items())
 
 
-def test_rows_that_attend_to_each_other_are_found_in_the_first_step(compared, noisy, monkeypatch, caplog):
+ONE_BY_ONE = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+
+
+@pytest.mark.parametrize(("options", "given"), [({}, {}), ({"shared_prompts": False}, ONE_BY_ONE)], ids=["rows", "row"])
+def test_rows_that_attend_to_each_other_are_found_in_the_first_step(
+    compared, noisy, monkeypatch, caplog, options, given
+):
+    """Also where the first packs have one row each: those of an evaluation and of joined micro-batches have more."""
     whole = attention.attention
 
     def leaky(*args, segments=None, prefixes=(), **kwargs):
         return whole(*args, segments=None if segments is None else (sum(segments),), **kwargs)
 
     monkeypatch.setattr(attention, "attention", leaky)
-    padded, ours = compared(GRPO, {}, noisy)
+    padded, ours = compared(GRPO, ALONE | options, noisy, **given)
     assert "Rows stay padded: packed and padded log-probs differ by up to" in caplog.text
     assert ours.logs == padded.logs
 

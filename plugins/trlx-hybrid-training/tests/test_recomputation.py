@@ -8,6 +8,7 @@ import torch
 import trlx_hybrid
 from hypothesis import given
 from hypothesis import strategies as st
+from peft import ShiraConfig
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from trlx_hybrid.session import Session
 from trlx_hybrid.testing.models import tiny_model
@@ -65,6 +66,14 @@ def test_layers_are_computed_once_where_memory_is_free(trained, adapters):
     assert twice == [2 * layers] * 4  # each layer forward, and once more
     assert once == [2 * layers - 1, *[layers] * 3]
     assert difference(ours, usual) == (0.0, 0.0)
+
+
+def test_an_adapter_of_sparse_values_is_counted(trained):
+    """PEFT's SHiRA, whose passes save tensors that have no storage."""
+    (full, _), (chosen, _) = (
+        trained(adaptive, peft_config=ShiraConfig(r=2, target_modules=["q_proj"])) for adaptive in (False, True)
+    )
+    assert max(difference(chosen, full)) == 0.0
 
 
 def test_all_layers_are_recomputed_where_no_memory_is_free(trained):

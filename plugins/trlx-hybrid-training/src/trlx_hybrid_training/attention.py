@@ -69,7 +69,7 @@ def attention(
 
     Args:
         query, key, value: (1, heads, N, head size), N tokens of all segments.
-        segments: lengths of the segments, N in all; None for rows that are not packed.
+        segments: lengths of the segments, N in all; None for rows that are not packed (`packing`).
         prefixes: of each segment, which other one begins with its prefix, and how many tokens that is: 0 where it has
             none. Empty where no segment has one.
         cu_seq_lens_q: where the segments end, (rows + 1,) int32, from 0; max_length_q: the longest.
@@ -79,9 +79,11 @@ def attention(
         (1, N, heads, head size), and no attention weights.
 
     Raises:
-        NotImplementedError: the layer asks for more than a causal mask.
+        NotImplementedError: the layer asks for more than a causal mask, or does not say where rows end.
     """
     if segments is None:
+        if _packing.get():
+            raise NotImplementedError("its layers pass on no arguments of the attention")
         given = query, key, value, attention_mask
         return sdpa_attention_forward(module, *given, dropout=dropout, scaling=scaling, **kwargs)  # type: ignore[no-any-return]
     for name in ("position_bias", "s_aux", "sliding_window", "softcap"):
@@ -180,14 +182,19 @@ def _grouped() -> dict[str, Any]:
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
+def named(model: PreTrainedModel) -> str:
+    """The implementation that the model was loaded with, also where another trainer on it has chosen this one."""
+    name: str = model.config._attn_implementation
+    return "sdpa" if name == NAME else name
+
+
 def choose(model: PreTrainedModel) -> str | None:
     """Let the model's layers use it, unless their implementation takes packed rows itself (flash attention).
 
     Returns:
         The implementation that it takes the place of, or None.
     """
-    before: str = model.config._attn_implementation
-    if before == "sdpa":
+    if named(model) == "sdpa":
         model.config._attn_implementation = NAME
-        return before
+        return "sdpa"
     return None

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.utils.generic import is_flash_attention_requested
 from trlx_hybrid.weights.policy import layer_kinds
 
+from . import attention
 from .attention import kernel_on
 from .micro_batches import PADDING, RowLengths
 
@@ -160,7 +161,7 @@ def _refused_layers(model: PreTrainedModel, config: Any) -> str | None:
     kind = rotary.get("rope_type", "default")
     if kind in ("dynamic", "longrope"):
         return f"its {kind} positions depend on how long a batch is"
-    name = config._attn_implementation
+    name = attention.named(model)
     if name != "sdpa" and not is_flash_attention_requested(config):
         return f"attn_implementation={name!r} takes no packed rows; 'sdpa' and flash attention do"
     return None
@@ -168,7 +169,7 @@ def _refused_layers(model: PreTrainedModel, config: Any) -> str | None:
 
 def attention_name(session: Run) -> str:
     """What computes the attention of packed rows, for a reader."""
-    name: str = session.policy.base.config._attn_implementation
+    name = attention.named(session.policy.base)
     if name != "sdpa":
         return name
     policy, args = session.policy, session.args
@@ -178,4 +179,4 @@ def attention_name(session: Run) -> str:
 
 def takes_prefixes(session: Run) -> bool:
     """Whether rows may share prompts: transformers' flash attention takes lengths of whole rows only."""
-    return bool(session.policy.base.config._attn_implementation == "sdpa")
+    return attention.named(session.policy.base) == "sdpa"

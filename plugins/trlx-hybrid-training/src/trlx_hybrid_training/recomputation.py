@@ -218,6 +218,8 @@ def _counting(layer: nn.Module) -> Iterator[dict[int, int]]:
 
 
 def _count(tensor: Tensor, storages: dict[int, int], own: set[int]) -> Tensor:
+    if tensor.layout is not torch.strided:  # an adapter's sparse values, which its weights hold
+        return tensor.detach()
     storage = tensor.untyped_storage()
     if storage.data_ptr() not in own:
         storages[storage.data_ptr()] = storage.nbytes()

@@ -97,6 +97,8 @@ class Packed(Scoring):
         if self.padded_because is None and id(rows.model) not in self._compared:
             self._prepare(rows)
         known = self.padded_because is None and id(rows.model) in self._compared
+        if known:
+            attention.choose(rows.model)  # anew, where another trainer on the model has ended
         packs = self._packs(rows, WORTH) if known else None
         if packs is not None:
             return self._score_packs(rows, packs)
@@ -144,18 +146,18 @@ class Packed(Scoring):
     def _prepare(self, rows: Rows) -> None:
         """The first rows of a model are scored both ways, dropout off. Collective.
 
-        Where prompts may be shared, each row is packed twice: so they are, whatever the first rows are. Where no token
-        is scored, or a rank cannot pack its rows, these stay padded and the next ones are compared.
+        Each row is packed twice: so it has a neighbour, and shares its prompt where prompts may be, whatever the first
+        rows are. Where no token is scored, or a rank cannot pack its rows, these stay padded and the next ones are
+        compared.
         """
         before = attention.choose(rows.model)
         if before is not None:
             self._chosen.append((rows.model.config, before))
         session, reason, gap = self._session, None, torch.zeros(0)
-        copies = 2 if self._shares else 1
-        ids, mask = (t.repeat_interleave(copies, dim=0) for t in (rows.input_ids, rows.attention_mask))
-        given = replace(rows, input_ids=ids, attention_mask=mask, at_once=copies * rows.at_once, router_loss=False)
+        ids, mask = (t.repeat_interleave(2, dim=0) for t in (rows.input_ids, rows.attention_mask))
+        given = replace(rows, input_ids=ids, attention_mask=mask, at_once=2 * rows.at_once, router_loss=False)
         if rows.experts is not None:
-            given = replace(given, experts=rows.experts.repeat_interleave(copies, dim=0))
+            given = replace(given, experts=rows.experts.repeat_interleave(2, dim=0))
         packs = self._packs(given, shared_below=1.0)
         if session.ranks.any(packs is None):
             return
@@ -167,7 +169,7 @@ class Packed(Scoring):
             except (NotImplementedError, TypeError, ValueError) as error:
                 reason = str(error)
             else:
-                differences = (packed.log_probs - padded.repeat_interleave(copies, dim=0)).abs()
+                differences = (packed.log_probs - padded.repeat_interleave(2, dim=0)).abs()
                 gap = differences[mask[:, -rows.completion_length :].bool()]
                 reason = self._too_far(gap)
         session.policy.reshard()  # what no backward pass follows stays gathered

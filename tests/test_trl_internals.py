@@ -10,7 +10,7 @@ import trl
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 from trlx_hybrid.trl.generation import Generation
-from trlx_hybrid.trl.trainer import GENERATING, OWN_ENGINE
+from trlx_hybrid.trl.trainer import GENERATING, OWN_ENGINE, HybridTrainer
 
 METHODS = (
     "_clip_grad_norm",
@@ -54,6 +54,15 @@ def test_generation_goes_through_use_vllm_and_two_methods(trainer):
     assert "if self.use_vllm:" in body
     assert "self.state.global_step != self._last_loaded_step" in body
     assert "self.use_vllm = args.use_vllm" in source(trainer.__init__)
+
+
+@pytest.mark.parametrize("name", ["_generate_single_turn", "_tool_call_loop"])
+def test_arguments_of_what_is_extended_have_trls_names(name):
+    """Custom rollouts call it with keywords."""
+    ours = inspect.signature(getattr(HybridTrainer, name)).parameters.values()
+    named = [parameter.name for parameter in ours if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    assert len(named) > 3
+    assert list(inspect.signature(getattr(trl.GRPOTrainer, name)).parameters)[: len(named)] == named
 
 
 def test_generate_takes_and_returns_what_trls_does():

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from ..types import Trajectory
+from ..types import Phase, Trajectory
 from .arguments import refuse_reserved
 
 if TYPE_CHECKING:
@@ -61,7 +61,17 @@ class Generation:
         sampler.sampling = dataclasses.replace(sampler.sampling, **{SETTINGS[name]: plain})
 
     def sync_weights(self) -> None:
-        """Nothing to do: the rollout phase has synced, by version and not by `global_step`."""
+        """Bring the policy's weights into the engine, for requests of a user's own between rollouts. Collective.
+
+        Within a rollout there is nothing to do: it has begun with that, by version and not by `global_step`.
+        """
+        session = self._session
+        if session.phase is Phase.ROLLOUT:
+            return
+        kept = session.training, session.metrics  # of the trainer's own rollout, which are logged later
+        with session.rollout_phase(training=False):
+            pass
+        session.training, session.metrics = kept
 
     def generate(
         self,

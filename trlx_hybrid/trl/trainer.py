@@ -316,10 +316,13 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
         rollout = self.session.rollout if self._attached else None
         return rollout is not None and rollout.converses and bool(getattr(self, "tools", None))
 
-    def _generate_single_turn(self, prompt_ids: Any, images: Any, fields: Any, *rest: Any, **kwargs: Any) -> Any:
+    def _generate_single_turn(
+        self, prompt_ids: Any, images: Any, multimodal_fields: Any, *rest: Any, **kwargs: Any
+    ) -> Any:
         """The first turn; where the rollout converses, it comes with all that follow, kept for `_tool_call_loop`."""
         if not self._converses:
-            return super()._generate_single_turn(prompt_ids, images, fields, *rest, **kwargs)  # type: ignore[misc]
+            stock = super()._generate_single_turn  # type: ignore[misc]
+            return stock(prompt_ids, images, multimodal_fields, *rest, **kwargs)
         num_generations = rest[0] if rest else kwargs.get("num_generations", 1)
         self._conversations = self._converse(prompt_ids, images, None, num_generations)
         return tool_calling.first_turns(self, self._conversations)

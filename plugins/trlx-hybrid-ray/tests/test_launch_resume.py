@@ -8,6 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from trlx_hybrid.testing.launched import FSDP2
+from trlx_hybrid.testing.processes import start_ranks, wait_all
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import SCRIPTS, Segments, launch, nothing_left
@@ -36,32 +38,22 @@ def test_a_run_that_is_killed_at_a_step_ends_as_if_nothing_had_happened(two_node
     segments = Segments()
     config = tmp_path / "accelerate.yaml"
     config.write_text(json.dumps(CONFIG))
-    found = {}
-    for name in ("undisturbed", "killed"):
-        folder = tmp_path / name
+    script, options = SCRIPTS / "launched_grpo.py", ("save=1", "steps=4", "pause=0.3")
+    folders = {name: tmp_path / name for name in ("undisturbed", "killed")}
+    for folder in folders.values():
         folder.mkdir()
-        killer = Killer(folder, step=2, rank=1)
-        if name == "killed":
-            killer.start()
-        done = launch(
-            capfd,
-            tmp_path,
-            SCRIPTS / "launched_grpo.py",
-            folder,
-            "save=1",
-            "steps=4",
-            "pause=0.3",
-            nodes=2,
-            config_file=str(config),
-            restarts=1,
-        )
-        killer.over.set()
-        assert done.code == 0, done.err[-4000:]
-        found[name] = reports(folder), done.err
-    (whole, said), (again, said_again) = found["undisturbed"], found["killed"]
-    assert "Starting again" not in said
-    assert "Rank 1 failed first" in said_again
-    assert "started again, going on from" in said_again
+    undisturbed = start_ranks(script, folders["undisturbed"], *options, count=2, environment=os.environ | FSDP2)
+    for done in wait_all(undisturbed, 500):
+        assert done.returncode == 0, done.stderr[-4000:]
+    killer = Killer(folders["killed"], step=2, rank=1)
+    killer.start()
+    settings = {"nodes": 2, "config_file": str(config), "restarts": 1}
+    launched = launch(capfd, tmp_path, script, folders["killed"], *options, **settings)
+    killer.over.set()
+    assert launched.code == 0, launched.err[-4000:]
+    assert "Rank 1 failed first" in launched.err
+    assert "started again, going on from" in launched.err
+    whole, again = map(reports, folders.values())
     for rank in range(2):
         assert whole[rank]["resumed"] == 0
         assert again[rank]["resumed"] == 2

@@ -17,6 +17,8 @@ from datasets import Dataset
 from trlx_hybrid import HybridConfig
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
+from trlx_hybrid.testing.launched import FSDP2
+from trlx_hybrid.testing.processes import start_ranks, wait_all
 from trlx_hybrid.types import Sampling
 from trlx_hybrid_ray.reaper import OWNER_VARIABLE
 
@@ -158,7 +160,7 @@ def test_an_engine_that_dies_during_a_sync_is_replaced_and_the_sync_repeated(tra
 
 def test_tensor_parallel_engines_sample_what_others_do(trained, tmp_path):
     segments = Segments()
-    other = trained()
+    other = Trained(tmp_path / "inside", HybridConfig(engine="vllm"))
     other.session.close()  # an engine that is built ends the others of this process
     one = trained(tensor_parallel_size=2)
     assert one.session.live_engine.plan.ranks == 2
@@ -261,17 +263,20 @@ def test_ranks_of_a_launch_share_engines(two_nodes, capfd, tmp_path, monkeypatch
     segments = Segments()
     config = tmp_path / "accelerate.yaml"
     from test_launch_grpo import CONFIG
+    from test_launch_grpo import reports as read
 
     config.write_text(json.dumps(CONFIG))
-    script = SCRIPTS / "remote_grpo.py"
-    reports = {}
-    for engine in ("vllm", "remote"):
-        folder = tmp_path / engine
+    script, options = SCRIPTS / "remote_grpo.py", ("model=tiny", "fsdp=1")
+    folders = {engine: tmp_path / engine for engine in ("vllm", "remote")}
+    for folder in folders.values():
         folder.mkdir()
-        arguments = [folder, f"engine={engine}", "model=tiny", "fsdp=1"]
-        done = launch(capfd, tmp_path, script, *arguments, nodes=2, config_file=str(config))
-        assert done.code == 0, done.err[-4000:]
-        reports[engine] = [json.loads((folder / f"report.{rank}").read_text()) for rank in range(2)]
+    inside = start_ranks(script, folders["vllm"], "engine=vllm", *options, count=2, environment=os.environ | FSDP2)
+    for ended in wait_all(inside, 500):
+        assert ended.returncode == 0, ended.stderr[-4000:]
+    settings = {"nodes": 2, "config_file": str(config)}
+    done = launch(capfd, tmp_path, script, folders["remote"], "engine=remote", *options, **settings)
+    assert done.code == 0, done.err[-4000:]
+    reports = {engine: read(folder) for engine, folder in folders.items()}
     for mine, theirs in zip(reports["remote"], reports["vllm"], strict=True):
         assert mine["weights"] == "transfer"
         assert mine["sharded"]

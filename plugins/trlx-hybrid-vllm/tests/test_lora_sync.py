@@ -125,6 +125,36 @@ def test_a_rollout_that_calls_vllm_itself_is_served_by_the_adapter(run):
     assert max(gaps) < 1e-5
 
 
+@pytest.mark.parametrize("weights", ["alias", "copy", "gather", "lora"])
+def test_a_callback_that_syncs_and_calls_vllm_samples_from_the_newest_weights(run, weights):
+    """As with TRL's own `vllm_generation`; and the run is the one that it would be without."""
+    seen = []
+
+    class Asks(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            generation, policy = self.trainer.vllm_generation, self.trainer.session.policy
+            generation.sync_weights()
+            sampling = SamplingParams(max_tokens=8, logprobs=0, seed=1, ignore_eos=True)
+            (output,) = generation.llm.generate({"prompt_token_ids": [5, 6, 7]}, sampling, use_tqdm=False)
+            ids, positions = output.outputs[0].token_ids, output.outputs[0].logprobs
+            sampled = torch.tensor([position[i].logprob for i, position in zip(ids, positions, strict=True)])
+            seen.append(float((sampled - policy.log_probs([5, 6, 7], list(ids), temperature=1.0)).abs().max()))
+
+    logs = []
+    for callbacks in ([], [Asks()]):
+        adapter = {"peft_config": LoraConfig(**ADAPTER)} if weights == "lora" else {}
+        given = {"hybrid": {"engine": "vllm", "weights": weights}, "learning_rate": 3e-2} | adapter
+        finished = run(trlx_hybrid.GRPOTrainer, callbacks=callbacks, train=False, **given)
+        for callback in callbacks:
+            callback.trainer = finished.trainer
+        finished.trainer.train()
+        finished.close()
+        logs.append(finished.logs)
+    assert len(seen) == 3
+    assert max(seen) < 1e-5
+    assert logs[0] == logs[1]
+
+
 # --- several ranks ----------------------------------------------------------------------------------------------------
 
 SCRIPT = Path(__file__).parent / "scripts" / "lora_distributed.py"

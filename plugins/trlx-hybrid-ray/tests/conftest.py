@@ -21,6 +21,9 @@ from trlx_hybrid_ray.cluster import ADDRESS as RAY_ADDRESS
 from trlx_hybrid_ray.cluster import NAMESPACE as RAY_NAMESPACE
 from trlx_hybrid_ray.cluster import announce
 
+# Ray gives way to all other processes of a machine, here to tests that wait for it.
+os.environ.setdefault("RAY_worker_niceness", "0")
+
 NAMESPACE = "tests"
 GPUS = 16
 CPUS = 32

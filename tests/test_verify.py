@@ -122,6 +122,12 @@ DRAWS = {
 }
 
 
+def test_a_users_dropout_of_another_name_is_one():
+    class Thinned(nn.Dropout): ...
+
+    assert noise(nn.Sequential(Thinned(0.3))) == "0.p=0.3"
+
+
 @pytest.mark.parametrize("adapter", DRAWS)
 def test_an_adapter_that_draws_is_random_while_it_trains(adapter):
     config, given, found = DRAWS[adapter]

@@ -176,14 +176,14 @@ def noise(module: nn.Module) -> str | None:
         if not child.training:
             continue
         kind = type(child)
-        draws, drops = kind.__module__.startswith(DRAWING_ADAPTERS), "Dropout" in kind.__name__
+        drops = isinstance(child, nn.modules.dropout._DropoutNd) or "Dropout" in kind.__name__
         for key, value in vars(child).items():
-            random = key == "p" if drops else _names_noise(key)
-            values = value.values() if random and isinstance(value, dict) else (value,)  # of each adapter
-            for each in values if random else ():
+            if not (key == "p" if drops else _names_noise(key)):
+                continue
+            for each in value.values() if isinstance(value, dict) else (value,):  # of each adapter
                 if isinstance(each, int | float) and each is not True and each > 0:
                     return f"{_name_of(child, module)}.{key}={each}"
-        if draws:
+        if kind.__module__.startswith(DRAWING_ADAPTERS):
             return f"{_name_of(child, module)} ({kind.__module__}.{kind.__name__})"
     return None
 

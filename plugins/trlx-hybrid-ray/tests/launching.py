@@ -1,5 +1,6 @@
 """Launch a script from a test, on a cluster that the test process is connected to."""
 
+import json
 import os
 import sys
 import threading
@@ -8,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+from trlx_hybrid.testing.launched import FSDP2
+from trlx_hybrid.testing.processes import start_ranks, wait_all
 from trlx_hybrid_ray.launch import Job, accelerate_arguments
 from trlx_hybrid_ray.launch import launch as run
 from trlx_hybrid_ray.reaper import SHARED_MEMORY, mapped
@@ -50,6 +53,19 @@ def launch(capfd, folder, script, *arguments, **settings):
     sys.stdout.write(out)  # for whoever reads about a failed test
     sys.stderr.write(err)
     return Launched(code, out, err, ended)
+
+
+def reports(folder):
+    """What each of two ranks wrote."""
+    return [json.loads((folder / f"report.{rank}").read_text()) for rank in range(2)]
+
+
+def without_ray(script, folder, *arguments):
+    """The reports of two ranks with FSDP2 on this machine, with the variables that accelerate's launcher sets."""
+    ranks = start_ranks(script, folder, *arguments, count=2, environment=os.environ | FSDP2)
+    for done in wait_all(ranks, 500):
+        assert done.returncode == 0, done.stderr[-4000:]
+    return reports(folder)
 
 
 def leftovers(tag):

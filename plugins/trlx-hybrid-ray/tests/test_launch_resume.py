@@ -8,12 +8,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from trlx_hybrid.testing.launched import FSDP2
-from trlx_hybrid.testing.processes import start_ranks, wait_all
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import SCRIPTS, Segments, launch, nothing_left
-from test_launch_grpo import CONFIG, reports
+from launching import SCRIPTS, Segments, launch, nothing_left, reports, without_ray
+from test_launch_grpo import CONFIG
 from trlx_hybrid.trl.checkpoint import newest_checkpoint
 
 
@@ -42,9 +40,7 @@ def test_a_run_that_is_killed_at_a_step_ends_as_if_nothing_had_happened(two_node
     folders = {name: tmp_path / name for name in ("undisturbed", "killed")}
     for folder in folders.values():
         folder.mkdir()
-    undisturbed = start_ranks(script, folders["undisturbed"], *options, count=2, environment=os.environ | FSDP2)
-    for done in wait_all(undisturbed, 500):
-        assert done.returncode == 0, done.stderr[-4000:]
+    whole = without_ray(script, folders["undisturbed"], *options)
     killer = Killer(folders["killed"], step=2, rank=1)
     killer.start()
     settings = {"nodes": 2, "config_file": str(config), "restarts": 1}
@@ -53,7 +49,7 @@ def test_a_run_that_is_killed_at_a_step_ends_as_if_nothing_had_happened(two_node
     assert launched.code == 0, launched.err[-4000:]
     assert "Rank 1 failed first" in launched.err
     assert "started again, going on from" in launched.err
-    whole, again = map(reports, folders.values())
+    again = reports(folders["killed"])
     for rank in range(2):
         assert whole[rank]["resumed"] == 0
         assert again[rank]["resumed"] == 2

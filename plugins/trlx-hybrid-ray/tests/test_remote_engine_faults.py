@@ -17,13 +17,11 @@ from datasets import Dataset
 from trlx_hybrid import HybridConfig
 from trlx_hybrid.errors import EngineError
 from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
-from trlx_hybrid.testing.launched import FSDP2
-from trlx_hybrid.testing.processes import start_ranks, wait_all
 from trlx_hybrid.types import Sampling
 from trlx_hybrid_ray.reaper import OWNER_VARIABLE
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import SCRIPTS, Segments, launch, nothing_left, ours
+from launching import SCRIPTS, Segments, launch, nothing_left, ours, reports, without_ray
 from remote_training import Trained, core_of, gone, no_segments, pids, requests_of, tokens
 
 pytestmark = pytest.mark.slow
@@ -263,21 +261,17 @@ def test_ranks_of_a_launch_share_engines(two_nodes, capfd, tmp_path, monkeypatch
     segments = Segments()
     config = tmp_path / "accelerate.yaml"
     from test_launch_grpo import CONFIG
-    from test_launch_grpo import reports as read
 
     config.write_text(json.dumps(CONFIG))
     script, options = SCRIPTS / "remote_grpo.py", ("model=tiny", "fsdp=1")
     folders = {engine: tmp_path / engine for engine in ("vllm", "remote")}
     for folder in folders.values():
         folder.mkdir()
-    inside = start_ranks(script, folders["vllm"], "engine=vllm", *options, count=2, environment=os.environ | FSDP2)
-    for ended in wait_all(inside, 500):
-        assert ended.returncode == 0, ended.stderr[-4000:]
+    inside = without_ray(script, folders["vllm"], "engine=vllm", *options)
     settings = {"nodes": 2, "config_file": str(config)}
     done = launch(capfd, tmp_path, script, folders["remote"], "engine=remote", *options, **settings)
     assert done.code == 0, done.err[-4000:]
-    reports = {engine: read(folder) for engine, folder in folders.items()}
-    for mine, theirs in zip(reports["remote"], reports["vllm"], strict=True):
+    for mine, theirs in zip(reports(folders["remote"]), inside, strict=True):
         assert mine["weights"] == "transfer"
         assert mine["sharded"]
         assert mine["rewards"] == theirs["rewards"]

@@ -182,7 +182,7 @@ def _grouped() -> dict[str, Any]:
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
-def named(model: PreTrainedModel) -> str:
+def loaded_with(model: PreTrainedModel) -> str:
     """The implementation that the model was loaded with, also where another trainer on it has chosen this one."""
     name: str = model.config._attn_implementation
     return "sdpa" if name == NAME else name
@@ -194,7 +194,7 @@ def choose(model: PreTrainedModel) -> str | None:
     Returns:
         The implementation that it takes the place of, or None.
     """
-    if named(model) == "sdpa":
+    if loaded_with(model) == "sdpa":
         model.config._attn_implementation = NAME
         return "sdpa"
     return None

@@ -10,8 +10,7 @@ from torch import Tensor
 from transformers.utils.generic import is_flash_attention_requested
 from trlx_hybrid.weights.policy import layer_kinds
 
-from . import attention
-from .attention import kernel_on
+from .attention import kernel_on, loaded_with
 from .micro_batches import PADDING, RowLengths
 
 if TYPE_CHECKING:
@@ -161,7 +160,7 @@ def _refused_layers(model: PreTrainedModel, config: Any) -> str | None:
     kind = rotary.get("rope_type", "default")
     if kind in ("dynamic", "longrope"):
         return f"its {kind} positions depend on how long a batch is"
-    name = attention.named(model)
+    name = loaded_with(model)
     if name != "sdpa" and not is_flash_attention_requested(config):
         return f"attn_implementation={name!r} takes no packed rows; 'sdpa' and flash attention do"
     return None
@@ -169,7 +168,7 @@ def _refused_layers(model: PreTrainedModel, config: Any) -> str | None:
 
 def attention_name(session: Run) -> str:
     """What computes the attention of packed rows, for a reader."""
-    name = attention.named(session.policy.base)
+    name = loaded_with(session.policy.base)
     if name != "sdpa":
         return name
     policy, args = session.policy, session.args
@@ -179,4 +178,4 @@ def attention_name(session: Run) -> str:
 
 def takes_prefixes(session: Run) -> bool:
     """Whether rows may share prompts: transformers' flash attention takes lengths of whole rows only."""
-    return attention.named(session.policy.base) == "sdpa"
+    return loaded_with(session.policy.base) == "sdpa"

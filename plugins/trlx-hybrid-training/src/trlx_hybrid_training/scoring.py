@@ -47,7 +47,7 @@ class Packed(Scoring):
         self._attention = "" if self.padded_because else attention_name(session)
         self._shares = options.shared_prompts and self.padded_because is None and takes_prefixes(session)
         self._compared: set[int] = set()
-        self._chosen: list[tuple[Any, str]] = []  # configs, and the attention that they named
+        self._chosen: dict[int, tuple[Any, str]] = {}  # of each model its config, and the attention that it named
         if self.padded_because is None:
             attention.register()
         compiled = getattr(session.args, "torch_compile", False)  # which a layer that changes would be anew
@@ -94,11 +94,13 @@ class Packed(Scoring):
 
     def score(self, rows: Rows) -> Scores:
         """As TRL does, over as many tokens as there are."""
-        if self.padded_because is None and id(rows.model) not in self._compared:
-            self._prepare(rows)
+        if self.padded_because is None:
+            before = attention.choose(rows.model)  # anew, where another trainer on the model has ended
+            if before is not None:
+                self._chosen[id(rows.model)] = rows.model.config, before
+            if id(rows.model) not in self._compared:
+                self._prepare(rows)
         known = self.padded_because is None and id(rows.model) in self._compared
-        if known:
-            attention.choose(rows.model)  # anew, where another trainer on the model has ended
         packs = self._packs(rows, WORTH) if known else None
         if packs is not None:
             return self._score_packs(rows, packs)
@@ -150,9 +152,6 @@ class Packed(Scoring):
         rows are. Where no token is scored, or a rank cannot pack its rows, these stay padded and the next ones are
         compared.
         """
-        before = attention.choose(rows.model)
-        if before is not None:
-            self._chosen.append((rows.model.config, before))
         session, reason, gap = self._session, None, torch.zeros(0)
         ids, mask = (t.repeat_interleave(2, dim=0) for t in (rows.input_ids, rows.attention_mask))
         given = replace(rows, input_ids=ids, attention_mask=mask, at_once=2 * rows.at_once, router_loss=False)
@@ -203,6 +202,6 @@ class Packed(Scoring):
 
     def close(self) -> None:
         """Give the models their attention back."""
-        for config, before in self._chosen:
+        for config, before in self._chosen.values():
             config._attn_implementation = before
         self._chosen.clear()

@@ -262,6 +262,9 @@ def check_pictures(
     seen: dict[str, Any],
     folder: Path,
     limit: float,
+    *,
+    launcher: Sequence[str] = (),
+    environment: dict[str, str] | None = None,
 ) -> None:
     """A vision-language model trains to its end as others do, its tower's weights among those that are proven; with a
     `rollout`, in an environment that shows it more pictures after each turn."""
@@ -270,7 +273,8 @@ def check_pictures(
     script = SCRIPTS / ("gallery.py" if "rollout" in settings else "pictures.py")
     if case.weights == "lora":
         settings |= {"lora_target_modules": ".*language_model.*_proj"}
-    ended = whole([sys.executable, script, *flags(settings, model("pictures"), folder)], limit)
+    command = [sys.executable, *launcher, script, *flags(settings, model("pictures"), folder)]
+    ended = whole(command, limit, environment=environment)
     check_trained(ended, folder, case.path, seen)
 
 

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from ..errors import StaleWeightsError
 from ..types import Phase, Trajectory
 from .arguments import refuse_reserved
 
@@ -85,7 +86,15 @@ class Generation:
         Returns:
             (prompt_ids, completion_ids, logprobs, logprob_token_ids), the latter two (batch, tokens, candidates) or
             None where no log-probs were asked for.
+
+        Raises:
+            StaleWeightsError: nothing has begun a rollout, which syncs the weights first.
         """
+        if self._session.phase is not Phase.ROLLOUT:
+            raise StaleWeightsError(
+                "vllm_generation.generate() outside of a rollout, which `_generate` of trlx_hybrid's trainers begins. Where "
+                "a subclass replaces it, derive the class from TRL's trainer and have it wrapped: hybrid(MyTrainer)."
+            )
         completions = self._session.generate(prompts, images, num_generations, profiler)
         completion_ids = [c.token_ids for c in completions]
         if any(c.logprobs is None for c in completions):

@@ -21,7 +21,9 @@ import pytest
 import trl
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits
+from trlx_hybrid.types import Completion
 from trlx_hybrid_multiturn.environment import CheckedEnvironment, Step
+from trlx_hybrid_multiturn.episode import ToolEpisode
 from trlx_hybrid_multiturn.loop import Loop, OutOfTimeError
 from trlx_hybrid_multiturn.multi_turn import MultiTurn
 from trlx_hybrid_multiturn.options import MultiTurnOptions
@@ -742,6 +744,35 @@ def test_an_environment_is_left_alone_while_a_call_of_it_hangs(gate):
     gate.set()
     until(lambda: turns(([call("look")], slow)) == ["seen"])
     runner.close()
+
+
+def test_an_interrupt_parts_with_an_environment_whose_call_still_runs(pool, gate):
+    """In a notebook the next `train()` would give it to another row."""
+
+    class Slow:
+        def hang(self):
+            gate.wait()
+
+    async def interrupted():
+        raise KeyboardInterrupt
+
+    environment, discarded = Slow(), []
+    dialogue = Dialogue(
+        prompt_ids=[1],
+        parse=lambda ids, before: {"role": "assistant", "tool_calls": [call("hang")]},
+        observe=None,
+        sync_tools={"hang": environment.hang},
+        async_tools={},
+        first=Completion(token_ids=[2]),
+        environment=environment,
+        discard=lambda: discarded.append(environment),
+    )
+    limits = Limits(completion_tokens=9, model_tokens=9, tool_turns=1)
+    episode = ToolEpisode(0, dialogue, limits, None, pool(), None)
+    with pytest.raises(KeyboardInterrupt):
+        Loop(Idle(), Idle(), width=2).run([episode.run(), interrupted()])
+    gate.set()
+    assert discarded == [environment]
 
 
 def spin():

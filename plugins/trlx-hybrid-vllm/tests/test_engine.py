@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import trl
 import trlx_hybrid
 import vllm
 from trlx_hybrid import hookimpl
-from trlx_hybrid.errors import ConfigError, EngineError
+from trlx_hybrid.errors import ConfigError, EngineError, StaleWeightsError
 from trlx_hybrid.testing.agreement import gap
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.testing.processes import Script
@@ -223,6 +224,18 @@ def test_trls_tool_loop_runs_through_the_engine(run):
         assert finished.trainer.vllm_generation.llm.llm_engine.model_config.max_model_len == 64
         assert session.sampler._tracker._turns == [1, 0]
     assert session.versions._syncs == 1
+
+
+def test_a_generate_of_ones_own_works_beneath_ours_and_above_it_names_the_way(run):
+    def whole(self, prompts):
+        return trl.GRPOTrainer._generate(self, prompts)
+
+    above = type("Above", (trlx_hybrid.GRPOTrainer,), {"_generate": whole})
+    trainer = run(above, use_vllm=True, train=False).trainer
+    with pytest.raises(StaleWeightsError, match=r"a subclass replaces it.*hybrid\(MyTrainer\)"):
+        trainer._generate(["sort 12="])
+    beneath = trlx_hybrid.hybrid(type("Beneath", (trl.GRPOTrainer,), {"_generate": whole}))
+    assert run(beneath, use_vllm=True, max_steps=1).logs
 
 
 def test_an_engine_that_could_not_be_built_leaves_nothing_behind_for_the_next(run):

@@ -119,7 +119,7 @@ class ToolEpisode(Episode):
                 answers = await run_calls(
                     message["tool_calls"], dialogue, conversation, self._runner, self._render_early
                 )
-            except OutOfTimeError:
+            except (OutOfTimeError, GeneratorExit):  # the latter where all ends, at an error or an interrupt
                 self.give_up()
                 raise
             observed, images = self._rendered(answers)

@@ -60,7 +60,7 @@ models: .venv-vision/run
 test-faults: .venv/dev
 	FAULT_SEEDS=20 $(CPU) $(BIN)/python -m pytest plugins/trlx-hybrid-multiturn/tests/test_faults.py $(ARGS)
 	FAULT_SEEDS=50 $(CPU) $(BIN)/python -m pytest -m "slow or not slow" \
-		$(patsubst %,plugins/trlx-hybrid-ray/tests/test_%.py,launch_faults remote_faults remote_engine_seeds) $(ARGS)
+		$(patsubst %,plugins/trlx-hybrid-ray/tests/test_%.py,launch_faults remote_faults remote_engine_faults) $(ARGS)
 
 # A few distributions in front of those that `make test` runs on. AT_START is run as Python starts.
 .venv-newest/run .venv-vision/run .venv-4bit/run .venv-deepspeed/run: .venv-%/run: requirements/%.lock .venv/dev

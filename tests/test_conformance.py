@@ -227,6 +227,13 @@ class ShortestFirst(Rollout):
         return session.live_engine.generate(sorted(requests, key=lambda r: len(r.prompt_ids)), sampling)
 
 
+class Silent(Rollout):
+    name, tells = "broken", True
+
+    def run(self, session, requests, sampling):
+        return session.live_engine.generate(requests, sampling)
+
+
 class MaskedLate(Passing):
     def converse(self, session, dialogues, limits, request):
         conversations = self._component.converse(session, dialogues, limits, request)
@@ -239,6 +246,7 @@ class MaskedLate(Passing):
     ("original", "kind", "message"),
     [
         ("single_turn", lambda _: ShortestFirst(), "completions belong in the order of the requests"),
+        ("single_turn", lambda _: Silent(), r"`on_completion` was called for the rows \[\] of"),
         ("multi_turn", MaskedLate, r"the mask says 1 at token \[\d+\], which was observed.* off by one"),
     ],
 )

@@ -84,8 +84,12 @@ class Run(Protocol):
 
     @property
     def on_completion(self) -> Callable[[int, Request, Completion], None] | None:
-        """What wants to know each completion of a rollout as it comes, by the number of its prompt among this rank's.
-        The built-in rollout calls it."""
+        """What wants to know each completion of a rollout as it comes, by the number of its prompt among this rank's;
+        None where nobody does. A rollout that `tells` calls it."""
+
+    @property
+    def on_conversation(self) -> Callable[[int, Conversation], None] | None:
+        """The same of each conversation, when it has ended."""
 
     @property
     def metrics(self) -> dict[str, float | list[float]]:
@@ -292,6 +296,10 @@ class Rollout(Protocol):
 
     converses: bool = False
     """Whether it runs conversations with tools itself (`converse`); otherwise TRL does, turn by turn, through `run`."""
+
+    tells: bool = False
+    """Whether it calls the run's `on_completion` in `run`, and `on_conversation` in `converse`, as each is there.
+    Rewards that begin early need it."""
 
     def run(self, session: Run, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order: TRL's batch contract is rigid."""
@@ -520,7 +528,7 @@ class EnvironmentArguments:
 OPTIONAL = {
     "Engine": {"peers_lost", "untested", "stream", "regions", "weights_written", "leave"},
     "WeightSync": {"keeps_weights", "open", "note", "put_back", "forget", "check", "release"},
-    "Rollout": {"converses", "converse", "close"},
+    "Rollout": {"converses", "tells", "converse", "close"},
     "Scoring": {"deferred", "balanced", "joins", "micro_batches", "joined", "note", "close"},
     "Algorithm": {name for name in vars(Algorithm) if not name.startswith("_")},
     "EnvironmentArguments": {field.name for field in fields(EnvironmentArguments)},

@@ -60,6 +60,7 @@ class Session:
         rows: the dataset's rows of this rank's batch, as TRL gave them, in the order of its prompts.
         on_completion: called with each completion of the current rollout as it comes, and before it the number of its
             prompt among this rank's and its request; None where nobody wants to know. Alike on all ranks.
+        on_conversation: the same with each conversation that has ended.
         router_replay: what lets the trainer's routers take the engine's experts, where the config asks for it.
         experts: with it, those of the tokens that were sampled last, see `Completion`.
         metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs, which hold the mean since their
@@ -122,6 +123,7 @@ class Session:
         self.training = True
         self.rows: list[dict[str, Any]] = []
         self.on_completion: Callable[[int, Request, Completion], None] | None = None
+        self.on_conversation: Callable[[int, Conversation], None] | None = None
         self.router_replay: RouterReplay | None = None
         self.experts: list[np.ndarray[Any, Any]] = []
         self._left = False

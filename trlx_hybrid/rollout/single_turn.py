@@ -12,6 +12,7 @@ class SingleTurn(Rollout):
     """Also serves TRL's tool loop, which calls once per turn."""
 
     name = "single_turn"
+    tells = True
 
     def run(self, session: Run, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """One completion per request, in order."""

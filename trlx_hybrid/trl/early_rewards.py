@@ -1,9 +1,9 @@
 """Rewards of groups that are sampled, begun while others are sampled still.
 
-TRL scores a rollout once all of it is there, and the longest tenth of its rows takes half of the time to sample. A
-reward that is computed elsewhere need not wait: a reward function that says `begins_early` is told of each group as
-soon as it is there, by its method `begin`, which returns at once; before the rollout its method `prepare` is called.
-TRL's own call, for all rows, then finds rewards begun.
+TRL scores a rollout once all of it is there, and the longest tenth of its rows takes half of the time to sample; with
+tools and environments, those with the slowest calls. A reward that is computed elsewhere need not wait: a reward
+function that says `begins_early` is told of each group as soon as it is there, by its method `begin`, which returns at
+once; before the rollout its method `prepare` is called. TRL's own call, for all rows, then finds rewards begun.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
-from ..plugins.registry import BUILTIN
+from ..rollout.conversation import Conversation
 from ..types import Completion, Request
 
 logger = logging.getLogger(__name__)
@@ -42,24 +42,25 @@ def begun_early(trainer: Any, parse_response: Callable[..., dict[str, Any]], pro
         return
     for function in functions:
         function.prepare()
-    trainer.session.on_completion = SampledGroups(trainer, parse_response, functions, prompts).add
+    groups, session = SampledGroups(trainer, parse_response, functions, prompts), trainer.session
+    session.on_completion, session.on_conversation = groups.sampled, groups.ended
     try:
         yield
     finally:
-        trainer.session.on_completion = None
+        session.on_completion = session.on_conversation = None
 
 
 def _impossible(trainer: Any, prompts: Sequence[Any]) -> str | None:
-    """Why a completion of the engine is not yet what will be scored, or None."""
-    selection = trainer.session.selection
+    """Why nothing is known of a row before all rows are there, or None."""
+    selection, rollout = trainer.session.selection, trainer.session.rollout
     if selection.stock:
         return "TRL generates"
-    if getattr(trainer, "tools", None) or getattr(trainer, "environments", None):
-        return "tools and environments have turns to come"
     if getattr(trainer, "rollout_func", None) is not None:
         return "rollout_func samples"
-    if selection.rollout.component.plugin != BUILTIN:
-        return f"the {selection.rollout.component} samples"
+    if getattr(trainer, "tools", None) and not rollout.converses:
+        return f"TRL runs the tools, turn by turn, where the {selection.rollout.component} samples"
+    if not rollout.tells:
+        return f"the {selection.rollout.component} does not tell what it has sampled (`tells`)"
     if not selection.engine.component.streams:
         return f"the {selection.engine.component} returns all completions at once"
     if len(prompts) != len(trainer.session.rows):
@@ -68,7 +69,7 @@ def _impossible(trainer: Any, prompts: Sequence[Any]) -> str | None:
 
 
 class SampledGroups:
-    """Collects a rollout's completions and tells reward functions of each group that is whole.
+    """Collects a rollout's completions, or its conversations, and tells reward functions of each group that is whole.
 
     Args:
         parse_response: TRL's.
@@ -91,15 +92,21 @@ class SampledGroups:
         first = session.ranks.rank * len(prompts)  # a group may lie on two ranks, each of which has a part of it
         groups = groupby(range(len(prompts)), key=lambda row: (first + row) // size)
         self._group_of = {row: group for group in (list(rows) for _, rows in groups) for row in group}
-        self._sampled: dict[int, tuple[Request, Completion]] = {}
+        self._scored: dict[int, tuple[Any, list[int]]] = {}  # of each row what will be scored: completion, token ids
 
-    def add(self, row: int, request: Request, completion: Completion) -> None:
-        """A row is sampled. One beyond the prompts, of a rollout of one's own, is in no group."""
-        group = self._group_of.get(row)
-        if group is None:
-            return
-        self._sampled[row] = request, completion
-        if all(n in self._sampled for n in group):
+    def sampled(self, row: int, request: Request, completion: Completion) -> None:
+        """A completion is there. One beyond the prompts, of a rollout of one's own, is in no group."""
+        if row in self._group_of:
+            self._add(row, self._completion(row, request, completion), completion.token_ids)
+
+    def ended(self, row: int, conversation: Conversation) -> None:
+        """A conversation is over, or broke off."""
+        self._add(row, conversation.messages, conversation.completion_ids)
+
+    def _add(self, row: int, completion: Any, token_ids: list[int]) -> None:
+        self._scored[row] = completion, token_ids
+        group = self._group_of[row]
+        if all(n in self._scored for n in group):
             arguments = self._arguments(group)
             for function in self._functions:
                 function.begin(group, **arguments)
@@ -111,19 +118,20 @@ class SampledGroups:
         """
         trainer = self._trainer
         columns = [key for key in self._rows[0] if key not in NOT_COLUMNS]
+        environments = getattr(trainer, "environments", None)
         return {
             **{key: [self._rows[row][key] for row in rows] for key in columns},
             "prompts": [self._prompts[row] for row in rows],
-            "completions": [self._completion(row) for row in rows],
-            "completion_ids": [self._sampled[row][1].token_ids for row in rows],
+            "completions": [self._scored[row][0] for row in rows],
+            "completion_ids": [self._scored[row][1] for row in rows],
             "trainer_state": trainer.state,
             "log_extra": trainer._log_completion_extra,
             "log_metric": trainer._log_metric,
-        }
+        } | ({} if environments is None else {"environments": [environments[row] for row in rows]})
 
-    def _completion(self, row: int) -> Any:
+    def _completion(self, row: int, request: Request, completion: Completion) -> Any:
         """Text, or messages where the prompt is messages; GRPO parses these where it can, RLOO does not."""
-        trainer, (request, completion) = self._trainer, self._sampled[row]
+        trainer = self._trainer
         messages, tokenizer = not isinstance(self._prompts[row], str), trainer._tokenizer
         templates = (getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))
         if messages and trainer._base_name == "GRPO" and any(template is not None for template in templates):

@@ -92,8 +92,8 @@ class Generation:
         """
         if self._session.phase is not Phase.ROLLOUT:
             raise StaleWeightsError(
-                "vllm_generation.generate() outside of a rollout, which `_generate` of trlx_hybrid's trainers begins. Where "
-                "a subclass replaces it, derive the class from TRL's trainer and have it wrapped: hybrid(MyTrainer)."
+                "vllm_generation.generate() outside of a rollout, which `_generate` of trlx_hybrid's trainers begins. "
+                "Where a subclass replaces it, derive the class from TRL's and have it wrapped: hybrid(MyTrainer)."
             )
         completions = self._session.generate(prompts, images, num_generations, profiler)
         completion_ids = [c.token_ids for c in completions]

@@ -1,5 +1,7 @@
 """A small GRPO run with engines in actors, and what to look at in them."""
 
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -72,6 +74,19 @@ def core_of(processes):
     children = [psutil.Process(pid) for pid in processes if psutil.Process(pid).ppid() == processes[0]]
     (core,) = [child.pid for child in children if "resource_tracker" not in " ".join(child.cmdline())]
     return core
+
+
+def killed_in_mid_rollout(engine, requests, sampling, victim="actor"):
+    """Tokens of requests whose first engine's actor, or vLLM's engine core in it, is killed while it samples."""
+    processes = pids(engine)[0]
+    pid = processes[0] if victim == "actor" else core_of(processes)
+    with engine.stream(sampling) as stream:
+        keys = [stream.add(request) for request in requests]
+        found = dict(stream.step(True)[0])
+        os.kill(pid, signal.SIGKILL)
+        while stream.busy:
+            found.update(stream.step(True)[0])
+    return tokens([found[key] for key in keys])
 
 
 def gone(groups, seconds=60):

@@ -10,7 +10,9 @@ import uuid
 
 import pytest
 import trlx_hybrid
+from datasets import Dataset
 from trl import GRPOConfig, RLOOConfig
+from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 from trlx_hybrid.testing.models import character_tokenizer
 from trlx_hybrid_ray.remote import remote_reward
 
@@ -53,11 +55,12 @@ class Begun:
     """What was begun of each rollout before it was over."""
 
     def __init__(self, reward):
-        self.rollouts, self._now = [], []
+        self.rollouts, self._now, self.times = [], [], []
         reward.begin, self._begin = self._told, type(reward).begin.__get__(reward)
 
     def _told(self, rows, **arguments):
         self._now.append(list(rows))
+        self.times.append(time.time())
         self._begin(rows, **arguments)
 
     @trlx_hybrid.hookimpl
@@ -102,6 +105,66 @@ def test_training_is_the_same_and_groups_are_scored_while_others_are_sampled(run
             assert begun.rollouts[0] != groups  # but in the order in which they were sampled
             assert all(call["index"] == [call["index"][0]] * 4 for call in calls)  # a group each, whole
             assert len(calls) == sum(map(len, begun.rollouts))  # nothing was scored twice
+
+
+class Adder:
+    """An environment whose state is part of its row's reward."""
+
+    called = 0.0  # when one was called last
+
+    def reset(self, index, **row):
+        self.total = self.patience = index
+
+    def add(self, n: int) -> int:
+        """
+        Add a number. Some rows take longer than others.
+
+        Args:
+            n: How much.
+        """
+        time.sleep(self.patience / 10)
+        self.total += n
+        type(self).called = time.time()
+        return self.total
+
+
+def tallied(completions, completion_ids, index, environments, folder, **columns):
+    (folder / f"{uuid.uuid4().hex}.json").write_text(json.dumps({"at": time.time(), "index": index}))
+    told = [sum(len(str(m["content"])) for m in messages) for messages in completions]
+    return [text + len(ids) + e.total for text, ids, e in zip(told, completion_ids, environments, strict=True)]
+
+
+def test_conversations_that_are_over_are_scored_while_others_go_on(run, tmp_path):
+    calls = [{"name": "add", "arguments": {"n": n}} for n in range(6)]
+    turns = [f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls] + [f"answer {i}" for i in range(6)]
+    tokenizer, scored, logs, asks = chat_tokenizer(turns), functools.partial(tallied, folder=tmp_path), {}, {}
+    rows = [{"prompt": [{"role": "user", "content": f"from {i * 7919 % 1000}"}], "index": i} for i in range(8)]
+    with remote_reward(scored, workers=2, early=True) as reward:
+        for function in (scored, reward):
+            begun, before = Begun(reward), len(asked(tmp_path))
+            finished = run(
+                trlx_hybrid.GRPOTrainer,
+                model=chatty_model(tokenizer, turns),
+                processing_class=tokenizer,
+                train_dataset=Dataset.from_list(rows),
+                environment_factory=Adder,
+                reward_funcs=function,
+                hybrid={"engine": "vllm"},
+                plugins=[begun],
+                max_tool_calling_iterations=2,
+                max_completion_length=300,
+                max_steps=1,
+                vllm_max_model_length=2048,
+            )
+            finished.close()
+            logs[function], asks[function] = finished.logs, asked(tmp_path)[before:]
+        early, late = logs[reward][0], logs[scored][0]
+        assert early == pytest.approx(late, abs=1e-4)  # turns of another company round otherwise
+        assert early["rewards/tallied/mean"] == late["rewards/tallied/mean"]
+        assert early["tools/call_frequency"] > 0
+        assert sorted(begun.rollouts[0]) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert [len(call["index"]) for call in asks[reward]] == [4, 4]  # nothing was scored twice
+        assert begun.times[0] < Adder.called
 
 
 def lengths(prompts, completions, folder, **columns):

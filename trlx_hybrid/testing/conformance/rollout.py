@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,7 +58,7 @@ def _batches(name: str, session: Session) -> None:
     given = [Request(prompt_ids=prompt, seed=0) for prompt in PROMPTS]
     seen = []
     for _ in range(2):
-        with session.rollout_phase(True):
+        with session.rollout_phase(True), _told(name, session, "on_completion", len(given)):
             completions = require_completions(session.generate(list(PROMPTS)), given, name)
         allowed = allowed_gap(session.live_engine, session.policy, torch.float32)[0]
         require_log_probs(session.policy, given, completions, allowed, of=name)
@@ -73,7 +74,7 @@ def _conversations(name: str, session: Session) -> None:
     """Every dialogue to its end; what was sampled and what was observed are told apart."""
     limits = Limits(completion_tokens=64, model_tokens=128, tool_turns=TURNS - 1)
     dialogues = [_dialogue(prompt) for prompt in PROMPTS]
-    with session.rollout_phase(True):
+    with session.rollout_phase(True), _told(name, session, "on_conversation", len(dialogues)):
         conversations = session.converse(dialogues, limits)
     require(
         len(conversations) == len(dialogues),
@@ -88,6 +89,23 @@ def _conversations(name: str, session: Session) -> None:
             "Its tool takes no arguments and returns at once.",
         )
         _masked(f"{name}: conversation {index}", session, dialogue, conversation, allowed)
+
+
+@contextmanager
+def _told(name: str, session: Session, hook: str, count: int) -> Iterator[None]:
+    """A rollout that `tells` does, of every row once."""
+    engine, rollout, rows = session.selection.engine, session.rollout, list[int]()
+    if engine is None or rollout is None or not (rollout.tells and engine.component.streams):
+        yield
+        return
+    setattr(session, hook, lambda row, *_: rows.append(row))
+    yield
+    setattr(session, hook, None)
+    require(
+        sorted(rows) == list(range(count)),
+        f"{name}: `tells` is set, and `{hook}` was called for the rows {rows} of {count}.",
+        f"Call `session.{hook}`, where it is not None, once for each row as it is there; or leave `tells` at False.",
+    )
 
 
 def _masked(of: str, session: Session, dialogue: Dialogue, conversation: Conversation, allowed: float) -> None:

@@ -13,7 +13,7 @@ from trlx_hybrid.protocols import Run
 from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, RequestMaker
 from trlx_hybrid.rollout.single_turn import SingleTurn
 
-from .episode import ToolEpisode
+from .episode import Episode, ToolEpisode
 from .loop import Loop, TrajectoryCoroutine
 from .options import MultiTurnOptions
 from .progress import Progress, heavy_tools, metrics
@@ -67,7 +67,8 @@ class MultiTurn(SingleTurn):
         failed = self.failures(len(dialogues))
         episodes = [ToolEpisode(i, d, limits, request, self.runner, failed) for i, d in enumerate(dialogues)]
         conversations = [episode.conversation for episode in episodes]
-        self.run_trajectories(session, [episode.run() for episode in episodes], conversations)
+        trajectories = [_told(number, episode, session.on_conversation) for number, episode in enumerate(episodes)]
+        self.run_trajectories(session, trajectories, conversations)
         return conversations
 
     def run_trajectories(
@@ -113,6 +114,13 @@ class MultiTurn(SingleTurn):
                 )
 
         return failed
+
+
+async def _told(number: int, episode: Episode, tell: Callable[[int, Conversation], None] | None) -> None:
+    """An episode to its end, and who wants to know of it is told."""
+    await episode.run()
+    if tell is not None:
+        tell(number, episode.conversation)
 
 
 @contextmanager

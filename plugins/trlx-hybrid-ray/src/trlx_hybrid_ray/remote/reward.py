@@ -78,8 +78,8 @@ def remote_reward(
         drop: arguments that the function is not to be given, because they cannot be sent or are large.
         early: score each group as soon as it is sampled, while others are sampled still: in one worker, as much of it
             as is on this rank. The function then sees a group at a time, and TRL's `trainer_state` as it was when the
-            rollout began. Needs a trainer of this package, no tools, environments or `rollout_func`, and an engine that
-            serves requests one at a time.
+            rollout began. Needs a trainer of this package, no `rollout_func`, with tools or environments the rollout
+            `multi_turn`, and an engine that serves requests one at a time.
         processing_class: a reward model's tokenizer; by default the one that belongs to it.
         model_kwargs: for a reward model's `from_pretrained`, as `GRPOConfig.model_init_kwargs`.
         chat_template_kwargs: as in `GRPOConfig`, for a reward model.

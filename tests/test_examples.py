@@ -51,7 +51,8 @@ def test_the_example_trains_and_saves_from_the_command_line(tmp_path):
 def test_squares_are_counted(tmp_path):
     """In `make test-vision`, from the command line, with fewer steps: the accuracy on new pictures rises."""
     pytest.importorskip("torchvision", reason="processors of pictures need torchvision")
-    command = [sys.executable, str(EXAMPLES / "count_shapes.py"), "--output_dir", str(tmp_path), "--max_steps", "12"]
+    command = [sys.executable, str(EXAMPLES / "count_shapes.py"), "--output_dir", str(tmp_path)]
+    command += ["--max_steps", "12", "--demonstration_steps", "200"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     before, after = (float(share) for share in re.findall(r"([\d.]+)%", done.stdout)[-2:])

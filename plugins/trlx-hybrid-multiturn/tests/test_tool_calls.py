@@ -886,7 +886,7 @@ def test_what_cannot_run_where_it_is_to_run_is_refused(options, message):
 
 def test_a_mode_may_be_for_a_tool_that_no_row_of_the_batch_has(monkeypatch):
     """Rows choose among environments, and a batch may hold those of one only."""
-    session = types.SimpleNamespace(ranks=types.SimpleNamespace(rank=0), args=None)
+    session = types.SimpleNamespace(ranks=types.SimpleNamespace(rank=0), args=None, on_conversation=None)
     rows = dataclasses.replace(dialogue([add]), run_tools={"add": add, "give": give, "count": Counter().count})
     limits = Limits(completion_tokens=1, model_tokens=1, tool_turns=1)
     rollout = MultiTurn(session, MultiTurnOptions(tool_modes={"give": "main"}))
@@ -902,7 +902,7 @@ def test_a_mode_may_be_for_a_tool_that_no_row_of_the_batch_has(monkeypatch):
 @pytest.mark.parametrize("tools", [[fetch], [fetch, add], []])
 @pytest.mark.parametrize("name", ["fetch", "ftech"])
 def test_a_mode_for_what_is_no_synchronous_tool_is_refused_before_anything_is_sampled(tools, name):
-    session = types.SimpleNamespace(ranks=types.SimpleNamespace(rank=0), args=None)
+    session = types.SimpleNamespace(ranks=types.SimpleNamespace(rank=0), args=None, on_conversation=None)
     rollout = MultiTurn(session, MultiTurnOptions(tool_modes={name: "thread"}))
     there = "add" if add in tools else "none"
     others = r" Asynchronous ones, which run on the event loop: fetch\." if tools else ""

@@ -83,15 +83,15 @@ test-versions: .venv-newest/run
 # torchvision has no published build for CPUs: its operators are declared as Python starts, which is all that is needed.
 .venv-vision/run: AT_START := import trlx_hybrid.testing.torchvision_operators
 
+# The longest first: at the end there is less to wait for.
 test-vision: .venv-vision/run
-	$(CPU) .venv-vision/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) \
+	$(CPU) .venv-vision/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "slow or not slow" $(ARGS) \
+		'tests/whole_runs/test_on_a_cpu.py::test_episodes_are_recorded_and_replayed_and_sampled_without_training[gallery.py-pictures]' \
+		plugins/trlx-hybrid-ray/tests/test_two_hosts.py::test_a_model_that_sees_images_is_served_by_one_engine_over_both \
 		$(patsubst %,plugins/trlx-hybrid-%/tests/test_images.py,vllm reshard multiturn ray) \
 		tests/whole_runs/test_on_a_cpu.py::test_pictures \
 		tests/whole_runs/test_on_a_cpu.py::test_an_environment_that_shows_pictures tests/test_recipes.py::test_pictures \
-		'tests/whole_runs/test_on_a_cpu.py::test_episodes_are_recorded_and_replayed_and_sampled_without_training[gallery.py-pictures]' \
-		tests/test_examples.py::test_squares_are_counted tests/test_models.py::test_a_row_with_torchvision \
-		-m "slow or not slow" \
-		plugins/trlx-hybrid-ray/tests/test_two_hosts.py::test_a_model_that_sees_images_is_served_by_one_engine_over_both
+		tests/test_examples.py::test_squares_are_counted tests/test_models.py::test_a_row_with_torchvision
 
 test-4bit: .venv-4bit/run
 	$(CPU) .venv-4bit/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) \

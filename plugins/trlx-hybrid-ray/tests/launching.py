@@ -36,6 +36,12 @@ class Launched:
         return [text for before, found, text in parts if found and before in ("[", f"[node {rank} ")]
 
 
+def shells_environment():
+    """That of a user who knows nothing of this process's cluster. What Ray starts does not give way to other tests."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return inherited | {"RAY_worker_niceness": "0"}
+
+
 def launch(capfd, folder, script, *arguments, **settings):
     """As `trlx-hybrid launch` would, from its options on. `settings` are those of `Job`."""
     import ray

@@ -14,15 +14,14 @@ import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import OBEDIENT, Segments, nothing_left
+from launching import OBEDIENT, Segments, nothing_left, shells_environment
 
 LAUNCH = [sys.executable, "-m", "trlx_hybrid.cli", "launch"]
 COMMAND = [*LAUNCH, "--cpu"]
 
 
 def start(folder, *arguments, command=COMMAND, **settings):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= settings.pop("env", {})
+    environment = shells_environment() | settings.pop("env", {})
     return subprocess.Popen(
         [*command, *arguments],
         stdout=subprocess.PIPE,

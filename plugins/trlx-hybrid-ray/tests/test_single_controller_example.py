@@ -1,12 +1,14 @@
 """The example of a whole program with one controller, as a user types it."""
 
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from launching import shells_environment
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "ray_single_controller.py"
 SHORT = "--steps 10 --num_heldout 256 --num_tasks 2048 --output_dir out"
@@ -19,9 +21,8 @@ def cache(tmp_path_factory):
 
 
 def run(cache, folder, placement):
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     command = [sys.executable, str(EXAMPLE), *SHORT.split(), "--placement", placement, "--cache_dir", str(cache)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment, timeout=900)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=shells_environment(), timeout=900)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

@@ -14,7 +14,7 @@ help:
 	@echo "make test         install, then run the tests"
 	@echo "make test-slow    larger worlds of the same tests; make test-faults, tools and ranks that hang and crash"
 	@echo "make test-gpu     on a GPU machine: whole user scripts on one, two and four GPUs, and docs/tested.md of them"
-	@echo "make test-versions   tests of engine, scoring and seam on the newest vLLM and transformers that are served"
+	@echo "make test-versions   tests of engine, packed rows and seam on the newest vLLM and transformers that are served"
 	@echo "make test-vision  models that see images"
 	@echo "make test-4bit    bases that bitsandbytes holds in 4 bits"
 	@echo "make models       measure the weight paths of all architectures, and write docs/models.md of them"
@@ -77,8 +77,7 @@ test-faults: .venv/dev
 test-versions: .venv-newest/run
 	$(CPU) .venv-newest/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) \
 		$(patsubst %,plugins/trlx-hybrid-vllm/tests/test_%.py,engine bad_input scheduler lora_sync model_generate) \
-		$(patsubst %,plugins/trlx-hybrid-training/tests/test_%.py,packed lora_layers recomputation) \
-		$(patsubst %,tests/test_%.py,policy stock trl_internals)
+		plugins/trlx-hybrid-training/tests/test_packed.py tests/test_trl_internals.py
 
 # torchvision has no published build for CPUs: its operators are declared as Python starts, which is all that is needed.
 .venv-vision/run: AT_START := import trlx_hybrid.testing.torchvision_operators

@@ -55,9 +55,8 @@ def test_a_mixture_of_experts(weights, model, whole, seen, tmp_path):
 
 @pytest.mark.parametrize("weights", ["bf16", "lora"])
 def test_pictures(weights, model, whole, seen, tmp_path):
-    launched = {"launcher": TORCHRUN, "environment": FSDP2}
     case = Case(weights, sleep=True, graphs=False, tp=2, sharding="fsdp2")
-    whole_run.check_pictures(case, {}, model, whole, seen, tmp_path, LIMIT, **launched)
+    whole_run.check_pictures(case, {}, model, whole, seen, tmp_path, LIMIT, launcher=TORCHRUN, environment=FSDP2)
 
 
 @pytest.mark.parametrize(("stage", "weights"), [(3, "bf16"), (3, "lora"), (2, "fp32")], ids=lambda value: str(value))

@@ -80,10 +80,15 @@ def killed_in_mid_rollout(engine, requests, sampling, victim="actor"):
     """Tokens of requests whose first engine's actor, or vLLM's engine core in it, is killed while it samples."""
     processes = pids(engine)[0]
     pid = processes[0] if victim == "actor" else core_of(processes)
+    return disturbed(engine, requests, sampling, lambda: os.kill(pid, signal.SIGKILL))
+
+
+def disturbed(engine, requests, sampling, disturb):
+    """Tokens of requests, something having been done while they were sampled."""
     with engine.stream(sampling) as stream:
         keys = [stream.add(request) for request in requests]
         found = dict(stream.step(True)[0])
-        os.kill(pid, signal.SIGKILL)
+        disturb()
         while stream.busy:
             found.update(stream.step(True)[0])
     return tokens([found[key] for key in keys])

@@ -37,7 +37,7 @@ def nodes(session_cluster):
 
 def graded(prompts, completions, completion_ids, index, trainer_state, log_extra, log_metric, folder, **columns):
     """Depends on all that TRL gives a row, logs, and notes when it was asked for which rows."""
-    (folder / f"{uuid.uuid4().hex}.json").write_text(json.dumps({"at": time.time(), "index": index}))
+    note(folder, index)
     log_extra("tokens", [len(ids) for ids in completion_ids])
     log_metric("mean_tokens", sum(len(ids) for ids in completion_ids) / len(completion_ids))
     texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
@@ -45,6 +45,11 @@ def graded(prompts, completions, completion_ids, index, trainer_state, log_extra
         len(str(prompt)) + sum(map(str.isdigit, text)) + row % 3 + trainer_state.global_step
         for prompt, text, row in zip(prompts, texts, index, strict=True)
     ]
+
+
+def note(folder, index):
+    """That these rows are being scored."""
+    (folder / f"{uuid.uuid4().hex}.json").write_text(json.dumps({"at": time.time(), "index": index}))
 
 
 def asked(folder):
@@ -129,7 +134,7 @@ class Adder:
 
 
 def tallied(completions, completion_ids, index, environments, folder, **columns):
-    (folder / f"{uuid.uuid4().hex}.json").write_text(json.dumps({"at": time.time(), "index": index}))
+    note(folder, index)
     told = [sum(len(str(m["content"])) for m in messages) for messages in completions]
     return [text + len(ids) + e.total for text, ids, e in zip(told, completion_ids, environments, strict=True)]
 
@@ -168,7 +173,7 @@ def test_conversations_that_are_over_are_scored_while_others_go_on(run, tmp_path
 
 
 def lengths(prompts, completions, folder, **columns):
-    (folder / f"{uuid.uuid4().hex}.json").write_text(json.dumps({"at": time.time(), "index": completions}))
+    note(folder, completions)
     return [float(len(c)) for c in completions]
 
 

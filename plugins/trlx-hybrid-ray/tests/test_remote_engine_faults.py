@@ -20,7 +20,17 @@ from trlx_hybrid.types import Sampling
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import Segments
-from remote_training import Trained, core_of, gone, killed_in_mid_rollout, no_segments, pids, requests_of, tokens
+from remote_training import (
+    Trained,
+    core_of,
+    disturbed,
+    gone,
+    killed_in_mid_rollout,
+    no_segments,
+    pids,
+    requests_of,
+    tokens,
+)
 
 pytestmark = pytest.mark.slow
 SEEDS = int(os.environ.get("FAULT_SEEDS", "4"))
@@ -182,17 +192,12 @@ def test_the_only_engine_dies_and_its_successor_gets_the_weights_at_once(rig, vi
 @of_one
 def test_a_trainer_that_was_stopped_ends_no_engine_that_lives(rig, capfd):
     """Longer than an engine may be silent, while it samples and while it is asked whether it lives."""
-    engine, requests = rig.engine, requests_of(REQUESTS)
+    engine = rig.engine
     stop = ["sh", "-c", f"kill -STOP {os.getpid()}; sleep 30; kill -CONT {os.getpid()}"]
     with rig.session.rollout_phase(training=False):
         (server,) = engine.servers
-        with engine.stream(SAMPLING) as stream:
-            keys = [stream.add(request) for request in requests]
-            found = dict(stream.step(True)[0])
-            subprocess.run(stop, check=True)
-            while stream.busy:
-                found.update(stream.step(True)[0])
-        assert tokens([found[key] for key in keys]) == rig.expected
+        stopped = disturbed(engine, requests_of(REQUESTS), SAMPLING, lambda: subprocess.run(stop, check=True))
+        assert stopped == rig.expected
     asking = subprocess.Popen(stop)
     for _ in range(1000):
         engine.restore()

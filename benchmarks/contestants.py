@@ -13,10 +13,12 @@ from typing import Any
 from .building import GPU_SHARE, engine_options, load, prepare_process, stock_engine
 from .harness import Timed, synchronise
 from .lengths import Lengths, prescribe_hybrid, prescribe_stock
+from .profile import Profile
 from .scale import Scale, Variant
 
 GROUP = 8  # completions per prompt: GRPO's default
 GREEDY_SEQUENCES, GREEDY_TOKENS = 8, 16
+PROFILED_TOKENS = 96
 
 
 class Contestant(ABC):
@@ -49,6 +51,14 @@ class Contestant(ABC):
     def repeat(self, lengths: Lengths, turn: int) -> Timed:
         """One repetition; its result is the length of each completion."""
         return self._timed(self._generate, lengths, turn, f"{lengths.name}-{turn}")
+
+    def profiled(self, lengths: Lengths, file: str) -> None:
+        """Some tokens of as many rows, recorded; they take longer than others."""
+        few = replace(lengths, longest=min(PROFILED_TOKENS, lengths.longest), median=None)
+        profile = Profile(Path(file))
+        profile.start()
+        self.repeat(few, -1)
+        profile.stop()
 
     def greedy(self) -> list[list[int]]:
         """Completions that depend on nothing but the model."""

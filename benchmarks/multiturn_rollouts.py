@@ -180,28 +180,8 @@ class Rollouts:
             started = time.perf_counter()
             with self._engine.stream(self.session.sampling) as stream:
                 for size in waves:
-                    self._wave(stream, trace.tokens[:size], draw)
+                    wave(stream, trace.tokens[:size], draw, self._scale, self._observed)
             return Timed(time.perf_counter() - started)
-
-    def _wave(self, stream: Any, tokens: Sequence[Sequence[int]], draw: random.Random) -> None:
-        """Trajectories of so many tokens per turn, each from its first turn to its last."""
-        vocabulary = range(1, self._scale.config["vocab_size"])
-        live: dict[int, tuple[int, int, list[int]]] = {}
-
-        def add(row: int, turn: int, prompt_ids: list[int]) -> None:
-            request = Request(
-                prompt_ids=prompt_ids, seed=draw.getrandbits(32), row=row, turn=turn, max_tokens=tokens[row][turn]
-            )
-            live[stream.add(request)] = row, turn, prompt_ids
-
-        for row in range(len(tokens)):
-            add(row, 0, draw.choices(vocabulary, k=self._scale.prompt_tokens))
-        while stream.busy:
-            for key, completion in stream.step(True)[0]:
-                row, turn, prompt_ids = live.pop(key)
-                if turn + 1 < len(tokens[row]):
-                    observed = draw.choices(vocabulary, k=self._observed)
-                    add(row, turn + 1, [*prompt_ids, *completion.token_ids, *observed])
 
     def _as_new(self) -> None:
         """The next rollout draws the first seeds of its weights again, and finds nothing in the prefix cache."""
@@ -211,6 +191,31 @@ class Rollouts:
     def _draw(self, rows: int) -> list[list[int]]:
         draw = random.Random(rows)
         return [draw.choices(range(1, self._scale.config["vocab_size"]), k=self._words) for _ in range(rows)]
+
+
+def wave(stream: Any, tokens: Sequence[Sequence[int]], draw: random.Random, scale: Scale, observed: int) -> None:
+    """Trajectories of so many tokens per turn, each from its first turn to its last, with no tools in between.
+
+    Args:
+        observed: tokens of what would have been a tool's answer.
+    """
+    vocabulary = range(1, scale.config["vocab_size"])
+    live: dict[int, tuple[int, int, list[int]]] = {}
+
+    def add(row: int, turn: int, prompt_ids: list[int]) -> None:
+        request = Request(
+            prompt_ids=prompt_ids, seed=draw.getrandbits(32), row=row, turn=turn, max_tokens=tokens[row][turn]
+        )
+        live[stream.add(request)] = row, turn, prompt_ids
+
+    for row in range(len(tokens)):
+        add(row, 0, draw.choices(vocabulary, k=scale.prompt_tokens))
+    while stream.busy:
+        for key, completion in stream.step(True)[0]:
+            row, turn, prompt_ids = live.pop(key)
+            if turn + 1 < len(tokens[row]):
+                answer = draw.choices(vocabulary, k=observed)
+                add(row, turn + 1, [*prompt_ids, *completion.token_ids, *answer])
 
 
 def loops_per_second(seconds: float = 0.2) -> int:

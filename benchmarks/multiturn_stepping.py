@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from . import stepping
 from .building import load
 from .contestants import GROUP
 from .harness import Timed
-from .multiturn_clock import StepClock, prefix_share
+from .multiturn_cases import waves
+from .multiturn_clock import StepClock, computed_prompts, prefix_share
+from .multiturn_rollouts import wave
 from .multiturn_talk import Arguments, prompt, talker
+from .replay import Trace, asynchronous, fit
 from .scale import Scale, Variant
 from .stepping import Stepper
 
@@ -42,9 +46,13 @@ class Answering:
             median: latency, in seconds; 0 answers at once.
             early: begin calls when they are read, see `multiturn_talk.Waiting.call`.
         """
-        self._seconds, self._early = iter([median * factor for factor in self._factors]), early
+        self._seconds, self._early = iter(self.latencies(median)), early
         self._called: deque[Future[str]] = deque()
         self.slept, self._calls_read = 0.0, 0
+
+    def latencies(self, median: float) -> list[float]:
+        """Seconds of a step's calls, in their order."""
+        return [median * factor for factor in self._factors]
 
     def read(self, word: int) -> tuple[str, Arguments]:
         """A turn was read; those of the last turn are never called."""
@@ -66,6 +74,20 @@ class Answering:
         return self._answer
 
 
+class InOrderOfCalls(Sequence[float]):
+    """Latencies of a row that takes, at each turn, the next of all that are left."""
+
+    def __init__(self, seconds: Sequence[float]) -> None:
+        self._seconds, self._taken = seconds, 0
+
+    def __len__(self) -> int:
+        return len(self._seconds)
+
+    def __getitem__(self, turn: Any) -> Any:
+        self._taken += 1
+        return self._seconds[self._taken - 1]
+
+
 class ToolStepper(Stepper):
     """A trainer whose every row has `turns` turns of `tokens` tokens.
 
@@ -82,8 +104,8 @@ class ToolStepper(Stepper):
         self._answering = Answering(" ".join(f"{word:x}" for word in range(1, observed - 2)), lengths.sequences, turns)
         self._talker = talker(scale.config["vocab_size"])
         self._talker.call = self._answering.read
-        self._folder, self._turns, self._tokens_per_turn = folder, turns, tokens
-        self._prefix_share = 0.0
+        self._folder, self._turns, self._tokens_per_turn, self._observed = folder, turns, tokens, observed
+        self._ours: dict[str, float] = {}  # what is known of the last step of our rollout
         with (
             patch.object(stepping, "load", self._load),
             patch.object(stepping, "_arguments", self._arguments),
@@ -104,17 +126,43 @@ class ToolStepper(Stepper):
         if session is None:
             return self.step(turn)
         self._choose(session, lock_step)
-        clock = StepClock()
+        clock, free = StepClock(), None if lock_step else self._tool_free(session, turn)
         with clock.listening(session.live_engine):
             timed = self.step(turn)
-        if not lock_step:
+        if free is not None:
             block = session.live_engine.llm.llm_engine.vllm_config.cache_config.block_size
-            self._prefix_share = prefix_share(self._conversations, clock, block)
+            trace = computed_prompts(self._trace(median), self._conversations, block)
+            sampling = self.spans["rollout"] - self.spans["bring_up"] - self.spans["put_down"]
+            self._ours = {
+                "prefix_share": prefix_share(self._conversations, clock, block),
+                "optimum": asynchronous(trace, fit(free.steps, prompts=True)),
+                "sampling": sampling,
+            }
         return timed
 
     def found(self) -> dict[str, float]:
-        """Of the last step: seconds by TRL's spans and in tools, and of our last one what the prefix cache found."""
-        return self.split() | {"tools": self._answering.slept, "prefix_share": self._prefix_share}
+        """Of the last step: seconds by TRL's spans and in tools. Of our last one `prefix_share`, what the prefix cache
+        found, `sampling`, the seconds of the rollout without its edges, and `optimum`, what the replay takes for it."""
+        return self.split() | {"tools": self._answering.slept} | self._ours
+
+    def _tool_free(self, session: Any, seed: int) -> StepClock:
+        """Steps of the same engine with nobody waiting for tools, at several numbers of rows: what a step costs."""
+        clock, draw, (lengths,) = StepClock(), random.Random(seed), self._scale.cases
+        tokens = [[self._tokens_per_turn] * self._turns] * lengths.sequences
+        with (
+            session.rollout_phase(True),
+            clock.listening(session.live_engine),
+            session.live_engine.stream(session.sampling) as stream,
+        ):
+            for rows in waves(lengths.sequences):
+                wave(stream, tokens[:rows], draw, self._scale, self._observed)
+        return clock
+
+    def _trace(self, median: float) -> Trace:
+        """Of the last step. Each call takes the next of the drawn times, whichever row makes it."""
+        latencies = InOrderOfCalls(self._answering.latencies(median))
+        tokens = [[turn.sampled for turn in conversation.turns] for conversation in self._conversations]
+        return Trace(tokens=tokens, latencies=[latencies] * len(tokens))
 
     def _choose(self, session: Any, lock_step: bool) -> None:
         from trlx_hybrid.rollout.single_turn import SingleTurn

@@ -98,7 +98,8 @@ def _medians(splits: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def metrics_of(measurements: Sequence[Measurement], splits: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """How many times faster than TRL's trainer a step is, its seconds, and what the prefix cache found."""
+    """How many times faster than TRL's trainer a step is, and its seconds; what the replay of its trace takes, as a
+    share of our rollout's seconds; and what the prefix cache found."""
     medians = {(m.case, m.arm): m.median for m in measurements}
     found: dict[str, float] = {}
     for case in dict.fromkeys(m.case for m in measurements):
@@ -106,5 +107,7 @@ def metrics_of(measurements: Sequence[Measurement], splits: Mapping[str, Mapping
         found[f"step_speedup_{name}"] = medians[case, "trl"] / medians[case, "multi_turn"]
         found[f"step_speedup_over_lock_step_{name}"] = medians[case, "lock_step"] / medians[case, "multi_turn"]
         found |= {f"step_seconds_{arm}_{name}": medians[case, arm] for arm in ARMS}
+        ours = splits[f"multi_turn {case}"]
+        found[f"share_of_optimum_{name}"] = ours["optimum"] / ours["sampling"]
     found["prefix_share"] = min(split["prefix_share"] for key, split in splits.items() if key.startswith("multi_turn"))
     return found

@@ -155,11 +155,12 @@ def metrics_of(measurements: Sequence[Measurement], cases: Sequence[Lengths], wa
     return metrics
 
 
-def run(model: str, repetitions: int, cases: Sequence[str] = ()) -> Result:
+def run(model: str, repetitions: int, cases: Sequence[str] = (), profiles: str | None = None) -> Result:
     """Build all contestants at once, check that they agree, and let them repeat in turn.
 
     Args:
         cases: names of lengths; all where none is given.
+        profiles: a folder where some tokens more of ours leave what their steps were made of.
     """
     scale, device = SCALES[model], accelerator()
     scale = dataclasses.replace(scale, cases=tuple(c for c in scale.cases if c.name in cases or not cases))
@@ -183,6 +184,8 @@ def run(model: str, repetitions: int, cases: Sequence[str] = ()) -> Result:
             found = compare(workers, lengths, repetitions)
             print(f"{lengths.name}: {'; '.join(f'{m.arm} {m.median:.2f} s' for m in found)}", flush=True)
             measurements += found
+            if profiles:
+                workers["hybrid"].call("profiled", lengths, f"{profiles}/{lengths.name}", seconds=REPEAT_SECONDS)
     return Result(
         benchmark="rollout" if model == "1.5b" else f"rollout_{model}",  # goals are about the former
         device=device,
@@ -209,9 +212,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = [lengths.name for scale in SCALES.values() for lengths in scale.cases]
     parser.add_argument("--case", choices=sorted(set(names)), action="append", help="may be repeated (default: all)")
     parser.add_argument("--add", action="store_true", help="keep the other cases of the result file")
+    parser.add_argument("--profile", metavar="FOLDER", help="record some decode steps of ours there")
     arguments = parser.parse_args(argv)
     repetitions = arguments.repetitions or SCALES[arguments.model].repetitions
-    run(arguments.model, repetitions, arguments.case or ()).publish(add=arguments.add)
+    run(arguments.model, repetitions, arguments.case or (), arguments.profile).publish(add=arguments.add)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from .building import GPU_SHARE, adapter, engine_options, load, prepare_process,
 from .contestants import GROUP
 from .harness import Timed, synchronise
 from .lengths import batches, prescribe_hybrid, prescribe_stock
+from .profile import Profile
 from .scale import Scale, Variant
-from .training_profile import TrainingProfile
 
 PROFILED = ("_prepare_inputs", "sync_weights", "vLLM.generate", "compute_loss")
 """Of TRL's profiled spans: rollout with scoring, sync, generation, and the loss's forward pass."""
@@ -41,7 +41,7 @@ class Stepper:
         self._go: queue.Queue[None] = queue.Queue()
         self._done: queue.Queue[Timed | BaseException] = queue.Queue()
         self._lengths: list[int] = []
-        self._profile: TrainingProfile | None = None
+        self._profile: Profile | None = None
         self._bytes_in_use = 0
         self._note_spans()
         model, tokenizer = load(folder, Variant(model_dtype=variant.model_dtype))  # TRL puts the adapter on
@@ -89,7 +89,7 @@ class Stepper:
 
     def profiled(self, turn: int, file: str) -> None:
         """A step whose training half is recorded; it takes longer than others."""
-        self._profile = TrainingProfile(Path(file))
+        self._profile = Profile(Path(file))
         self.step(turn)
 
     def split(self) -> dict[str, float]:

@@ -19,12 +19,12 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from .harness import Arm, Measurement, Timed, alternate
+from .harness import Arm, Measurement, Timed, alternate, check_equal
 from .lengths import Lengths
 from .result import Result, accelerator, publish_each
 from .rollout import SCALES, write_model
 from .scale import Scale, Variant
-from .sleeping import WAYS, KVMemory
+from .sleeping import WAYS, HybridKVMemory, StockKVMemory
 from .syncing import SyncingHybrid, SyncingTRL
 from .worker import Worker, wait_until_built
 
@@ -94,16 +94,22 @@ def kv_cycles(folder: str, scale: Scale, repetitions: int) -> tuple[list[Measure
     """Release and return of the KV cache, once with no pause in between and once with one."""
     variant = dataclasses.replace(BASE, weights="gather", sleep=True)
     measured: list[Measurement] = []
-    with Worker("kv", KVMemory, folder, scale, variant) as worker:
-        wait_until_built([worker], BUILD_SECONDS)
+    with ExitStack() as stack:
+        factories = {"trl": StockKVMemory, "hybrid": HybridKVMemory}
+        workers = {
+            name: stack.enter_context(Worker(f"kv-{name}", factory, folder, scale, variant))
+            for name, factory in factories.items()
+        }
+        wait_until_built(workers.values(), BUILD_SECONDS)
         for case, idle in (("kv-at-once", 0.0), ("kv-idle", IDLE_SECONDS)):
             restores: dict[str, list[float]] = {way: [] for way in WAYS}
-            arms = [Arm(way, _cycle(worker, way, idle, restores[way])) for way in WAYS]
+            arms = [Arm(way, _cycle(workers[whose], way, idle, restores[way])) for way, whose in WAYS.items()]
             releases = alternate(arms, warmup=WARMUP, repetitions=repetitions, case=f"{case}-release")
             measured += releases
             measured += [Measurement(w, tuple(taken[WARMUP:]), f"{case}-restore") for w, taken in restores.items()]
-        found = {"kv_cache_bytes": worker.call("check", seconds=CALL_SECONDS)}
-    return measured, found
+        sizes = {name: worker.call("check", seconds=CALL_SECONDS) for name, worker in workers.items()}
+        check_equal(sizes, 0)
+    return measured, {"kv_cache_bytes": sizes["hybrid"]}
 
 
 def _cycle(worker: Worker, way: str, idle: float, restores: list[float]) -> Any:

@@ -1,4 +1,4 @@
-"""Where the training half of one step goes, on the device and on the CPU: torch's profiler, read into two tables."""
+"""Where a part of a step goes, on the device and on the CPU: torch's profiler, read into two tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WAITS = (
 )
 
 
-class TrainingProfile:
+class Profile:
     """One recording.
 
     Args:

@@ -27,6 +27,7 @@ SIZES: dict[str, dict[str, Any]] = {
 """Of the plain model: large enough on a GPU that every message of a weight sync is what it is for larger ones."""
 
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "decoder_sparse_step": 1}
+PICTURES = {"pictures": "qwen3_vl", "older_pictures": "qwen2_5_vl"}
 CALLS = [
     '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>',
     '<tool_call>\n{"name": "fetch", "arguments": {"key": "word"}}\n</tool_call>',
@@ -35,15 +36,15 @@ CALLS = [
 
 
 def write(name: str, folder: Path) -> Path:
-    """`plain`, `experts`, `caller` or `pictures`, of a size for the device there is, or `seven`; written once."""
+    """`plain`, `experts`, `caller` or one of PICTURES, of a size for the device there is, or `seven`; written once."""
     path = folder / name
     if (path / "config.json").exists():
         return path
     device = "cuda" if torch.cuda.is_available() else "cpu"
     head_dim = 64 if device == "cuda" else 32
     tokenizer: Any
-    if name == "pictures":
-        model, tokenizer = tiny_vision_model("qwen3_vl", head_dim=head_dim)
+    if name in PICTURES:
+        model, tokenizer = tiny_vision_model(PICTURES[name], head_dim=head_dim)
     elif name == "caller":
         tokenizer = chat_tokenizer(CALLS)
         model = chatty_model(tokenizer, CALLS, head_dim=head_dim)

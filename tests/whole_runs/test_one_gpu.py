@@ -111,6 +111,12 @@ def test_pictures(weights, model, whole, seen, tmp_path):
     whole_run.check_pictures(Case(weights, sleep=True, graphs=False), {}, model, whole, seen, tmp_path, LIMIT)
 
 
+@pytest.mark.parametrize("weights", ["bf16", "lora"])
+def test_pictures_for_qwen2_5_vl(weights, model, whole, seen, tmp_path):
+    case = Case(weights, sleep=True, graphs=False)
+    whole_run.check_pictures(case, {}, model, whole, seen, tmp_path, LIMIT, name="older_pictures")
+
+
 def test_an_environment_that_shows_pictures(model, whole, seen, tmp_path):
     whole_run.check_pictures(Case("bf16", sleep=True, graphs=False), SHOWN, model, whole, seen, tmp_path, LIMIT)
 

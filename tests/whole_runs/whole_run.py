@@ -263,6 +263,7 @@ def check_pictures(
     folder: Path,
     limit: float,
     *,
+    name: str = "pictures",
     launcher: Sequence[str] = (),
     environment: dict[str, str] | None = None,
 ) -> None:
@@ -273,7 +274,7 @@ def check_pictures(
     script = SCRIPTS / ("gallery.py" if "rollout" in settings else "pictures.py")
     if case.weights == "lora":
         settings |= {"lora_target_modules": ".*language_model.*_proj"}
-    command = [sys.executable, *launcher, script, *flags(settings, model("pictures"), folder)]
+    command = [sys.executable, *launcher, script, *flags(settings, model(name), folder)]
     ended = whole(command, limit, environment=environment)
     check_trained(ended, folder, case.path, seen)
 

@@ -1,6 +1,7 @@
 """GRPO on pictures, as in TRL's documentation of vision-language models."""
 
 from grpo import Proofs, reward
+from transformers import AutoConfig
 from trl import GRPOConfig, ModelConfig, TrlParser, get_peft_config
 from trlx_hybrid import GRPOTrainer, HybridConfig
 from trlx_hybrid.testing.vision import counted_squares
@@ -8,7 +9,7 @@ from trlx_hybrid.testing.vision import counted_squares
 if __name__ == "__main__":
     config, model, hybrid = TrlParser((GRPOConfig, ModelConfig, HybridConfig)).parse_args_and_config()
     config.model_init_kwargs = {"dtype": model.dtype, "attn_implementation": model.attn_implementation}
-    rows = counted_squares("qwen3_vl", 64)
+    rows = counted_squares(AutoConfig.from_pretrained(model.model_name_or_path).model_type, 64)
     trainer = GRPOTrainer(
         model=model.model_name_or_path,
         reward_funcs=reward,

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from scripted import SCRIPTED, Offer, Scripted
+from scripted import SCRIPTED, Gradients, Offer, Scripted
 
 
 @pytest.fixture
@@ -25,8 +25,10 @@ def noisy(monkeypatch):
 
 @pytest.fixture
 def compared(run, monkeypatch):
-    """`compared(trainer, scoring_options, **arguments)`: a run with TRL's scoring and one with ours, and how many
-    forward passes TRL's own method was asked for in each, without and with gradients."""
+    """`compared(trainer, scoring_options, **arguments)`: a run with TRL's scoring and one with ours, how many forward
+    passes TRL's own method was asked for in each, without and with gradients, and the gradients of each step.
+
+    Each step must train something, but for the first `untrained` ones: zeros are alike however they are computed."""
     import trl
 
     counted = []
@@ -38,15 +40,19 @@ def compared(run, monkeypatch):
 
         monkeypatch.setattr(trainer, "_get_per_token_logps_and_entropies", counting)
 
-    def start(trainer, options, hybrid=None, plugins=(), **given):
+    def start(trainer, options, hybrid=None, plugins=(), untrained=0, **given):
         runs = []
         given.setdefault("max_steps", 2)
         for scoring in ({}, {"scoring": "packed", "scoring_options": options}):
             counted.append([0, 0])
             made = {name: make() for name, make in given.items() if name in ("model", "peft_config", "reward_funcs")}
-            runs.append(run(trainer, hybrid=(hybrid or {}) | scoring, plugins=[Offer(), *plugins], **(given | made)))
+            made |= {"plugins": [Offer(), *plugins], "callbacks": [kept := Gradients()]}
+            runs.append(run(trainer, hybrid=(hybrid or {}) | scoring, **(given | made)))
             runs[-1].close()
-            runs[-1].forwards = tuple(counted[-1])
+            runs[-1].forwards, runs[-1].gradients = tuple(counted[-1]), kept.steps
+            norms = [log["grad_norm"] for log in runs[-1].logs if "grad_norm" in log]
+            assert len(norms) == len(kept.steps) == given["max_steps"]
+            assert all(norm > 0 for norm in norms[untrained:]), norms
         return runs
 
     return start

@@ -5,6 +5,7 @@ import random
 
 import torch
 from peft import LoraConfig
+from transformers import TrainerCallback
 from trlx_hybrid import hookimpl
 from trlx_hybrid.protocols import Engine
 from trlx_hybrid.types import Completion, LoadReport
@@ -21,7 +22,7 @@ STEPS = {
 
 
 class Scripted(Engine):
-    """Writes random tokens of ragged lengths, with the policy's log-probs of them, off by what `noise` says."""
+    """Writes random tokens of ragged lengths, or one of `turns`; the policy's log-probs of them are off by `noise`."""
 
     max_model_len, dtype, quantized, weights_lost, peers_lost, sleeps, asleep_bytes = (
         64,
@@ -33,6 +34,7 @@ class Scripted(Engine):
         0,
     )
     noise = 0.0
+    turns = ()
 
     def __init__(self, session):
         self.session = session
@@ -47,6 +49,8 @@ class Scripted(Engine):
         ids = [draw.randint(FIRST, LAST) for _ in range(length)]
         if length < sampling.max_tokens:
             ids[-1] = EOS
+        if self.turns and not probe:
+            ids = list(draw.choice(self.turns))
         scores = self.session.policy.log_probs(request.prompt_ids, ids, sampling.temperature).tolist()
         noise = 0.0 if probe else self.noise
         return Completion(
@@ -90,14 +94,42 @@ def lora(**given):
 
 
 def masked(prompts, trainer):
-    """A rollout of the user's that masks what an environment said, and knows not every log-prob."""
-    ids = [[5 + len(prompt) % 7, *range(10, 14 + index % 3)] for index, prompt in enumerate(prompts)]
+    """A rollout of the user's that masks what an environment said, and knows not every log-prob; every other row is
+    truncated."""
+    ids = [
+        [5 + len(prompt) % 7, *range(10, 13 + index % 3), 13 if index % 2 else EOS]
+        for index, prompt in enumerate(prompts)
+    ]
     return {
         "prompt_ids": [trainer.processing_class(prompt)["input_ids"] for prompt in prompts],
         "completion_ids": ids,
         "logprobs": [[-4.5] * (len(row) - 1) + [None] for row in ids],
         "env_mask": [[1, 0, 0] + [1] * (len(row) - 3) for row in ids],
     }
+
+
+class Gradients(TrainerCallback):
+    """Keeps those of each optimizer step, as the optimizer takes them."""
+
+    def __init__(self):
+        self.steps = []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        self.steps.append({name: gradient.clone() for name, gradient in trained.items()})
+
+
+def gradients(one, other):
+    """Of each optimizer step, how far apart two runs' gradients are at most, and how large at most: `compared` keeps
+    them."""
+    assert [step.keys() for step in one.gradients] == [step.keys() for step in other.gradients]
+    return [
+        (
+            max(float((gradient - theirs[name]).abs().max()) for name, gradient in mine.items()),
+            max(float(gradient.abs().max()) for gradient in mine.values()),
+        )
+        for mine, theirs in zip(one.gradients, other.gradients, strict=True)
+    ]
 
 
 def difference(one, other):

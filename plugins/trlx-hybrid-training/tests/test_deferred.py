@@ -18,19 +18,28 @@ from scripted import lora, masked
 
 DEFERRED = {"packing": False}
 TWO = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}
-
+AGAIN = TWO | {"num_iterations": 2}  # in the second step, the ratio to the old log-probs is not 1
+LOSSES = "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"
+TRUNCATED = {"mask_truncated_completions": True, "max_completion_length": 4}  # with 12, a row seldom is
 
 CASES = {
+    **{loss: AGAIN | {"loss_type": loss} for loss in LOSSES},
+    "luspo, sequences": AGAIN | {"loss_type": "luspo", "importance_sampling_level": "sequence"},
+    **{f"scale {scale}": TWO | {"scale_rewards": scale} for scale in ("batch", "none")},
+    "high entropy": AGAIN | {"top_entropy_quantile": 0.3701},
+    "entropy bonus": AGAIN | {"entropy_coef": 0.1},
     "sequence_mask": TWO,
     "sequence_mask that drops some": TWO | {"vllm_importance_sampling_clip_max": 1.0},
     "sequence_truncate": TWO | {"vllm_importance_sampling_mode": "sequence_truncate"},
     "token_truncate": TWO
     | {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.1},
     "token_mask": TWO | {"vllm_importance_sampling_mode": "token_mask", "vllm_importance_sampling_clip_max": 1.1},
-    "vespo": TWO | {"vllm_importance_sampling_mode": "token_truncate", "loss_type": "vespo"},
+    "vespo": AGAIN | {"vllm_importance_sampling_mode": "token_truncate", "loss_type": "vespo"},
     "two iterations, KL, adapters": TWO | {"num_iterations": 2, "beta": 0.1, "peft_config": lora(), "max_steps": 3},
     "two rollouts in one step": {"gradient_accumulation_steps": 2, "steps_per_generation": 1, "num_iterations": 2},
-    "masks and unknown log-probs": TWO | {"rollout_func": masked, "mask_truncated_completions": True},
+    "tool masks and unknown log-probs": TWO | {"rollout_func": masked},
+    "truncated ones masked": TWO | TRUNCATED,
+    "both masks": TWO | TRUNCATED | {"rollout_func": masked},
     "off-policy mask": {"off_policy_mask_threshold": 0.01, "importance_sampling_level": "sequence"},
     "evaluation": TWO | {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
 }
@@ -44,6 +53,8 @@ def test_grpo_is_bit_for_bit_what_it_was_without_the_forward_pass(compared, nois
     stock, ours = compared(trlx_hybrid.GRPOTrainer, DEFERRED, noisy, **given)
     assert ours.logs == stock.logs
     assert "sampling/importance_sampling_ratio/mean" in stock.logs[0]
+    if given.get("mask_truncated_completions"):
+        assert 0 < stock.logs[0]["completions/clipped_ratio"] < 1
     assert all(torch.equal(w, stock.weights()[name]) for name, w in ours.weights().items())
     reference = stock.forwards[0] // 2 if given.get("beta") else 0
     evaluated = given.get("max_steps", 2) * 2 if "eval_strategy" in given else 0  # two batches, without gradients

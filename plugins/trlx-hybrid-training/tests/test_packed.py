@@ -6,32 +6,47 @@ from pathlib import Path
 import pytest
 import torch
 import trlx_hybrid
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from datasets import Dataset
+from peft import PromptTuningConfig
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    modeling_flash_attention_utils,
+)
 from trl import RLOOConfig
+from trlx_hybrid.testing.chat import chat_tokenizer
 from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid.testing.vision import counted_squares, tiny_vision_model
 from trlx_hybrid_training import attention
 from trlx_hybrid_training.packing import Pack
 
 sys.path.insert(0, str(Path(__file__).parent))
-from scripted import difference, lora, masked
+from scripted import Scripted, difference, gradients, lora, masked
 
 GRPO, RLOO = trlx_hybrid.GRPOTrainer, trlx_hybrid.RLOOTrainer
 BOUND = 1e-5
-PLAIN = {"optim": "sgd", "learning_rate": 0.05}  # weights then differ by what gradients differ by
+PLAIN = {"optim": "sgd", "learning_rate": 0.05, "max_grad_norm": 1e9}  # so that nothing is clipped
 ALONE = {"balanced": False}
 TOKENS = {"vllm_importance_sampling_mode": "token_truncate"}
+AGAIN = {"num_iterations": 2}  # in the second step, the ratio to the old log-probs is not 1
+LOSSES = "grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"
+SEQUENCES = {"importance_sampling_level": "sequence"}
 
 CASES = {
-    **{loss: {"loss_type": loss} for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo")},
-    "vespo": {"loss_type": "vespo", **TOKENS},
+    **{loss: AGAIN | {"loss_type": loss} for loss in LOSSES},
+    "vespo": AGAIN | {"loss_type": "vespo", **TOKENS},
     **{f"scale {scale}": {"scale_rewards": scale} for scale in ("group", "batch", "none")},
-    "truncated ones masked": {"mask_truncated_completions": True},
+    "truncated ones masked": {"mask_truncated_completions": True, "max_completion_length": 4},  # with 12, one seldom is
     "high entropy": {"top_entropy_quantile": 0.3701},
     "entropy bonus": {"entropy_coef": 0.1},
     "two iterations": {"num_iterations": 2, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4},
     "KL": {"beta": 0.1, "peft_config": lora(), "num_iterations": 2},
     "tool masks": {"rollout_func": masked},
-    "sequences": {"importance_sampling_level": "sequence", "loss_type": "grpo"},
+    "sequences": SEQUENCES | {"loss_type": "grpo"},
+    "luspo, sequences": SEQUENCES | {"loss_type": "luspo"},
     "no checkpointing": {"gradient_checkpointing": False},
     "temperature": {"temperature": 0.7},
     "experts": {
@@ -48,11 +63,104 @@ def test_packed_is_what_padded_is(compared, noisy, case):
     given = CASES[case]
     trainer = RLOO if "config_class" in given else GRPO
     padded, packed = compared(trainer, ALONE, noisy, **PLAIN | given)
-    gap, weights = difference(packed, padded)
-    assert gap < BOUND
-    assert weights < BOUND
+    assert_same(padded, packed)
     assert sum(packed.forwards) == 1  # the comparison
+    if given.get("mask_truncated_completions"):
+        assert 0 < padded.logs[0]["completions/clipped_ratio"] < 1
+
+
+def assert_same(padded, packed):
+    """What was logged, the gradients of each step, and the weights that they lead to."""
     assert packed.trainer.session.scoring.padded_because is None
+    assert max(difference(packed, padded)) < BOUND
+    gaps = gradients(packed, padded)
+    assert gaps[0][0] < BOUND  # at the same weights
+    assert all(gap < BOUND * max(1, largest) for gap, largest in gaps), gaps
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: the first.
+        b: the second.
+    """
+    return a * b
+
+
+@pytest.mark.parametrize("given", [{}, SEQUENCES | {"loss_type": "luspo"}], ids=["dapo", "luspo, sequences"])
+def test_conversations_with_tools(compared, noisy, monkeypatch, given):
+    """What a tool answered is read and not trained, and rows share the tools' descriptions."""
+    texts = [f'<tool_call>\n{{"name": "multiply", "arguments": {{"a": {n}, "b": 7}}}}\n</tool_call>' for n in (6, 123)]
+    tokenizer = chat_tokenizer([*texts, "42"])
+    ids = tokenizer.convert_tokens_to_ids([*texts, "42"])
+    monkeypatch.setattr(Scripted, "turns", [[turn, tokenizer.eos_token_id] for turn in ids])
+    monkeypatch.setattr(Scripted, "max_model_len", 1024)
+    config = {"vocab_size": len(tokenizer), "max_position_embeddings": 1024}
+    questions = [[{"role": "user", "content": f"what is {number}?"}] for number in range(16)]
+    given = given | {
+        "model": lambda: tiny_model(**config, eos_token_id=tokenizer.eos_token_id),
+        "processing_class": tokenizer,
+        "train_dataset": Dataset.from_dict({"prompt": questions}),
+        "tools": [multiply],
+        "max_tool_calling_iterations": 2,
+        "max_completion_length": 256,
+        "max_steps": 1,
+    }
+    padded, packed = compared(GRPO, ALONE, noisy, **PLAIN | given)
+    assert_same(padded, packed)
+    assert sum(packed.forwards) == 1
+    assert padded.logs[0]["tools/call_frequency"] > 0.5
+    assert padded.logs[0]["tools/failure_frequency"] == 0
+
+
+@pytest.fixture
+def flash(monkeypatch):
+    """Flash attention as transformers calls it, but for the kernels themselves, which run on GPUs; and what passes with
+    gradients told the one of ragged rows: where these end, and how long the longest is."""
+    told = []
+
+    def ragged(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False):
+        assert causal
+        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+        if torch.is_grad_enabled():
+            told.append((cu_seqlens_q.tolist(), max_seqlen_q, max_seqlen_k))
+        rows = [tensor.split(cu_seqlens_q.diff().tolist()) for tensor in (q, k, v)]
+        return torch.cat([whole(*(t[None] for t in row), softmax_scale, causal)[0] for row in zip(*rows, strict=True)])
+
+    def whole(q, k, v, softmax_scale=None, causal=False):
+        q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, scale=softmax_scale, is_causal=causal, enable_gqa=True
+        )
+        return attended.transpose(1, 2)
+
+    library = modeling_flash_attention_utils
+    for name, found in {
+        "_loaded_implementation": "flash_attention_2",
+        "_flash_fn": whole,
+        "_flash_varlen_fn": ragged,
+        "_pad_fn": library._pad_input,
+        "_unpad_fn": library._unpad_input,
+        "_process_flash_kwargs_fn": library._lazy_define_process_function(ragged),
+    }.items():
+        monkeypatch.setattr(library, name, found)
+    return told
+
+
+def test_flash_attention_that_transformers_finds_is_told_where_rows_end(compared, noisy, flash):
+    def model():
+        made = tiny_model()
+        made.config._attn_implementation = "flash_attention_2"  # which no model is loaded with where no GPU is
+        return made
+
+    padded, packed = compared(GRPO, {}, noisy, **PLAIN | {"model": model})
+    assert_same(padded, packed)
+    assert sum(packed.forwards) == 1
+    assert packed.trainer.model.config._attn_implementation == "flash_attention_2"
+    half = len(flash) // 2
+    assert flash[half:] == flash[:half] != []  # as transformers tells it of padded rows
+    assert {type(longest) for _, *both in flash for longest in both} == {int}  # made of positions, it is a tensor
 
 
 def test_a_reference_model_of_its_own_is_packed_as_well(compared, noisy, tmp_path):
@@ -131,6 +239,13 @@ def gpt2():
     return GPT2LMHeadModel(GPT2Config(vocab_size=98, n_embd=64, n_layer=2, n_head=2, n_positions=256))
 
 
+def falcon():
+    """Has layers of its own for each kind of attention."""
+    torch.manual_seed(0)
+    config = {"vocab_size": 98, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return FalconForCausalLM(FalconConfig(**config, pad_token_id=0, eos_token_id=1, bos_token_id=2))
+
+
 def windowed():
     layers = ["sliding_attention", "full_attention"]
     return tiny_model("qwen3", layer_types=layers, use_sliding_window=True, sliding_window=8)
@@ -150,12 +265,13 @@ def unfinished_first(prompts, trainer):
 def test_rows_of_which_none_is_scored_prove_nothing(compared, noisy):
     """They stay padded, and the next ones are compared."""
     given = PLAIN | {"mask_truncated_completions": True, "rollout_func": unfinished_first}
-    padded, packed = compared(GRPO, ALONE, noisy, **given)
+    padded, packed = compared(GRPO, ALONE, noisy, untrained=1, **given)
     assert max(difference(packed, padded)) < BOUND
     assert packed.forwards == (2, 1)  # two comparisons, and the loss of the rows that prove nothing
     assert packed.trainer.session.scoring.padded_because is None
 
 
+EQUALS = 32  # a token that all prompts have
 STATES = {"mamba_d_state": 16, "mamba_chunk_size": 16}  # by default they would take most of the time
 REFUSED = {
     "windows": ({"model": windowed}, "its layers are sliding_attention"),
@@ -178,19 +294,51 @@ REFUSED = {
         "its dynamic positions depend on how long a batch is",
     ),
     "adapters that begin within a row": (
-        {"peft_config": lora(alora_invocation_tokens=[5], task_type="CAUSAL_LM")},
+        {"peft_config": lora(alora_invocation_tokens=[EQUALS], task_type="CAUSAL_LM")},
         "its adapter begins at tokens of each row",
     ),
     "positions from the padding on": ({"model": gpt2}, "its positions are not rotary"),
     "layers that drop arguments": ({"model": lambda: tiny_model("nemotron")}, "pass on no arguments of the attention"),
+    "sinks": (
+        {"model": lambda: tiny_model("gpt_oss", layer_types=["full_attention"] * 2)},
+        "its attention has sinks",
+    ),
+    "layers for each attention": ({"model": falcon}, "its attention cannot be chosen"),
+    "tokens before the prompt": (
+        {"peft_config": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)},
+        "its adapter puts tokens before the prompt",
+    ),
+    "compiled layers": ({"torch_compile": True}, "torch_compile would compile it anew for every length"),
+    "continuous batching": (
+        {
+            "use_transformers_continuous_batching": True,
+            # By default it takes half of the memory.
+            "transformers_continuous_batching_config": {"num_blocks": 16, "max_batch_tokens": 64},
+        },
+        "continuous batching chooses another attention",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_packed_stays_padded_and_the_run_says_why(compared, case, capsys, caplog):
     """With TRL's own generation: of an architecture, an engine would ask more."""
-    given, reason = REFUSED[case]
-    padded, ours = compared(GRPO, {"deferred": False}, num_iterations=2, max_steps=1, **given)
+    assert_refused(compared, *REFUSED[case], capsys, caplog)
+
+
+def test_a_model_that_takes_images_stays_padded(compared, capsys, caplog):
+    pytest.importorskip("torchvision", reason="the processors of vision-language models need torchvision")
+    given = {
+        "model": lambda: tiny_vision_model()[0],
+        "processing_class": tiny_vision_model()[1],
+        "train_dataset": counted_squares("qwen2_5_vl"),
+    }
+    assert_refused(compared, given, "it takes images", capsys, caplog)
+
+
+def assert_refused(compared, given, reason, capsys, caplog):
+    with torch.compiler.set_stance("force_eager"):  # compiling takes seconds
+        padded, ours = compared(GRPO, {"deferred": False}, num_iterations=2, max_steps=1, **given)
     assert reason in ours.trainer.session.scoring.padded_because
     said = capsys.readouterr().err + caplog.text
     assert "ows stay padded: " in said

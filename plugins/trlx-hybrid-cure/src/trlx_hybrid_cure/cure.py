@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
-from accelerate.utils import gather_object
 from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.speakers import SPEAKER, TASK, BatchByTask, by_task, gathered, with_speakers
 
 from .runner import Verdict
 from .sandbox import ProgramTests, Sandbox, SandboxError
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Matrix = Sequence[Sequence[bool]]
-CODER, TESTER = SPEAKERS = ("coder", "tester")
-TASK, SPEAKER, TESTS = COLUMNS = ("task_id", "speaker", "tests")
+CODER, TESTER, TESTS = "coder", "tester", "tests"
 WAY_OUT = (
     "Give the trainer what `two_speakers` returns, as it is, with the GRPOConfig that it was given; for evaluation, "
     "its rows with speaker 'coder'."
@@ -41,44 +40,23 @@ def two_speakers(
 ) -> Dataset:
     """A dataset in which each task is two rows, one after the other: a prompt for the coder and one for the tester.
 
-    TRL samples a group of completions for each row; in this order, and with an even number of prompts in a batch, both
-    groups of a task are in one batch. The order of `tasks` is that of training: shuffle them yourself.
+    It is what [`with_speakers`][trlx_hybrid.speakers.with_speakers] makes of tasks that have ground-truth tests.
 
     Args:
         tasks: with a column `tests`, the ground-truth tests of each task: Python sources that raise where a program is
-            wrong. All columns are kept, for both speakers.
+            wrong. All columns are kept, for both speakers. Their order is that of training: shuffle them yourself.
         args: the `GRPOConfig` of the run.
         coder, tester: the prompt, text or messages, that asks for a program or for a unit test. Given a row of `tasks`.
 
     Raises:
         ConfigError: `args` would part the two groups of a task, a task has no tests, or a column is in the way.
     """
-    if args.shuffle_dataset:
-        raise ConfigError("CURE needs the two rows of a task in one batch: set GRPOConfig(shuffle_dataset=False).")
-    prompts = args.generation_batch_size // args.num_generations
-    if prompts % 2:
-        raise ConfigError(
-            f"CURE needs two prompts for each task, and a batch has {prompts}: generation_batch_size "
-            f"({args.generation_batch_size}) must be a multiple of 2 * num_generations ({2 * args.num_generations})."
-        )
-    taken = {TASK, SPEAKER} & set(tasks.column_names)
-    if taken or TESTS not in tasks.column_names:
-        raise ConfigError(
-            f"CURE: the tasks need a column {TESTS!r}, and {TASK!r} and {SPEAKER!r} are added: rename "
-            f"{' and '.join(map(repr, sorted(taken))) or 'your column of ground-truth tests'}."
-        )
-
-    def speak(rows: dict[str, list[Any]], places: list[int]) -> dict[str, list[Any]]:
-        spoken = []
-        for place, values in zip(places, zip(*rows.values(), strict=True), strict=True):
-            row = dict(zip(rows, values, strict=True))
-            if not row[TESTS]:
-                raise ConfigError(f"CURE: task {place} has no ground-truth tests: every program would be right.")
-            for speaker, prompt in ((CODER, coder), (TESTER, tester)):
-                spoken.append(row | {"prompt": prompt(row), TASK: place, SPEAKER: speaker})
-        return {name: [row[name] for row in spoken] for name in spoken[0]}
-
-    return tasks.map(speak, batched=True, with_indices=True)
+    if TESTS not in tasks.column_names:
+        raise ConfigError(f"CURE: the tasks need a column {TESTS!r}: rename your column of ground-truth tests.")
+    for place, tests in enumerate(tasks[TESTS]):
+        if not tests:
+            raise ConfigError(f"CURE: task {place} has no ground-truth tests: every program would be right.")
+    return with_speakers(tasks, args, coder=coder, tester=tester)
 
 
 def matrix_rewards(
@@ -107,14 +85,6 @@ def matrix_rewards(
         let_pass = sum(row[k] for row in wrong) / len(wrong) if wrong else float(not accepted)
         tests.append((1.0 - let_pass if accepted else -let_pass) if right else 0.0)
     return programs, tests
-
-
-class Submission(NamedTuple):
-    """A completion: of which task, by whom, and the source in it."""
-
-    task: int
-    speaker: str
-    source: str | None
 
 
 class CureReward:
@@ -152,34 +122,27 @@ class CureReward:
             ConfigError: a row is none of `two_speakers`, or a batch has tests of a task and none of its programs.
             SandboxError: on all ranks; programs could not be run on one of them.
         """
-        absent = [name for name in COLUMNS if name not in columns]
+        absent = [name for name in (TASK, SPEAKER, TESTS) if name not in columns]
         if absent:
             raise ConfigError(f"CURE: the rows have no column {absent[0]!r}. {WAY_OUT}")
         texts = [done if isinstance(done, str) else done[-1]["content"] or "" for done in completions]
-        mine = [
-            Submission(task, speaker, self._source[speaker](text))
-            for task, speaker, text in zip(columns[TASK], columns[SPEAKER], texts, strict=True)
-        ]
-        ranks = gathered((mine, dict(zip(columns[TASK], columns[TESTS], strict=True))))
-        rows = [row for of_rank, _ in ranks for row in of_rank]
-        truth = {task: list(tests) for _, of_rank in ranks for task, tests in of_rank.items()}
-        first = sum(len(of_rank) for of_rank, _ in ranks[: PartialState().process_index])
-        rewards = self._rewards(rows, truth, log_metric or (lambda name, value: None))
-        return rewards[first : first + len(mine)]
+        sources = [self._source[speaker](text) for speaker, text in zip(columns[SPEAKER], texts, strict=True)]
+        said = by_task(columns[TASK], columns[SPEAKER], sources, required=())  # who is missing is said below
+        truth: dict[int, list[str]] = {}
+        for of_rank in gathered(dict(zip(columns[TASK], columns[TESTS], strict=True))):
+            truth |= of_rank
+        return said.own(self._rewards(said, truth, log_metric or (lambda name, value: None)))
 
     def _rewards(
-        self, rows: list[Submission], truth: dict[int, list[str]], log: Callable[[str, float], None]
+        self, said: BatchByTask[str | None], truth: dict[int, list[str]], log: Callable[[str, float], None]
     ) -> list[float]:
         """Of all ranks' rows, the same on all ranks."""
-        groups: dict[int, dict[str, list[int]]] = {task: {speaker: [] for speaker in SPEAKERS} for task in truth}
-        for place, row in enumerate(rows):
-            groups[row.task][row.speaker].append(place)
         jobs: dict[tuple[int, str | None], ProgramTests] = {}  # what was sampled more than once is run once
-        for task, group in groups.items():
+        for task, group in said.places.items():
             if not group[CODER]:
                 raise ConfigError(f"CURE: a batch has tests of task {task} and none of its programs. {WAY_OUT}")
-            tests = unique([*truth[task], *(rows[i].source for i in group[TESTER])])
-            for program in unique(rows[i].source for i in group[CODER]):
+            tests = unique([*truth[task], *(said.values[i] for i in group[TESTER])])
+            for program in unique(said.values[i] for i in group[CODER]):
                 jobs[task, program] = ProgramTests(program, tests, len(unique(truth[task])))
         started = time.perf_counter()
         passed = {
@@ -188,11 +151,11 @@ class CureReward:
         }
         log("cure/seconds", time.perf_counter() - started)
 
-        rewards = [0.0] * len(rows)
+        rewards = [0.0] * len(said.values)
         correct, precise = list[bool](), list[bool]()
-        for task, group in groups.items():
-            of_programs = [passed.get((task, rows[i].source), set()) for i in group[CODER]]
-            judged = [[rows[i].source in of for i in group[TESTER]] for of in of_programs]
+        for task, group in said.places.items():
+            of_programs = [passed.get((task, said.values[i]), set()) for i in group[CODER]]
+            judged = [[said.values[i] in of for i in group[TESTER]] for of in of_programs]
             programs, tested = matrix_rewards([[test in of for test in truth[task]] for of in of_programs], judged)
             for place, reward in zip([*group[CODER], *group[TESTER]], [*programs, *tested], strict=True):
                 rewards[place] = reward
@@ -221,8 +184,3 @@ class CureReward:
 def unique(sources: Iterable[str | None]) -> list[str]:
     """Each source once, in their order."""
     return [source for source in dict.fromkeys(sources) if source is not None]
-
-
-def gathered(value: Any) -> list[Any]:
-    """One value per rank, in their order. Collective."""
-    return list(gather_object([value]))

@@ -1,0 +1,125 @@
+"""Several speakers in one model: each has its own prompt for a task, and is rewarded by what all of them say.
+
+Self-play is this, and so are a proposer and a solver, or a coder and a tester. A speaker's completions of a task are a
+group of TRL's, so the advantage of a completion is relative to those of the same speaker.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from accelerate import PartialState
+from accelerate.utils import gather_object
+
+from .errors import ConfigError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+TASK, SPEAKER = "task_id", "speaker"
+
+
+def with_speakers(tasks: Dataset, args: Any, /, **prompts: Callable[[Mapping[str, Any]], Any]) -> Dataset:
+    """A dataset in which each task is one row per speaker, one after the other, with columns `task_id` and `speaker`.
+
+    TRL samples a group of completions for each row; in this order, and with a fitting number of prompts in a batch, all
+    groups of a task are in one batch. The order of `tasks` is that of training: shuffle them yourself.
+
+    Args:
+        tasks: all columns are kept, for each speaker, but for a `prompt`, which is replaced.
+        args: the `GRPOConfig` or `RLOOConfig` of the run.
+        prompts: for each speaker, by name, what makes its prompt, text or messages, of a row of `tasks`.
+
+    Raises:
+        ConfigError: nobody speaks, `args` would part the groups of a task, or a column is in the way.
+    """
+    if not prompts:
+        raise ConfigError("with_speakers was given no speaker: name each, as in `with_speakers(tasks, args, a=ask)`.")
+    names, count = ", ".join(map(repr, prompts)), len(prompts)
+    if args.shuffle_dataset:
+        raise ConfigError(
+            f"The rows of a task, for {names}, must be in one batch: set {type(args).__name__}(shuffle_dataset=False)."
+        )
+    in_batch = args.generation_batch_size // args.num_generations
+    if in_batch % count:
+        raise ConfigError(
+            f"A task needs {count} prompts in one batch, for {names}, and a batch has {in_batch}: "
+            f"generation_batch_size ({args.generation_batch_size}) must be a multiple of {count} * num_generations "
+            f"({count * args.num_generations})."
+        )
+    taken = [name for name in (TASK, SPEAKER) if name in tasks.column_names]
+    if taken:
+        raise ConfigError(
+            f"{TASK!r} and {SPEAKER!r} are added to the tasks' columns: rename {' and '.join(map(repr, taken))}."
+        )
+
+    def speak(rows: dict[str, list[Any]], places: list[int]) -> dict[str, list[Any]]:
+        spoken = []
+        for place, values in zip(places, zip(*rows.values(), strict=True), strict=True):
+            row = dict(zip(rows, values, strict=True))
+            for speaker, prompt in prompts.items():
+                spoken.append(row | {"prompt": prompt(row), TASK: place, SPEAKER: speaker})
+        return {name: [row[name] for row in spoken] for name in spoken[0]}
+
+    return tasks.map(speak, batched=True, with_indices=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchByTask(Generic[T]):
+    """What was said in a batch, on all ranks, by task and speaker. All ranks have the same, but for `rows`.
+
+    Attributes:
+        values: one for each completion, of rank 0, of rank 1 and so on.
+        places: `places[task][speaker]` are the indices in `values` of what the speaker said; empty if that is nothing.
+        rows: the part of `values` that is this rank's.
+    """
+
+    values: list[T]
+    places: dict[int, dict[str, list[int]]]
+    rows: slice
+
+    def own(self, rewards: Sequence[S]) -> list[S]:
+        """What this rank's reward function returns, of rewards in the order of `values`."""
+        return list(rewards[self.rows])
+
+
+def by_task(
+    task_id: Sequence[int], speaker: Sequence[str], values: Sequence[T], *, required: Collection[str]
+) -> BatchByTask[T]:
+    """For a reward function: what all speakers said of each task, wherever it was sampled. Collective.
+
+    Args:
+        task_id, speaker: the columns of this rank's rows, as TRL passes them to a reward function.
+        values: what rewards are computed from, one for each row: a completion, or what was found in it. Picklable.
+        required: the speakers without whom a task cannot be rewarded; mostly all.
+
+    Raises:
+        ConfigError: on all ranks; one of the required has said nothing of a task.
+    """
+    ranks = gathered(list(zip(task_id, speaker, values, strict=True)))
+    places: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    rows = [row for of_rank in ranks for row in of_rank]
+    for place, (task, name, _) in enumerate(rows):
+        places[task][name].append(place)
+    for task, spoken in places.items():
+        for name in required:
+            if name not in spoken:
+                raise ConfigError(
+                    f"A batch has completions of {', '.join(map(repr, spoken))} for task {task}, and none of {name!r}. "
+                    "Give the trainer what `with_speakers` returns, as it is, with the config that it was given. "
+                    "Evaluations, which shuffle, and algorithms that choose prompts part the speakers of a task."
+                )
+    first = sum(len(of_rank) for of_rank in ranks[: PartialState().process_index])
+    mine = slice(first, first + len(task_id))
+    return BatchByTask(values=[value for *_, value in rows], places=dict(places), rows=mine)
+
+
+def gathered(value: T) -> list[T]:
+    """One value per rank, in their order, on every rank. Any picklable object. Collective."""
+    return list(gather_object([value]))

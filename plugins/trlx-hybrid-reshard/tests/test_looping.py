@@ -10,11 +10,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 from ranks import ends
 
 
+def ran(script, folder, count, *arguments):
+    """(reports, ends) of the ranks of a script."""
+    ended = ends(script, folder, count, *arguments)
+    assert not any(end.returncode for end in ended), "\n".join(end.stderr[-3000:] for end in ended)
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(count)], ended
+
+
 def looped(folder, tp, pp, dtype):
     """(reports, stderr) of the ranks of one engine."""
-    ended = ends("looping.py", folder, tp * pp, tp, pp, dtype)
-    assert not any(end.returncode for end in ended), "\n".join(end.stderr[-3000:] for end in ended)
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(tp * pp)], [e.stderr for e in ended]
+    reports, ended = ran("looping.py", folder, tp * pp, tp, pp, dtype)
+    return reports, [end.stderr for end in ended]
 
 
 @pytest.fixture(scope="module", params=[(2, 1), (2, 2)], ids=["tp=2", "tp=2, pp=2"])
@@ -80,3 +86,16 @@ def test_a_float32_model_is_sent_to_an_engine_in_bfloat16_in_half_the_bytes(seen
         assert [2 * sent for sent in report["bytes"]] == whole["bytes"]
         assert max(whole["bytes"]) > 0
         assert max(report["gaps"]) < 0.1
+
+
+@pytest.mark.slow
+def test_the_loop_of_the_page_runs_unchanged_on_eight_ranks(tmp_path):
+    """One engine in bf16, four ranks to a layer and two stages, beside a float32 model sharded over all eight."""
+    reports, ended = ran("page.py", tmp_path, 8)
+    for report, end in zip(reports, ended, strict=True):
+        assert (report["ranks"], report["weights"], report["dtype"]) == (8, "reshard", "torch.bfloat16")
+        assert report["version"] == 1  # the second rollout's, after a step
+        assert max(report["gaps"]) < 0.1  # below the token that the float32 model scores highest
+        before, after = "weights are on their way to the engine", "the engine samples from the model's weights"
+        assert end.stdout.splitlines() == [before, after] * 2
+    assert len({tuple(said) for report in reports for said in report["said"]}) > 2

@@ -1,9 +1,13 @@
 """docs/models.md is what runs of its models show: their weight paths, within 1e-5, and their refusals."""
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from trlx_hybrid import HybridConfig, HybridEngine
+from trlx_hybrid.errors import HybridError
 
 FOLDER = Path(__file__).parent / "models"
 
@@ -25,10 +29,28 @@ NAMES = [
 ]
 
 
+def notes():
+    """Of each note on the page that says why a path refuses: its number, the first model that has it, whether for an
+    adapter, and the reason. The others are errors that `auto` ends with, or that pictures do: rows are measured so."""
+    text = page.PAGE.read_text()
+    cells = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    for number, reason in re.findall(r"^(\d+)\. (.*)$", text, re.MULTILINE):
+        mark = f"({number})"
+        name, adapted = next((row[0], mark in row[-1]) for row in cells if mark in "".join(row[-2:]))
+        others = f"refused {mark}", f"text alone {mark}"
+        if not any(other in cell for row in cells for cell in row for other in others):
+            yield number, name, adapted, reason
+
+
+NOTES = list(notes())
+
+
 def test_the_page_is_up_to_date():
     results = page.seen()
     assert [row["model"] for row in results["rows"]] == list(matrix.MODELS), "`python -m tests.models` measures all"
     assert page.PAGE.read_text() == page.page(results), "python tests/models/page.py writes it anew"
+    cases = (case for row in results["rows"] for case in row.values() if isinstance(case, dict))
+    assert len(NOTES) == len({case["reason"] for case in cases if "reason" in case})
 
 
 @pytest.mark.parametrize("name", templates.TEMPLATES)
@@ -46,6 +68,31 @@ def test_a_row_is_what_a_run_shows(name, started_once):
 def test_a_row_with_torchvision(name, started_once):
     pytest.importorskip("torchvision", reason="in `make test-vision`: vLLM has these beside models that see images")
     check_row(name)
+    for _, having, adapted, reason in NOTES:
+        if having == name:
+            check_refusal(name, adapted, reason)
+
+
+@pytest.mark.parametrize("number", [note[0] for note in NOTES if note[1] not in matrix.WITH_TORCHVISION])
+def test_who_asks_for_a_path_that_refuses_reads_what_the_page_says(number, started_once):
+    ((name, adapted, reason),) = (said for its, *said in NOTES if its == number)
+    check_refusal(name, adapted, reason)
+
+
+def check_refusal(name, adapted, reason):
+    """The error that a user gets who asks for the path that this note is about."""
+    (model, tokenizer), path = matrix.built(name), "alias"
+    if adapted:
+        model, path = get_peft_model(model, LoraConfig(target_modules="all-linear", **matrix.ADAPTER)), "lora"
+    config = HybridConfig(engine_options={"max_model_len": 128}, weights=path)
+    with (
+        HybridEngine(model, tokenizer, max_tokens=8, config=config) as engine,
+        pytest.raises(HybridError) as refused,
+        engine.rollout_context(),
+    ):
+        pass
+    told = f"weights='{path}' cannot serve this run: {reason.rstrip('.')}. Or let weights='auto' choose."
+    assert page.escaped(str(refused.value)) == told
 
 
 def check_row(name):

@@ -22,7 +22,8 @@ def main(names: list[str]) -> None:
             found = installed_vllm()
             versions = {"transformers": version("transformers"), "vllm": found[1] if found else "?"}
             versions["trl"] = version("trl")
-            page.write([rows[name] for name in matrix.MODELS if name in rows], conversations, versions)
+            kept = [rows[name] for name in matrix.MODELS if name in rows]
+            page.write(kept, conversations, versions, matrix.PUBLISHED)
 
 
 if __name__ == "__main__":

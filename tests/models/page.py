@@ -9,7 +9,8 @@ from typing import Any
 
 RESULTS = Path(__file__).parent / "results.json"
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
-CASES = {"all weights": "", "LoRA": "all linear layers: ", "LoRA on attention": "attention: "}
+CASES = {"all weights": "", "LoRA": "all linear layers: "}
+CASES |= {f"LoRA on {part}": f"{part}: " for part in ("attention", "text model")}
 
 HEAD = """# Models
 
@@ -17,11 +18,15 @@ Tiny random shapes of each architecture, built by transformers {transformers} fr
 CPU in float32. *All weights* is full fine-tuning, *LoRA* an adapter on all linear layers. Each cell has the
 [weight path](hybrid-engine.md#how-weights-reach-the-engine) that `auto` takes, and the largest difference between the
 log-probs that the engine samples with and the trainer's, in nats, before and after a change of all trained weights. It
-may be 1e-5. A note says why not a cheaper path, or what refuses the model.
+may be 1e-5. A note says why not a cheaper path, or what refuses the model. *Template* names TRL's copies of the chat
+templates that the published models have, and what becomes of them in conversations; see [below](#chat-templates).
+
+Models that see pictures are asked about one, and trained with their vision tower; with *text alone* where a note says
+that vLLM does not compute their pictures as they do.
 
 GPUs have other kernels. Most of vLLM's backends for experts lay the weights out anew there, which a path that shares
-them notices and says. What ran whole on GPUs is in [another table](tested.md). vLLM's classes of Qwen3.5 need
-torchvision.
+them notices and says. What ran whole on GPUs is in [another table](tested.md). vLLM's classes of Qwen3.5, and of models
+that see pictures, need torchvision.
 """
 
 
@@ -30,19 +35,24 @@ TEMPLATES_HEAD = """
 
 TRL {trl}'s copies of the templates that models come with, and how conversations go on with them, in
 [`rollout="multi_turn"` and `episodes`](multi-turn.md). Prompt, turns and observations of three exchanges, as token ids,
-spell what the template makes of the whole conversation. What a model has sampled is never rendered again.
+spell what the template makes of the whole conversation. What a model has sampled is never rendered again. A template
+that is *none in TRL* goes through the same check at start: one that renders a message the same whatever follows it is
+used unchanged, any other is refused, with the reason.
 """
 
 
 def page(results: Mapping[str, Any]) -> str:
     """The page: tables, and the reasons in the first once each."""
     notes: dict[str, int] = {}
-    lines = [HEAD.format(**results["versions"]), "| model | class | all weights | LoRA |", "|---|---|---|---|"]
+    verdicts = {row["template"]: row["how"].partition(";")[0] for row in results["templates"]}
+    lines = [HEAD.format(**results["versions"])]
+    lines += ["| model | class | template | all weights | LoRA |", "|---|---|---|---|---|"]
     for row in results["rows"]:
         adapters = [case for case in CASES if case.startswith("LoRA") and case in row]
         weights = cell(row["all weights"], "", notes)
         given = [cell(row[case], CASES[case] if len(adapters) > 1 else "", notes) for case in adapters]
-        lines.append(f"| {row['model']} | `{row['class']}` | {weights} | {'<br>'.join(given)} |")
+        template = conversations(results["published"][row["model"]], verdicts)
+        lines.append(f"| {row['model']} | `{row['class']}` | {template} | {weights} | {'<br>'.join(given)} |")
     lines += ["", *(f"{number}. {reason}" for reason, number in notes.items())]
     lines += [TEMPLATES_HEAD.format(**results["versions"]), "| templates | conversations |", "|---|---|"]
     templates: dict[str, list[str]] = {}
@@ -53,11 +63,25 @@ def page(results: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def conversations(published: Mapping[str, str], verdicts: Mapping[str, str]) -> str:
+    """The templates of a row's models, those with one verdict together; a name that is no template is its verdict."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for name, of in published.items():
+        groups.setdefault((verdicts.get(name, name), of), []).append(f"`{name}` ")
+    return "<br>".join(
+        (f"{of}: " if of else "") + ("" if verdict in published else ", ".join(names).replace(" ,", ",")) + verdict
+        for (verdict, of), names in groups.items()
+    )
+
+
 def cell(case: Mapping[str, Any], of: str, notes: dict[str, int]) -> str:
     """What one case shows, with the number of its note."""
-    reason = case.get("refused", case.get("reason"))
-    note = f" ({notes.setdefault(escaped(reason), len(notes) + 1)})" if reason else ""
-    return f"{of}refused{note}" if "refused" in case else f"{of}`{case['weights']}` {case['gap']:.1e}{note}"
+    reasons = {key: case[key] for key in ("refused", "reason", "pictures") if key in case}
+    marks = {key: f" ({notes.setdefault(escaped(reason), len(notes) + 1)})" for key, reason in reasons.items()}
+    if "refused" in case:
+        return f"{of}refused{marks['refused']}"
+    alone = f", text alone{marks['pictures']}" if "pictures" in case else ""
+    return f"{of}`{case['weights']}` {case['gap']:.1e}{marks.get('reason', '')}{alone}"
 
 
 def escaped(text: str) -> str:
@@ -72,10 +96,14 @@ def seen() -> dict[str, Any]:
 
 
 def write(
-    rows: Sequence[Mapping[str, Any]], templates: Sequence[Mapping[str, str]], versions: Mapping[str, str]
+    rows: Sequence[Mapping[str, Any]],
+    templates: Sequence[Mapping[str, str]],
+    versions: Mapping[str, str],
+    published: Mapping[str, Mapping[str, str]],
 ) -> None:
-    """Keep what was measured, and write the page."""
-    RESULTS.write_text(json.dumps({"versions": versions, "rows": rows, "templates": templates}, indent=1) + "\n")
+    """Keep what was measured, and the templates that each model is published with, and write the page."""
+    results = {"versions": versions, "rows": rows, "templates": templates, "published": published}
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     PAGE.write_text(page(seen()))
 
 

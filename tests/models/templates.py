@@ -29,8 +29,8 @@ SPECIAL = re.compile(
     r"<[|｜][^<>\s'\"{}]{1,40}[|｜]>|</?s>|<(?:start_of_turn|end_of_turn|end_of_utterance|turn\||\|turn)>|\[gMASK\]|<sop>|<EOS>"
 )
 EXCHANGES = (("first answer", "higher"), ("second", "lower still"), ("third", "there"))
-OWN, TRAINING = "as they are", "TRL's training template takes their place"
-KEPT = "as they are; what they leave out of earlier turns, the thinking, stays as it was sampled"
+OWN, TRAINING = "unchanged", "replaced by TRL's training template"
+KEPT = "unchanged; what they leave out of earlier turns, the thinking, stays as it was sampled"
 
 
 def measure(name: str) -> dict[str, str]:

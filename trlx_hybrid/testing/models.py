@@ -77,8 +77,12 @@ SHAPES: dict[str, dict[str, Any]] = {
 """What architectures need beside the fields that all have: transformers' model types, and fields of their configs."""
 
 
-def character_tokenizer() -> Any:
-    """One token per printable ASCII character, with pad, eos and bos; a `PreTrainedTokenizerFast`."""
+def character_tokenizer(**special: str) -> Any:
+    """One token per printable ASCII character, with pad, eos and bos; a `PreTrainedTokenizerFast`.
+
+    Args:
+        special: further special tokens, by the names that a processor asks for.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -93,6 +97,7 @@ def character_tokenizer() -> Any:
         bos_token="<bos>",
         padding_side="left",
         clean_up_tokenization_spaces=False,
+        **({"extra_special_tokens": special} if special else {}),
     )
 
 

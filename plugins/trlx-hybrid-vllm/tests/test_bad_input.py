@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import sys
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +14,7 @@ from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_vllm import plugin
 from trlx_hybrid_vllm.arguments import engine_dtype, refuses, refuses_routing
 from trlx_hybrid_vllm.options import VLLMOptions
-from vllm.model_executor.models import registry
+from vllm.platforms import current_platform
 
 
 def train(run, **given):
@@ -123,15 +124,12 @@ def test_a_size_of_latents_without_a_kernel(run):
         train(run, model=tiny_model("deepseek_v3", kv_lora_rank=256))
 
 
-def test_a_model_whose_class_in_vllm_cannot_be_imported(run, monkeypatch):
-    def fails(self):
-        raise RuntimeError("Error raised in subprocess:\nTraceback\nModuleNotFoundError: No module named 'torchvision'")
-
-    monkeypatch.setattr(registry._LazyRegisteredModel, "inspect_model_cls", fails)
+@pytest.mark.skipif(find_spec("torchvision") is not None, reason="vLLM's class of Qwen3.5 can be imported")
+def test_a_model_whose_class_in_vllm_cannot_be_imported(run):
     with pytest.raises(
-        ComponentError, match=r"Qwen3ForCausalLM cannot be imported here: .*'torchvision'.*Install what"
+        ComponentError, match=r"Qwen3_5ForCausalLM cannot be imported here: .*'torchvision'.*Install what"
     ):
-        train(run)
+        train(run, model=tiny_model("qwen3_5_text"))
 
 
 def test_a_config_without_what_vllm_reads_names_the_tensor(run):
@@ -157,6 +155,14 @@ def test_pipeline_stages_that_cannot_be(run):
     policy, options = SimpleNamespace(base=tiny_model()), VLLMOptions(pipeline_parallel_size=3)
     assert "pipeline_parallel_size=3 is more than the model's 2 layers" in refuses(policy, 3, options)
     assert "each stage of a replica knows the experts of its own layers only" in refuses_routing(options)
+
+
+def test_experts_that_another_rank_returns(monkeypatch):
+    """On GPUs, whose model runner returns them; on CPUs each rank looks itself."""
+    options = VLLMOptions(tensor_parallel_size=2)
+    assert refuses_routing(options) is None
+    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    assert "vLLM returns the experts of tokens on the first rank of a replica only" in refuses_routing(options)
 
 
 def test_a_prompt_longer_than_the_context(run):

@@ -64,16 +64,24 @@ def assert_equal_and_as_one(reports, single, path):
     assert {moved for _, moved in first["syncs"]} == {0}
 
 
+def test_two_ranks_sample_train_and_stay_equal_and_experts_dealt_out_to_them_are_refused(tmp_path, single):
+    reports = launch(tmp_path, "environment", "experts")
+    assert_equal_and_as_one(reports, single, "alias")
+    for report in reports:
+        assert "weights='reshard' cannot serve this run: model.layers.0.mlp.experts" in report["refused"]
+        assert "deals whole experts out to the ranks (expert parallelism)" in report["refused"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("launcher", "options"),
     [
-        ("environment", []),
-        pytest.param("accelerate", [], marks=pytest.mark.slow),
-        pytest.param("environment", ["raw"], marks=pytest.mark.slow),
+        ("accelerate", []),
+        ("environment", ["raw"]),
     ],
-    ids=["torchrun", "accelerate", "torch-alone"],
+    ids=["accelerate", "torch-alone"],
 )
-def test_two_ranks_sample_train_and_stay_equal(tmp_path, single, launcher, options):
+def test_two_ranks_sample_train_and_stay_equal_however_started(tmp_path, single, launcher, options):
     assert_equal_and_as_one(launch(tmp_path, launcher, *options), single, "alias")
 
 

@@ -73,7 +73,6 @@ def trained(architecture, folder, peft_config=None, frozen="nothing", **hybrid):
     model, processor = tiny_vision_model(architecture)
     for name, p in model.named_parameters():
         p.requires_grad_(frozen not in name)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     syncs = Syncs()
     trainer = trlx_hybrid.GRPOTrainer(
         model=model,
@@ -85,6 +84,7 @@ def trained(architecture, folder, peft_config=None, frozen="nothing", **hybrid):
         hybrid=HybridConfig(verify_every=1, **hybrid),
         plugins=[syncs],
     )
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     try:
         trainer.train()
         own = ("time", "hybrid/")
@@ -94,21 +94,22 @@ def trained(architecture, folder, peft_config=None, frozen="nothing", **hybrid):
             if "loss" in log
         ]
         assert max(log["sampling/sampling_logp_difference/max"] for log in logs) < 1e-5
-        after = {name.replace(".base_layer", ""): p for name, p in trainer.session.policy.base_parameters().items()}
-        changed = {name for name, p in before.items() if not torch.equal(p, after[name])}
+        changed = {name for name, p in trainer.model.named_parameters() if not torch.equal(p, before[name])}
     finally:
         trainer.session.close()
     return logs, syncs.seen, changed
 
 
 @pytest.mark.parametrize("architecture", sorted(PATCHES))
-def test_grpo_trains_tower_and_text_alike_on_shared_and_on_gathered_weights(architecture, tmp_path):
+def test_grpo_trains_tower_and_text_alike_on_shared_copied_and_gathered_weights(architecture, tmp_path):
     logs, syncs, changed = trained(architecture, tmp_path / "alias")
     assert {weights for weights, *_ in syncs} == {"alias"}
-    gathered, others, _ = trained(architecture, tmp_path / "gather", weights="gather")
-    assert {weights for weights, *_ in others} == {"gather"}
-    assert logs == gathered
-    for _, verified, gap in (*syncs, *others):
+    for path in ("copy", "gather"):
+        same, others, _ = trained(architecture, tmp_path / path, weights=path)
+        assert {weights for weights, *_ in others} == {path}
+        assert logs == same
+        syncs += others
+    for _, verified, gap in syncs:
         assert verified
         assert gap < 1e-5
     assert any("visual" in name for name in changed)
@@ -125,15 +126,24 @@ def test_a_frozen_tower_stays_and_the_text_model_is_trained(architecture, weight
     assert not any("visual" in name for name in changed)
 
 
-@pytest.mark.parametrize("weights", ["lora", "merged"])
+TEXT = {"target_modules": r".*language_model.*_proj"}
+TOWER_TOO = {"qwen2_5_vl": TEXT | {"modules_to_save": ["visual"]}, "qwen3_vl": {"target_modules": "all-linear"}}
+"""The tower is trained whole, or adapted."""
+
+
+@pytest.mark.parametrize("weights", ["lora", "merged", "gather"])
 @pytest.mark.parametrize("architecture", sorted(PATCHES))
 def test_an_adapter_of_the_text_model_reaches_the_engine_beside_the_tower(architecture, weights, tmp_path):
-    adapter = LoraConfig(r=4, target_modules=r".*language_model.*_proj")
-    logs, syncs, changed = trained(architecture, tmp_path, adapter, weights=weights)
+    """The tower is frozen; it is trained as well where the adapter is merged, which `auto` does by itself then."""
+    tower = weights == "gather"
+    adapter = LoraConfig(r=4, **(TOWER_TOO[architecture] if tower else TEXT))
+    logs, syncs, changed = trained(architecture, tmp_path, adapter, weights="auto" if tower else weights)
     assert {path for path, *_ in syncs} == {weights}
     assert max(gap for *_, gap in syncs) < 1e-5
     assert max(log["grad_norm"] for log in logs) > 0
-    assert not changed
+    assert any("visual" in name for name in changed) == tower
+    assert all("lora_" in name or "modules_to_save" in name for name in changed)
+    assert any("language_model" in name for name in changed)
 
 
 def test_a_sync_drops_the_embeddings_of_images(run, monkeypatch):

@@ -5,6 +5,7 @@ import pytest
 import torch
 import trl
 import trlx_hybrid
+from transformers import AutoConfig, AutoModelForImageTextToText
 from trlx_hybrid.errors import ComponentError, ConfigError
 from trlx_hybrid.plugins.hookspecs import hookimpl
 from trlx_hybrid.protocols import Rollout, Scoring
@@ -268,6 +269,15 @@ class OwnLogProbs(trl.GRPOTrainer):
         raise AssertionError
 
 
+def seeing():
+    """Experts beside a vision tower; vLLM's class of Aria needs no torchvision."""
+    small = {"intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = small | {"model_type": "aria_text", "hidden_size": 64, "vocab_size": 98, "moe_num_experts": 4}
+    tower = small | {"model_type": "idefics3_vision", "hidden_size": 64}
+    config = AutoConfig.for_model("aria", text_config=text, vision_config=tower)
+    return AutoModelForImageTextToText.from_config(config)
+
+
 REFUSED = {
     "OwnLogProbs._get_per_token_logps_and_entropies computes": {"trainer": OwnLogProbs},
     "Qwen3ForCausalLM routes no tokens to experts": {"model": tiny_model},
@@ -279,6 +289,7 @@ REFUSED = {
         "model": lambda: routed(vocab_size=len(chat_tokenizer(["no"]))),
         "processing_class": lambda: chat_tokenizer(["no"]),
     },
+    "prompts with images are not covered": {"model": seeing},
     "torch_compile compiles the routers": {"torch_compile": True},
 }
 

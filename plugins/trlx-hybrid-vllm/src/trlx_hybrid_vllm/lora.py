@@ -142,6 +142,8 @@ def _unserved_layers(policy: Policy) -> str | None:
             return f"{name} is adapted by PEFT's {type(layer).__name__} layer; vLLM's slots hold plain linear ones"
         if layer is head:
             return f"{name} is the output head: vLLM would scale a slot with the vocabulary and drop prompt log-probs"
+        if name.rpartition(".")[2].isdigit():
+            return f"vLLM chooses layers by the last part of a name, and {name} ends in a number, as whole blocks do"
         variant = layer.lora_variant.get(adapter)
         if variant is not None:
             return f"{name} computes a variant of LoRA ({type(variant).__name__})"

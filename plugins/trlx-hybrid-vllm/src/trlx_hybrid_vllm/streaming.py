@@ -21,7 +21,15 @@ from trlx_hybrid.errors import EngineError
 from trlx_hybrid.types import Completion, Request
 
 from . import internals
-from .sampling import completion_of, own_params, prompt_of, refuse_another_prompt, with_seed, without_placeholders
+from .sampling import (
+    completion_of,
+    own_params,
+    prompt_of,
+    refuse_another_prompt,
+    refuse_causal_pictures,
+    with_seed,
+    without_placeholders,
+)
 from .token_logprobs import without_ranks
 
 if TYPE_CHECKING:
@@ -94,7 +102,7 @@ class EngineStream:
 
         Raises:
             VLLMValidationError: where the prompt is too long or not of its vocabulary, or the parameters are invalid.
-            EngineError: vLLM makes another prompt of one with images.
+            EngineError: vLLM makes another prompt of one with images, or computes them otherwise than the model.
         """
         request_id = self._queue(request)
         key, self._next = self._next, self._next + 1
@@ -107,6 +115,7 @@ class EngineStream:
     def _queue(self, request: Request) -> str:
         """Returns the id that vLLM works with."""
         if request.images is not None:
+            refuse_causal_pictures(self._engine.vllm_config)
             params = with_seed(self._params, request)
             key = str(self._llm.enqueue([prompt_of(request)], [params], self._adapter, use_tqdm=False)[0])
             try:

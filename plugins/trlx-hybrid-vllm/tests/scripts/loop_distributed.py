@@ -1,6 +1,6 @@
 """Launched by test_hybrid_engine_distributed.py: a plain loop on every rank; each writes what it saw as JSON.
 
-torchrun --nproc_per_node 2 loop_distributed.py OUT [raw] [tp=2]
+torchrun --nproc_per_node 2 loop_distributed.py OUT [raw] [tp=2] [experts]
 ACCELERATE_USE_CPU=true accelerate launch --multi_gpu --num_processes 2 loop_distributed.py OUT
 """
 
@@ -14,7 +14,8 @@ os.environ.update(HF_HUB_OFFLINE="1", VLLM_LOGGING_LEVEL="ERROR", TOKENIZERS_PAR
 
 import torch
 from accelerate import Accelerator
-from trlx_hybrid import HybridEngine
+from trlx_hybrid import HybridConfig, HybridEngine
+from trlx_hybrid.errors import ComponentError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 
 PROMPTS = [[5, 6, 7, 40], list(range(10, 23)), [90], [33, 34]]
@@ -23,6 +24,19 @@ PROMPTS = [[5, 6, 7, 40], list(range(10, 23)), [90], [33, 34]]
 def digest(model):
     """Of all weights, bit for bit."""
     return hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+
+
+def refused(accelerator):
+    """What is said to whom wants slices sent to an engine whose ranks have whole experts."""
+    options = {"max_model_len": 64, "tensor_parallel_size": 2, "engine_args": {"enable_expert_parallel": True}}
+    config = HybridConfig(weights="reshard", engine_options=options)
+    model, given = tiny_model("qwen3_moe"), {"max_tokens": 8, "config": config, "accelerator": accelerator}
+    with HybridEngine(model, character_tokenizer(), **given) as engine:
+        try:
+            with engine.rollout_context():
+                return None
+        except ComponentError as error:
+            return str(error)
 
 
 def main(out, options):
@@ -66,6 +80,8 @@ def main(out, options):
                 optimizer.zero_grad()
             report["digests"].append(digest(model))
     report["closed"] = digest(model)
+    if "experts" in options:
+        report["refused"] = refused(accelerator)
     (out / f"rank{rank}.json").write_text(json.dumps(report))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -105,6 +105,7 @@ class ToolStepper(Stepper):
         self._talker = talker(scale.config["vocab_size"])
         self._talker.call = self._answering.read
         self._folder, self._turns, self._tokens_per_turn, self._observed = folder, turns, tokens, observed
+        self._free: StepClock | None = None  # of the steps before one of ours
         self._ours: dict[str, float] = {}  # what is known of the last step of our rollout
         with (
             patch.object(stepping, "load", self._load),
@@ -126,16 +127,16 @@ class ToolStepper(Stepper):
         if session is None:
             return self.step(turn)
         self._choose(session, lock_step)
-        clock, free = StepClock(), None if lock_step else self._tool_free(session, turn)
+        clock, self._free = StepClock(), None if lock_step else StepClock()
         with clock.listening(session.live_engine):
             timed = self.step(turn)
-        if free is not None:
+        if self._free is not None:
             block = session.live_engine.llm.llm_engine.vllm_config.cache_config.block_size
             trace = computed_prompts(self._trace(median), self._conversations, block)
             sampling = self.spans["rollout"] - self.spans["bring_up"] - self.spans["put_down"]
             self._ours = {
                 "prefix_share": prefix_share(self._conversations, clock, block),
-                "optimum": asynchronous(trace, fit(free.steps, prompts=True)),
+                "optimum": asynchronous(trace, fit(self._free.steps, prompts=True)),
                 "sampling": sampling,
             }
         return timed
@@ -145,18 +146,21 @@ class ToolStepper(Stepper):
         found, `sampling`, the seconds of the rollout without its edges, and `optimum`, what the replay takes for it."""
         return self.split() | {"tools": self._answering.slept} | self._ours
 
-    def _tool_free(self, session: Any, seed: int) -> StepClock:
-        """Steps of the same engine with nobody waiting for tools, at several numbers of rows: what a step costs."""
-        clock, draw, (lengths,) = StepClock(), random.Random(seed), self._scale.cases
+    def prepare(self) -> None:
+        """Before a step of ours the same engine takes steps with nobody waiting for tools, at several numbers of rows:
+        what a step costs."""
+        if self._free is None:
+            return
+        session, draw, (lengths,) = self._trainer.session, random.Random(0), self._scale.cases
         tokens = [[self._tokens_per_turn] * self._turns] * lengths.sequences
-        with (
-            session.rollout_phase(True),
-            clock.listening(session.live_engine),
-            session.live_engine.stream(session.sampling) as stream,
-        ):
-            for rows in waves(lengths.sequences):
-                wave(stream, tokens[:rows], draw, self._scale, self._observed)
-        return clock
+        counted = vars(session.live_engine).pop("stream")  # these are none of the step's
+        with session.rollout_phase(True):
+            clock, engine = self._free, session.live_engine
+            with clock.listening(engine), engine.stream(session.sampling) as stream:
+                for rows in waves(lengths.sequences):
+                    wave(stream, tokens[:rows], draw, self._scale, self._observed)
+        session.live_engine.stream = counted
+        self.spans.clear()
 
     def _trace(self, median: float) -> Trace:
         """Of the last step. Each call takes the next of the drawn times, whichever row makes it."""

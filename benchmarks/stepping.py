@@ -145,8 +145,12 @@ class Stepper:
         self._bytes_in_use = _device_bytes_in_use()
         self._done.put(Timed(seconds, list(self._lengths)))
         self._go.get()
+        self.prepare()
         synchronise()
         return time.perf_counter()
+
+    def prepare(self) -> None:
+        """What a subclass does before a step that counts, in the trainer's thread."""
 
     def _reward(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
         """Something that differs within a group and costs nothing."""

@@ -73,7 +73,7 @@ test-faults: .venv/dev
 		pathlib.Path(here, "rest.pth").write_text("\n".join(lines))'
 	@touch $@
 
-# The newest versions that are served; `make test` runs on the oldest.
+# The newest versions that are served. On the oldest, the same tests are a part of `make test`.
 test-versions: .venv-newest/run
 	$(CPU) .venv-newest/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) \
 		$(patsubst %,plugins/trlx-hybrid-vllm/tests/test_%.py,engine bad_input scheduler lora_sync model_generate) \
@@ -88,6 +88,7 @@ test-vision: .venv-vision/run
 		'tests/whole_runs/test_on_a_cpu.py::test_episodes_are_recorded_and_replayed_and_sampled_without_training[gallery.py-pictures]' \
 		plugins/trlx-hybrid-ray/tests/test_two_hosts.py::test_a_model_that_sees_images_is_served_by_one_engine_over_both \
 		$(patsubst %,plugins/trlx-hybrid-%/tests/test_images.py,vllm reshard multiturn ray) \
+		plugins/trlx-hybrid-training/tests/test_packed.py::test_a_model_that_takes_images_stays_padded \
 		tests/whole_runs/test_on_a_cpu.py::test_pictures \
 		tests/whole_runs/test_on_a_cpu.py::test_an_environment_that_shows_pictures tests/test_recipes.py::test_pictures \
 		tests/test_examples.py::test_squares_are_counted tests/test_models.py::test_a_row_with_torchvision

@@ -11,6 +11,7 @@ import torch
 import trl
 import trlx_hybrid
 from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.helpers import disable_input_dtype_casting
 from peft.tuners.lora.layer import Linear
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -504,6 +505,16 @@ def test_sharded_by_fsdp2_gradients_are_the_same(config, calls, tmp_path):
         dist.destroy_process_group()
     assert calls == [torch.float32] * 14
     assert largest_difference(found, expected) < 1e-5
+
+
+def test_pefts_own_switch_spares_its_casts_to_the_same_bits():
+    """Under autocast, of layers that stay PEFT's."""
+    model = adapted(torch.bfloat16)
+    cast = computed(model, torch.autocast(**AUTOCAST))
+    with disable_input_dtype_casting(model):
+        spared = computed(model, torch.autocast(**AUTOCAST))
+    assert cast.keys() == spared.keys()
+    assert all(torch.equal(cast[name], spared[name]) for name in cast)
 
 
 def test_plain_tensors_in_the_place_of_parameters_are_computed_with(calls):

@@ -21,8 +21,8 @@ log-probs that the engine samples with and the trainer's, in nats, before and af
 may be 1e-5. A note says why not a cheaper path, or what refuses the model. *Template* names TRL's copies of the chat
 templates that the published models have, and what becomes of them in conversations; see [below](#chat-templates).
 
-Models that see pictures are asked about one, and trained with their vision tower; with *text alone* where a note says
-that vLLM does not compute their pictures as they do.
+Models that see pictures are asked about one, and their towers' weights are changed with the others; with *text alone*
+where a note says that vLLM does not compute their pictures as they do.
 
 GPUs have other kernels. Most of vLLM's backends for experts lay the weights out anew there, which a path that shares
 them notices and says. What ran whole on GPUs is in [another table](tested.md). vLLM's classes of Qwen3.5, and of models
@@ -36,8 +36,8 @@ TEMPLATES_HEAD = """
 TRL {trl}'s copies of the templates that models come with, and how conversations go on with them, in
 [`rollout="multi_turn"` and `episodes`](multi-turn.md). Prompt, turns and observations of three exchanges, as token ids,
 spell what the template makes of the whole conversation. What a model has sampled is never rendered again. A template
-that is *none in TRL* goes through the same check at start: one that renders a message the same whatever follows it is
-used unchanged, any other is refused, with the reason.
+of which TRL has no copy goes through the same check at start: one that renders a message the same whatever follows it
+is used unchanged, any other is refused, with the reason.
 """
 
 

@@ -19,9 +19,9 @@ VESPO_MODES = ("token_truncate", "token_mask")
 
 def trainer_arguments(args: Any, tools: Any = None, rollout_func: Any = None) -> TrainerArguments:
     """TRL's `vllm_*` arguments under the names of the engine's options, those that are None left out: the engine's own
-    defaults stand. TRL's defaults where `args` is None."""
+    defaults stand. So do all where `args` is None, or of a loop that has no trainer."""
     rollout = getattr(rollout_func, "rollout", None)
-    if args is None:
+    if not hasattr(args, "vllm_mode"):
         return TrainerArguments(engine_options={}, tools=bool(tools), rollout=rollout)
     share = args.vllm_gpu_memory_utilization
     trls = next(f.default for f in dataclasses.fields(args) if f.name == "vllm_gpu_memory_utilization")

@@ -3,9 +3,10 @@
 import pytest
 import trlx_hybrid
 from trl import GRPOConfig
-from trlx_hybrid import HybridConfig
+from trlx_hybrid import HybridConfig, HybridEngine
+from trlx_hybrid.errors import EngineError
 from trlx_hybrid.testing.launched import tiny_grpo
-from trlx_hybrid.testing.vision import PATCHES, counted_squares, tiny_vision_model
+from trlx_hybrid.testing.vision import PATCHES, counted_squares, other_vision_model, picture, tiny_vision_model
 
 NEEDED = "the processors of vision-language models need torchvision"
 
@@ -45,3 +46,20 @@ def test_training_on_pictures_is_that_of_the_engine_inside(architecture, session
     assert found == completions
     assert theirs == pytest.approx(losses, abs=1e-5)
     assert gap < 1e-5
+
+
+def test_pictures_that_the_engine_would_compute_otherwise_are_refused(session_cluster):
+    """Gemma 3's tokens of a picture see each other, not so in vLLM's attention on CPUs. Text alone is sampled; the loop
+    has no trainer."""
+    pytest.importorskip("torchvision", reason=NEEDED)
+    model, processor = other_vision_model("gemma3")
+    shown = [picture("qwen2_5_vl", squares=5)]
+    (prompt,) = processor(text=[f"{processor.boi_token}what is it"], images=[shown])["input_ids"]
+    with (
+        HybridEngine(model, processor, max_tokens=4, config=HybridConfig(engine="remote")) as engine,
+        engine.rollout_context(),
+    ):
+        with pytest.raises(EngineError, match="the tokens of a picture see each other, and vLLM's attention here"):
+            engine.session.generate([list(prompt)], [shown])
+        (completion,) = engine.generate([processor.tokenizer("what is it")["input_ids"]])
+        assert len(completion.token_ids) > 0

@@ -509,12 +509,22 @@ def test_sharded_by_fsdp2_gradients_are_the_same(config, calls, tmp_path):
 
 def test_pefts_own_switch_spares_its_casts_to_the_same_bits():
     """Under autocast, of layers that stay PEFT's."""
-    model = adapted(torch.bfloat16)
-    cast = computed(model, torch.autocast(**AUTOCAST))
-    with disable_input_dtype_casting(model):
-        spared = computed(model, torch.autocast(**AUTOCAST))
-    assert cast.keys() == spared.keys()
-    assert all(torch.equal(cast[name], spared[name]) for name in cast)
+
+    class Casts(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, arguments=(), given=None):
+            self.count += "_to_copy" in str(function) and (given or {}).get("dtype") == torch.float32
+            return function(*arguments, **(given or {}))
+
+    model, layers = adapted(torch.bfloat16), 14
+    with Casts() as stock:
+        cast = computed(model, torch.autocast(**AUTOCAST))
+    with disable_input_dtype_casting(model), Casts() as spared:
+        same = computed(model, torch.autocast(**AUTOCAST))
+    assert stock.count - spared.count >= layers
+    assert cast.keys() == same.keys()
+    assert all(torch.equal(cast[name], same[name]) for name in cast)
 
 
 def test_plain_tensors_in_the_place_of_parameters_are_computed_with(calls):

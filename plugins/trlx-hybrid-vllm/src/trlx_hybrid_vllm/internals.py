@@ -226,7 +226,7 @@ def unimportable(architecture: str) -> str | None:
         ModelRegistry.models[architecture].inspect_model_cls()
         ModelRegistry.models[architecture].load_model_cls()  # vLLM may have kept on disk what it inspected long ago
     except Exception as error:  # whatever an import raises, there or in the process that vLLM starts for it
-        return f"vLLM's {architecture} cannot be imported here: {str(error).strip().splitlines()[-1]}"
+        return f"vLLM's {architecture} cannot be imported here: {(str(error).strip() or repr(error)).splitlines()[-1]}"
     return None
 
 

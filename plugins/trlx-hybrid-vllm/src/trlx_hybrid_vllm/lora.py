@@ -143,7 +143,10 @@ def _unserved_layers(policy: Policy) -> str | None:
         if layer is head:
             return f"{name} is the output head: vLLM would scale a slot with the vocabulary and drop prompt log-probs"
         if name.rpartition(".")[2].isdigit():
-            return f"vLLM chooses layers by the last part of a name, and {name} ends in a number, as whole blocks do"
+            return (
+                f"{name} ends in a number: vLLM goes by the last part of a name, and would choose whole blocks, too. "
+                "Leave it out of the adapter's target_modules"
+            )
         variant = layer.lora_variant.get(adapter)
         if variant is not None:
             return f"{name} computes a variant of LoRA ({type(variant).__name__})"

@@ -97,26 +97,25 @@ def refuse_another_prompt(request: Request, theirs: Sequence[int] | None) -> Non
         )
 
 
-def refuse_causal_pictures(config: Any) -> None:
-    """Where a model lets the tokens of a picture see each other, as Gemma 3 does, vLLM's attention must, too.
+def causal_pictures(config: Any) -> str | None:
+    """Why pictures cannot be sampled about here, or None. Where a model lets the tokens of a picture see each other, as
+    Gemma 3 does, vLLM's attention must, too; its platform for CPUs, for one, does not ask for it.
 
     Args:
-        config: vLLM's, of the whole engine.
-
-    Raises:
-        EngineError: it does not. vLLM's platform for CPUs, for one, does not ask for it.
+        config: vLLM's, of the whole engine, in a process that has the model.
     """
     if not config.model_config.is_mm_prefix_lm:
-        return
+        return None
     layers = config.compilation_config.static_forward_context.values()
     backends = {layer.attn_backend for layer in layers if hasattr(layer, "attn_backend")}
     causal = sorted(backend.get_name() for backend in backends if not backend.supports_mm_prefix())
-    if causal:
-        raise EngineError(
-            f"In {config.model_config.architecture} the tokens of a picture see each other, and vLLM's attention here "
-            f"({', '.join(causal)}) shows each only those before it, so it would sample from another model. Generate "
-            "with engine='transformers', or on a device for which vLLM has an attention that serves them."
-        )
+    if not causal:
+        return None
+    return (
+        f"In {config.model_config.architecture} the tokens of a picture see each other, and vLLM's attention here "
+        f"({', '.join(causal)}) shows each only those before it, so it would sample from another model. Generate with "
+        "engine='transformers', or on a device for which vLLM has an attention that serves them."
+    )
 
 
 def completion_of(output: Any) -> Completion:

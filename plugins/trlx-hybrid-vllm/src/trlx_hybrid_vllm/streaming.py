@@ -22,11 +22,11 @@ from trlx_hybrid.types import Completion, Request
 
 from . import internals
 from .sampling import (
+    causal_pictures,
     completion_of,
     own_params,
     prompt_of,
     refuse_another_prompt,
-    refuse_causal_pictures,
     with_seed,
     without_placeholders,
 )
@@ -115,7 +115,8 @@ class EngineStream:
     def _queue(self, request: Request) -> str:
         """Returns the id that vLLM works with."""
         if request.images is not None:
-            refuse_causal_pictures(self._engine.vllm_config)
+            if (reason := causal_pictures(self._engine.vllm_config)) is not None:
+                raise EngineError(reason)
             params = with_seed(self._params, request)
             key = str(self._llm.enqueue([prompt_of(request)], [params], self._adapter, use_tqdm=False)[0])
             try:

@@ -134,6 +134,7 @@ class VLLMServer:
         self._llm: Any = None
         self._numbers = itertools.count()
         self._updating = False
+        self._pictures: list[str | None] | None = None  # what each worker has against them
         self._methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "init_weight_transfer_engine": self._init_transfer,
             "start_weight_update": self._start_update,
@@ -187,12 +188,22 @@ class VLLMServer:
         params = with_seed(without_placeholders(sampling_params(sampling), self._llm.vllm_config), request)
         final: Any = None
         try:
+            if request.images is not None and (reason := await self._causal_pictures()) is not None:
+                raise EngineError(reason)
             async for output in self._llm.generate(prompt_of(request), params, str(next(self._numbers))):
                 final = output
+        except EngineError:
+            raise
         except Exception as error:
             raise self._explained(error, "sample") from error
         refuse_another_prompt(request, final.prompt_token_ids)
         return completion_of(final.outputs[0])
+
+    async def _causal_pictures(self) -> str | None:
+        """What a worker has against pictures; asked once."""
+        if self._pictures is None:
+            self._pictures = await self._llm.collective_rpc("served_causal_pictures")
+        return next((reason for reason in self._pictures if reason is not None), None)
 
     async def check(self) -> None:
         """Nothing, where the engine core lives."""

@@ -53,6 +53,12 @@ class ServedWorker:
 
         return [[[plain(r) for r in loader.routes.get(name, ())] for name in names], list(report.unwritten)]
 
+    def served_causal_pictures(self) -> str | None:
+        """As `sampling.causal_pictures`, which looks at the model's layers."""
+        from ..sampling import causal_pictures
+
+        return causal_pictures(self.vllm_config)  # type: ignore[attr-defined]
+
     def served_digests(self, names: Sequence[str]) -> list[list[int]]:
         """By tensor, the digest of what lies at the end of each of its routes."""
         loader = self._served_loader

@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from .multiturn_cases import waves
 from .multiturn_clock import StepClock, computed_prompts, prefix_share
 from .multiturn_rollouts import wave
 from .multiturn_talk import Arguments, prompt, talker
-from .replay import Trace, asynchronous, fit
+from .replay import StepCost, Trace, asynchronous, fit
 from .scale import Scale, Variant
 from .stepping import Stepper
 
@@ -46,46 +45,34 @@ class Answering:
             median: latency, in seconds; 0 answers at once.
             early: begin calls when they are read, see `multiturn_talk.Waiting.call`.
         """
-        self._seconds, self._early = iter(self.latencies(median)), early
+        self._seconds, self._early = iter([median * factor for factor in self._factors]), early
+        self.seconds_of: dict[int, float] = {}  # of each call, by the number that it was read under
         self._called: deque[Future[str]] = deque()
         self.slept, self._calls_read = 0.0, 0
 
-    def latencies(self, median: float) -> list[float]:
-        """Seconds of a step's calls, in their order."""
-        return [median * factor for factor in self._factors]
-
     def read(self, word: int) -> tuple[str, Arguments]:
         """A turn was read; those of the last turn are never called."""
-        if self._early and self._calls_read < self._calls:
-            self._called.append(self._threads.submit(self._wait))
+        call = self._calls_read
+        if self._early and call < self._calls:
+            self._called.append(self._threads.submit(self._wait, call))
         self._calls_read += 1
-        return "ask", {}
+        return "ask", {"call": call}
 
-    def ask(self) -> str:
-        """Ask a server somewhere."""
-        return self._called.popleft().result() if self._early else self._wait()
+    def ask(self, call: int) -> str:
+        """Ask a server somewhere.
 
-    def _wait(self) -> str:
+        Args:
+            call: its number.
+        """
+        return self._called.popleft().result() if self._early else self._wait(call)
+
+    def _wait(self, call: int) -> str:
         with self._lock:
-            seconds = next(self._seconds)
+            seconds = self.seconds_of[call] = next(self._seconds)
             self.slept += seconds
         if seconds:
             time.sleep(seconds)
         return self._answer
-
-
-class InOrderOfCalls(Sequence[float]):
-    """Latencies of a row that takes, at each turn, the next of all that are left."""
-
-    def __init__(self, seconds: Sequence[float]) -> None:
-        self._seconds, self._taken = seconds, 0
-
-    def __len__(self) -> int:
-        return len(self._seconds)
-
-    def __getitem__(self, turn: Any) -> Any:
-        self._taken += 1
-        return self._seconds[self._taken - 1]
 
 
 class ToolStepper(Stepper):
@@ -105,8 +92,8 @@ class ToolStepper(Stepper):
         self._talker = talker(scale.config["vocab_size"])
         self._talker.call = self._answering.read
         self._folder, self._turns, self._tokens_per_turn, self._observed = folder, turns, tokens, observed
-        self._free: StepClock | None = None  # of the steps before one of ours
-        self._ours: dict[str, float] = {}  # what is known of the last step of our rollout
+        self._free = StepClock()  # of steps of the engine with no tools
+        self._ours: dict[str, float] = {}  # what is known of the last step, where it was of our rollout
         with (
             patch.object(stepping, "load", self._load),
             patch.object(stepping, "_arguments", self._arguments),
@@ -127,29 +114,31 @@ class ToolStepper(Stepper):
         if session is None:
             return self.step(turn)
         self._choose(session, lock_step)
-        clock, self._free = StepClock(), None if lock_step else StepClock()
+        clock, self._ours = StepClock(), {}
         with clock.listening(session.live_engine):
             timed = self.step(turn)
-        if self._free is not None:
+        if not lock_step:
             block = session.live_engine.llm.llm_engine.vllm_config.cache_config.block_size
-            trace = computed_prompts(self._trace(median), self._conversations, block)
+            optimum = asynchronous(computed_prompts(self._trace(), self._conversations, block), self._cost())
             sampling = self.spans["rollout"] - self.spans["bring_up"] - self.spans["put_down"]
             self._ours = {
                 "prefix_share": prefix_share(self._conversations, clock, block),
-                "optimum": asynchronous(trace, fit(self._free.steps, prompts=True)),
+                "optimum": optimum,
                 "sampling": sampling,
+                "share_of_optimum": optimum / sampling,
             }
         return timed
 
     def found(self) -> dict[str, float]:
-        """Of the last step: seconds by TRL's spans and in tools. Of our last one `prefix_share`, what the prefix cache
-        found, `sampling`, the seconds of the rollout without its edges, and `optimum`, what the replay takes for it."""
+        """Of the last step: seconds by TRL's spans and in tools. Of one of our rollout also `prefix_share`, what the
+        prefix cache found; `sampling`, the seconds of the rollout without its edges; `optimum`, what the replay takes
+        for it, and `share_of_optimum`, the latter by the former."""
         return self.split() | {"tools": self._answering.slept} | self._ours
 
     def prepare(self) -> None:
-        """Before a step of ours the same engine takes steps with nobody waiting for tools, at several numbers of rows:
-        what a step costs."""
-        if self._free is None:
+        """Before the first step, which does not count, the engine takes some with nobody waiting for tools, at several
+        numbers of rows: what one costs."""
+        if self._free.steps or getattr(self._trainer, "session", None) is None:
             return
         session, draw, (lengths,) = self._trainer.session, random.Random(0), self._scale.cases
         tokens = [[self._tokens_per_turn] * self._turns] * lengths.sequences
@@ -162,11 +151,18 @@ class ToolStepper(Stepper):
         session.live_engine.stream = counted
         self.spans.clear()
 
-    def _trace(self, median: float) -> Trace:
-        """Of the last step. Each call takes the next of the drawn times, whichever row makes it."""
-        latencies = InOrderOfCalls(self._answering.latencies(median))
-        tokens = [[turn.sampled for turn in conversation.turns] for conversation in self._conversations]
-        return Trace(tokens=tokens, latencies=[latencies] * len(tokens))
+    def _cost(self) -> StepCost:
+        return fit(self._free.steps, prompts=True)
+
+    def _trace(self) -> Trace:
+        """Of the last step, with the time that each call really took."""
+        tokens, latencies = [], []
+        for conversation in self._conversations:
+            tokens.append([turn.sampled for turn in conversation.turns])
+            calls = [call for message in conversation.messages for call in message.get("tool_calls") or ()]
+            numbers = [call["function"]["arguments"]["call"] for call in calls][: len(conversation.turns) - 1]
+            latencies.append([self._answering.seconds_of[number] for number in numbers])
+        return Trace(tokens=tokens, latencies=latencies)
 
     def _choose(self, session: Any, lock_step: bool) -> None:
         from trlx_hybrid.rollout.single_turn import SingleTurn

@@ -107,7 +107,6 @@ def metrics_of(measurements: Sequence[Measurement], splits: Mapping[str, Mapping
         found[f"step_speedup_{name}"] = medians[case, "trl"] / medians[case, "multi_turn"]
         found[f"step_speedup_over_lock_step_{name}"] = medians[case, "lock_step"] / medians[case, "multi_turn"]
         found |= {f"step_seconds_{arm}_{name}": medians[case, arm] for arm in ARMS}
-        ours = splits[f"multi_turn {case}"]
-        found[f"share_of_optimum_{name}"] = ours["optimum"] / ours["sampling"]
+        found[f"share_of_optimum_{name}"] = splits[f"multi_turn {case}"]["share_of_optimum"]
     found["prefix_share"] = min(split["prefix_share"] for key, split in splits.items() if key.startswith("multi_turn"))
     return found

@@ -226,8 +226,8 @@ def main():
     with (
         connect(args.address, **local),
         placed(args) as places,
-        WorkerGroup(Actor, places["actors"], given) as actors,
-        WorkerGroup(Reference, places["references"], given) as references,
+        WorkerGroup(Actor, places["actors"], given, start_deadline=600) as actors,  # they load a model
+        WorkerGroup(Reference, places["references"], given, start_deadline=600) as references,
         WorkerGroup(Reward, places["rewards"]) as rewards,
     ):
         before = evaluate(heldout, actors, rewards)

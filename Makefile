@@ -77,7 +77,7 @@ test-faults: .venv/dev
 test-versions: .venv-newest/run
 	$(CPU) .venv-newest/bin/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS) \
 		$(patsubst %,plugins/trlx-hybrid-vllm/tests/test_%.py,engine bad_input scheduler lora_sync model_generate) \
-		plugins/trlx-hybrid-training/tests/test_packed.py tests/test_trl_internals.py
+		plugins/trlx-hybrid-training/tests/test_packed.py::test_packed_is_what_padded_is tests/test_trl_internals.py
 
 # torchvision has no published build for CPUs: its operators are declared as Python starts, which is all that is needed.
 .venv-vision/run: AT_START := import trlx_hybrid.testing.torchvision_operators

@@ -19,7 +19,7 @@ from .multiturn_cases import waves
 from .multiturn_clock import StepClock, computed_prompts, prefix_share
 from .multiturn_rollouts import wave
 from .multiturn_talk import Arguments, prompt, talker
-from .replay import StepCost, Trace, asynchronous, fit
+from .replay import Trace, asynchronous, fit
 from .scale import Scale, Variant
 from .stepping import Stepper
 
@@ -119,7 +119,8 @@ class ToolStepper(Stepper):
             timed = self.step(turn)
         if not lock_step:
             block = session.live_engine.llm.llm_engine.vllm_config.cache_config.block_size
-            optimum = asynchronous(computed_prompts(self._trace(), self._conversations, block), self._cost())
+            trace, cost = self._trace(), fit(self._free.steps, prompts=True)
+            optimum = asynchronous(computed_prompts(trace, self._conversations, block), cost)
             sampling = self.spans["rollout"] - self.spans["bring_up"] - self.spans["put_down"]
             self._ours = {
                 "prefix_share": prefix_share(self._conversations, clock, block),
@@ -150,9 +151,6 @@ class ToolStepper(Stepper):
                     wave(stream, tokens[:rows], draw, self._scale, self._observed)
         session.live_engine.stream = counted
         self.spans.clear()
-
-    def _cost(self) -> StepCost:
-        return fit(self._free.steps, prompts=True)
 
     def _trace(self) -> Trace:
         """Of the last step, with the time that each call really took."""

@@ -47,10 +47,15 @@ class Ranks:
         return self._accelerator.reduce(values, reduction="sum")  # type: ignore[no-any-return]
 
     def gather(self, value: T) -> list[T]:
-        """One value per process, in rank order, on every process. Any picklable object."""
-        from accelerate.utils import gather_object
+        """As `gathered`, of these processes."""
+        return gathered(value)
 
-        return list(gather_object([value]))
+
+def gathered(value: T) -> list[T]:
+    """One value per process, in rank order, on every process. Any picklable object. Collective."""
+    from accelerate.utils import gather_object
+
+    return list(gather_object([value]))
 
 
 def abort(groups: Iterable[Any], seconds: float = 0.0) -> None:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from accelerate import PartialState
-from accelerate.utils import gather_object
 
 from .errors import ConfigError
+from .ranks import gathered
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -118,8 +118,3 @@ def by_task(
     first = sum(len(of_rank) for of_rank in ranks[: PartialState().process_index])
     mine = slice(first, first + len(task_id))
     return BatchByTask(values=[value for *_, value in rows], places=dict(places), rows=mine)
-
-
-def gathered(value: T) -> list[T]:
-    """One value per rank, in their order, on every rank. Any picklable object. Collective."""
-    return list(gather_object([value]))

@@ -77,6 +77,22 @@ SHAPES: dict[str, dict[str, Any]] = {
 """What architectures need beside the fields that all have: transformers' model types, and fields of their configs."""
 
 
+TINY: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "eos_token_id": 1,
+    "bos_token_id": 2,
+    "initializer_range": 0.1,
+}
+"""Fields that the text models of all have; the ids are those of `character_tokenizer`."""
+
+
 def character_tokenizer(**special: str) -> Any:
     """One token per printable ASCII character, with pad, eos and bos; a `PreTrainedTokenizerFast`.
 
@@ -114,21 +130,7 @@ def tiny_model(
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields: dict[str, Any] = {
-        "vocab_size": len(SPECIAL) + len(CHARACTERS),
-        "hidden_size": 128,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 256,
-        "tie_word_embeddings": tied,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": 2,
-        "initializer_range": 0.1,
-    }
+    fields = TINY | {"vocab_size": len(SPECIAL) + len(CHARACTERS), "tie_word_embeddings": tied}
     fields |= SHAPES.get(architecture, {}) | config
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .chat import chat_tokenizer, made_chatty
-from .models import SLIDING, character_tokenizer
+from .models import SLIDING, TINY, character_tokenizer
 
 MARKS = {name: f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad", "video_pad")}
 PATCHES = {"qwen2_5_vl": 14, "qwen3_vl": 16}
@@ -109,21 +109,8 @@ def other_vision_model(architecture: str, seed: int = 0, **fields: Any) -> tuple
 
     tower: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     tower |= {"num_attention_heads": 2, "initializer_range": 0.1, "image_size": 56, "patch_size": 14}
-    text = {
-        "hidden_size": 128,
-        "intermediate_size": 192,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "max_position_embeddings": 256,
-        "initializer_range": 0.1,
-        "pad_token_id": 0,
-        "eos_token_id": 1,
-        "bos_token_id": 2,
-    }
     parts = {"gemma3": _gemma3, "gemma4": _gemma4, "mistral3": _mistral3}[architecture]
-    processor, config = parts(text | fields, tower)
+    processor, config = parts(TINY | fields, tower)
     config = AutoConfig.for_model(architecture, **config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

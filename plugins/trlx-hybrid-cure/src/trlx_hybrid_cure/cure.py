@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.speakers import SPEAKER, TASK, BatchByTask, by_task, gathered, with_speakers
+from trlx_hybrid.ranks import gathered
+from trlx_hybrid.speakers import SPEAKER, TASK, BatchByTask, by_task, with_speakers
 
 from .runner import Verdict
 from .sandbox import ProgramTests, Sandbox, SandboxError

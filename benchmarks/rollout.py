@@ -96,7 +96,8 @@ def write_model(folder: Path, scale: Scale) -> None:
     device, dtype = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
     torch.manual_seed(0)
     with torch.device(device):
-        config = AutoConfig.for_model("qwen2", **scale.config, eos_token_id=0, pad_token_id=0)
+        # A padding token would have an embedding of zeros, and gradients of a prompt that begins with it overflow.
+        config = AutoConfig.for_model("qwen2", **scale.config, eos_token_id=0)
         AutoModelForCausalLM.from_config(config, dtype=dtype).save_pretrained(folder)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -235,6 +236,11 @@ class _Pausing(TrainerCallback):  # type: ignore[misc]
     def __init__(self, stepper: Stepper) -> None:
         self._stepper = stepper
         self._started: float | None = None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
+        """A step that breaks the model is none that anyone takes: its seconds are not measured."""
+        if not math.isfinite(logs.get("grad_norm", 0.0)):
+            raise FloatingPointError(f"The gradient's norm of step {state.global_step} is {logs['grad_norm']}.")
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         self._started = self._stepper.at_begin(self._started)

@@ -1,7 +1,9 @@
 """The harness: who runs when, what is written, and how goals are held."""
 
+import functools
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,13 +14,15 @@ from fractions import Fraction
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from benchmarks import BENCHMARKS, capacity, capacity_run, result
+from benchmarks import BENCHMARKS, capacity, capacity_run, result, rollout
 from benchmarks.__main__ import main
 from benchmarks.goals import GOALS, ROOT, load, measured_code, module_of, stale
 from benchmarks.harness import Arm, Measurement, Timed, UnequalResultsError, alternate
 from benchmarks.lengths import Lengths, batches
 from benchmarks.result import Result
+from benchmarks.scale import Variant
 from benchmarks.worker import Worker, WorkerError, wait_until_built
 
 GOALS_FILE = """
@@ -426,6 +430,25 @@ def test_a_trainer_that_takes_too_long_tells_where_it_stood(child, capfd):
 def test_a_trainer_that_fails_leaves_its_last_words(child):
     found = child("echo out of memory >&2; exit 3")(50)
     assert (found["ended"], found["timed_out"], found["last_lines"]) == ("exit code 3", False, ["out of memory"])
+
+
+def test_a_step_that_breaks_the_model_is_not_measured():
+    stepping = importlib.import_module("benchmarks.stepping")
+    log = functools.partial(stepping._Pausing(None).on_log, None, SimpleNamespace(global_step=3), None)
+    log(logs={"grad_norm": 2.0})
+    log(logs={"train_runtime": 2.0})
+    with pytest.raises(FloatingPointError, match="norm of step 3 is nan"):
+        log(logs={"grad_norm": math.nan})
+
+
+def test_prompts_that_begin_with_any_word_have_gradients_in_a_deep_model(tmp_path):
+    tiny = rollout.SCALES["tiny"]
+    deep = replace(tiny, config={**tiny.config, "num_hidden_layers": 28})
+    rollout.write_model(tmp_path, deep)
+    model, _ = importlib.import_module("benchmarks.building").load(str(tmp_path), Variant())
+    ids = torch.arange(24).view(3, 8)  # 0 is the word that TRL pads with
+    model(input_ids=ids, labels=ids).loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_a_checkpoint_of_zeros_reads_as_one_and_takes_no_room(tmp_path):

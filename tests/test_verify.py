@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Adafactor
 from transformers.integrations.neftune import activate_neftune
 from trlx_hybrid.config import HybridConfig
-from trlx_hybrid.errors import ConfigError, SyncError
+from trlx_hybrid.errors import ConfigError, PolicyError, SyncError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.types import Completion, Sampling
 from trlx_hybrid.weights.policy import Policy
@@ -49,6 +49,31 @@ def test_observed_and_padded_tokens_do_not_count_and_a_nan_does():
     assert disagreement(sampled, scored, mask, ids, allowed()) is None
     sampled[1, 3] = float("nan")
     assert disagreement(sampled, scored, mask, ids, allowed()).startswith("token 3 of completion 1")
+
+
+@pytest.mark.parametrize(("weights", "said"), [(float("nan"), r"in lm_head\.weight\. An optim"), (1.0, "overflows")])
+def test_a_policy_that_gives_no_numbers_is_blamed_itself_whatever_is_compared(weights, said):
+    model, (sampled, scored, mask, ids) = tiny_model(tie_word_embeddings=False), batch()
+    model.lm_head.weight.data[0, 0] = weights
+    sampled[1, 3:] = scored[1, 3:] = float("nan")
+    mask[1, 50:] = 0
+    policy = Policy(lambda: model, None, torch.device("cpu"))
+    given = {"engine": None, "sampling": None, "autocast": torch.float32, "call": None}
+    versions = WeightVersions(policy, ALONE, None, HybridConfig(max_logprob_gap=float("inf")), **given)
+    rest = {"temperature": 1.0, "step": 7, "own_sampler": True}
+    told = rf"At step 7, .* 47 of 350 tokens, from token 3 of completion 1 on\. .*{said}"
+    with pytest.raises(PolicyError, match=told):
+        versions.check_batch(None, sampled, scored, mask, ids, **rest)
+    mask[1] = 0
+    versions.check_batch(None, sampled, scored, mask, ids, **rest)
+
+
+def test_a_probe_that_the_policy_scores_as_no_numbers_is_not_the_syncs_fault():
+    model = tiny_model()
+    model.get_input_embeddings().weight.data[:] = float("nan")
+    sampled = Completion(token_ids=[3], logprobs=[[float("nan")]], logprob_token_ids=[[3]])
+    with pytest.raises(PolicyError, match="a probe sequence are no numbers"):
+        check_log_probs(None, Policy(lambda: model, None, torch.device("cpu")), [1], sampled, 1e-3)
 
 
 def test_in_16_bits_and_with_experts_a_share_of_the_tokens_may_differ():

@@ -69,6 +69,10 @@ class StaleWeightsError(SyncError):
     """Generation was asked of an engine whose weights are not the policy's."""
 
 
+class PolicyError(HybridError):
+    """The policy itself gives log-probs that are no numbers: an optimizer step, or its arithmetic, broke it."""
+
+
 class RewardError(HybridError, ValueError):
     """A reward function returned something no advantage can be computed from."""
 

@@ -284,6 +284,11 @@ class Policy:
                     total = 31 * total + part.view(BITS[part.element_size()]).sum().to(self.device)
         return int(total)
 
+    def not_finite(self) -> list[str]:
+        """Names of the parameters of which this rank's part holds a NaN or an infinity. Of 8 bits, none is told."""
+        parts = ((name, _local(p)) for name, p in self.module.named_parameters())
+        return [name for name, part in parts if part.element_size() > 1 and not bool(part.isfinite().all())]
+
     @torch.no_grad()
     def log_probs(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], temperature: float = 1.0) -> Tensor:
         """Teacher-forced log-probs of a completion, (T,) float32 on the CPU, dropout off."""

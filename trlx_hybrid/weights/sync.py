@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import ComponentError, SyncError
+from ..errors import ComponentError, PolicyError, SyncError
 from ..rollout.seeding import preserved_generators
 from ..types import SyncPlan, SyncReport
 from . import verify
@@ -156,9 +156,14 @@ class WeightVersions:
             own_sampler: whether a user's `rollout_func` named the log-probs: such a run is warned, once, and goes on.
 
         Raises:
+            PolicyError: the trainer's are no numbers, on some rank.
             SyncError: they differ by more than rounding explains, on some rank.
         """
         ranks, config = self._ranks, self._config
+        broken = verify.no_numbers(self._policy, scored, mask)
+        if ranks.any(broken is not None):
+            rank, what = next((r, w) for r, w in enumerate(ranks.gather(broken)) if w is not None)
+            raise PolicyError(f"At step {step}, the trainer's own log-probs are no numbers: on rank {rank}, {what}")
         if config.max_logprob_gap == math.inf:
             return
         reason = self._sampling().reshaped_by(temperature) or verify.noise(self._policy.module)

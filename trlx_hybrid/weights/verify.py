@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import SyncError, listed
+from ..errors import PolicyError, SyncError, listed
 from ..types import Completion, Request, Sampling
 from .policy import modules_of
 from .sharded import is_sharded
@@ -94,10 +94,13 @@ def check_log_probs(engine: Engine, policy: Policy, prompt: list[int], completio
         The largest absolute difference, in nats.
 
     Raises:
+        PolicyError: the policy's are no numbers.
         SyncError: the difference exceeds what rounding explains.
     """
     ours = torch.tensor([float("nan") if p[0] is None else p[0] for p in completion.logprobs or []])
     theirs = policy.log_probs(prompt, completion.token_ids)
+    if bool(theirs.isnan().any()):
+        raise PolicyError(f"The policy's log-probs of a probe sequence are no numbers. {broken(policy)}")
     gap = float((ours - theirs).abs().max())
     if not gap <= allowed:  # a NaN must not pass
         shifts = [(ours[1:], theirs[:-1]), (ours[:-1], theirs[1:])] if len(ours) > 1 else []
@@ -221,6 +224,35 @@ def disagreement(
         f"token {token} of completion {row} (id {int(ids[row, token])}) was sampled at a log-prob of "
         f"{float(sampled[row, token]):.6g}, and the trainer says {float(scored[row, token]):.6g}; {number} of {tokens} "
         f"tokens are more than {nats:g} nats apart, and at most {share:.0%} may be"
+    )
+
+
+def no_numbers(policy: Policy, scored: Tensor, mask: Tensor) -> str | None:
+    """What one batch shows against the policy itself, or None: which of the log-probs that it gives are no numbers.
+
+    Args:
+        scored, mask: as in `disagreement`.
+    """
+    found = mask.bool() & scored.isnan()
+    if not found.any():
+        return None
+    row, token = found.nonzero()[0].tolist()
+    tokens = f"{int(found.sum())} of {int(mask.sum())} tokens, from token {token} of completion {row} on"
+    return f"{tokens}. {broken(policy)}"
+
+
+def broken(policy: Policy) -> str:
+    """Why a policy gives no numbers, as far as its weights tell, and the way out."""
+    names = policy.not_finite()
+    if not names:
+        return (
+            "The weights that this rank holds are finite, so the forward pass overflows, as float16 does soon: train "
+            "in bfloat16 or float32."
+        )
+    return (
+        f"There are NaN or infinite weights in {listed(names)}. An optimizer step wrote them: look for the first "
+        "`grad_norm` that is nan. Resume from a checkpoint before it, with a smaller learning rate, and in bfloat16 "
+        "or float32 rather than float16."
     )
 
 

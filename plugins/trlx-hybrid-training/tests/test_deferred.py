@@ -10,7 +10,7 @@ import trlx_hybrid
 from transformers import TrainerCallback
 from trl import RLOOConfig
 from trlx_hybrid import hookimpl
-from trlx_hybrid.errors import ConfigError, StaleWeightsError, SyncError
+from trlx_hybrid.errors import ConfigError, PolicyError, StaleWeightsError, SyncError
 from trlx_hybrid.testing.models import tiny_model
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -155,6 +155,20 @@ def test_an_engine_with_other_weights_is_found_before_they_are_trained_on(run, n
             run(GRPO, hybrid={"engine": "scripted"} | scoring, plugins=[scripted], callbacks=[NoStep()], **TWO)
         errors.append(str(caught.value))
     assert errors[0] == errors[1]
+
+
+class Break(TrainerCallback):
+    """What a step whose gradient was NaN leaves."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        with torch.no_grad():
+            model.get_input_embeddings().weight[0] = float("nan")
+
+
+def test_weights_that_a_step_broke_end_the_next_rollout(run, noisy, scripted):
+    for scoring in ({}, {"scoring": "packed", "scoring_options": DEFERRED}):
+        with pytest.raises(PolicyError, match=r"At step 1, .* no numbers: on rank 0, .* model\.embed_tokens\.weight"):
+            run(GRPO, hybrid=noisy | scoring, plugins=[scripted], callbacks=[Break()], **TWO)
 
 
 class NoStep(TrainerCallback):

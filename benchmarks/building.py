@@ -70,6 +70,7 @@ def stock_engine(scale: Scale, variant: Variant) -> AbstractContextManager[Any]:
         }
     if variant.engine_dtype is not None:
         arguments["dtype"] = variant.engine_dtype
+    arguments |= variant.engine_args
     return patch.object(vllm_generation, "LLM", lambda **given: vllm.LLM(**(given | arguments)))
 
 
@@ -78,4 +79,4 @@ def engine_options(scale: Scale, variant: Variant) -> dict[str, Any]:
     options: dict[str, Any] = {"kv_cache_memory_bytes": scale.kv_cache_bytes, "max_num_seqs": scale.max_num_seqs}
     if variant.engine_dtype is not None:
         options["dtype"] = variant.engine_dtype
-    return options | {"enforce_eager": variant.eager}
+    return options | {"enforce_eager": variant.eager, "engine_args": dict(variant.engine_args)}

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -122,11 +123,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=16, help="mean length of a turn in the rollouts (default: 16)")
     parser.add_argument("--latency", type=float, default=0.1, help="median seconds that a tool takes (default: 0.1)")
     parser.add_argument("--no-stock", action="store_true", help="leave out TRL's loop, which waits for every tool")
+    parser.add_argument("--engine-args", type=json.loads, default={}, help="vLLM's, of both trainers' engines, in JSON")
     arguments = parser.parse_args(argv)
     if arguments.model:
         from .multiturn_steps import run_steps
 
-        result = run_steps(arguments.model, arguments.latency, arguments.repetitions)
+        result = run_steps(arguments.model, arguments.latency, arguments.repetitions, arguments.engine_args)
     else:
         result = run_rollouts(
             arguments.case or CASES,

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ from .multiturn_cases import waves
 from .multiturn_clock import StepClock, computed_prompts, prefix_share
 from .multiturn_rollouts import wave
 from .multiturn_talk import Arguments, prompt, talker
-from .replay import Trace, asynchronous, fit
+from .replay import StepTime, Trace, asynchronous, fit
 from .scale import Scale, Variant
 from .stepping import Stepper
+
+FITTED_BEFORE = 4
+"""The step of our trainer before which the engine is timed: it has taken two in lock-step, one in our rollout."""
 
 
 class Answering:
@@ -81,11 +85,21 @@ class ToolStepper(Stepper):
     Args:
         kind: "trl" or "hybrid".
         observed: tokens of a tool's answer.
+        engine_args: as `Variant`'s.
         others: as `Stepper`'s.
     """
 
     def __init__(
-        self, kind: str, folder: str, scale: Scale, turns: int, tokens: int, observed: int, batch: int, steps: int
+        self,
+        kind: str,
+        folder: str,
+        scale: Scale,
+        turns: int,
+        tokens: int,
+        observed: int,
+        batch: int,
+        steps: int,
+        engine_args: Mapping[str, Any],
     ) -> None:
         (lengths,) = scale.cases
         self._answering = Answering(" ".join(f"{word:x}" for word in range(1, observed - 2)), lengths.sequences, turns)
@@ -93,6 +107,7 @@ class ToolStepper(Stepper):
         self._talker.call = self._answering.read
         self._folder, self._turns, self._tokens_per_turn, self._observed = folder, turns, tokens, observed
         self._free = StepClock()  # of steps of the engine with no tools
+        self._begun = 0
         self._ours: dict[str, float] = {}  # what is known of the last step, where it was of our rollout
         with (
             patch.object(stepping, "load", self._load),
@@ -101,7 +116,7 @@ class ToolStepper(Stepper):
             patch.object(stepping, "_stock", self._with_tool(stepping._stock)),
             patch.object(stepping, "_hybrid", self._with_tool(stepping._hybrid)),
         ):
-            super().__init__(kind, folder, scale, Variant(sleep=True), batch, steps)
+            super().__init__(kind, folder, scale, Variant(sleep=True, engine_args=engine_args), batch, steps)
 
     def tool_step(self, turn: int, median: float, lock_step: bool) -> Timed:
         """One optimizer step with tools of this median latency.
@@ -118,11 +133,13 @@ class ToolStepper(Stepper):
         with clock.listening(session.live_engine):
             timed = self.step(turn)
         if not lock_step:
+            self._ours = _summary(clock.steps)
+        if not lock_step and self._free.steps:
             block = session.live_engine.llm.llm_engine.vllm_config.cache_config.block_size
             trace, cost = self._trace(), fit(self._free.steps, prompts=True)
             optimum = asynchronous(computed_prompts(trace, self._conversations, block), cost)
             sampling = self.spans["rollout"] - self.spans["bring_up"] - self.spans["put_down"]
-            self._ours = {
+            self._ours |= {
                 "prefix_share": prefix_share(self._conversations, clock, block),
                 "optimum": optimum,
                 "sampling": sampling,
@@ -131,15 +148,17 @@ class ToolStepper(Stepper):
         return timed
 
     def found(self) -> dict[str, float]:
-        """Of the last step: seconds by TRL's spans and in tools. Of one of our rollout also `prefix_share`, what the
-        prefix cache found; `sampling`, the seconds of the rollout without its edges; `optimum`, what the replay takes
-        for it, and `share_of_optimum`, the latter by the former."""
+        """Of the last step: seconds by TRL's spans and in tools. Of one of our rollout also what the engine's steps
+        were, see `_summary`, and once it is known what one costs, `prefix_share`, what the prefix cache found;
+        `sampling`, the seconds of the rollout without its edges; `optimum`, what the replay takes for it, and
+        `share_of_optimum`, the latter by the former."""
         return self.split() | {"tools": self._answering.slept} | self._ours
 
     def prepare(self) -> None:
-        """Before the first step, which does not count, the engine takes some with nobody waiting for tools, at several
-        numbers of rows: what one costs."""
-        if self._free.steps or getattr(self._trainer, "session", None) is None:
+        """Before one of the steps that do not count the engine takes some with nobody waiting for tools, at several
+        numbers of rows: what one costs. Before the first step it costs more than in any rollout after it."""
+        self._begun += 1
+        if self._begun != FITTED_BEFORE or getattr(self._trainer, "session", None) is None:
             return
         session, draw, (lengths,) = self._trainer.session, random.Random(0), self._scale.cases
         tokens = [[self._tokens_per_turn] * self._turns] * lengths.sequences
@@ -192,6 +211,18 @@ class ToolStepper(Stepper):
             return build(scale, variant, arguments | {"tools": [self._answering.ask]})
 
         return built
+
+
+def _summary(steps: Sequence[StepTime]) -> dict[str, float]:
+    """Number and seconds of an engine's steps: of those that only sample, and of those that read a prompt as well."""
+    reading = [step.seconds for step in steps if step.prompt_tokens]
+    sampling = [step.seconds for step in steps if not step.prompt_tokens]
+    return {
+        "steps_sampling": len(sampling),
+        "steps_reading": len(reading),
+        "seconds_sampling": sum(sampling),
+        "seconds_reading": sum(reading),
+    }
 
 
 _stepping_arguments = stepping._arguments

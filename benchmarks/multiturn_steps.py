@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 from .harness import Arm, Measurement, Timed, alternate
 from .lengths import Lengths
@@ -28,7 +29,7 @@ ARMS = {"trl": ("trl", False), "lock_step": ("hybrid", True), "multi_turn": ("hy
 """Arms: whose trainer, and whether TRL's loop runs its conversations, with all tools of a turn at once."""
 
 
-def run_steps(model: str, latency: float, repetitions: int) -> Result:
+def run_steps(model: str, latency: float, repetitions: int, engine_args: Mapping[str, Any]) -> Result:
     """Both trainers in processes of their own, a step each in turn; tools that answer at once first, then slow ones."""
     longest = TURNS[model] * (TOKENS[model] + OBSERVED[model])
     scale = dataclasses.replace(SCALES[model], cases=(Lengths(sequences=SEQUENCES[model], longest=longest),))
@@ -43,7 +44,7 @@ def run_steps(model: str, latency: float, repetitions: int) -> Result:
         write_model(Path(folder), scale)
         started, workers = time.perf_counter(), {}
         for kind in ("trl", "hybrid"):
-            built = (kind, folder, scale, TURNS[model], TOKENS[model], OBSERVED[model], BATCH, steps)
+            built = (kind, folder, scale, TURNS[model], TOKENS[model], OBSERVED[model], BATCH, steps, engine_args)
             workers[kind] = stack.enter_context(Worker(kind, ToolStepper, *built))
         wait_until_built(workers.values(), BUILD_SECONDS)
         print(f"both trainers built in {time.perf_counter() - started:.0f} s", flush=True)
@@ -70,6 +71,7 @@ def run_steps(model: str, latency: float, repetitions: int) -> Result:
             "latency_median_seconds": latency,
             "latency_sigma": 1.0,
             "warmup": WARMUP,
+            "engine_args": dict(engine_args),
             "seconds_by_span": splits,
         },
     )

@@ -52,6 +52,7 @@ class Variant:
         eager: no CUDA graphs, for what does not depend on them: the engine is built in half the time.
         checkpointing: gradient checkpointing, TRL's default.
         detokenize: TRL's default, in which vLLM turns each token into text. Ours never does.
+        engine_args: further fields of `vllm.EngineArgs`, of TRL's engine and ours.
         hybrid: further fields of our trainer's `HybridConfig`.
     """
 
@@ -63,6 +64,7 @@ class Variant:
     eager: bool = False
     checkpointing: bool = True
     detokenize: bool = True
+    engine_args: Mapping[str, Any] = field(default_factory=dict)
     hybrid: Mapping[str, Any] = field(default_factory=dict)
 
     @property

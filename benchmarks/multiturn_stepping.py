@@ -133,19 +133,21 @@ class ToolStepper(Stepper):
         with clock.listening(session.live_engine):
             timed = self.step(turn)
         if not lock_step:
-            self._ours = _summary(clock.steps)
-        if not lock_step and self._free.steps:
             block = session.live_engine.llm.llm_engine.vllm_config.cache_config.block_size
-            trace, cost = self._trace(), fit(self._free.steps, prompts=True)
-            optimum = asynchronous(computed_prompts(trace, self._conversations, block), cost)
-            sampling = self.spans["rollout"] - self.spans["bring_up"] - self.spans["put_down"]
-            self._ours |= {
-                "prefix_share": prefix_share(self._conversations, clock, block),
-                "optimum": optimum,
-                "sampling": sampling,
-                "share_of_optimum": optimum / sampling,
-            }
+            self._ours = _summary(clock.steps) | (self._replayed(clock, block) if self._free.steps else {})
         return timed
+
+    def _replayed(self, clock: StepClock, block: int) -> dict[str, float]:
+        """What the last step's rollout was, and what a replay takes for it."""
+        trace, cost = self._trace(), fit(self._free.steps, prompts=True)
+        optimum = asynchronous(computed_prompts(trace, self._conversations, block), cost)
+        sampling = self.spans["rollout"] - self.spans["bring_up"] - self.spans["put_down"]
+        return {
+            "prefix_share": prefix_share(self._conversations, clock, block),
+            "optimum": optimum,
+            "sampling": sampling,
+            "share_of_optimum": optimum / sampling,
+        }
 
     def found(self) -> dict[str, float]:
         """Of the last step: seconds by TRL's spans and in tools. Of one of our rollout also what the engine's steps

@@ -452,7 +452,6 @@ def test_prompts_that_begin_with_any_word_have_gradients_in_a_deep_model(tmp_pat
 
 
 def test_a_checkpoint_of_zeros_reads_as_one_and_takes_no_room(tmp_path):
-    torch = pytest.importorskip("torch")
     from safetensors.torch import load_file
 
     tensors = {"a": torch.ones(1024, 1024, dtype=torch.bfloat16), "b": torch.ones(3)}

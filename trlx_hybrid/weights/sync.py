@@ -160,10 +160,9 @@ class WeightVersions:
             SyncError: they differ by more than rounding explains, on some rank.
         """
         ranks, config = self._ranks, self._config
-        broken = verify.no_numbers(self._policy, scored, mask)
-        if ranks.any(broken is not None):
-            rank, what = next((r, w) for r, w in enumerate(ranks.gather(broken)) if w is not None)
-            raise PolicyError(f"At step {step}, the trainer's own log-probs are no numbers: on rank {rank}, {what}")
+        broken = _on_some_rank(ranks, verify.no_numbers(self._policy, scored, mask))
+        if broken is not None:
+            raise PolicyError(f"At step {step}, the trainer's own log-probs are no numbers: {broken}")
         if config.max_logprob_gap == math.inf:
             return
         reason = self._sampling().reshaped_by(temperature) or verify.noise(self._policy.module)
@@ -175,10 +174,9 @@ class WeightVersions:
         allowed = verify.allowed_gap(engine, self._policy, self._autocast, config.max_logprob_gap)
         if own_sampler:
             mask = mask * ~sampled.isnan()  # it need not know all
-        found = verify.disagreement(sampled, scored, mask, ids, allowed)
-        if ranks.any(found is not None):
-            rank, what = next((r, w) for r, w in enumerate(ranks.gather(found)) if w is not None)
-            text = f"At step {step}, engine and trainer disagree on what was sampled: on rank {rank}, {what}. "
+        found = _on_some_rank(ranks, verify.disagreement(sampled, scored, mask, ids, allowed))
+        if found is not None:
+            text = f"At step {step}, engine and trainer disagree on what was sampled: {found}. "
             if not own_sampler:
                 raise SyncError(f"{text}{ENGINE} If it is rounding, raise HybridConfig.max_logprob_gap.")
             if not self._told and ranks.rank == 0:
@@ -234,3 +232,10 @@ def choose(selection: Selection, build: Callable[[Choice], WeightSync]) -> tuple
                 return sync, "; ".join(["auto", *refusals])
         refusals.append(f"not {path.component.name}: {reason}")
     raise ComponentError("No weight sync can serve this run. " + " ".join(refusals))
+
+
+def _on_some_rank(ranks: Ranks, found: str | None) -> str | None:
+    """What the first rank found that found something, and which one it is. Collective."""
+    if not ranks.any(found is not None):
+        return None
+    return next(f"on rank {rank}, {what}" for rank, what in enumerate(ranks.gather(found)) if what is not None)

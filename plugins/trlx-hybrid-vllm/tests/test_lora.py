@@ -176,7 +176,7 @@ def test_stale_slots_differ_and_are_named(serve):
     assert served.slots.differing() == ["model.layers.0.self_attn.k_proj (outside the adapter)"]
     wrapper.lora_a_stacked[1][0, 0, 5, 7] = 0.0
     assert served.slots.differing() == []
-    wrapper.joined_b[-1, 0] = 1.0  # what v takes of q's A
+    wrapper.joined_weight[-1, 0] = 1.0  # below the last A
     assert served.slots.differing() == ["model.layers.0.self_attn.q_proj (outside the adapter)"]
     del served.slots._manager.modules["model.layers.1.self_attn.qkv_proj"]
     with pytest.raises(SyncError, match=r"no LoRA slot for model\.layers\.1\.self_attn\.q_proj.*k_proj.*gather"):

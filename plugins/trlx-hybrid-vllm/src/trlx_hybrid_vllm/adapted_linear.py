@@ -9,6 +9,7 @@ spare rows of the same memory, some 1% of it; so one product gives both, and one
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,12 +35,13 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from .internals import may_replace
 
 LARGEST = 64
-"""Rank. B has a column for each spare row, which are those of all parts of a fused layer: at large ranks that takes
-more memory, and time, than it saves."""
+"""Rank. At larger ones the spare rows are no longer small beside the weight's."""
+PARTS = 4
+"""Of a fused layer, each with an adapter of its own; those of Mamba have more."""
 MULTIPLE = 16
 """Of the spare rows: a product's rows begin at multiples of 32 bytes."""
-ROWS, DEPTH = 64, 64
-"""Of a weight, that one program computes; and how many of the spare ones it reads at once."""
+ROWS = 64
+"""Of a weight, that one program computes."""
 PLAIN = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, ReplicatedLinear)
 """Layers that compute x·Wᵀ and nothing else of their own."""
 ROUNDING = 2**-8
@@ -50,13 +52,15 @@ LIBRARY = torch.library.Library("trlx_hybrid", "FRAGMENT")  # type: ignore[no-un
 # --- what is computed -------------------------------------------------------------------------------------------------
 
 
-def adapted_linear(x: Tensor, weight: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+def adapted_linear(x: Tensor, weight: Tensor, b: Tensor, sizes: list[int], bias: Tensor | None = None) -> Tensor:
     """x·(W + B·A)ᵀ + bias.
 
     Args:
         x: (..., columns).
-        weight: (rows + spare, columns), W with A under it.
-        b: (rows, spare). Of a layer that fuses several, each with an A of its own, it is block-diagonal.
+        weight: (rows + spare, columns), W with A under it. Of a layer that fuses several, each with an adapter of its
+            own, one A lies under the other.
+        b: (rows, rank).
+        sizes: rows of each part of a fused layer; their sum is `rows`.
         bias: (rows,).
 
     Returns:
@@ -64,40 +68,44 @@ def adapted_linear(x: Tensor, weight: Tensor, b: Tensor, bias: Tensor | None = N
     """
     product = linear(x, weight)
     rows = product.view(-1, product.shape[-1])
-    return (with_b if rows.is_cuda else with_b_in_torch)(rows, b, bias).view(*x.shape[:-1], len(b))
+    return (with_b if rows.is_cuda else with_b_in_torch)(rows, b, sizes, bias).view(*x.shape[:-1], len(b))
 
 
-def _shape_of(x: Tensor, weight: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+def _shape_of(x: Tensor, weight: Tensor, b: Tensor, sizes: list[int], bias: Tensor | None = None) -> Tensor:
     return x.new_empty(*x.shape[:-1], len(b))
 
 
 direct_register_custom_op("adapted_linear", adapted_linear, fake_impl=_shape_of, target_lib=LIBRARY)
 
 
-def with_b_in_torch(product: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+def with_b_in_torch(product: Tensor, b: Tensor, sizes: list[int], bias: Tensor | None) -> Tensor:
     """As `with_b`, in any dtype and on any device."""
     base, low = product[:, : len(b)], product[:, len(b) :]
-    return torch.addmm(base if bias is None else base + bias, low, b.t())
+    its = torch.split(base if bias is None else base + bias, sizes, 1), torch.split(low, b.shape[1], 1)
+    parts = zip(*its, torch.split(b, sizes), strict=False)  # A may have rows left
+    return torch.cat([torch.addmm(plain, xa, part.t()) for plain, xa, part in parts], 1)
 
 
-def with_b(product: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+def with_b(product: Tensor, b: Tensor, sizes: list[int], bias: Tensor | None) -> Tensor:
     """x·Wᵀ plus x·Aᵀ·Bᵀ plus the bias, summed in float32.
 
     Args:
-        product: (tokens, rows + spare), x·Wᵀ and beside it x·Aᵀ.
-        b: (rows, spare).
+        product: (tokens, rows + spare), x·Wᵀ and beside it x·Aᵀ, of each part its own.
+        b: (rows, rank).
+        sizes: rows of each part, `PARTS` of them at most.
 
     Returns:
         (tokens, rows), contiguous.
     """
-    tokens, (rows, spare) = len(product), b.shape
+    tokens, (rows, rank) = len(product), b.shape
     out = product.new_empty(tokens, rows)
     height = min(max(16, triton.next_power_of_2(tokens)), 64)
-    grid = triton.cdiv(tokens, height), triton.cdiv(rows, ROWS)
+    grid = triton.cdiv(tokens, height), sum(triton.cdiv(size, ROWS) for size in sizes)
+    _, second, third, fourth, *_ = [*itertools.accumulate(sizes, initial=0), *[rows] * PARTS]
     exact = "ieee" if product.dtype == torch.float32 else "tf32"
     _with_b[grid](
-        out, product, b, b if bias is None else bias, tokens, product.stride(0), rows, spare,
-        HEIGHT=height, ROWS=ROWS, DEPTH=DEPTH if spare > DEPTH else max(16, triton.next_power_of_2(spare)),
+        out, product, b, b if bias is None else bias, tokens, product.stride(0), rows, second, third, fourth,
+        HEIGHT=height, ROWS=ROWS, RANK=rank, DEPTH=max(16, triton.next_power_of_2(rank)),
         BIASED=bias is not None, PRECISION=exact,
     )  # fmt: skip
     return out
@@ -105,27 +113,39 @@ def with_b(product: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 @triton.jit(do_not_specialize=["tokens"])  # type: ignore[untyped-decorator]
 def _with_b(  # type: ignore[no-untyped-def]
-    out, product, b, bias, tokens, stride, rows, spare,
-    HEIGHT: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr,  # noqa: N803
+    out, product, b, bias, tokens, stride, rows, second, third, fourth,
+    HEIGHT: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, DEPTH: tl.constexpr,  # noqa: N803
     BIASED: tl.constexpr, PRECISION: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
+    # A program computes rows of one part: the second part begins at the row of its name, and where there is none, at
+    # the end of all. So many programs come before each:
+    before_second = tl.cdiv(second, ROWS)
+    before_third = before_second + tl.cdiv(third - second, ROWS)
+    before_fourth = before_third + tl.cdiv(fourth - third, ROWS)
+    program = tl.program_id(1)
+    part, begin, end = 0, program * ROWS, second
+    if program >= before_fourth:
+        part, begin, end = 3, fourth + (program - before_fourth) * ROWS, rows
+    elif program >= before_third:
+        part, begin, end = 2, third + (program - before_third) * ROWS, fourth
+    elif program >= before_second:
+        part, begin, end = 1, second + (program - before_second) * ROWS, third
+
     token = tl.program_id(0).to(tl.int64) * HEIGHT + tl.arange(0, HEIGHT)
-    row, depth = tl.program_id(1) * ROWS + tl.arange(0, ROWS), tl.arange(0, DEPTH)
-    here = (token < tokens)[:, None] & (row < rows)[None, :]
+    row, depth = begin + tl.arange(0, ROWS), tl.arange(0, DEPTH)
+    here = (token < tokens)[:, None] & (row < end)[None, :]
+    low = tl.load(
+        product + token[:, None] * stride + rows + part * RANK + depth[None, :],
+        mask=(token < tokens)[:, None] & (depth < RANK)[None, :],
+        other=0.0,
+    )
+    high = tl.load(
+        b + row[None, :] * RANK + depth[:, None], mask=(row < end)[None, :] & (depth < RANK)[:, None], other=0.0
+    )
     total = tl.load(product + token[:, None] * stride + row[None, :], mask=here, other=0.0).to(tl.float32)
     if BIASED:
-        total += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)[None, :]
-    for start in range(0, spare, DEPTH):
-        place = start + depth
-        low = tl.load(
-            product + token[:, None] * stride + rows + place[None, :],
-            mask=(token < tokens)[:, None] & (place < spare)[None, :],
-            other=0.0,
-        )
-        high = tl.load(
-            b + row[None, :] * spare + place[:, None], mask=(row < rows)[None, :] & (place < spare)[:, None], other=0.0
-        )
-        total += tl.dot(low, high, input_precision=PRECISION)
+        total += tl.load(bias + row, mask=row < end, other=0.0).to(tl.float32)[None, :]
+    total += tl.dot(low, high, input_precision=PRECISION)
     tl.store(out + token[:, None] * rows + row[None, :], total.to(out.dtype.element_ty), mask=here)
 
 
@@ -143,11 +163,12 @@ def _apart(device: torch.device) -> float:
     parts, with a bias and without."""
     generator = torch.Generator(device).manual_seed(0)
     largest = 0.0
-    for tokens, rows, spare, biased in ((1, 128, 16, True), (20, 136, 48, False), (70, 128, 96, True)):
-        shapes = (tokens, rows + spare), (rows, spare), (rows,)
+    for tokens, sizes, rank, biased in ((1, [128], 16, True), (20, [96, 20, 20], 16, False), (70, [64, 64], 32, True)):
+        rows = sum(sizes)
+        shapes = (tokens, rows + len(sizes) * rank), (rows, rank), (rows,)
         product, b, bias = (torch.randn(s, generator=generator, device=device).bfloat16() for s in shapes)
-        ours = with_b(product, b, bias if biased else None)
-        theirs = with_b_in_torch(product.float(), b.float(), bias.float() if biased else None)
+        ours = with_b(product, b, sizes, bias if biased else None)
+        theirs = with_b_in_torch(product.float(), b.float(), sizes, bias.float() if biased else None)
         largest = max(largest, float((ours.float() - theirs).abs().max() / theirs.abs().max()))
     return largest
 
@@ -160,18 +181,20 @@ class Joined:
 
     Attributes:
         joined_weight: see `adapted_linear`. The layer's weight is its first rows, vLLM's slots of A are the others.
-        joined_b: vLLM's slots of B are its blocks.
+        joined_b, joined_sizes: see there. vLLM's slots of B are its parts.
     """
 
     joined_weight: Tensor
     joined_b: Tensor
+    joined_sizes: list[int]
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """In the place of vLLM's product and kernels for many adapters."""
-        return torch.ops.trlx_hybrid.adapted_linear(x, self.joined_weight, self.joined_b, bias)  # type: ignore[no-any-return]
+        operator = torch.ops.trlx_hybrid.adapted_linear
+        return operator(x, self.joined_weight, self.joined_b, self.joined_sizes, bias)  # type: ignore[no-any-return]
 
     def reset_lora(self, index: int) -> None:
-        """Clear the slots, and what lies between them."""
+        """Clear the slots, and what is left of the spare rows."""
         self.joined_weight[len(self.joined_b) :].zero_()
         self.joined_b.zero_()
 
@@ -249,34 +272,28 @@ def join(layer: Any) -> None:
     """Make a wrapped layer with slots for one adapter `Joined`; not where its weight is quantised."""
     base, slots_a, slots_b = layer.base_layer, layer.lora_a_stacked, layer.lora_b_stacked
     weight, (*_, rank, columns) = base.weight.data, slots_a[0].shape
-    rows, spare = len(weight), spare_rows(len(slots_a), rank)
+    rows, spare, sizes = len(weight), spare_rows(len(slots_a), rank), [b.shape[2] for b in slots_b]
     left = weight.untyped_storage().nbytes() // weight.element_size() - weight.storage_offset() - weight.numel()
     if (
         type(base.quant_method) is not UnquantizedLinearMethod
         or slots_a[0].dtype != weight.dtype
-        or (rows, columns) != (sum(b.shape[2] for b in slots_b), weight.shape[1])
+        or (rows, columns) != (sum(sizes), weight.shape[1])
+        or len(sizes) > PARTS
         or left < spare * columns
     ):
         return
     layer.joined_weight = weight.as_strided((rows + spare, columns), (columns, 1))
-    layer.joined_b = weight.new_zeros(rows, spare)
-    layer.lora_a_stacked = tuple(a[None, None] for a in layer.joined_weight[rows:].split(rank)[: len(slots_a)])
-    parts = layer.joined_b.split([b.shape[2] for b in slots_b])
-    layer.lora_b_stacked = tuple(
-        part[:, number * rank : (number + 1) * rank][None, None] for number, part in enumerate(parts)
-    )
+    layer.joined_b, layer.joined_sizes = weight.new_zeros(rows, rank), sizes
+    layer.lora_a_stacked = tuple(a[None, None] for a in layer.joined_weight[rows:].split(rank)[: len(sizes)])
+    layer.lora_b_stacked = tuple(part[None, None] for part in layer.joined_b.split(sizes))
     layer.__class__ = type(f"Joined{type(layer).__name__}", (Joined, type(layer)), {})
     layer.reset_lora(0)
 
 
 def between_slots(layer: Any) -> list[Tensor]:
-    """What must stay zero in a `Joined` layer beside its slots."""
+    """What must stay zero in a `Joined` layer beside its slots: spare rows that no A takes."""
     if not isinstance(layer, Joined):
         return []
-    wrapper: Any = layer
-    rank, sizes = wrapper.lora_a_stacked[0].shape[2], [b.shape[2] for b in wrapper.lora_b_stacked]
-    used = rank * len(sizes)
-    found = [layer.joined_weight[len(layer.joined_b) + used :], layer.joined_b[:, used:]]
-    for number, part in enumerate(wrapper.joined_b[:, :used].split(sizes)):
-        found += [part[:, : number * rank], part[:, (number + 1) * rank :]]
-    return [t for t in found if t.numel()]
+    rows, rank = layer.joined_b.shape
+    left = layer.joined_weight[rows + rank * len(layer.joined_sizes) :]
+    return [left] if left.numel() else []

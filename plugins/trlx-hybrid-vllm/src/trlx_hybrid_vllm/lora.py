@@ -431,5 +431,6 @@ def weights_of(layer: Any, adapter: str) -> tuple[Tensor, Tensor]:
 
     Past `nn.Module.__getattr__`, which for some 200 layers takes longer than the copies.
     """
-    a, b = (layer._modules[part]._modules[adapter]._parameters["weight"] for part in ("lora_A", "lora_B"))
-    return a.data, b.data
+    parts = layer._modules
+    a = parts["lora_A"]._modules[adapter]._parameters["weight"].data
+    return a, parts["lora_B"]._modules[adapter]._parameters["weight"].data

@@ -3,15 +3,17 @@
 vLLM's scheduler decides anew, per request and step, about prefill chunks, drafts, encoder inputs, connectors, blocks.
 At 256 sequences that takes longer than the GPU needs for the step. In a rollout nearly every step is a plain decode:
 then a request needs a new block once per block, its stop conditions are a set and a length, and the rest is counting.
-Whatever is not plain goes to vLLM's own methods, and both leave the same state behind, so steps of both kinds mix.
+Prompts that arrive meanwhile, as answers of tools do one by one, are vLLM's to schedule, beside the rows that decode.
+Whatever is not plain goes to vLLM's own methods, and both leave the same state behind, so steps of all kinds mix.
 
 This file relies on vLLM 0.31's scheduler beyond its documented interface; tests/test_scheduler.py compares the two.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,12 +32,14 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
 
     Attributes:
         holding: hand over the tokens of decode steps late: all of a request at once when it finishes, or when a step
-            is not plain. Such outputs carry the sampled tokens' log-probs and no ranks. Off where text is built, since
-            a stop string needs every token at once.
+            is not plain; its first token comes with the step that reads its prompt. Such outputs carry the sampled
+            tokens' log-probs and no ranks. Off where text is built, since a stop string needs every token at once.
         decode_steps: how many steps took the short way.
     """
 
     running: list[Any]
+    max_num_scheduled_tokens: int
+    max_num_active_reqs: int
     finished_req_ids: set[str]
     reset_preempted_req_ids: set[str]
 
@@ -76,20 +80,61 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """The next step, as in vLLM."""
-        full = len(self.running) >= self.max_num_active_reqs  # then vLLM looks at no waiting request
+        places = self.max_num_active_reqs - len(self.running)  # where none is left vLLM looks at no waiting request
+        waiting = places > 0 and bool(self.waiting or self.kv_holding_waiting)
         if (
             self._simple
             and not throttle_prefills
             and self._pause_state == PauseState.UNPAUSED
-            and (full or not (self.waiting or self.kv_holding_waiting))
             and not self._inflight_prefills
             and not self.num_waiting_for_streaming_input
             and not self.reset_preempted_req_ids
-            and 0 < len(self.running) <= self._budget
+            and 0 < len(self.running) <= self._budget - waiting
+            and (not waiting or self._may_join(places))
             and (step := self._decode_step()) is not None
         ):
-            return step
+            return self._with_prompts(step) if waiting else step
         return super().schedule(throttle_prefills)
+
+    def _may_join(self, places: int) -> bool:
+        """Whether vLLM decides about those that wait next, so many, without looking at those that run: all are plain
+        and new, and are served by an adapter that is in use."""
+        first = list(itertools.islice(self.waiting, places))
+        adapters = {r.lora_request and r.lora_request.lora_int_id for r in (self.running[0], *first)}
+        return (
+            not self.kv_holding_waiting
+            and not self.scheduler_config.long_prefill_token_threshold
+            and all(request.status is RequestStatus.WAITING and Row(request).plain for request in first)
+            and len(adapters) == 1
+        )
+
+    def _with_prompts(self, step: SchedulerOutput) -> SchedulerOutput:
+        """A decode step, and of what waits as much as fits beside it: vLLM schedules that as if nothing ran."""
+        ids, running = self._in_flight[-1].ids, self.running
+        limits = self.max_num_scheduled_tokens, self.max_num_active_reqs
+        self.max_num_scheduled_tokens, self.max_num_active_reqs = self._budget - len(ids), limits[1] - len(running)
+        self.running = []
+        self.current_step -= 1  # it is counted
+        try:
+            prompts = super().schedule()
+        finally:
+            self.running = running + self.running
+            self.max_num_scheduled_tokens, self.max_num_active_reqs = limits
+        if not self.use_v2_model_runner:
+            self.prev_step_scheduled_req_ids.update(ids)
+        if not prompts.num_scheduled_tokens:  # the KV cache is full
+            return step
+        both = replace(
+            prompts,
+            scheduled_cached_reqs=step.scheduled_cached_reqs,
+            num_scheduled_tokens=step.num_scheduled_tokens | prompts.num_scheduled_tokens,
+            total_num_scheduled_tokens=step.total_num_scheduled_tokens + prompts.total_num_scheduled_tokens,
+            preempted_req_ids=step.preempted_req_ids,
+            finished_req_ids=step.finished_req_ids,
+            free_encoder_mm_hashes=[*step.free_encoder_mm_hashes, *prompts.free_encoder_mm_hashes],
+        )
+        self._in_flight[-1] = replace(self._in_flight[-1], output=both, prompts=prompts)
+        return both
 
     def _decode_step(self) -> SchedulerOutput | None:
         """One more token for every running request, or None, nothing changed, where that is not the whole step."""
@@ -192,13 +237,15 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
             and not self.encoder_cache_mismatch_reqs
             and (sampled := step.sampled(model_runner_output)) is not None
         ):
-            outputs = self._decoded(step.rows, *sampled)
-            return {0: EngineCoreOutputs(outputs=outputs)} if outputs else {}
-        released = self._released()
-        by_client: dict[int, Any] = super().update_from_output(scheduler_output, model_runner_output)
-        if released:
+            outputs, rest = self._decoded(step.rows, *sampled), step.prompts
+        else:
+            outputs, rest = self._released(), scheduler_output
+        by_client: dict[int, Any] = {}
+        if rest is not None:
+            by_client = super().update_from_output(rest, model_runner_output)
+        if outputs:
             mine = by_client.setdefault(0, EngineCoreOutputs())
-            mine.outputs = released + mine.outputs
+            mine.outputs = outputs + mine.outputs
         return by_client
 
     def _decoded(self, rows: list[Row], tokens: list[int], logprobs: Any) -> list[EngineCoreOutput]:
@@ -311,6 +358,9 @@ class DecodeStep:
     """A decode step on its way through the model.
 
     Attributes:
+        output: what the workers were told.
+        ids, rows: who decodes.
+        prompts: vLLM's part of it, where prompts are read as well.
         preemptions: how many the scheduler had seen; one more, and some of this step's tokens are stale.
     """
 
@@ -318,12 +368,13 @@ class DecodeStep:
     ids: list[str]
     rows: list[Row]
     preemptions: int
+    prompts: SchedulerOutput | None = None
 
     def sampled(self, output: Any) -> tuple[list[int], LogprobsLists | None] | None:
         """A token per row, and their log-probs, in the rows' order; None where the model says more than that."""
-        logprobs = output.logprobs
+        logprobs, others = output.logprobs, len(self.prompts.num_scheduled_tokens) if self.prompts else 0
         if (
-            len(output.sampled_token_ids) != len(self.rows)
+            len(output.sampled_token_ids) != len(self.rows) + others
             or (logprobs is not None and logprobs.cu_num_generated_tokens is not None)
             or output.prompt_logprobs_dict
             or output.prompt_token_id_logprobs_dict
@@ -333,13 +384,13 @@ class DecodeStep:
             or output.ec_connector_output
         ):
             return None
-        try:
-            tokens = [token for (token,) in output.sampled_token_ids]
-        except ValueError:
-            return None
-        if output.req_ids != self.ids:  # the older runner keeps an order of its own
+        sampled = output.sampled_token_ids
+        if output.req_ids != self.ids:  # there are others, or it is the older runner, which keeps an order of its own
             indices = list(map(output.req_id_to_index.__getitem__, self.ids))
-            tokens = [tokens[index] for index in indices]
+            sampled = [sampled[index] for index in indices]
             if logprobs is not None:
                 logprobs = LogprobsLists(*(array[indices] for array in logprobs[:3]))
-        return tokens, logprobs
+        try:
+            return [token for (token,) in sampled], logprobs
+        except ValueError:
+            return None

@@ -122,7 +122,7 @@ class SyncingHybrid(Syncing, Hybrid):
     def perturb(self, turn: int) -> None:
         """As in all contestants, and announced, as the trainer's callback does."""
         super().perturb(turn)
-        self._trainer.session.weights_changed()
+        self._trainer.session.versions.changed()
 
     def sync(self, turn: int) -> Timed:
         """The path's own sync and its cheap proof; `gather` has none of its own."""

@@ -192,7 +192,7 @@ class Policy:
         """Make every parameter what the optimizer steps: FSDP2 leaves some modules unsharded after a forward pass."""
         root = self.module
         found_in = root, type(root)  # FSDP2 shards in place, and changes the class
-        if not self._units or self._units_of != found_in:  # a walk over 36 layers takes 1.4 ms
+        if self._units_of != found_in:  # a walk over 36 layers takes 1.4 ms
             self._units = [module for module in modules_of(root) if hasattr(module, "_get_fsdp_state")]
             self._units_of = found_in
         for unit in self._units:

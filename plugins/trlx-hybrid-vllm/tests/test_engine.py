@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.testing.processes import Script
 from trlx_hybrid.types import Phase, Request, Sampling
 from trlx_hybrid_vllm import internals, plugin
-from trlx_hybrid_vllm.arguments import serves_scheduler
+from trlx_hybrid_vllm.arguments import serves_scheduler, shared_arguments
+from trlx_hybrid_vllm.options import VLLMOptions
 from trlx_hybrid_vllm.sampling import sampling_params
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -352,3 +354,27 @@ def test_closing_an_engine_unfreezes_what_vllm_froze_and_nothing_else(ended):
     while_open, after = report["frozen by the user"]
     assert after > 10_000
     assert abs(after - while_open) < 1_000  # none of the engine's is among them
+
+
+def test_an_engine_for_conversations_records_steps_that_read_prompts():
+    """On a GPU; an engine on a CPU records nothing."""
+
+    policy = SimpleNamespace(base=tiny_model())
+
+    def graphs(needs=("streams",), **options):
+        rollout = SimpleNamespace(component=SimpleNamespace(needs=needs))
+        session = SimpleNamespace(
+            selection=SimpleNamespace(rollout=rollout), config=SimpleNamespace(router_replay=False), policy=policy
+        )
+        options = VLLMOptions(**{"max_model_len": 1024, "max_num_seqs": 64} | options)
+        return shared_arguments(session, options, torch.bfloat16, cpu=False).get("compilation_config")
+
+    wide = graphs()
+    assert wide == {"cudagraph_mode": "FULL", "max_cudagraph_capture_size": 512}
+    assert vllm.config.CompilationConfig(**wide).cudagraph_mode is vllm.config.CUDAGraphMode.FULL
+    assert graphs(max_model_len=50, max_num_seqs=4)["max_cudagraph_capture_size"] == 200  # as many as a step has
+    assert graphs(max_num_seqs=256) == graphs(max_num_seqs=None) == {"cudagraph_mode": "FULL"}
+    assert graphs(needs=()) is None
+    assert graphs(enforce_eager=True) is None
+    assert graphs(pipeline_parallel_size=2) is None
+    assert graphs(speculative_config={"method": "ngram"}) is None

@@ -29,6 +29,7 @@ SPARE_BLOCKS = 8
 WITHOUT_KV = ("linear_attention", "conv", "moe", "mlp")  # these layers keep a state per sequence, or nothing
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
 CPU_LATENT_SIZE = 576  # vllm/v1/attention/backends/mla/cpu_mla.py
+GRAPH_TOKENS = 512  # of a step that reads prompts; vLLM's largest graph before Blackwell, where there are 256 sequences
 WORKSPACE = 6 << 30  # bytes: activations of the profiling run, CUDA graphs and sampling, seen below 4 GiB for 7B
 
 
@@ -185,6 +186,9 @@ def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype,
             arguments["enable_return_routed_experts"] = True
     if options.speculative_config is not None:
         arguments["speculative_config"] = dict(options.speculative_config)
+    rollout = session.selection.rollout
+    if not cpu and rollout is not None and "streams" in rollout.component.needs:
+        arguments |= _graphs_for_prompts(options, arguments["max_num_batched_tokens"])
     if cpu:
         arguments["worker_cls"] = "trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker"
         arguments["block_size"] = KV_BLOCK
@@ -195,6 +199,22 @@ def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype,
         if is_latent(config):
             arguments["attention_backend"] = "CPU_MLA"  # the one for AMX repacks a weight and drops it
     return arguments
+
+
+def _graphs_for_prompts(options: VLLMOptions, batched_tokens: int) -> dict[str, Any]:
+    """CUDA graphs for requests that come one by one, as conversations do, each with a short prompt to read.
+
+    By vLLM's defaults 64 rows and two answers of 40 tokens are more than its largest graph, 128 tokens for 64
+    sequences, and where they are less, attention is launched from Python between the layers' graphs: 25 ms and 11 ms,
+    where such a step takes 5 ms as one graph (docs/benchmarks.md). Where an attention kernel cannot be recorded with
+    prompts, vLLM says so and takes its default.
+    """
+    if options.enforce_eager or options.speculative_config is not None or options.pipeline_parallel_size > 1:
+        return {}
+    graphs: dict[str, Any] = {"cudagraph_mode": "FULL"}
+    if options.sequences is not None and 2 * options.sequences < GRAPH_TOKENS:  # else it is vLLM's own choice
+        graphs["max_cudagraph_capture_size"] = min(GRAPH_TOKENS, batched_tokens)
+    return {"compilation_config": graphs}
 
 
 def serves_scheduler(arguments: dict[str, Any]) -> bool:

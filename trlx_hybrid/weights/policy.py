@@ -6,7 +6,7 @@ import functools
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -190,9 +190,11 @@ class Policy:
 
     def reshard(self) -> None:
         """Make every parameter what the optimizer steps: FSDP2 leaves some modules unsharded after a forward pass."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return  # FSDP2 needs a mesh
         root = self.module
         found_in = root, type(root)  # FSDP2 shards in place, and changes the class
-        if self._units_of != found_in:  # a walk over 36 layers takes 1.4 ms
+        if not self._units or self._units_of != found_in:  # a walk over 36 layers takes 1.4 ms
             self._units = [module for module in modules_of(root) if hasattr(module, "_get_fsdp_state")]
             self._units_of = found_in
         for unit in self._units:
@@ -235,13 +237,16 @@ class Policy:
         with self._gather(flat):
             return {name: tensor.clone() for name, tensor in wrapped.merged().items()}
 
-    def fingerprint(self) -> int:
+    def fingerprint(self, modules: Iterable[nn.Module] | None = None) -> int:
         """A number that changes when this rank's trainable weights do, or frozen ones are written to or lie elsewhere.
 
         A hash of a few hundred bits of each of up to 16 tensors spread over the model: cheap enough for every rollout.
         It catches what nobody announced.
+
+        Args:
+            modules: the model's, of somebody who has just looked for them.
         """
-        parameters = list(parameters_of(self.module))
+        parameters = list(parameters_in(modules_of(self.module) if modules is None else modules))
         trainable = [p for p in parameters if p.requires_grad] or parameters
         stride = -(-len(trainable) // FINGERPRINT_TENSORS)
         samples = []
@@ -254,16 +259,15 @@ class Policy:
         memory = tuple((p._version, p.untyped_storage()._cdata) for p in frozen)
         return hash((int((bits * positions).sum()), memory))
 
-    def adapter_states(self) -> tuple[Any, ...]:
-        """Of each layer and wrapper of PEFT: what is active, merged or disabled, and its factors."""
+    def adapter_states(self, modules: Iterable[nn.Module]) -> tuple[Any, ...]:
+        """Of each layer and wrapper of PEFT among the model's modules: what is active, merged or disabled, and its
+        factors."""
         if not self.adapters:
             return ()
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper
 
-        layers = (
-            layer for layer in modules_of(self.module) if isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper)
-        )
+        layers = (layer for layer in modules if isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper))
         return tuple(
             (
                 *layer.active_adapters,
@@ -336,18 +340,23 @@ class ModuleTree:
 
     def __init__(self) -> None:
         self._places: list[tuple[ref[nn.Module], str, ref[nn.Module]]] = []
+        self._modules: list[ref[nn.Module]] = []
 
     def changed(self, root: nn.Module) -> bool:
         """Whether it is another tree than at the last look, or this is the first."""
         if self._places and self._places[0][0]() is root and all(itertools.starmap(_is_child, self._places)):
             return False
+        modules = list(modules_of(root))
+        self._modules = [ref(m) for m in modules]
         self._places = [
-            (ref(m), key, ref(child))
-            for m in modules_of(root)
-            for key, child in m._modules.items()
-            if child is not None
+            (ref(m), key, ref(child)) for m in modules for key, child in m._modules.items() if child is not None
         ]
         return True
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those of the last look, in the order of `root.modules()`."""
+        return [module for held in self._modules if (module := held()) is not None]
 
 
 def _is_child(parent: ref[nn.Module], key: str, child: ref[nn.Module]) -> bool:
@@ -358,8 +367,13 @@ def _is_child(parent: ref[nn.Module], key: str, child: ref[nn.Module]) -> bool:
 
 def parameters_of(root: nn.Module) -> Iterator[nn.Parameter]:
     """As `root.parameters()`, see `modules_of`."""
+    return parameters_in(modules_of(root))
+
+
+def parameters_in(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
+    """Their own parameters, each once."""
     seen = set[int]()
-    for module in modules_of(root):
+    for module in modules:
         for p in module._parameters.values():
             if p is not None and id(p) not in seen:
                 seen.add(id(p))

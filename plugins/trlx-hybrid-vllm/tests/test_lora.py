@@ -9,7 +9,7 @@ from trlx_hybrid.errors import SyncError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.weights.policy import Policy
 from trlx_hybrid_vllm import internals
-from trlx_hybrid_vllm.adapted_linear import Joined, adapters_under_weights, between_slots
+from trlx_hybrid_vllm.adapted_linear import Joined, adapters_under_weights, beside_slots
 from trlx_hybrid_vllm.arguments import write_without_weights
 from trlx_hybrid_vllm.engine import shut_down
 from trlx_hybrid_vllm.loader import WeightLoader
@@ -230,7 +230,7 @@ def test_slots_survive_eviction_and_a_sleep_that_lost_them(serve):
     served.slots.write()
     assert served.gap(0) < 1e-5
     for wrapper in served.slots._manager.modules.values():
-        for slot in [*internals.adapter_slots_of(wrapper), *between_slots(wrapper)]:
+        for slot in [*internals.adapter_slots_of(wrapper), *beside_slots(wrapper)]:
             slot.fill_(float("nan"))
     served.slots.reset()
     served.slots.write()

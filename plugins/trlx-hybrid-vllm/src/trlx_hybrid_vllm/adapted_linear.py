@@ -290,7 +290,7 @@ def join(layer: Any) -> None:
     layer.reset_lora(0)
 
 
-def between_slots(layer: Any) -> list[Tensor]:
+def beside_slots(layer: Any) -> list[Tensor]:
     """What must stay zero in a `Joined` layer beside its slots: spare rows that no A takes."""
     if not isinstance(layer, Joined):
         return []

@@ -29,7 +29,7 @@ SPARE_BLOCKS = 8
 WITHOUT_KV = ("linear_attention", "conv", "moe", "mlp")  # these layers keep a state per sequence, or nothing
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
 CPU_LATENT_SIZE = 576  # vllm/v1/attention/backends/mla/cpu_mla.py
-GRAPH_TOKENS = 512  # of a step that reads prompts; vLLM's largest graph before Blackwell, where there are 256 sequences
+GRAPH_TOKENS = 512  # of a step that reads prompts: what vLLM takes by itself for 256 sequences and more
 WORKSPACE = 6 << 30  # bytes: activations of the profiling run, CUDA graphs and sampling, seen below 4 GiB for 7B
 
 

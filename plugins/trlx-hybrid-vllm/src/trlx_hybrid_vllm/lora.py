@@ -294,13 +294,13 @@ class AdapterSlots:
 
     def _resolve(self, index: int) -> None:
         """Find the slots of every adapted module, and everything in vLLM's slots that must stay zero."""
-        from .adapted_linear import between_slots
+        from .adapted_linear import beside_slots
 
         wanted = {self._theirs(name): name for name, layer in self._layers.items() if self._adapter in layer.lora_A}
         self._slots, self._outside = [], []
         for part, a, b, wrapper, number in self._parts(index):
             if number == 0:
-                self._outside += [(part, between) for between in between_slots(wrapper)]
+                self._outside += [(part, spare) for spare in beside_slots(wrapper)]
             slot = self._slot(wanted.get(part), a, b, wrapper, number)
             if slot is None:
                 self._outside += [(part, a), (part, b)]

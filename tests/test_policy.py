@@ -67,6 +67,10 @@ def test_a_tree_of_modules_notices_what_is_replaced_and_keeps_nothing_alive():
     assert not tree.changed(model)
     del model.model.layers[1]
     assert tree.changed(model)
+    model.model.layers[0].mlp.up_proj.added = torch.nn.Linear(1, 1)  # as PEFT puts a second adapter beside the first
+    assert tree.changed(model)
+    assert not tree.changed(model)
+    assert tree.modules == list(model.modules())
     assert tree.changed(copy.deepcopy(model))
 
 

@@ -339,30 +339,30 @@ class ModuleTree:
     Keeps none of them alive."""
 
     def __init__(self) -> None:
-        self._places: list[tuple[ref[nn.Module], str, ref[nn.Module]]] = []
-        self._modules: list[ref[nn.Module]] = []
+        self._places: list[tuple[ref[nn.Module], dict[str, ref[nn.Module]], int]] = []  # children, and names in all
 
     def changed(self, root: nn.Module) -> bool:
         """Whether it is another tree than at the last look, or this is the first."""
-        if self._places and self._places[0][0]() is root and all(itertools.starmap(_is_child, self._places)):
+        if self._places and self._places[0][0]() is root and all(itertools.starmap(_has_children, self._places)):
             return False
-        modules = list(modules_of(root))
-        self._modules = [ref(m) for m in modules]
         self._places = [
-            (ref(m), key, ref(child)) for m in modules for key, child in m._modules.items() if child is not None
+            (ref(m), {key: ref(child) for key, child in m._modules.items() if child is not None}, len(m._modules))
+            for m in modules_of(root)
         ]
         return True
 
     @property
     def modules(self) -> list[nn.Module]:
         """Those of the last look, in the order of `root.modules()`."""
-        return [module for held in self._modules if (module := held()) is not None]
+        return [module for held, *_ in self._places if (module := held()) is not None]
 
 
-def _is_child(parent: ref[nn.Module], key: str, child: ref[nn.Module]) -> bool:
-    holder = parent()
-    found = None if holder is None else holder._modules.get(key)
-    return found is not None and found is child()
+def _has_children(parent: ref[nn.Module], children: dict[str, ref[nn.Module]], names: int) -> bool:
+    held = parent()
+    if held is None or len(held._modules) != names:
+        return False
+    now = held._modules
+    return all((found := now.get(key)) is not None and found is child() for key, child in children.items())
 
 
 def parameters_of(root: nn.Module) -> Iterator[nn.Parameter]:

@@ -1,5 +1,6 @@
 """What the engine is asked for, and what it hands back."""
 
+import copy
 import dataclasses
 import json
 from pathlib import Path
@@ -356,18 +357,24 @@ def test_closing_an_engine_unfreezes_what_vllm_froze_and_nothing_else(ended):
     assert abs(after - while_open) < 1_000  # none of the engine's is among them
 
 
-def test_an_engine_for_conversations_records_steps_that_read_prompts():
-    """On a GPU; an engine on a CPU records nothing."""
+def test_an_engine_for_conversations_records_steps_that_read_prompts(monkeypatch):
+    """On a GPU with FlashAttention 3; an engine on a CPU records nothing."""
+    from vllm.platforms import current_platform
 
-    policy = SimpleNamespace(base=tiny_model())
+    monkeypatch.setattr(
+        type(current_platform), "is_device_capability_family", classmethod(lambda cls, capability: capability == 90)
+    )
+    plain = tiny_model()
 
-    def graphs(needs=("streams",), **options):
+    def graphs(needs=("streams",), model=plain, architecture="Qwen3ForCausalLM", dtype=torch.bfloat16, **options):
         rollout = SimpleNamespace(component=SimpleNamespace(needs=needs))
         session = SimpleNamespace(
-            selection=SimpleNamespace(rollout=rollout), config=SimpleNamespace(router_replay=False), policy=policy
+            selection=SimpleNamespace(rollout=rollout),
+            config=SimpleNamespace(router_replay=False),
+            policy=SimpleNamespace(base=model, architecture=architecture),
         )
         options = VLLMOptions(**{"max_model_len": 1024, "max_num_seqs": 64} | options)
-        return shared_arguments(session, options, torch.bfloat16, cpu=False).get("compilation_config")
+        return shared_arguments(session, options, dtype, cpu=False).get("compilation_config")
 
     wide = graphs()
     assert wide == {"cudagraph_mode": "FULL", "max_cudagraph_capture_size": 512}
@@ -378,3 +385,15 @@ def test_an_engine_for_conversations_records_steps_that_read_prompts():
     assert graphs(enforce_eager=True) is None
     assert graphs(pipeline_parallel_size=2) is None
     assert graphs(speculative_config={"method": "ngram"}) is None
+    for name in ("max_cudagraph_capture_size", "cudagraph_capture_sizes", "optimization_level", "attention_backend"):
+        assert graphs(engine_args={name: None}) is None  # the user's word
+    assert graphs(dtype=torch.float32) is None  # no FlashAttention
+    for architecture in ("Gemma3ForConditionalGeneration", "Mamba2ForCausalLM", "Qwen3NextForCausalLM", "Unknown"):
+        assert graphs(architecture=architecture) is None
+    chunked = copy.deepcopy(plain)
+    chunked.config.attention_chunk_size = 8192  # Llama 4
+    assert graphs(model=chunked) is None
+    monkeypatch.setattr(
+        type(current_platform), "is_device_capability_family", classmethod(lambda cls, capability: capability == 80)
+    )
+    assert graphs() is None  # FlashAttention 2 is recorded with decode steps only

@@ -10,7 +10,7 @@ from trlx_hybrid.errors import did_you_mean
 from trlx_hybrid.weights.merging import parted_head
 from trlx_hybrid.weights.policy import Policy, layer_kinds
 
-from .internals import attention_of, is_latent, unimportable, unquantised
+from .internals import attention_of, is_latent, only_attends, unimportable, unquantised
 from .loader import dummy_load_format
 from .lora import unserved
 from .options import VLLMOptions
@@ -30,6 +30,15 @@ WITHOUT_KV = ("linear_attention", "conv", "moe", "mlp")  # these layers keep a s
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vllm/v1/attention/backends/cpu_attn.py
 CPU_LATENT_SIZE = 576  # vllm/v1/attention/backends/mla/cpu_mla.py
 GRAPH_TOKENS = 512  # of a step that reads prompts: what vLLM takes by itself for 256 sequences and more
+HOPPER = 90  # compute capability
+OF_GRAPHS = {  # of vllm.EngineArgs, and what goes with them
+    "attention_backend",
+    "attention_config",
+    "compilation_config",
+    "cudagraph_capture_sizes",
+    "max_cudagraph_capture_size",
+    "optimization_level",
+}
 WORKSPACE = 6 << 30  # bytes: activations of the profiling run, CUDA graphs and sampling, seen below 4 GiB for 7B
 
 
@@ -186,8 +195,7 @@ def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype,
             arguments["enable_return_routed_experts"] = True
     if options.speculative_config is not None:
         arguments["speculative_config"] = dict(options.speculative_config)
-    rollout = session.selection.rollout
-    if not cpu and rollout is not None and "streams" in rollout.component.needs:
+    if not cpu and records_prompts(session, options, dtype):
         arguments |= _graphs_for_prompts(options, arguments["max_num_batched_tokens"])
     if cpu:
         arguments["worker_cls"] = "trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker"
@@ -206,15 +214,37 @@ def _graphs_for_prompts(options: VLLMOptions, batched_tokens: int) -> dict[str, 
 
     By vLLM's defaults 64 rows and two answers of 40 tokens are more than its largest graph, 128 tokens for 64
     sequences, and where they are less, attention is launched from Python between the layers' graphs: 25 ms and 11 ms,
-    where such a step takes 5 ms as one graph (docs/benchmarks.md). Where an attention kernel cannot be recorded with
-    prompts, vLLM says so and takes its default.
+    where such a step takes 5 ms as one graph (docs/benchmarks.md).
     """
-    if options.enforce_eager or options.speculative_config is not None or options.pipeline_parallel_size > 1:
-        return {}
     graphs: dict[str, Any] = {"cudagraph_mode": "FULL"}
     if options.sequences is not None and 2 * options.sequences < GRAPH_TOKENS:  # else it is vLLM's own choice
         graphs["max_cudagraph_capture_size"] = min(GRAPH_TOKENS, batched_tokens)
     return {"compilation_config": graphs}
+
+
+def records_prompts(session: Session, options: VLLMOptions, dtype: torch.dtype) -> bool:
+    """Whether this run's requests come one by one, and vLLM's attention for its model can be recorded with prompts.
+
+    That is so with FlashAttention 3, which vLLM takes on Hopper for layers that attend and nothing else. With others it
+    is refused (chunked attention), or vLLM would compile for whole graphs and then record none of a step that reads.
+    """
+    from vllm.platforms import current_platform
+
+    rollout, config = session.selection.rollout, session.policy.base.config
+    return (
+        rollout is not None
+        and "streams" in rollout.component.needs
+        and not options.enforce_eager
+        and options.speculative_config is None
+        and options.pipeline_parallel_size == 1
+        and not OF_GRAPHS & options.engine_args.keys()
+        and dtype.itemsize == 2
+        and current_platform.is_device_capability_family(HOPPER)
+        and not is_latent(config)
+        and getattr(config.get_text_config(), "attention_chunk_size", None) is None
+        and layer_kinds(config.get_text_config()) <= {"full_attention", "sliding_attention"}
+        and only_attends(session.policy.architecture)
+    )
 
 
 def serves_scheduler(arguments: dict[str, Any]) -> bool:

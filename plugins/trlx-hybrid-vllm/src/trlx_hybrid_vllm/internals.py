@@ -230,6 +230,18 @@ def unimportable(architecture: str) -> str | None:
     return None
 
 
+def only_attends(architecture: str) -> bool:
+    """Whether vLLM's own class for an architecture of transformers' is a text model whose layers keep no state but keys
+    and values. Not where vLLM has no class of its own."""
+    from vllm import ModelRegistry
+
+    known = ModelRegistry.models.get(architecture)
+    if known is None:
+        return False
+    model = known.inspect_model_cls()
+    return not (model.has_inner_state or model.is_attention_free or model.supports_multimodal)
+
+
 def without_adapters(architecture: str) -> str | None:
     """Why vLLM's own class for an architecture of transformers' has no LoRA slots, or None."""
     from vllm import ModelRegistry

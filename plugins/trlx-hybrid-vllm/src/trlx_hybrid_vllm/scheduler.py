@@ -104,6 +104,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         return (
             not self.kv_holding_waiting
             and not self.scheduler_config.long_prefill_token_threshold
+            and not self.kv_cache_manager.watermark_blocks
             and all(request.status is RequestStatus.WAITING and Row(request).plain for request in first)
             and len(adapters) == 1
         )

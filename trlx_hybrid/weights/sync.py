@@ -106,7 +106,7 @@ class WeightVersions:
         if other:
             weights.forget()
         if self.engine_version == self.version:
-            other |= self._fingerprint != policy.fingerprint(modules)
+            other = other or self._fingerprint != policy.fingerprint(modules)
             if self._ranks.any(other):
                 self.changed()  # and nobody said so
         if self.engine_version == self.version:

@@ -195,7 +195,7 @@ def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype,
             arguments["enable_return_routed_experts"] = True
     if options.speculative_config is not None:
         arguments["speculative_config"] = dict(options.speculative_config)
-    if not cpu and records_prompts(session, options, dtype):
+    if not cpu and _records_prompts(session, options, dtype):
         arguments |= _graphs_for_prompts(options, arguments["max_num_batched_tokens"])
     if cpu:
         arguments["worker_cls"] = "trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker"
@@ -222,7 +222,7 @@ def _graphs_for_prompts(options: VLLMOptions, batched_tokens: int) -> dict[str, 
     return {"compilation_config": graphs}
 
 
-def records_prompts(session: Session, options: VLLMOptions, dtype: torch.dtype) -> bool:
+def _records_prompts(session: Session, options: VLLMOptions, dtype: torch.dtype) -> bool:
     """Whether this run's requests come one by one, and vLLM's attention for its model can be recorded with prompts.
 
     That is so with FlashAttention 3, which vLLM takes on Hopper for layers that attend and nothing else. With others it

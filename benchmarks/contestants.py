@@ -187,15 +187,10 @@ class Hybrid(Contestant):
 
     def _generate_seedless(self, prompts: list[list[int]]) -> list[list[int]]:
         from trlx_hybrid.types import Request
-        from trlx_hybrid_vllm.internals import running
-        from trlx_hybrid_vllm.sampling import sampling_params
-        from trlx_hybrid_vllm.streaming import EngineStream, collect
 
         session = self._trainer.session
-        stream = EngineStream(session.live_engine.llm, sampling_params(session.sampler.sampling))
         requests = [
             Request(prompt_ids=prompt, seed=None, max_tokens=tokens)  # type: ignore[arg-type]
             for prompt, tokens in zip(prompts, self._lengths or (), strict=True)
         ]
-        with running(session.live_engine.dtype):
-            return [c.token_ids for c in collect(stream, requests)]
+        return [c.token_ids for c in session.live_engine.generate(requests, session.sampler.sampling)]

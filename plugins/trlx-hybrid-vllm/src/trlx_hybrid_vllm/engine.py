@@ -32,6 +32,7 @@ from .plugin import untested
 from .rendezvous import address_of_this_host, launcher_environment, told_when_late
 from .routing import RoutingCapture
 from .sampling import sampling_params
+from .sampling_graphs import SamplingGraphs, sampling_graphs
 from .streaming import EngineStream, ReplicaStream, collect
 from .weight_map import Places, WeightMap, refuses_writes, regions
 
@@ -108,6 +109,7 @@ class VLLMEngine:
         internals.keep_expanded_prompts(self.llm)
         self._routes = session.config.router_replay
         self._routing = RoutingCapture(self.llm) if self._routes and returns_no_experts() else None
+        self._graphs: SamplingGraphs | None = None if self.untested else sampling_graphs(self.llm)
         internals.serve_directly(self.llm, weakref.WeakMethod(self._own_requests))
         self.max_model_len: int = self.llm.llm_engine.model_config.max_model_len
         self._asleep: dict[str, int] = {}  # bytes that waking will take, of "weights" and "kv_cache"
@@ -124,7 +126,7 @@ class VLLMEngine:
         self._require_awake()
         requests, mine = self._pooled(list(requests), sampling)
         with internals.running(self.dtype):
-            stream = EngineStream(self.llm, sampling_params(sampling), self.adapter, self._routing)
+            stream = EngineStream(self.llm, sampling_params(sampling), self.adapter, self._routing, self._graphs)
             return collect(stream, requests)[mine]
 
     @contextmanager
@@ -132,7 +134,7 @@ class VLLMEngine:
         """Requests one at a time; the ranks of a replica step together."""
         self._require_awake()
         params = sampling_params(sampling)
-        stream = EngineStream(self.llm, params, self.adapter, self._routing)
+        stream = EngineStream(self.llm, params, self.adapter, self._routing, self._graphs)
         if self.ranks_per_replica > 1:
             self._pooled([], sampling)
             stream = ReplicaStream(self.llm, params, self.adapter, self._replica, self._routing)
@@ -315,7 +317,7 @@ class VLLMEngine:
         """Free the engine and what it made."""
         llm, self.llm = self.llm, None
         if llm is not None:
-            self._map = self._places = self._routing = None
+            self._map = self._places = self._routing = self._graphs = None
             self._latent = []
             self._replica.close()
             kept = internals.PYTHONS_OWN < gc.get_freeze_count() <= self._frozen  # nobody has frozen the engine since
@@ -323,6 +325,7 @@ class VLLMEngine:
 
     def leave(self) -> None:
         """The process ends: see `release_at_exit`."""
+        self._graphs = None
         release_at_exit(self.llm, self._made_default_group)
 
 

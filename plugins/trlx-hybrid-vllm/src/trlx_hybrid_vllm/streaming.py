@@ -34,6 +34,7 @@ from .token_logprobs import without_ranks
 
 if TYPE_CHECKING:
     from .routing import RoutingCapture
+    from .sampling_graphs import SamplingGraphs
 
 
 @dataclass(slots=True)
@@ -75,6 +76,7 @@ class EngineStream:
         params: arguments of `SamplingParams` that the requests share.
         adapter: the LoRARequest that serves all of them, or None.
         routing: what captures the experts of their tokens, where completions are to name them and vLLM does not.
+        graphs: those that choose tokens where the engine's layers are graphs.
 
     Attributes:
         cached_tokens, prompt_tokens: of the requests that finished their prompt: how many tokens came from the prefix
@@ -84,9 +86,14 @@ class EngineStream:
     shared = False
 
     def __init__(
-        self, llm: Any, params: Mapping[str, Any], adapter: Any = None, routing: RoutingCapture | None = None
+        self,
+        llm: Any,
+        params: Mapping[str, Any],
+        adapter: Any = None,
+        routing: RoutingCapture | None = None,
+        graphs: SamplingGraphs | None = None,
     ) -> None:
-        self._llm, self._adapter, self._routing = llm, adapter, routing
+        self._llm, self._adapter, self._routing, self._graphs = llm, adapter, routing, graphs
         self._engine, self._core = llm.llm_engine, llm.llm_engine.engine_core
         self._params = without_placeholders(dict(params), self._engine.vllm_config)
         self._pattern: Any = None
@@ -228,7 +235,10 @@ class EngineStream:
         """Tokens come when a request finishes, with log-probs and nothing else."""
         scheduler.holding = True
         try:
-            with without_ranks(scheduler, self._engine.vllm_config.device_config.device):
+            with (
+                without_ranks(scheduler, self._engine.vllm_config.device_config.device),
+                nullcontext() if self._graphs is None else self._graphs.replaying(),
+            ):
                 yield
         finally:
             scheduler.holding = False

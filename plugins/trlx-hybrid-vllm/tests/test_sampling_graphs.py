@@ -1,0 +1,152 @@
+"""Tokens that graphs choose are those that vLLM chooses: its second model runner, with calls in the
+place of CUDA graphs, in Triton's interpreter where there is no GPU."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+from interpreting import interpreted
+
+ENGINE = """
+import os, tempfile, vllm.triton_utils
+vllm.triton_utils.HAS_TRITON = True
+os.environ |= {"VLLM_USE_V2_MODEL_RUNNER": "1", "HF_HUB_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "ERROR"}
+
+from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+from trlx_hybrid.types import Request, Sampling
+from trlx_hybrid_vllm import internals, sampling_graphs, token_logprobs
+from trlx_hybrid_vllm.engine import shut_down
+from trlx_hybrid_vllm.rendezvous import launcher_environment
+from trlx_hybrid_vllm.sampling import sampling_params
+from trlx_hybrid_vllm.streaming import EngineStream, collect
+from vllm import LLM
+
+ROWS = 6
+folder, model = tempfile.mkdtemp(), tiny_model()
+model.config.architectures = ["Qwen3ForCausalLM"]
+model.save_pretrained(folder)
+character_tokenizer().save_pretrained(folder)
+with launcher_environment(0, 0, 1), internals.running(torch.float32):
+    llm = LLM(
+        model=folder, dtype="float32", enforce_eager=True, kv_cache_memory_bytes=1 << 21, block_size=32,
+        max_num_seqs=ROWS, max_model_len=96, distributed_executor_backend="external_launcher",
+        worker_cls="vllm.v1.worker.cpu_worker.CPUWorker", logprobs_mode="processed_logprobs",
+        scheduler_cls="trlx_hybrid_vllm.scheduler.DecodeScheduler",
+    )
+runner = llm.llm_engine.model_executor.driver_worker.model_runner
+assert not sampling_graphs.serves(llm) and sampling_graphs.sampling_graphs(llm) is None  # its layers are no graphs
+
+# What graphs of the layers leave behind: states that stay where they are, and rows that are not there, with no numbers.
+runner.cudagraph_manager.hidden_states = torch.full((ROWS, model.config.hidden_size), float("nan"))
+runner.cudagraph_manager.graphs = {size: None for size in (1, 2, 4, ROWS)}
+assert sampling_graphs.serves(llm)
+stock = runner.sample_tokens
+
+def sample_tokens(grammar):
+    state = runner.execute_model_state
+    if state is not None and len(state.hidden_states) <= ROWS and not state.input_batch.has_prefill:
+        kept = runner.cudagraph_manager.hidden_states.fill_(float("nan"))[: len(state.hidden_states)]
+        runner.execute_model_state = state._replace(hidden_states=kept.copy_(state.hidden_states))
+    return stock(grammar)
+
+runner.sample_tokens = sample_tokens
+recorded = []
+with torch.inference_mode():
+    graphs = sampling_graphs.SamplingGraphs(
+        runner, (1, 2, 4, ROWS), lambda step: recorded.append(step) or torch.inference_mode()(step)
+    )
+    assert [step.args for step in recorded] == [(ROWS,), (4,), (2,), (1,)]  # so that the largest makes room for others
+    assert graphs.apart() <= sampling_graphs.EXACT
+    runner.cudagraph_manager.hidden_states.fill_(float("nan"))
+
+TOKENS = 7, 4, 6, 7, 3, 5, 7, 1, 6
+
+def requests(count):
+    return [Request(prompt_ids=[3, 4 + i, 5], seed=i * 7919, max_tokens=TOKENS[i]) for i in range(count)]
+
+def sampled(count, with_graphs, **changes):
+    sampling = Sampling(**{"max_tokens": 7, "logprobs": 0} | changes)
+    before, runner_sample = graphs.replayed, runner.sample
+    with internals.running(torch.float32):
+        stream = EngineStream(llm, sampling_params(sampling), graphs=graphs if with_graphs else None)
+        found = collect(stream, requests(count))
+    assert runner.sample == runner_sample and "add_request" not in vars(runner.sampler)
+    return found, graphs.replayed - before
+
+def same(count, **changes):
+    expected, none = sampled(count, False, **changes)
+    found, replayed = sampled(count, True, **changes)
+    assert none == 0
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine.token_ids, mine.finish_reason) == (theirs.token_ids, theirs.finish_reason)
+        values = [torch.tensor(sum(each.logprobs, [])) for each in (mine, theirs)]
+        torch.testing.assert_close(*values, atol=1e-6, rtol=1e-6)
+        assert mine.logprob_token_ids == theirs.logprob_token_ids
+    return replayed
+"""
+
+DECODING = """
+forever = {"ignore_eos": True}
+for count in (1, 3, 5):  # some are padded
+    assert same(count, extra=forever) == 6, count  # the first tokens come with the prompts
+assert 0 < same(9, extra=forever) < 12  # more than there are places for: prompts come in between
+assert same(5, temperature=0.0, extra=forever) == 6
+assert same(3) and same(2) and same(6)  # parameters of the run before are none of this one's
+print("as vLLM decodes")
+"""
+
+OTHERWISE = """
+for changes in ({"temperature": 0.7}, {"min_p": 0.1}, {"repetition_penalty": 1.3},
+                {"extra": {"min_tokens": 7}}, {"extra": {"logit_bias": {7: 3.0}}}, {"logprobs": 2}):
+    assert same(3, **changes) == 0, changes
+assert same(3) > 0
+
+sampling = sampling_params(Sampling(max_tokens=12, logprobs=0))
+mixed = [Request(prompt_ids=[3, 4 + i, 5], seed=i) for i in range(4)]
+def together(with_graphs):  # one row of four asks for more
+    stream = EngineStream(llm, sampling, graphs=graphs if with_graphs else None)
+    with internals.running(torch.float32), stream.open():
+        keys = [stream.add(request) for request in mixed]
+        done = {}
+        for _ in range(2):
+            done.update(stream.step(True)[0])
+        before = graphs.replayed
+        stream._params["min_p"] = 0.2
+        stream._pattern = None
+        keys.append(stream.add(Request(prompt_ids=[9, 9, 9], seed=5, max_tokens=2)))
+        for _ in range(3):
+            done.update(stream.step(True)[0])
+        between = graphs.replayed - before
+        while len(done) < len(keys):
+            done.update(stream.step(True)[0])
+        return [done[key].token_ids for key in keys], between, graphs.replayed - before
+expected, found = together(False), together(True)
+assert found[0] == expected[0]
+assert found[1] <= 1 and found[2] > 2, found  # none while that row samples, and again when it is done
+print("other steps are vLLM's")
+"""
+
+ENGINES_THAT_ARE_NOT_SERVED = """
+from unittest.mock import patch
+config = llm.llm_engine.vllm_config.parallel_config
+sampler = runner.sampler
+for owner, name, value in (
+    (config, "world_size", 2), (runner, "speculator", object()), (runner, "batch_sharder", object()),
+    (runner, "pcp_manager", object()), (sampler, "trace_replay_state", object()), (sampler, "compute_nans", True),
+    (sampler, "logprobs_mode", "raw_logits"), (sampler, "return_sampling_mask", True),
+    (sampler, "logits_processors", [*sampler.logits_processors, object()]),
+    (runner.cudagraph_manager, "graphs", {}), (runner.cudagraph_manager, "hidden_states", None),
+    (runner, "sampler", object()), (runner, "cudagraph_manager", None),
+):
+    with patch.object(owner, name, value):
+        assert not sampling_graphs.serves(llm), name
+assert sampling_graphs.serves(llm)
+print("other engines are vLLM's")
+"""
+
+
+def test_they_are_vllms():
+    said, errors = interpreted(ENGINE + DECODING + OTHERWISE + ENGINES_THAT_ARE_NOT_SERVED)
+    assert said.splitlines()[-3:] == ["as vLLM decodes", "other steps are vLLM's", "other engines are vLLM's"], errors[
+        -4000:
+    ]

@@ -317,15 +317,21 @@ class VLLMEngine:
         """Free the engine and what it made."""
         llm, self.llm = self.llm, None
         if llm is not None:
-            self._map = self._places = self._routing = self._graphs = None
+            self._map = self._places = self._routing = None
+            self._forget_sampling_graphs()
             self._latent = []
             self._replica.close()
             kept = internals.PYTHONS_OWN < gc.get_freeze_count() <= self._frozen  # nobody has frozen the engine since
             shut_down(llm, self._made_default_group, self.peers_lost, kept)
 
+    def _forget_sampling_graphs(self) -> None:
+        graphs, self._graphs = self._graphs, None
+        if graphs is not None:
+            graphs.close()
+
     def leave(self) -> None:
         """The process ends: see `release_at_exit`."""
-        self._graphs = None
+        self._forget_sampling_graphs()
         release_at_exit(self.llm, self._made_default_group)
 
 

@@ -1,23 +1,20 @@
-"""The half of a decode step that chooses tokens, as one CUDA graph for each number of rows.
+"""What follows the layers in a decode step, as one CUDA graph for each number of rows.
 
 vLLM 0.31 replays a model's layers as a graph, and launches some twelve kernels from Python behind it: the head, noise,
-the choice, its log-prob, what the next step reads of it. Where a host is slow that takes 1.1 ms of a decode step of
+the choice of a token, its log-prob, what the next step reads of it. Where a host is slow that takes 1.1 ms of a step of
 2.8 ms, for which the GPU needs 2.4 ms (Qwen2's shape of 1.5B, 64 rows, one H100), and the GPU waits. Here they are
-captured once, when the engine is built, for the numbers of rows for which the layers were; rows that are not there are
-passed over.
+captured when the engine is built, for the numbers of rows for which the layers were; padded rows change nothing.
 
 A step is replayed where every row decodes one token behind a graph of the layers, at temperature 1 or 0, and nothing is
-asked for but the sampled tokens' log-probs. Any other step is vLLM's own.
+asked for but sampled tokens, and at most their log-probs. Any other step is vLLM's own.
 """
 
 from __future__ import annotations
 
 import bisect
 import functools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -25,28 +22,35 @@ from torch import Tensor
 from .internals import may_replace
 from .token_logprobs import EXACT, equal_to_vllm, token_logprobs
 
-NOBODY = -1
-"""Index of a row that is not there, which vLLM's kernels pass over."""
+PADDED = -1
+"""In the place of a request's index: vLLM's kernels pass over such a row."""
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 """Captures a function that launches kernels, and returns what replays it."""
 
 
 def sampling_graphs(llm: Any) -> SamplingGraphs | None:
-    """The graphs of an engine that was just built; None on a CPU, without graphs of the layers, where the engine does
-    more between the layers and the next step than is captured here, and where a first comparison shows other values."""
+    """The graphs of an engine that was just built, in their place.
+
+    None on a CPU, without graphs of the layers, and where the engine does more between the layers and the next step
+    than is captured here. Where they cannot be captured, or compute other values than vLLM, that is logged.
+    """
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
     if runner.device.type != "cuda" or not serves(llm) or not equal_to_vllm(runner.device):
         return None
-    sizes = {layers.num_tokens for layers in runner.cudagraph_manager.graphs}
-    made: list[SamplingGraphs] = []
+    sizes = {min(layers.num_tokens, runner.max_num_reqs) for layers in runner.cudagraph_manager.graphs}
+    graphs = SamplingGraphs(runner, sorted(sizes))
 
-    def apart() -> float:
+    def difference() -> float:
         with torch.inference_mode():
-            made.append(SamplingGraphs(runner, sorted(sizes), capturing(runner.device, runner.cudagraph_manager.pool)))
-            return made[0].apart()
+            graphs.capture(capturing(runner.device))
+            return graphs.largest_difference()
 
-    return made[0] if may_replace("Sampled tokens are", apart, EXACT) else None
+    if not may_replace("Sampled tokens are", difference, EXACT):
+        graphs.close()
+        return None
+    graphs.install()
+    return graphs
 
 
 def serves(llm: Any) -> bool:
@@ -56,13 +60,14 @@ def serves(llm: Any) -> bool:
     from vllm.v1.worker.gpu.model_states.interface import ModelState
     from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-    runner = llm.llm_engine.model_executor.driver_worker.model_runner
+    config, runner = llm.llm_engine.vllm_config, llm.llm_engine.model_executor.driver_worker.model_runner
     if not isinstance(runner, GPUModelRunner) or type(runner.sampler) is not Sampler:
         return False
     sampler, layers = runner.sampler, runner.cudagraph_manager
     parts = (runner.speculator, runner.rejection_sampler, runner.batch_sharder, runner.pcp_manager, runner.pp_handler)
     return (
-        llm.llm_engine.vllm_config.parallel_config.world_size == 1
+        config.parallel_config.world_size == 1
+        and not config.model_config.is_multimodal_model  # its requests bias the tokens that stand for images
         and layers is not None
         and bool(layers.graphs)
         and isinstance(layers.hidden_states, Tensor)
@@ -77,32 +82,60 @@ def serves(llm: Any) -> bool:
 
 
 class SamplingGraphs:
-    """Takes the place of a model runner's `sample` and `postprocess_sampled`, inside `replaying`.
+    """Takes the place of a model runner's `sample` and `postprocess_sampled`, from `install` on.
 
     Args:
         runner: vLLM's second model runner, its layers' graphs captured, of an engine that `serves`.
-        sizes: numbers of rows, ascending.
-        capture: called with the largest size first.
+        sizes: numbers of rows, ascending, none above the engine's most.
 
     Attributes:
+        active: replay steps. Off where others than this package read what the engine returns: token ids stand where
+            vLLM has the ranks of sampled tokens.
         replayed: how many steps were.
     """
 
-    def __init__(self, runner: Any, sizes: Sequence[int], capture: Capture) -> None:
+    def __init__(self, runner: Any, sizes: Sequence[int]) -> None:
+        self.active = False
+        self.replayed = 0
         self._runner, self._sampler = runner, runner.sampler
+        self._sizes = list(sizes)
+        self._replay: dict[int, Callable[[], None]] = {}
         self._hidden: Tensor = runner.cudagraph_manager.hidden_states  # (tokens, hidden), where the layers leave them
-        self._sizes = [size for size in sizes if size <= min(runner.max_num_reqs, len(self._hidden))]
         empty = functools.partial(torch.empty, runner.max_num_reqs, device=runner.device)
-        self._rows = empty(dtype=torch.int32).fill_(NOBODY)  # each row's place among vLLM's requests
-        self._seeds = empty(dtype=torch.int64).zero_()  # by place, as the next
-        self._temperature = empty(dtype=torch.float32).zero_()
+        self._rows = empty(dtype=torch.int64).fill_(PADDED)  # each row's index among vLLM's requests
+        self._seeds = empty(dtype=torch.int64).zero_()  # by such an index
+        self._temperature = empty(dtype=torch.float32).zero_()  # by such an index
         self._tokens = empty(dtype=torch.int64).zero_()
         self._logprobs = empty(dtype=torch.float32).zero_()
         self._ones = empty(dtype=torch.int32).fill_(1)
         self._zeros = empty(dtype=torch.int32).zero_()
-        self._seen: tuple[bytes, bool] | None = None  # the places of the last step's rows, and whether those are plain
+        self._replaying = False  # the step that is under way
+        self._staged = True  # requests were added since vLLM last copied their parameters
+        self._last_rows = b""  # those of the last step
+        self._served = False  # whether they ask for nothing else
+        self._scored = False  # and for log-probs
+        self._stock = runner.sample, runner.postprocess_sampled
+        self._stock_sampler = runner.sampler.add_request, runner.sampler.apply_staged_writes
+
+    def capture(self, capture: Capture) -> None:
+        """Capture all sizes, the largest first, so that its memory serves the others."""
         self._replay = {size: capture(functools.partial(self._step, size)) for size in reversed(self._sizes)}
-        self.replayed = 0
+
+    def install(self) -> None:
+        """Take the methods' place."""
+        self._runner.sample, self._runner.postprocess_sampled = self._sample, self._postprocess_sampled
+        self._sampler.add_request, self._sampler.apply_staged_writes = self._add_request, self._apply_staged_writes
+
+    def close(self) -> None:
+        """Free the graphs, and leave the runner as it was."""
+        self.active = False
+        self._replay.clear()
+        for owner, names in (
+            (self._runner, ("sample", "postprocess_sampled")),
+            (self._sampler, ("add_request", "apply_staged_writes")),
+        ):
+            for name in names:
+                vars(owner).pop(name, None)
 
     def _step(self, size: int) -> None:
         """What is captured: from the layers' output to the tokens, and to what the next step reads of them."""
@@ -111,7 +144,7 @@ class SamplingGraphs:
 
         states, buffers, rows = self._runner.req_states, self._runner.input_buffers, self._rows[:size]
         logits = self._runner.model.compute_logits(self._hidden[:size])
-        chosen = gumbel_sample(
+        sampled = gumbel_sample(
             logits,
             rows,
             self._temperature,
@@ -122,7 +155,7 @@ class SamplingGraphs:
             use_fp64=self._sampler.use_fp64_gumbel,
         )
         tokens = self._tokens[:size]
-        torch.clamp(chosen, max=logits.shape[1] - 1, out=tokens)  # rows that are not there may hold no numbers
+        torch.clamp(sampled, max=logits.shape[1] - 1, out=tokens)  # a padded row's logits may be NaN
         self._logprobs[:size].copy_(token_logprobs(logits, tokens))
         post_update(
             rows,
@@ -137,10 +170,9 @@ class SamplingGraphs:
             states.total_len.gpu,
         )
 
-    def apart(self) -> float:
-        """The largest difference from vLLM's own, in nats, of random states for which both take a likeliest token.
-
-        Only before any request was served."""
+    def largest_difference(self) -> float:
+        """From vLLM's own log-probs, and of the sampled tokens from the likeliest, in nats: of random hidden states in
+        padded rows, which are sampled at temperature 0. Only before any request was served."""
         from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
         generator, largest = torch.Generator(self._hidden.device).manual_seed(0), 0.0
@@ -149,48 +181,28 @@ class SamplingGraphs:
             logits = self._runner.model.compute_logits(self._hidden[:size])
             self._replay[size]()
             theirs = compute_token_logprobs(logits, tokens := self._tokens[:size, None])[:, 0]
-            short = logits.amax(dim=1) - logits.gather(1, tokens)[:, 0]
-            largest = max(largest, float(((theirs - self._logprobs[:size]).abs() + short).max()))
+            less = logits.amax(dim=1) - logits.gather(1, tokens)[:, 0]
+            largest = max(largest, float(((theirs - self._logprobs[:size]).abs() + less).max()))
         return largest
 
-    @contextmanager
-    def replaying(self) -> Iterator[None]:
-        """Inside, steps are replayed that can be."""
-        runner, sampler = self._runner, self._sampler
-        sample, postprocess = runner.sample, runner.postprocess_sampled
-        add, apply = sampler.add_request, sampler.apply_staged_writes
-        replayed, staged = False, True
+    # --- in the place of vLLM's methods -----------------------------------------------------------------------------
 
-        def choose(hidden: Tensor, batch: Any, grammar: Any) -> Any:
-            nonlocal replayed
-            replayed = grammar is None and self._decodes(hidden, batch) and self._take_seats(batch)
-            return self._chosen(batch.num_reqs) if replayed else sample(hidden, batch, grammar)
+    def _sample(self, hidden: Tensor, batch: Any, grammar: Any) -> Any:
+        self._replaying = self.active and grammar is None and self._decodes(hidden, batch) and self._serves_rows(batch)
+        return self._sampled(batch.num_reqs) if self._replaying else self._stock[0](hidden, batch, grammar)
 
-        def update(*args: Any, **kwargs: Any) -> None:
-            if not replayed:
-                postprocess(*args, **kwargs)
+    def _postprocess_sampled(self, *args: Any, **kwargs: Any) -> None:
+        if not self._replaying:  # else the graph has
+            self._stock[1](*args, **kwargs)
 
-        def add_request(*args: Any, **kwargs: Any) -> None:
-            nonlocal staged
-            staged, self._seen = True, None
-            add(*args, **kwargs)
+    def _add_request(self, *args: Any, **kwargs: Any) -> None:
+        self._staged, self._last_rows = True, b""
+        self._stock_sampler[0](*args, **kwargs)
 
-        def apply_staged_writes() -> None:  # vLLM copies all its parameters with each step, new or not
-            nonlocal staged
-            if staged:
-                apply()
-            staged = False
-
-        self._seen = None
-        with ExitStack() as stack:
-            for owner, name, own in (
-                (runner, "sample", choose),
-                (runner, "postprocess_sampled", update),
-                (sampler, "add_request", add_request),
-                (sampler, "apply_staged_writes", apply_staged_writes),
-            ):
-                stack.enter_context(patch.object(owner, name, own))
-            yield
+    def _apply_staged_writes(self) -> None:
+        if self._staged:  # vLLM copies the parameters of all requests in each step, new ones or not
+            self._stock_sampler[1]()
+        self._staged = False
 
     def _decodes(self, hidden: Tensor, batch: Any) -> bool:
         """Whether every row decodes one token, behind a graph of the layers."""
@@ -201,30 +213,33 @@ class SamplingGraphs:
             and not batch.num_draft_tokens
         )
 
-    def _take_seats(self, batch: Any) -> bool:
-        """Bring the rows' parameters where the graphs read them, if they changed; returns whether all are plain."""
-        places = batch.idx_mapping_np.tobytes()
-        if self._seen is None or self._seen[0] != places:
+    def _serves_rows(self, batch: Any) -> bool:
+        """Whether the rows ask for nothing else. What they ask is brought where the graphs read it, if it changed."""
+        rows = batch.idx_mapping_np.tobytes()
+        if self._last_rows != rows:
             asked = self._sampler.get_logprobs_dims(batch.idx_mapping_np)
             processed = self._sampler.needs_logits_processing[batch.idx_mapping_np].any()
-            self._seen = places, asked == (0, 0) and not processed
-            self._rows.fill_(NOBODY)
+            self._served, self._scored = asked in (None, (0, 0)) and not processed, asked is not None
+            self._rows.fill_(PADDED)
             self._rows[: batch.num_reqs].copy_(batch.idx_mapping)
             self._seeds.copy_(self._sampler.sampling_states.seeds.gpu)
             self._temperature.copy_(self._sampler.sampling_states.temperature.gpu)
-        return self._seen[1]
+            self._last_rows = rows
+        return self._served
 
-    def _chosen(self, count: int) -> Any:
+    def _sampled(self, count: int) -> Any:
         from vllm.v1.outputs import LogprobsTensors
         from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
         self._replay[self._sizes[bisect.bisect_left(self._sizes, count)]]()
         self.replayed += 1
-        tokens, logprobs = self._tokens[:count].clone(), self._logprobs[:count].clone()  # the next step writes there
-        ids = tokens[:, None]
+        tokens, scores = self._tokens[:count].clone(), None  # the next step writes there
+        if self._scored:
+            logprobs = self._logprobs[:count].clone()
+            scores = LogprobsTensors(tokens[:, None], logprobs[:, None], selected_token_ranks=tokens)  # see `active`
         output = SamplerOutput(
-            sampled_token_ids=ids,
-            logprobs_tensors=LogprobsTensors(ids, logprobs[:, None], selected_token_ranks=tokens),
+            sampled_token_ids=tokens[:, None],
+            logprobs_tensors=scores,
             num_nans=None,
             num_sampled=self._ones[:count],
             num_rejected=self._zeros[:count],
@@ -232,19 +247,19 @@ class SamplingGraphs:
         return output, output.num_sampled, output.num_rejected
 
 
-def capturing(device: torch.device, pool: Any) -> Capture:
-    """CUDA graphs in memory that graphs share which run one after the other.
-
-    Args:
-        pool: torch's handle of that memory.
-    """
+def capturing(device: torch.device) -> Capture:
+    """CUDA graphs that share memory of their own, since one runs after the other. They are warmed up and captured on a
+    stream of their own, whose cuBLAS workspace they keep."""
+    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
 
     def capture(step: Callable[[], None]) -> Callable[[], None]:
-        step()  # compiles, and lets cuBLAS take its memory
-        torch.cuda.synchronize(device)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):  # left even where a capture fails
             step()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+                step()
+        torch.cuda.current_stream(device).wait_stream(stream)
         return graph.replay
 
     return capture

@@ -76,7 +76,7 @@ class EngineStream:
         params: arguments of `SamplingParams` that the requests share.
         adapter: the LoRARequest that serves all of them, or None.
         routing: what captures the experts of their tokens, where completions are to name them and vLLM does not.
-        graphs: those that choose tokens where the engine's layers are graphs.
+        graphs: of what follows the layers in a decode step, where the engine has them.
 
     Attributes:
         cached_tokens, prompt_tokens: of the requests that finished their prompt: how many tokens came from the prefix
@@ -234,14 +234,15 @@ class EngineStream:
     def _holding(self, scheduler: Any) -> Iterator[None]:
         """Tokens come when a request finishes, with log-probs and nothing else."""
         scheduler.holding = True
+        if self._graphs is not None:
+            self._graphs.active = True
         try:
-            with (
-                without_ranks(scheduler, self._engine.vllm_config.device_config.device),
-                nullcontext() if self._graphs is None else self._graphs.replaying(),
-            ):
+            with without_ranks(scheduler, self._engine.vllm_config.device_config.device):
                 yield
         finally:
             scheduler.holding = False
+            if self._graphs is not None:
+                self._graphs.active = False
 
 
 def collect(stream: EngineStream, requests: Iterable[Request]) -> list[Completion]:

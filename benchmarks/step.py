@@ -66,6 +66,8 @@ HYBRID: dict[str, Any] = {
     "plugin_options": {"training": {"lora_layers": True}},
 }
 Splits = dict[str, dict[str, float]]
+Turn = tuple[list[Timed], list[dict[str, float]], str]
+"""Its steps, the spans of those that are measured, and the weight path of ours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,22 +108,17 @@ def measure(
             profiled = bool(profiles) and name == "hybrid" and turn == turns.rounds - 1
             begun = turns.steps + profiled + 1  # the last one only begins
             build = functools.partial(trainer, name, folder, scale, begun)
-            started = time.perf_counter()
-            worker, fitting, first = first_that_fits(build, variants[name])
-            variants[name] = [fitting]
-            with worker:
-                print(f"{case}: {name} built and warm in {time.perf_counter() - started:.0f} s", flush=True)
-                lengths[0][f"{name} {turn}"] = first.result
-                for step in range(1, turns.steps):
-                    timed: Timed = worker.call("step", step, seconds=STEP_SECONDS)
-                    lengths[step][f"{name} {turn}"] = timed.result
-                    if step >= turns.warmup:
-                        seconds[name].append(timed.seconds)
-                        splits[name].append(worker.call("split", seconds=STEP_SECONDS))
-                if name == "hybrid":
-                    path = worker.call("engine_weights", seconds=STEP_SECONDS)
-                if profiled:
-                    worker.call("profiled", turns.steps, f"{profiles}/{case}", seconds=STEP_SECONDS)
+            take = functools.partial(
+                take_turn, case=case, turns=turns, profile=f"{profiles}/{case}" if profiled else None
+            )
+            fitting, (steps, parts, weights) = first_that_fits(build, variants[name], take)
+            variants[name], path = [fitting], weights or path
+            for step, timed in enumerate(steps):
+                lengths[step][f"{name} {turn}"] = timed.result
+            seconds[name] += [timed.seconds for timed in steps[turns.warmup :]]
+            splits[name] += parts
+            took = ", ".join(f"{timed.seconds:.2f}" for timed in steps[turns.warmup :])
+            print(f"{case}: {name} took {took} s", flush=True)  # all that is left of a run that is cut
     for step, found in enumerate(lengths):
         check_equal(found, step)
     measured = [Measurement(name, tuple(values), case) for name, values in seconds.items()]
@@ -131,6 +128,27 @@ def measure(
     told = [f"{m.arm} {m.median:.2f} s, training {spans[f'{m.arm} {case}']['training']:.2f} s" for m in measured]
     print(f"{case}: {'; '.join(told)}; weights={path}; tuned: {settings}", flush=True)
     return measured, spans, settings
+
+
+def take_turn(worker: Worker, case: str, turns: Turns, profile: str | None) -> Turn:
+    """All steps of one turn.
+
+    Args:
+        profile: where one step more is to leave what its training half was made of.
+    """
+    started = time.perf_counter()
+    wait_until_built([worker], BUILD_SECONDS)
+    steps: list[Timed] = [worker.call("step", 0, seconds=STEP_SECONDS)]
+    print(f"{case}: {worker.name} built and warm in {time.perf_counter() - started:.0f} s", flush=True)
+    splits = []
+    for step in range(1, turns.steps):
+        steps.append(worker.call("step", step, seconds=STEP_SECONDS))
+        if step >= turns.warmup:
+            splits.append(worker.call("split", seconds=STEP_SECONDS))
+    path = worker.call("engine_weights", seconds=STEP_SECONDS) if worker.name == "hybrid" else ""
+    if profile:
+        worker.call("profiled", turns.steps, profile, seconds=STEP_SECONDS)
+    return steps, splits, path
 
 
 def trainer(name: str, folder: str, scale: Scale, steps: int, variant: Variant) -> Worker:
@@ -143,21 +161,20 @@ def tuned_variant(kind: str, sleep: bool, checkpointing: bool) -> Variant:
     return dataclasses.replace(KINDS[kind], sleep=sleep, checkpointing=checkpointing, detokenize=False)
 
 
-def first_that_fits(build: Callable[[Variant], Worker], variants: Sequence[Variant]) -> tuple[Worker, Variant, Timed]:
-    """A trainer that was built and has taken a step, which of the variants it is, and the step.
+def first_that_fits(
+    build: Callable[[Variant], Worker], variants: Sequence[Variant], take: Callable[[Worker], Turn]
+) -> tuple[Variant, Turn]:
+    """The first of the variants that has memory for a whole turn, and the turn.
 
     Raises:
         WorkerError: not even the last one fits, or one failed for another reason than memory. No process is left.
     """
     for number, variant in enumerate(variants, 1):
-        worker = build(variant)
         try:
-            wait_until_built([worker], BUILD_SECONDS)
-            return worker, variant, worker.call("step", 0, seconds=STEP_SECONDS)
-        except BaseException as error:
-            worker.__exit__(type(error), error, None)
-            full = isinstance(error, WorkerError) and any(text in str(error) for text in OUT_OF_MEMORY)
-            if not full or number == len(variants):
+            with build(variant) as worker:
+                return variant, take(worker)
+        except WorkerError as error:
+            if number == len(variants) or not any(text in str(error) for text in OUT_OF_MEMORY):
                 raise
     raise ValueError("There is no variant to be built.")
 

@@ -165,7 +165,7 @@ def test_a_setting_that_does_not_fit_is_told_from_one_that_fails(text, tries):
         return built[-1]
 
     with pytest.raises(WorkerError, match=text):
-        step.first_that_fits(build, [Variant(), Variant(sleep=True)])
+        step.first_that_fits(build, [Variant(), Variant(sleep=True)], lambda worker: worker.call("step", 0, seconds=60))
     assert len(built) == tries
     assert not any(worker._process.is_alive() for worker in built)
 

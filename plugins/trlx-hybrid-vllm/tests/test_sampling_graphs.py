@@ -50,14 +50,20 @@ def sample_tokens(grammar):
     return stock(grammar)
 
 runner.sample_tokens = sample_tokens
-captured = []
-with torch.inference_mode():
-    graphs = sampling_graphs.SamplingGraphs(runner, (1, 2, 4, ROWS))
-    graphs.capture(lambda step: captured.append(step) or torch.inference_mode()(step))
-    assert [step.args for step in captured] == [(ROWS,), (4,), (2,), (1,)]
-    assert graphs.largest_difference() <= sampling_graphs.EXACT
-    runner.cudagraph_manager.hidden_states.fill_(float("nan"))
-graphs.install()
+def call(step):
+    captured.append(step.args)
+    return torch.inference_mode()(step)
+
+def fails(step):
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+captured, made = [], lambda: sampling_graphs.SamplingGraphs(runner, (1, 2, 4, ROWS))
+assert sampling_graphs.compared(made(), fails) is None  # logged, and all is as it was
+assert sampling_graphs.compared(made(), lambda step: lambda: None) is None  # a replay that computes nothing
+assert "sample" not in vars(runner) and "add_request" not in vars(runner.sampler)
+graphs = sampling_graphs.compared(made(), call)
+assert captured == [(ROWS,), (4,), (2,), (1,)]
+runner.cudagraph_manager.hidden_states.fill_(float("nan"))
 
 TOKENS = 5, 4, 3, 5, 2, 5, 4, 1, 3
 

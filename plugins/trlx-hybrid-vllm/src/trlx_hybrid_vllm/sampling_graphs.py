@@ -39,11 +39,15 @@ def sampling_graphs(llm: Any) -> SamplingGraphs | None:
     if runner.device.type != "cuda" or not serves(llm) or not equal_to_vllm(runner.device):
         return None
     sizes = {min(layers.num_tokens, runner.max_num_reqs) for layers in runner.cudagraph_manager.graphs}
-    graphs = SamplingGraphs(runner, sorted(sizes))
+    return compared(SamplingGraphs(runner, sorted(sizes)), capturing(runner.device))
+
+
+def compared(graphs: SamplingGraphs, capture: Capture) -> SamplingGraphs | None:
+    """Captured and installed, or None with all as it was."""
 
     def difference() -> float:
         with torch.inference_mode():
-            graphs.capture(capturing(runner.device))
+            graphs.capture(capture)
             return graphs.largest_difference()
 
     if not may_replace("Sampled tokens are", difference, EXACT):

@@ -2,18 +2,22 @@
 
 import itertools
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 import trl
 import trlx_hybrid
+from torch import nn
 from transformers import TrainerCallback
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from trl import RLOOConfig
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.session import Session
 from trlx_hybrid.testing.launched import FSDP2
 from trlx_hybrid.testing.processes import rank_reports
+from trlx_hybrid.trl.scoring import in_training
 from trlx_hybrid_training.options import PackedOptions
 from trlx_hybrid_training.recomputation import SHARE, WORKSPACE
 from trlx_hybrid_training.scoring import Packed
@@ -89,6 +93,32 @@ def test_more_memory_lets_more_of_them_share_a_pass(compared, noisy, passes, mon
     for _, step in itertools.groupby(counts, key=lambda found: found[0]):
         rising = [count for _, _, count in step]
         assert rising == sorted(rising)
+
+
+def test_a_pass_that_computes_several_puts_layers_in_training_mode_once(compared, noisy, passes, monkeypatch):
+    entered, stock = [], Qwen3DecoderLayer.train
+
+    def train(self, mode=True):
+        if mode:
+            entered.append(self)
+        return stock(self, mode)
+
+    monkeypatch.setattr(Qwen3DecoderLayer, "train", train)
+    compared(GRPO, JOINED, noisy, **STEPS)
+    of_each = list(Counter(map(id, entered)).values())  # TRL's, then ours
+    served = sum(count - 1 for count in passes)
+    assert served > 0
+    assert set(of_each[len(of_each) // 2 :]) == {of_each[0] - served}
+
+
+def test_a_model_that_left_training_mode_is_put_back():
+    model = nn.Sequential(nn.Linear(1, 1))
+    with in_training(model):
+        model[0].eval()
+        assert not model.train()[0].training  # nothing is called that would read it
+        model.eval()
+        assert model.train()[0].training
+    assert "train" not in vars(model)
 
 
 @pytest.mark.parametrize(

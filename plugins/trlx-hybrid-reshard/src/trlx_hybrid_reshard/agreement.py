@@ -94,11 +94,12 @@ class Agreement:
         values = torch.tensor([*numbers, *(~n for n in numbers), flag], dtype=torch.int64)  # ~n falls as n rises
         self._enter()
         own = values.clone()  # gloo's threads write to the other from now on
+        began = time.monotonic()  # before gloo's own deadline does, or its end would be taken for a death
         meeting = dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group, async_op=True)
         event = None
         if self._fast is not None:
             values, event = self._on_device(own)
-        self._wait(what, meeting, event)
+        self._wait(what, began, meeting, event)
         most, least, (raised,) = torch.split(values, [len(numbers), len(numbers), 1])
         return bool((most == ~least).all()), bool(raised)
 
@@ -123,13 +124,16 @@ class Agreement:
         back.copy_(there, non_blocking=True)
         return back, torch.cuda.current_stream(device).record_event()
 
-    def _wait(self, what: str, meeting: Any, event: torch.cuda.Event | None) -> None:
-        """Until the event, or without one until all ranks have met. `meeting` fails where one has died.
+    def _wait(self, what: str, began: float, meeting: Any, event: torch.cuda.Event | None) -> None:
+        """Until the event, or without one until all ranks have met. `meeting` fails where one has died, and at the
+        deadline.
+
+        Args:
+            began: seconds of `time.monotonic`, when this rank came.
 
         Raises:
             PeerLostError: a rank died, did not come in time, or all came and the event does not.
         """
-        began = time.monotonic()
         tell, met = began + TELL, None
         while event is None or not event.query():  # type: ignore[no-untyped-call]
             now = time.monotonic()
@@ -137,8 +141,9 @@ class Agreement:
                 try:
                     meeting.wait()
                 except RuntimeError as error:
-                    late = now - began >= self._deadline
-                    raise self._lost(what, "" if late else f"{now - began:.1f} s", None if late else error) from error
+                    waited = time.monotonic() - began
+                    late = waited >= self._deadline
+                    raise self._lost(what, "" if late else f"{waited:.1f} s", None if late else error) from error
                 met = now
                 if event is None:
                     return

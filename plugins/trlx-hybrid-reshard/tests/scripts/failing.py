@@ -31,6 +31,22 @@ def never_enters(sync):
     return ended(sync.sync)
 
 
+def never_enters_where_it_is_busy(sync):
+    """The same, where it takes a while from gloo's first look at its deadline to our own."""
+    stock = dist.all_reduce
+
+    def slow(*args, **kwargs):
+        meeting = stock(*args, **kwargs)
+        time.sleep(0.2 * DEADLINE)
+        return meeting
+
+    dist.all_reduce = slow
+    try:
+        return never_enters(sync)
+    finally:
+        dist.all_reduce = stock
+
+
 def never_opens(sync):
     if RANK == CULPRIT:
         time.sleep(1.3 * DEADLINE)

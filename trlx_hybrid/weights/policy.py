@@ -322,16 +322,21 @@ def _saved(model: nn.Module, merge: Merge | None = None) -> Iterator[tuple[str, 
     return ((name, read) for name, read in _weights(model, "", set(), merge, parted_head(model)) if name not in ignored)
 
 
-def modules_of(root: nn.Module) -> Iterator[nn.Module]:
+def modules_of(root: nn.Module, closed: tuple[type[nn.Module], ...] = ()) -> Iterator[nn.Module]:
     """As `root.modules()`, in its order, for what is asked at every rollout and loss: without the names that it makes,
-    in less than half of its time, which is 5 ms for adapters in 28 layers."""
+    in less than half of its time, which is 5 ms for adapters in 28 layers.
+
+    Args:
+        closed: modules of these types come, and what is inside them does not.
+    """
     seen, waiting = set[int](), [root]
     while waiting:
         module = waiting.pop()
         if id(module) not in seen:
             seen.add(id(module))
             yield module
-            waiting += [child for child in reversed(module._modules.values()) if child is not None]
+            if not isinstance(module, closed):
+                waiting += [child for child in reversed(module._modules.values()) if child is not None]
 
 
 class ModuleTree:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trlx_hybrid.memory.ledger import plain_tensors
-from trlx_hybrid.weights.policy import parameters_of
+from trlx_hybrid.weights.policy import modules_of, parameters_of
 from trlx_hybrid.weights.sharded import is_sharded
 from trlx_hybrid.weights.verify import autocast_dtype
 
@@ -145,15 +145,8 @@ class Recomputation:
     def _layers(self) -> list[GradientCheckpointingLayer]:
         """Those that are recomputed unless something is decided, in order. What is inside them, an adapter's modules by
         the thousand, is not looked at."""
-        layers: dict[int, GradientCheckpointingLayer] = {}
-        waiting: list[nn.Module] = [self._session.policy.base]
-        while waiting:
-            module = waiting.pop()
-            if isinstance(module, GradientCheckpointingLayer):
-                layers[id(module)] = module
-            else:
-                waiting += [child for child in reversed(module._modules.values()) if child is not None]
-        return [layer for layer in layers.values() if layer.gradient_checkpointing]
+        modules = modules_of(self._session.policy.base, closed=(GradientCheckpointingLayer,))
+        return [m for m in modules if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
 
     def _keepable(self, tokens: int, layers: int) -> int:
         kept = self._fitting(tokens, layers, self._memory()) if self._kept else 1

@@ -105,14 +105,14 @@ class SamplingGraphs:
         self._sizes = list(sizes)
         self._replay: dict[int, Callable[[], None]] = {}
         self._hidden: Tensor = runner.cudagraph_manager.hidden_states  # (tokens, hidden), where the layers leave them
-        empty = functools.partial(torch.empty, runner.max_num_reqs, device=runner.device)
-        self._rows = empty(dtype=torch.int64).fill_(PADDED)  # each row's index among vLLM's requests
-        self._seeds = empty(dtype=torch.int64).zero_()  # by such an index
-        self._temperature = empty(dtype=torch.float32).zero_()  # by such an index
-        self._tokens = empty(dtype=torch.int64).zero_()
-        self._logprobs = empty(dtype=torch.float32).zero_()
-        self._ones = empty(dtype=torch.int32).fill_(1)
-        self._zeros = empty(dtype=torch.int32).zero_()
+        zeros = functools.partial(torch.zeros, runner.max_num_reqs, device=runner.device)
+        self._rows = zeros(dtype=torch.int64).fill_(PADDED)  # each row's index among vLLM's requests
+        self._seeds = zeros(dtype=torch.int64)  # by such an index
+        self._temperature = zeros(dtype=torch.float32)  # by such an index
+        self._tokens = zeros(dtype=torch.int64)
+        self._logprobs = zeros(dtype=torch.float32)
+        self._zeros = zeros(dtype=torch.int32)
+        self._ones = self._zeros + 1
         self._replaying = False  # the step that is under way
         self._staged = True  # requests were added since vLLM last copied their parameters
         self._last_rows = b""  # those of the last step

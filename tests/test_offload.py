@@ -70,7 +70,9 @@ OPTIMIZERS = {
 def test_training_with_offloading_is_training_without(make):
     module, optimizer = trained(make)
     twin, twin_optimizer = trained(make)
-    offload = Offload(Arena("cpu", CHUNK), lambda: [*optimizer_tensors(optimizer), *gradient_tensors(module)])
+    offload = Offload(
+        Arena("cpu", CHUNK), lambda: [*optimizer_tensors(optimizer), *gradient_tensors(module.parameters())]
+    )
     guard(optimizer, offload)
     for step in range(1, 6):
         objects = [id(t) for t in optimizer_tensors(optimizer)]
@@ -231,10 +233,10 @@ def test_the_local_part_of_a_dtensor_moves():
 def test_whose_tensors_are_whose():
     module, optimizer = trained(lambda p: torch.optim.AdamW(p))
     module.register_buffer("positions", torch.arange(4))
-    assert len(list(policy_tensors(module))) == 7
-    assert list(gradient_tensors(module)) == []
+    assert len(list(policy_tensors(module.modules()))) == 7
+    assert list(gradient_tensors(module.parameters())) == []
     module(torch.ones(1, 33)).sum().backward()
-    assert len(list(gradient_tensors(module))) == 6
+    assert len(list(gradient_tensors(module.parameters()))) == 6
     assert len(list(optimizer_tensors(optimizer))) == 18
     optimizer.state["history"] = {"old": [torch.ones(1), (torch.ones(2), None)]}
     assert len(list(optimizer_tensors(optimizer))) == 20
@@ -285,7 +287,7 @@ def test_what_nobody_refers_to_does_not_return():
     module = nn.Linear(100, 100)
     module(torch.ones(1, 100)).sum().backward()
     kept = module.bias.grad
-    offload = Offload(Arena("cpu", CHUNK), lambda: gradient_tensors(module))
+    offload = Offload(Arena("cpu", CHUNK), lambda: gradient_tensors(module.parameters()))
     assert offload.leave() == 40_400
     module.zero_grad()
     assert offload.start_return() == 400

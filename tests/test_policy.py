@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AriaConfig, Qwen3Config, Qwen3MoeConfig
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.weights import policy as policies
-from trlx_hybrid.weights.policy import ModuleTree, Policy, modules_of, parameters_of
+from trlx_hybrid.weights.policy import ModuleTree, Policy, modules_of, parameters_in
 from trlx_hybrid.weights.sharded import is_sharded
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": []}
@@ -89,7 +89,7 @@ def test_the_fingerprint_follows_bits_and_nothing_else():
     model = tiny_model()
     policy = policy_of(model)
     before = policy.fingerprint()
-    assert policy.fingerprint() == policy.fingerprint(list(policy.module.modules())) == before
+    assert policy.fingerprint() == before
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight.mul_(1.001)
     assert policy.fingerprint() != before
@@ -150,30 +150,42 @@ def test_a_unit_that_fsdp_left_in_the_middle_of_a_forward_pass_is_sharded_and_co
         dist.destroy_process_group()
 
 
-def test_fsdp_units_are_looked_for_once_and_again_in_a_model_that_takes_the_place(tmp_path, monkeypatch):
+def test_fsdp_units_are_found_in_a_model_that_is_sharded_later_and_in_one_that_takes_its_place(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = tiny_model()
         policy = Policy(lambda: model, None, torch.device("cpu"), fsdp_version=2)
         policy.reshard()  # nothing is sharded yet
-        walks = []
         for current in (model, tiny_model()):
             model = current
             fully_shard(model.model.layers[0], reshard_after_forward=False)
             policy.reshard()
             fully_shard(model, reshard_after_forward=False)
-            with monkeypatch.context() as patch:
-                patch.setattr(policies, "modules_of", lambda root: walks.append(1) or modules_of(root))
-                for _ in range(3):
-                    for unit in (model, model.model.layers[0]):
-                        unit.unshard()
-                    assert not any(is_sharded(p) for p in model.parameters())
-                    policy.reshard()
-                    assert all(is_sharded(p) for p in model.parameters())
-        assert len(walks) == 2
-
+            for unit in (model, model.model.layers[0]):
+                unit.unshard()
+            assert not any(is_sharded(p) for p in model.parameters())
+            policy.reshard()
+            assert all(is_sharded(p) for p in model.parameters())
     finally:
         dist.destroy_process_group()
+
+
+def test_the_policys_modules_are_those_of_the_last_look_or_of_another_model(monkeypatch):
+    model = tiny_model()
+    policy = Policy(lambda: model, None, torch.device("cpu"))
+    walks = []
+    monkeypatch.setattr(policies, "modules_of", lambda root: walks.append(root) or modules_of(root))
+    assert policy.modules == [*model.modules()]
+    assert [*map(id, policy.parameters)] == [*map(id, model.parameters())]
+    assert walks == [model]
+    model.lm_head = torch.nn.Linear(*reversed(model.lm_head.weight.shape), bias=False)
+    assert policy.modules == [*model.modules()][:-1]  # what went is nobody's
+    assert policy.other_modules()
+    assert not policy.other_modules()
+    assert policy.modules == [*model.modules()]
+    model = tiny_model()
+    assert policy.modules == [*model.modules()]
+    assert len(walks) == 3
 
 
 def test_modules_and_parameters_are_torchs_in_its_order():
@@ -181,4 +193,4 @@ def test_modules_and_parameters_are_torchs_in_its_order():
     model.again, model.absent = model.model.layers[0], None
     model.register_parameter("missing", None)
     assert [*map(id, modules_of(model))] == [*map(id, model.modules())]
-    assert [*map(id, parameters_of(model))] == [*map(id, model.parameters())]
+    assert [*map(id, parameters_in(modules_of(model)))] == [*map(id, model.parameters())]

@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from ..types import Phase
-from ..weights.policy import modules_of, parameters_of
 from ..weights.quantised import scales
 from .estimate import GIB, OWNERS, REMEDIES, ParameterSize, Prediction
 
@@ -170,15 +169,15 @@ def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     return list({storage._cdata: storage for storage in found}.values())
 
 
-def policy_tensors(module: nn.Module) -> Iterator[Tensor]:
+def policy_tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
     """Parameters and buffers; tied ones as often as they hang somewhere."""
-    held = (t for m in modules_of(module) for t in itertools.chain(m._parameters.values(), m._buffers.values()))
+    held = (t for m in modules for t in itertools.chain(m._parameters.values(), m._buffers.values()))
     return (tensor for found in held if found is not None for tensor in (found, *scales(found)))
 
 
-def gradient_tensors(module: nn.Module) -> Iterator[Tensor]:
+def gradient_tensors(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
     """The gradients that exist."""
-    return (p.grad for p in parameters_of(module) if p.grad is not None)
+    return (p.grad for p in parameters if p.grad is not None)
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:

@@ -64,8 +64,8 @@ class TrainerMemory:
         self.device: torch.device = policy.device
         self._arena = Arena(self.device)
         tensors: dict[str, Callable[[], Any]] = {
-            "policy": lambda: policy_tensors(policy.module),
-            "gradients": lambda: gradient_tensors(policy.module),
+            "policy": lambda: policy_tensors(policy.modules),
+            "gradients": lambda: gradient_tensors(policy.parameters),
             "optimizer": lambda: () if optimizer() is None else optimizer_tensors(optimizer()),
         }
         self._offloads = {owner: Offload(self._arena, tensors[owner]) for owner in LEAVING}

@@ -54,13 +54,30 @@ class Policy:
         self.device = device
         self.fsdp_version = fsdp_version
         self._names_of: dict[str, frozenset[str]] = {}  # checkpoint names per layer, learned by passing over it
-        self._units: list[Any] = []  # FSDP2's modules
-        self._units_of: tuple[nn.Module, type] | None = None  # the model they were found in
+        self._tree = ModuleTree()
 
     @property
     def module(self) -> nn.Module:
         """The trainer's model out of DDP and compile wrappers, with its adapters."""
         return unwrapped(self._model())
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The module and all inside it, as `module.modules()`. They were looked for when it was last asked whether they
+        are others, which is once for each rollout; a step asks for them a dozen times."""
+        root = self.module
+        if self._tree.root is not root:
+            self._tree.changed(root)
+        return self._tree.modules
+
+    def other_modules(self) -> bool:
+        """Whether they are no longer those of the last look, or this is the first."""
+        return self._tree.changed(self.module)
+
+    @property
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Those of its modules, each once."""
+        return parameters_in(self.modules)
 
     @property
     def base(self) -> PreTrainedModel:
@@ -90,7 +107,7 @@ class Policy:
     @property
     def _sizes(self) -> Counter[torch.dtype]:
         sizes: Counter[torch.dtype] = Counter()
-        for p in self.module.parameters():
+        for p in self.parameters:
             if not quantised.in_4_bits(p) and p.dtype.is_floating_point:
                 sizes[p.dtype] += p.numel()
         return sizes
@@ -104,7 +121,7 @@ class Policy:
     def in_zero3(self) -> bool:
         """Whether DeepSpeed's ZeRO-3 holds the parameters. It takes every forward pass for one that goes through the
         modules in the order of those before, and fails at the next one where a pass did not."""
-        return any(hasattr(p, "ds_id") for p in parameters_of(self.module))
+        return any(hasattr(p, "ds_id") for p in self.parameters)
 
     @property
     def has_experts(self) -> bool:
@@ -192,14 +209,12 @@ class Policy:
         """Make every parameter what the optimizer steps: FSDP2 leaves some modules unsharded after a forward pass."""
         if not (dist.is_available() and dist.is_initialized()):
             return  # FSDP2 needs a mesh
-        root = self.module
-        found_in = root, type(root)  # FSDP2 shards in place, and changes the class
-        if not self._units or self._units_of != found_in:  # a walk over 36 layers takes 1.4 ms
-            self._units = [module for module in modules_of(root) if hasattr(module, "_get_fsdp_state")]
-            self._units_of = found_in
-        for unit in self._units:
-            _finish_forward(unit)
-            unit.reshard()
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in self.modules:
+            if isinstance(module, FSDPModule):
+                _finish_forward(module)
+                module.reshard()
 
     @property
     def converts(self) -> bool:
@@ -237,16 +252,13 @@ class Policy:
         with self._gather(flat):
             return {name: tensor.clone() for name, tensor in wrapped.merged().items()}
 
-    def fingerprint(self, modules: Iterable[nn.Module] | None = None) -> int:
+    def fingerprint(self) -> int:
         """A number that changes when this rank's trainable weights do, or frozen ones are written to or lie elsewhere.
 
         A hash of a few hundred bits of each of up to 16 tensors spread over the model: cheap enough for every rollout.
         It catches what nobody announced.
-
-        Args:
-            modules: the model's, of somebody who has just looked for them.
         """
-        parameters = list(parameters_in(modules_of(self.module) if modules is None else modules))
+        parameters = list(self.parameters)
         trainable = [p for p in parameters if p.requires_grad] or parameters
         stride = -(-len(trainable) // FINGERPRINT_TENSORS)
         samples = []
@@ -259,15 +271,15 @@ class Policy:
         memory = tuple((p._version, p.untyped_storage()._cdata) for p in frozen)
         return hash((int((bits * positions).sum()), memory))
 
-    def adapter_states(self, modules: Iterable[nn.Module]) -> tuple[Any, ...]:
-        """Of each layer and wrapper of PEFT among the model's modules: what is active, merged or disabled, and its
-        factors."""
+    def adapter_states(self) -> tuple[Any, ...]:
+        """Of each of PEFT's layers and wrappers in the model: what is active, merged or disabled, and its factors."""
         if not self.adapters:
             return ()
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import AuxiliaryTrainingWrapper
 
-        layers = (layer for layer in modules if isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper))
+        kinds = BaseTunerLayer, AuxiliaryTrainingWrapper
+        layers = (layer for layer in self.modules if isinstance(layer, kinds))
         return tuple(
             (
                 *layer.active_adapters,
@@ -348,13 +360,18 @@ class ModuleTree:
 
     def changed(self, root: nn.Module) -> bool:
         """Whether it is another tree than at the last look, or this is the first."""
-        if self._places and self._places[0][0]() is root and all(itertools.starmap(_has_children, self._places)):
+        if self.root is root and all(itertools.starmap(_has_children, self._places)):
             return False
         self._places = [
             (ref(m), {key: ref(child) for key, child in m._modules.items() if child is not None}, len(m._modules))
             for m in modules_of(root)
         ]
         return True
+
+    @property
+    def root(self) -> nn.Module | None:
+        """Of the last look."""
+        return self._places[0][0]() if self._places else None
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -370,13 +387,8 @@ def _has_children(parent: ref[nn.Module], children: dict[str, ref[nn.Module]], n
     return all((found := now.get(key)) is not None and found is child() for key, child in children.items())
 
 
-def parameters_of(root: nn.Module) -> Iterator[nn.Parameter]:
-    """As `root.parameters()`, see `modules_of`."""
-    return parameters_in(modules_of(root))
-
-
 def parameters_in(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:
-    """Their own parameters, each once."""
+    """Their own parameters, each once: of `modules_of(root)` those of `root.parameters()`, in its order."""
     seen = set[int]()
     for module in modules:
         for p in module._parameters.values():

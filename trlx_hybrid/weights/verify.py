@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -172,17 +172,20 @@ DRAWING_ADAPTERS = ("peft.tuners.pvera.layer", "peft.tuners.lora.monteclora")
 """Modules of PEFT's adapters that draw from a distribution as they train, whatever their attributes say."""
 
 
-def noise(module: nn.Module) -> str | None:
+def noise(module: nn.Module, modules: Iterable[nn.Module] | None = None) -> str | None:
     """What makes its next forward pass random (dropout, a router's jitter, NEFTune's noise, an adapter that draws), or
-    None."""
-    for child in modules_of(module):
+    None.
+
+    Args:
+        modules: the module's own, of somebody who knows them.
+    """
+    for child in modules_of(module) if modules is None else modules:
         if not child.training:
             continue
-        kind = type(child)
+        kind, held = type(child), vars(child)
         drops = isinstance(child, nn.modules.dropout._DropoutNd) or "Dropout" in kind.__name__
-        for key, value in vars(child).items():
-            if not (key == "p" if drops else _names_noise(key)):
-                continue
+        for key in _noisy(drops, tuple(held)):
+            value = held[key]
             for each in value.values() if isinstance(value, dict) else (value,):  # of each adapter
                 if isinstance(each, int | float) and each is not True and each > 0:
                     return f"{_name_of(child, module)}.{key}={each}"
@@ -196,10 +199,13 @@ def _name_of(child: nn.Module, module: nn.Module) -> str:
     return name
 
 
-@functools.cache
-def _names_noise(key: str) -> bool:
-    """An attribute of a module. Thousands of them have a few dozen names."""
-    return any(word in key for word in ("drop", "jitter", "noise"))
+@functools.lru_cache(1024)
+def _noisy(drops: bool, names: tuple[str, ...]) -> list[str]:
+    """Which attributes of a module, of a dropout layer or of another, are amounts of noise. Thousands of modules have a
+    few dozen sets of them."""
+    if drops:
+        return [name for name in names if name == "p"]
+    return [name for name in names if any(word in name for word in ("drop", "jitter", "noise"))]
 
 
 def disagreement(

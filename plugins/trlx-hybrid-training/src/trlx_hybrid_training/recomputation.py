@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import GradientCheckpointingLayer
 from trlx_hybrid.memory.ledger import plain_tensors
-from trlx_hybrid.weights.policy import modules_of, parameters_of
+from trlx_hybrid.weights.policy import modules_of
 from trlx_hybrid.weights.sharded import is_sharded
 from trlx_hybrid.weights.verify import autocast_dtype
 
@@ -166,7 +166,7 @@ class Recomputation:
     def _gradients(self) -> int:
         """Bytes of those to come. Until the last micro-batch of a step FSDP2 holds them whole, where nobody sees them:
         they may be counted twice."""
-        trained = [p for p in parameters_of(self._session.policy.module) if p.requires_grad]
+        trained = [p for p in self._session.policy.parameters if p.requires_grad]
         if self._sharded and self._session.args.gradient_accumulation_steps > 1:
             return sum(p.numel() * p.itemsize for p in trained)
         return sum(tensor.nbytes for tensor in plain_tensors([p for p in trained if p.grad is None]))

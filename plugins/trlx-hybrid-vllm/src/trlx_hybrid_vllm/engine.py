@@ -306,9 +306,9 @@ class VLLMEngine:
             return []
         if what == KV_CACHE:
             return internals.kv_caches(self.llm)
-        model = internals.model_of(self.llm)
-        slots = [t for m in modules_of(model) for t in internals.adapter_slots_of(m)]
-        return [*policy_tensors(model), *slots]
+        modules = list(modules_of(internals.model_of(self.llm)))
+        slots = [t for m in modules for t in internals.adapter_slots_of(m)]
+        return [*policy_tensors(modules), *slots]
 
     def _bytes(self, what: str) -> int:
         return sum(storage.nbytes() for storage in storages(self.resident(what)))

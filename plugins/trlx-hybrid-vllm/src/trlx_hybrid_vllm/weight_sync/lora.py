@@ -10,7 +10,6 @@ from trlx_hybrid.protocols import WeightSync
 from trlx_hybrid.types import LoadReport
 from trlx_hybrid.weights import quantised
 from trlx_hybrid.weights.frozen import Frozen
-from trlx_hybrid.weights.policy import modules_of
 
 from ..loader import counted
 from ..lora import AdapterSlots
@@ -124,7 +123,7 @@ class StreamedBase(WeightSync):
 
     def open(self) -> None:
         """What the base computes stays what is streamed."""
-        quantised.keep_bits(modules_of(self._policy.module))
+        quantised.keep_bits(self._policy.modules)
 
     def sync(self) -> LoadReport:
         """Bring the base into the engine where it is not there."""

@@ -114,7 +114,10 @@ class TrainerMemory:
             return [owner for owner in LEAVING if owner in owners]
         if self.device.type != "cuda":  # the arena is the same memory
             return []
-        leaving = plan_offload(self.ledger.measure(), asleep + SLACK - self.free_bytes())
+        missing = asleep + SLACK - self.free_bytes()
+        if missing <= 0:  # who holds what need not be counted
+            return []
+        leaving = plan_offload(self.ledger.measure(), missing)
         return [owner for owner in leaving if owner in owners]  # the wake-up says what is missing then
 
     def come_back(self, owners: Collection[str] = LEAVING) -> None:

@@ -67,6 +67,12 @@ def test_a_tree_of_modules_notices_what_is_replaced_and_keeps_nothing_alive():
     assert not tree.changed(model)
     del model.model.layers[1]
     assert tree.changed(model)
+    model.lm_head = None
+    assert tree.changed(model)
+    assert not tree.changed(model)
+    model.lm_head = torch.nn.Linear(1, 1)
+    assert tree.changed(model)
+    assert not tree.changed(model)
     model.model.layers[0].mlp.up_proj.added = torch.nn.Linear(1, 1)  # as PEFT puts a second adapter beside the first
     assert tree.changed(model)
     assert not tree.changed(model)
@@ -183,9 +189,16 @@ def test_the_policys_modules_are_those_of_the_last_look_or_of_another_model(monk
     assert policy.other_modules()
     assert not policy.other_modules()
     assert policy.modules == [*model.modules()]
+    assert len(walks) == 2
     model = tiny_model()
     assert policy.modules == [*model.modules()]
-    assert len(walks) == 3
+    assert policy.other_modules()  # though somebody has asked for them in between
+    model.model.norm = torch.nn.Identity()
+    policy.look()
+    assert policy.modules == [*model.modules()]
+    assert policy.other_modules()
+    assert not policy.other_modules()
+    assert len(walks) == 4
 
 
 def test_modules_and_parameters_are_torchs_in_its_order():

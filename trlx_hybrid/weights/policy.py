@@ -55,6 +55,7 @@ class Policy:
         self.fsdp_version = fsdp_version
         self._names_of: dict[str, frozenset[str]] = {}  # checkpoint names per layer, learned by passing over it
         self._tree = ModuleTree()
+        self._others = False  # modules were found that `other_modules` has not told of
 
     @property
     def module(self) -> nn.Module:
@@ -63,21 +64,26 @@ class Policy:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The module and all inside it, as `module.modules()`. They were looked for when it was last asked whether they
-        are others, which is once for each rollout; a step asks for them a dozen times."""
-        root = self.module
-        if self._tree.root is not root:
-            self._tree.changed(root)
+        """The module and all inside it, as `module.modules()` had them at the last `look`, or now where another module
+        has taken its place. A step asks for them a dozen times."""
+        if self._tree.root is not self.module:
+            self.look()
         return self._tree.modules
 
+    def look(self) -> None:
+        """Find its modules where they are others than before: at the begin of every rollout."""
+        self._others |= self._tree.changed(self.module)
+
     def other_modules(self) -> bool:
-        """Whether they are no longer those of the last look, or this is the first."""
-        return self._tree.changed(self.module)
+        """Look, and say whether any were found since this was last asked."""
+        self.look()
+        found, self._others = self._others, False
+        return found
 
     @property
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Those of its modules, each once."""
-        return parameters_in(self.modules)
+    def parameters(self) -> list[nn.Parameter]:
+        """Those of its `modules`, each once."""
+        return list(parameters_in(self.modules))
 
     @property
     def base(self) -> PreTrainedModel:
@@ -258,7 +264,7 @@ class Policy:
         A hash of a few hundred bits of each of up to 16 tensors spread over the model: cheap enough for every rollout.
         It catches what nobody announced.
         """
-        parameters = list(self.parameters)
+        parameters = self.parameters
         trainable = [p for p in parameters if p.requires_grad] or parameters
         stride = -(-len(trainable) // FINGERPRINT_TENSORS)
         samples = []
@@ -356,14 +362,14 @@ class ModuleTree:
     Keeps none of them alive."""
 
     def __init__(self) -> None:
-        self._places: list[tuple[ref[nn.Module], dict[str, ref[nn.Module]], int]] = []  # children, and names in all
+        self._places: list[tuple[ref[nn.Module], dict[str, ref[nn.Module] | None]]] = []  # and its children
 
     def changed(self, root: nn.Module) -> bool:
         """Whether it is another tree than at the last look, or this is the first."""
         if self.root is root and all(itertools.starmap(_has_children, self._places)):
             return False
         self._places = [
-            (ref(m), {key: ref(child) for key, child in m._modules.items() if child is not None}, len(m._modules))
+            (ref(m), {key: None if child is None else ref(child) for key, child in m._modules.items()})
             for m in modules_of(root)
         ]
         return True
@@ -379,12 +385,16 @@ class ModuleTree:
         return [module for held, *_ in self._places if (module := held()) is not None]
 
 
-def _has_children(parent: ref[nn.Module], children: dict[str, ref[nn.Module]], names: int) -> bool:
+def _has_children(parent: ref[nn.Module], children: dict[str, ref[nn.Module] | None]) -> bool:
     held = parent()
-    if held is None or len(held._modules) != names:
+    if held is None or len(held._modules) != len(children):
         return False
     now = held._modules
-    return all((found := now.get(key)) is not None and found is child() for key, child in children.items())
+    for key, child in children.items():
+        found = now.get(key)
+        if found is not (None if child is None else child()) or (found is None and child is not None):
+            return False
+    return True
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> Iterator[nn.Parameter]:

@@ -177,7 +177,7 @@ def noise(module: nn.Module, modules: Iterable[nn.Module] | None = None) -> str 
     None.
 
     Args:
-        modules: the module's own, of somebody who knows them.
+        modules: `module.modules()`, where the caller has them.
     """
     for child in modules_of(module) if modules is None else modules:
         if not child.training:

@@ -110,17 +110,22 @@ def test_layers_in_training_mode_are_not_put_there_again(compared, noisy, monkey
 
 def test_a_model_that_left_training_mode_is_put_back_with_all_inside_it():
     model = nn.Sequential(nn.Linear(1, 1))
-    with in_training(model, [*model.modules()]), patch.object(nn.Linear, "train", autospec=True) as put:
-        model.train()
-        put.assert_not_called()
+    modules = [*model.modules()]
+    with patch.object(nn.Linear, "train", autospec=True) as put:
+        with in_training(model, modules):
+            assert model.train() is model
+            put.assert_not_called()
+            assert "train" not in vars(model)  # or a reward's copy of it would put this one in another mode
+            model.train()
+            put.assert_called_once_with(model[0], True)
         model[0].training = False
-        model.train()
-        put.assert_called_once_with(model[0], True)
-    with in_training(model, [*model.modules()]):
-        assert model.train()[0].training
-        model.eval()
-        assert not model[0].training
-        assert model.train()[0].training
+        with in_training(model, modules):
+            model.train()
+        assert put.call_count == 2
+    with in_training(model, modules):
+        assert not model.eval()[0].training
+    with in_training(model, modules):
+        pass
     assert "train" not in vars(model)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import trl
 import trlx_hybrid
+from torch import nn
 from transformers import TrainerCallback
 from trl import RLOOConfig
 from trlx_hybrid import hookimpl
@@ -137,6 +138,31 @@ def test_where_the_first_forward_is_not_it_the_old_log_probs_are_trls_and_the_ru
     assert f"ld log-probs take a forward pass of their own: {reason}" in said.replace("module.", "") or reason in said
     assert ours.logs == stock.logs
     assert ours.forwards == stock.forwards
+
+
+class Drop(TrainerCallback):
+    """Puts dropout into the model after the first step, in the place of a layer that has no weights."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        mlp = model.model.layers[0].mlp
+        if not isinstance(mlp.act_fn, nn.Sequential):
+            mlp.act_fn = nn.Sequential(mlp.act_fn, nn.Dropout(0.5))
+
+
+@pytest.mark.parametrize(("trainer", "engine"), [(GRPO, "scripted"), (RLOO, None)], ids=["an engine", "TRL generates"])
+def test_dropout_that_comes_later_is_noticed_before_the_next_rollout(run, scripted, trainer, engine, caplog):
+    said = []
+
+    class Saying(Drop):
+        def on_step_begin(self, *args, **kwargs):
+            said.append("Dropout" in caplog.text or "0.5 makes each forward pass" in caplog.text)
+
+    hybrid = {"scoring": "packed", "scoring_options": DEFERRED} | ({"engine": engine} if engine else {})
+    given = {"config_class": RLOOConfig, "beta": 0.0} if trainer is RLOO else {}
+    trained = run(trainer, hybrid=hybrid, plugins=[scripted], callbacks=[Saying()], max_steps=3, **TWO | given)
+    trained.close()
+    assert said == [False, False, True]
+    assert "act_fn.1.p=0.5 makes each forward pass another one" in caplog.text
 
 
 def test_a_rollout_that_two_steps_share_takes_them_apart(compared, noisy):

@@ -218,3 +218,14 @@ def test_settings_that_stand_beside_those_of_other_frameworks_exist() -> None:
     elsewhere |= {"fsdp_version", "resume_from_checkpoint", "dr_grpo", "reset"}
     assert len(named) > 40
     assert named - known - elsewhere == set()
+
+
+CHECK = re.compile(r"^\| (?!failure|---).*\|$", re.MULTILINE)
+
+
+@pytest.mark.parametrize("row", CHECK.findall((DOCS / "checks.md").read_text()))
+def test_each_check_names_tests_that_exist(row: str) -> None:
+    tests = re.findall(r"`([\w/.-]+\.py)::(\w+)`", row.rpartition(" | ")[2])
+    assert tests, row
+    for path, name in tests:
+        assert re.search(rf"^def {name}\(", (ROOT / path).read_text(), re.MULTILINE), (path, name)

@@ -60,6 +60,12 @@ SHAPELESS = {"seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "logp
 }
 """Engine-specific sampling arguments that leave the probabilities of tokens alone."""
 
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Settings that change the logits of tokens that came before, and their values that change nothing."""
+
+LEFT_OUT = -100.0
+"""A bias of a logit from which on engines take a token to be forbidden; vLLM takes no smaller one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
@@ -91,6 +97,21 @@ class Sampling:
         for name, value in values.items():
             if name not in SHAPELESS and value not in neutral.get(name, ()):
                 return f"{name}={value!r}"
+        return None
+
+    def reweighted_by(self) -> str | None:
+        """Name the setting that changes how probable the kept tokens are beside each other, or return None.
+
+        A truncation, a grammar or a bias of -100 leaves tokens out, and the others keep their ratios. A penalty or a
+        finite bias makes another distribution, which the trainer's model does not compute.
+        """
+        values = {"repetition_penalty": self.repetition_penalty} | dict(self.extra)
+        for name, neutral in PENALTIES.items():
+            if values.get(name, neutral) != neutral:
+                return f"{name}={values[name]!r}"
+        bias = values.get("logit_bias") or {}
+        if any(value != 0 and value > LEFT_OUT for value in bias.values()):
+            return f"logit_bias={bias!r}"
         return None
 
 

@@ -136,9 +136,17 @@ def _read_by(parser: argparse.ArgumentParser) -> list[str]:
     return sorted(names.union(*(_read_by(command) for choices in commands for command in choices)))
 
 
-def sampling_of(trainer: Any) -> Sampling:
-    """How TRL samples. Only GRPO's importance-sampling correction reads log-probs; the others ask for none."""
-    args = trainer.args
+COLDEST = 0.01
+"""The lowest temperature above 0 that is sampled at. vLLM raises lower ones to it (`vllm/sampling_params.py`)."""
+
+
+def sampling_of(args: Any, trainer: str) -> Sampling:
+    """Return how TRL samples, in our terms. Only GRPO's importance-sampling correction reads log-probs.
+
+    Args:
+        args: TRL's config.
+        trainer: the name that TRL gives its trainer: "GRPO", "RLOO" or "Distillation".
+    """
     return Sampling(
         max_tokens=args.max_completion_length,
         temperature=args.temperature,
@@ -146,10 +154,37 @@ def sampling_of(trainer: Any) -> Sampling:
         top_k=args.top_k,
         min_p=0.0 if args.min_p is None else args.min_p,
         repetition_penalty=args.repetition_penalty,
-        logprobs=0 if trainer._base_name == "GRPO" else None,
+        logprobs=0 if trainer == "GRPO" else None,
         extra={name: value for name, value in (args.generation_kwargs or {}).items() if value is not None},
         regex=args.vllm_structured_outputs_regex,
     )
+
+
+def score_as_sampled(args: Any) -> None:
+    """Set `args.temperature` to the one that tokens are sampled at, since the trainer scores them at it.
+
+    `generation_kwargs` may name another one, which the engine follows; and no engine samples below 0.01 without being
+    greedy. TRL would score at the former temperature, and correct for a difference that is none of the engine's.
+    """
+    temperature = (args.generation_kwargs or {}).get("temperature", args.temperature)
+    if temperature:
+        args.temperature = max(temperature, COLDEST)
+
+
+def refuse_penalties(sampling: Sampling, args: Any) -> None:
+    """Refuse sampling from a distribution that the trainer cannot score, where TRL corrects for the sampler.
+
+    Raises:
+        ConfigError: the setting makes each token's ratio a number other than 1, and their product falls toward 0 with
+            the length of a completion.
+    """
+    reason = sampling.reweighted_by() if getattr(args, "vllm_importance_sampling_correction", False) else None
+    if reason is not None:
+        raise ConfigError(
+            f"{reason} changes the probabilities that tokens are sampled with; the trainer does not compute "
+            "them: the importance-sampling correction would multiply the loss of long completions by almost 0. Leave "
+            "the setting out, or set vllm_importance_sampling_correction=False to train without the correction."
+        )
 
 
 def refuse_empty(dataset: Any) -> None:

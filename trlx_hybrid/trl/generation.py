@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import StaleWeightsError
 from ..types import Phase, Trajectory
-from .arguments import refuse_reserved
+from .arguments import refuse_penalties, refuse_reserved
 
 if TYPE_CHECKING:
     from ..session import Session
@@ -58,8 +58,10 @@ class Generation:
         if name == "generation_kwargs":
             refuse_reserved(value)
         plain = {"generation_kwargs": {}, "min_p": 0.0}.get(name) if value is None else value
-        sampler = self._session.sampler
-        sampler.sampling = dataclasses.replace(sampler.sampling, **{SETTINGS[name]: plain})
+        session = self._session
+        sampling = dataclasses.replace(session.sampler.sampling, **{SETTINGS[name]: plain})
+        refuse_penalties(sampling, session.args)
+        session.sampler.sampling = sampling
 
     def sync_weights(self) -> None:
         """Bring the policy's weights into the engine, for requests of a user's own between rollouts. Collective.

@@ -39,8 +39,10 @@ from .arguments import (
     check_skipped,
     environment_arguments,
     refuse_empty,
+    refuse_penalties,
     refuse_reserved,
     sampling_of,
+    score_as_sampled,
     selecting,
     suggesting,
     trainer_arguments,
@@ -163,8 +165,15 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
         if not self._selection.stock:
             refuse_empty(given.get("train_dataset"))
             refuse_reserved(getattr(given.get("args"), "generation_kwargs", None))
+            self._check_sampling(given.get("args"))
             refuse_missing_package(given.get("reward_funcs"))
         return brought
+
+    def _check_sampling(self, args: Any) -> None:
+        """Have the trainer score what the engine samples from, or refuse it. Before TRL reads the temperature."""
+        if args is not None and self._base_name in SCORING:
+            score_as_sampled(args)
+            refuse_penalties(sampling_of(args, self._base_name), args)
 
     def _attach(self) -> None:
         """Open the session on the trainer that TRL built."""
@@ -186,7 +195,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
             self._config,
             selection,
             args=args,
-            sampling=sampling_of(trainer),
+            sampling=sampling_of(args, trainer._base_name),
             policy=policy,
             ranks=ranks,
             step=lambda: this().state.global_step,

@@ -77,6 +77,33 @@ def test_what_each_request_is_asked_for_is_the_trainers(run, name):
         train(run, generation_kwargs={name: 3})
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"repetition_penalty": 1.2},
+        {"generation_kwargs": {"repetition_penalty": 1.2}},
+        {"generation_kwargs": {"presence_penalty": 0.5}},
+        {"generation_kwargs": {"frequency_penalty": -0.5}},
+        {"generation_kwargs": {"logit_bias": {5: 1.0, 7: -100.0}}},
+    ],
+    ids=str,
+)
+def test_penalties_that_the_correction_would_take_for_the_engines_error(run, setting):
+    (name,) = setting.get("generation_kwargs", setting)
+    with pytest.raises(ConfigError, match=rf"{name}=.*vllm_importance_sampling_correction=False"):
+        train(run, train=False, **setting)
+    train(run, train=False, vllm_importance_sampling_correction=False, **setting)
+    if name != "logit_bias":
+        train(run, train=False, generation_kwargs={name: None, "logit_bias": {7: -100.0}})
+
+
+def test_a_penalty_that_is_set_between_rollouts_is_refused_and_not_taken(run):
+    generation = train(run, train=False).trainer.vllm_generation
+    with pytest.raises(ConfigError, match=r"repetition_penalty=1.2 changes the probabilities"):
+        generation.repetition_penalty = 1.2
+    assert generation.repetition_penalty == 1.0
+
+
 def test_a_weight_path_that_refuses_says_why_each_time_it_is_tried(run):
     finished = train(run, train=False, model=tiny_model(), hybrid={"weights": "lora"})
     for _ in range(2):

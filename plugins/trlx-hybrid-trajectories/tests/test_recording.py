@@ -1,10 +1,16 @@
 """A run records what it was told to, whoever generates; settings that nobody would read are refused."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 import trlx_hybrid
 from trlx_hybrid.errors import HybridError
+from trlx_hybrid_trajectories.events import read_events
 from trlx_hybrid_trajectories.plugin import TrajectoriesOptions
 from trlx_hybrid_trajectories.record import read
+from trlx_hybrid_trajectories.report import as_report
 
 ENGINE = {"engine": "vllm", "engine_options": {"max_model_len": 64}}
 
@@ -59,3 +65,61 @@ def test_options_come_as_json_too():
     config = trlx_hybrid.HybridConfig(plugin_options='{"trajectories": {"record": "seen.jsonl"}}')
     assert config.options_of("trajectories", TrajectoriesOptions) == TrajectoriesOptions(record="seen.jsonl")
     assert config.options_of("others", TrajectoriesOptions) == TrajectoriesOptions()
+
+
+WRITTEN = """
+import json, os, resource, sys
+from datasets import Dataset
+from trl import GRPOConfig
+from trlx_hybrid import GRPOTrainer
+from trlx_hybrid.testing.models import character_tokenizer, tiny_model
+
+folder = sys.argv[1]
+said = folder + "/said.jsonl"
+
+
+def reward(completions, trainer_state, **_):
+    if trainer_state.global_step == 1:  # the disk fills up: there is room for half a line
+        resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(said) + 100, -1))
+    if trainer_state.global_step == 3:  # somebody has made room
+        resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))
+    return [float(len(set(text))) for text in completions]
+
+
+trainer = GRPOTrainer(
+    model=tiny_model(),
+    processing_class=character_tokenizer(),
+    reward_funcs=reward,
+    train_dataset=Dataset.from_dict({"prompt": ["1 + 1 ="] * 32}),
+    hybrid={"plugin_options": {"trajectories": {"record": said, "record_limit": 2, "report": True}}},
+    args=GRPOConfig(
+        output_dir=folder, max_steps=5, per_device_train_batch_size=4, num_generations=4, max_completion_length=8,
+        use_cpu=True, bf16=False, report_to=[], save_strategy="no", logging_steps=1, disable_tqdm=True,
+    ),
+)
+trainer.train()
+trainer.session.close()
+print(json.dumps({"steps": trainer.state.global_step, "log": [
+    line.get("hybrid/trajectories_lost", 0.0) for line in trainer.state.log_history if "loss" in line
+]}))
+"""
+
+
+def test_a_disk_that_fills_up_takes_trajectories_and_not_the_run(tmp_path):
+    # The limit on a file's size is the kernel's: a write ends half-way, as on a full disk.
+    script = tmp_path / "script.py"
+    script.write_text(WRITTEN)
+    ran = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, timeout=300)
+    found = json.loads(ran.stdout.splitlines()[-1]) if ran.returncode == 0 else ran.stderr.splitlines()[-2:]
+    assert found == {"steps": 5, "log": [0.0, 2.0, 4.0, 4.0, 4.0]}
+    assert [one.step for one in read(tmp_path / "said.jsonl")] == [0, 0, 3, 3, 4, 4]
+    told = [line for line in ran.stderr.splitlines() if "training goes on without: cannot write to" in line]
+    assert sorted(line.partition(" are lost")[0] for line in told) == [
+        "Events of the run report",
+        "Recorded trajectories",
+    ]
+    assert all("File too large. Make room" in line for line in told)
+    events = read_events(tmp_path)
+    assert events.lost > 0
+    assert [step for step, _ in events.logs][-1] == 5
+    assert f"{events.lost} events lost: the disk was full." in as_report(tmp_path)

@@ -282,7 +282,7 @@ def test_a_full_disk_ends_the_recording_and_not_the_run(run, tmp_path, caplog):
     finished.trainer.session.close()
     assert finished.trainer.state.global_step == 2
     (told,) = [r.getMessage() for r in caplog.records if "run report" in r.getMessage()]
-    assert "The run report ends here: cannot write to" in told
+    assert "Events of the run report are lost from here on, and training goes on without: cannot write to" in told
     assert "No space left on device" in told
 
 

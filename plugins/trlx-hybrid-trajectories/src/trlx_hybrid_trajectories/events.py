@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import sys
 import time
 from collections.abc import Iterator
@@ -13,13 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from trlx_hybrid.errors import ConfigError, HybridError
 
-from .record import RecordError, add_lines, as_json_number, opened
+from .record import OptionalLines, as_json_number
 
 if TYPE_CHECKING:
     from trlx_hybrid.protocols import Run
     from trlx_hybrid.types import SyncReport
-
-logger = logging.getLogger(__name__)
 
 FOLDER, TRAJECTORIES = "report", "trajectories.jsonl"
 SETTING = 'plugin_options={"trajectories": {"report": True}}'
@@ -58,24 +55,20 @@ class EventLog:
 
     def __init__(self, session: Run, trajectories: str) -> None:
         rank = session.ranks.rank
-        self._path = folder_of(session) / f"rank{rank}.jsonl"
+        self._lines = OptionalLines(
+            folder_of(session) / f"rank{rank}.jsonl",
+            "Events of the run report",
+            note=lambda count: _line({"event": "lost", "time": round(time.time(), 4), "count": count}),
+        )
         self._error = getattr(sys, "last_value", None)  # of an earlier cell of a notebook
-        self._header_written, self._lost = rank != 0, False
-        opened(self._path).close()
+        self._header_written = rank != 0
         facts = _facts(session) | {"trajectories": trajectories} if rank == 0 else {}
         self.write("start", rank=rank, world=session.ranks.world, **facts)
         self.now("setup", session)
 
     def write(self, event: str, **fields: Any) -> None:
-        """One event."""
-        row = {"event": event, "time": round(time.time(), 4)} | fields
-        if self._lost:
-            return
-        try:
-            add_lines(self._path, [json.dumps(row, allow_nan=False, separators=(",", ":"))])
-        except RecordError as error:  # training goes on without: other ranks would wait for this one
-            self._lost = True
-            logger.warning("The run report ends here: %s", error)
+        """One event. Where the disk is full it is lost, and how many were is the next event."""
+        self._lines.add([_line({"event": event, "time": round(time.time(), 4)} | fields)])
 
     def now(self, activity: str, session: Run, **fields: Any) -> None:
         """The rank begins one of `ACTIVITIES`."""
@@ -103,6 +96,10 @@ class EventLog:
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         told = None if error is None or error is self._error else f"{type(error).__name__}: {error}"
         self.write("end", error=told)
+
+
+def _line(row: dict[str, Any]) -> str:
+    return json.dumps(row, allow_nan=False, separators=(",", ":"))
 
 
 def _facts(session: Run) -> dict[str, Any]:
@@ -159,6 +156,7 @@ class Events:
         errors: by rank, of the last start.
         ended: whether rank 0's last start came to its end.
         broken: lines that were left out, as a killed run leaves them half written.
+        lost: events that a full disk took, as far as a later one could tell.
     """
 
     starts: list[dict[str, Any]] = field(default_factory=list)
@@ -170,6 +168,7 @@ class Events:
     errors: dict[int, str] = field(default_factory=dict)
     ended: bool = False
     broken: int = 0
+    lost: int = 0
 
 
 def read_events(run: Path) -> Events:
@@ -180,6 +179,9 @@ def read_events(run: Path) -> Events:
     for rank, file in sorted(files.items()):
         starts: list[list[dict[str, Any]]] = []
         for row in _rows(file, found):
+            if row["event"] == "lost":
+                found.lost += int(row.get("count", 0))
+                continue
             if row["event"] == "start":
                 starts.append([])
             if starts:

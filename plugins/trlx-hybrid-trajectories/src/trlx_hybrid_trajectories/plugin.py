@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from trlx_hybrid.types import Phase, SyncReport, Trajectory
 
     from .events import EventLog
+    from .record import OptionalLines
 
+_files: WeakKeyDictionary[Run, OptionalLines] = WeakKeyDictionary()  # of the runs whose trajectories are recorded here
 _logs: WeakKeyDictionary[Run, EventLog] = WeakKeyDictionary()  # of the runs that record for a report
 
 
@@ -55,13 +57,19 @@ def trlx_configure(session: Run) -> None:
     options = session.config.options_of("trajectories", TrajectoriesOptions)
     file = options.file(session)
     if file is not None and session.ranks.rank == 0:
-        from .record import opened
-
-        opened(file).close()
+        _file_of(session, file)
     if options.report:
         from .events import EventLog
 
         _logs[session] = EventLog(session, str(file))
+
+
+def _file_of(session: Run, path: str) -> OptionalLines:
+    from .record import OptionalLines
+
+    if session not in _files:
+        _files[session] = OptionalLines(path, "Recorded trajectories")
+    return _files[session]
 
 
 @hookimpl
@@ -95,20 +103,16 @@ def trlx_sync_end(session: Run, report: SyncReport) -> None:
 
 @hookimpl
 def trlx_rollout_end(session: Run, trajectories: Sequence[Trajectory]) -> None:
-    """Record some of this rank's trajectories, where the options say so."""
+    """Record some of this rank's trajectories, where the options say so. How many a full disk took is a metric."""
     options = session.config.options_of("trajectories", TrajectoriesOptions)
-    file = options.file(session)
-    if file is not None and session.ranks.rank == 0:
-        from .record import append
+    path = options.file(session)  # asked again: `multi_turn` may have added it, by the older name
+    if path is not None and session.ranks.rank == 0:
+        from .record import lines_of
 
-        append(
-            file,
-            trajectories,
-            session.policy.processing_class,
-            step=session.step,
-            limit=options.record_limit,
-            training=session.training,
-        )
+        tokenizer, limit, file = session.policy.processing_class, options.record_limit, _file_of(session, path)
+        file.add(lines_of(trajectories, tokenizer, step=session.step, limit=limit, training=session.training))
+        if file.lost:
+            session.metrics["hybrid/trajectories_lost"] = float(file.lost)
     if session in _logs and session.engine is not None:
         _logs[session].now("train", session)
 
@@ -123,6 +127,7 @@ def trlx_log(session: Run, metrics: dict[str, float]) -> None:
 @hookimpl
 def trlx_unconfigure(session: Run) -> None:
     """The run is over."""
+    _files.pop(session, None)
     log = _logs.pop(session, None)
     if log is not None:
         log.end()

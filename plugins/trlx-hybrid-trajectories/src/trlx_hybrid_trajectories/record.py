@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import logging
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from trlx_hybrid.errors import HybridError
 
 if TYPE_CHECKING:
     import os
+    from io import FileIO
 
     from trlx_hybrid.types import Trajectory
+
+logger = logging.getLogger(__name__)
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
+"""Errors of a disk that is full or broken for now, as `OSError.errno`: not a mistake in the file's name."""
 
 DEEPEST = 24  # levels of a message that are kept; one that contains itself ends somewhere
 REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are no whole character
@@ -84,32 +93,56 @@ def append(
 
     The file and its folders are made when missing. Call it from one process only. What is written is strict JSON;
     numbers that JSON lacks become the strings "nan", "inf" and "-inf".
+
+    Raises:
+        RecordError: the file cannot be written to.
     """
-    chosen = trajectories[: max(0, limit)] if limit is not None else trajectories
-    if not chosen:
-        return 0
-    texts = TokenTexts(tokenizer)
-    lines = [json.dumps(_row(t, texts, step, training), allow_nan=False, separators=(",", ":")) for t in chosen]
-    add_lines(path, lines)
+    lines = lines_of(trajectories, tokenizer, step=step, limit=limit, training=training)
+    if lines:
+        add_lines(path, lines)
     return len(lines)
+
+
+def lines_of(
+    trajectories: Sequence[Trajectory],
+    tokenizer: Any,
+    *,
+    step: int,
+    limit: int | None = None,
+    training: bool = True,
+) -> list[str]:
+    """Return what `append` writes of them, a line each."""
+    chosen = trajectories[: max(0, limit)] if limit is not None else trajectories
+    texts = TokenTexts(tokenizer)
+    return [json.dumps(_row(t, texts, step, training), allow_nan=False, separators=(",", ":")) for t in chosen]
 
 
 def add_lines(path: str | os.PathLike[str], lines: Sequence[str]) -> None:
     """Append lines to a file, made when missing, with its folders. One process may do so at a time.
+
+    All of them are there afterwards, or none.
 
     Raises:
         RecordError: it cannot be written to.
     """
     try:
         with opened(path) as file:
-            cut = file.tell() > 0 and (file.seek(-1, 2), file.read(1))[1] != b"\n"
+            end = file.seek(0, 2)
+            cut = end > 0 and (file.seek(-1, 2), file.read(1))[1] != b"\n"
             # A run that was killed while writing left half a line, which must not spoil ours. One write, for readers.
-            file.write(b"\n" * cut + "".join(f"{line}\n" for line in lines).encode())
+            left = memoryview(b"\n" * cut + "".join(f"{line}\n" for line in lines).encode())
+            try:
+                while left:
+                    left = left[file.write(left) :]
+            except OSError:
+                with contextlib.suppress(OSError):  # a device has no end to be cut
+                    file.truncate(end)
+                raise
     except OSError as error:
         raise RecordError(f"cannot write to {path}: {error.strerror}. Make room, or name another file.") from error
 
 
-def opened(path: str | os.PathLike[str]) -> BinaryIO:
+def opened(path: str | os.PathLike[str]) -> FileIO:
     """The file to append to, made when missing, with its folders.
 
     Raises:
@@ -117,9 +150,51 @@ def opened(path: str | os.PathLike[str]) -> BinaryIO:
     """
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        return Path(path).open("a+b")
+        return Path(path).open("a+b", buffering=0)
     except OSError as error:
         raise RecordError(f"cannot write trajectories to {path}: {error.strerror}. Name another file.") from error
+
+
+class OptionalLines:
+    """A file of JSON lines that training does without: where the disk is full, lines are lost and counted.
+
+    Args:
+        path: the file, made when missing, with its folders.
+        what: what its lines are, for the warning.
+        note: makes a line that tells of so many lost ones, written before the first that is not lost again.
+
+    Attributes:
+        lost: how many lines were not written.
+
+    Raises:
+        RecordError: it cannot be written to for another reason than a full disk, as one of its name.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], what: str, note: Callable[[int], str] | None = None) -> None:
+        self._path, self._what, self._note = path, what, note
+        self.lost, self._told = 0, 0
+        try:
+            opened(path).close()
+        except RecordError as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in FULL:
+                raise
+            self._warn(error)
+
+    def add(self, lines: Sequence[str]) -> None:
+        """Append lines. Warns at the first that are lost, and tries again with the next: somebody may have made
+        room."""
+        missing = self.lost - self._told
+        told = [self._note(missing)] if self._note is not None and missing else []
+        try:
+            add_lines(self._path, [*told, *lines])
+            self._told = self.lost
+        except RecordError as error:  # the other ranks would wait for this one if it ended
+            if self.lost == 0:
+                self._warn(error)
+            self.lost += len(lines)
+
+    def _warn(self, error: RecordError) -> None:
+        logger.warning("%s are lost from here on, and training goes on without: %s", self._what, error)
 
 
 def read(path: str | os.PathLike[str], broken: list[int] | None = None) -> Iterator[Recorded]:

@@ -124,6 +124,8 @@ def _head(title: str, run: Path, events: Events, logs: list[tuple[int, Any]]) ->
         yield _absent(f"What ran, its phases, weight syncs and memory were not recorded: {SETTING} records them.")
     if events.broken:
         yield _absent(f"{number_of(events.broken, 'line')} of the recording left out: a killed run leaves half a line.")
+    if events.lost:
+        yield _absent(f"{number_of(events.lost, 'event')} lost: the disk was full. Times and curves have gaps there.")
     if events.header:
         header = escape(visible("\n".join(events.header)))
         yield f"<details><summary>header of the run</summary><pre>{header}</pre></details>"

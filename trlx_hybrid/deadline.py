@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Callable
@@ -12,6 +13,17 @@ T = TypeVar("T")
 
 REACH_SECONDS = 5.0
 BACKLOG = 1024  # connections that may wait: all ranks of a run come at once
+BUSIEST = 8.0
+
+
+def granted(seconds: float) -> float:
+    """Return the seconds that the start of a process may take on this host as it is now.
+
+    A start takes as long as the host is busy, which is no fault of what is started. The measure is the load of the last
+    minute for each core: `seconds` up to a load of 1, eight times as long at most.
+    """
+    load, _, _ = os.getloadavg()
+    return seconds * min(max(load / (os.cpu_count() or 1), 1.0), BUSIEST)
 
 
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:

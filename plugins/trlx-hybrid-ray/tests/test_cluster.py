@@ -182,3 +182,17 @@ def test_the_users_own_token_is_found_where_ray_looks(tmp_path):
     Path(tmp_path / ".ray" / "auth_token").write_text("secret")
     assert token.given({"HOME": str(tmp_path)})
     assert token.given({"RAY_AUTH_TOKEN": "secret"})
+
+
+def test_a_busy_host_has_longer_to_start_a_cluster(home, disconnected, monkeypatch):
+    """Ray takes some two seconds to start, so it is late after one second, except where the host has other work."""
+    monkeypatch.setattr("trlx_hybrid_ray.cluster.START_SECONDS", 1.0)
+    with disconnected():
+        monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+        with pytest.raises(ClusterError, match="did not start within 1 s"), connect(cpus=1, namespace="late"):
+            pass
+        monkeypatch.setattr(os, "getloadavg", lambda: (1e9, 0.0, 0.0))
+        # This host may be busy, too.
+        monkeypatch.setattr("trlx_hybrid.deadline.BUSIEST", 200.0)
+        with connect(cpus=1, namespace="slow") as found:
+            assert found.address

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trlx_hybrid.deadline import in_thread
+from trlx_hybrid.deadline import granted, in_thread
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.variables import restored
 
@@ -175,13 +175,17 @@ def announce() -> None:
 _hung: list[Future[Any]] = []
 
 
-def answer(work: Callable[[], T], seconds: float = ANSWER_SECONDS) -> T:
-    """The result of a call of Ray, in a thread, for Ray's client may wait for a head that is gone or stands still.
+def answer(work: Callable[[], T], seconds: float | None = None) -> T:
+    """Return the result of a call of Ray, made in a thread: Ray's client may wait for a head that is gone or stopped.
+
+    Args:
+        seconds: None for `ANSWER_SECONDS`, and more on a busy host.
 
     Raises:
         ClusterError: there is none in time.
         Exception: what `work` raised.
     """
+    seconds = granted(ANSWER_SECONDS) if seconds is None else seconds
     call, seconds = in_thread(work, "asks Ray"), 1.0 if hung() else seconds
     if wait([call], seconds).not_done:
         _hung.append(call)
@@ -189,7 +193,7 @@ def answer(work: Callable[[], T], seconds: float = ANSWER_SECONDS) -> T:
     return call.result()
 
 
-def ask(work: Callable[[], object], seconds: float = ANSWER_SECONDS) -> None:
+def ask(work: Callable[[], object], seconds: float | None = None) -> None:
     """The same at a run's end, where the cluster may be ending as well, and nothing depends on the answer."""
     with suppress(ClusterError):
         answer(work, seconds)
@@ -325,12 +329,16 @@ def _started(settings: dict[str, Any], folder: Path) -> Iterator[str]:
     ):
         try:
             assert process.stdout is not None
-            ready, _, _ = select.select([process.stdout], [], [], START_SECONDS)
+            began, ready = time.monotonic(), False
+            # The load of a host follows what happens there late, so the deadline is looked at again each second.
+            while not ready and time.monotonic() - began < granted(START_SECONDS):
+                ready = bool(select.select([process.stdout], [], [], 1.0)[0])
             told = process.stdout.readline() if ready else b""
             if not told:
+                waited = time.monotonic() - began
                 log.seek(0)
                 last = log.read().decode(errors="replace").strip().splitlines()[-1:]
-                raise ClusterError(f"Ray did not start within {START_SECONDS:g} s. {''.join(last)}")
+                raise ClusterError(f"Ray did not start within {waited:.0f} s. {''.join(last)}")
             yield told.decode().strip()
         finally:
             # Nobody uses it any more. Ray's own end asks one process after the other, and gives each a second.

@@ -52,6 +52,9 @@ class Reaper:
     """
 
     def __init__(self, grace: float = GRACE, folder: str = "") -> None:
+        # Not at the top: the process that cleans up needs nothing of the host.
+        from trlx_hybrid.deadline import granted
+
         self.owner = secrets.token_hex(8)
         environment = {name: value for name, value in os.environ.items() if name != OWNER_VARIABLE}
         os.environ[OWNER_VARIABLE] = self.owner
@@ -61,8 +64,8 @@ class Reaper:
             stdout=subprocess.PIPE,
             env=environment,
         )
-        self._process.wait(START_SECONDS)  # it forks, and only then is it no child of ours
-        if self._read(START_SECONDS) != b"ready\n":
+        self._process.wait(granted(START_SECONDS))  # it forks, and only then is it no child of ours
+        if self._read(granted(START_SECONDS)) != b"ready\n":
             raise OSError("the process that cleans up did not start")
 
     def finish(self, seconds: float = 30.0) -> list[str]:

@@ -50,6 +50,14 @@ class Ranks:
         """As `gathered`, of these processes."""
         return gathered(value)
 
+    def broadcast(self, value: T) -> T:
+        """Return rank 0's value on every process. Any picklable object; what the other ranks pass is not sent."""
+        from accelerate.utils import broadcast_object_list
+
+        held = [value if self.rank == 0 else None]
+        broadcast_object_list(held)
+        return held[0]  # type: ignore[return-value]
+
 
 def gathered(value: T) -> list[T]:
     """One value per process, in rank order, on every process. Any picklable object. Collective."""

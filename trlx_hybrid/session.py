@@ -381,7 +381,7 @@ class Session:
         file = folder / STATE_FILE
         state: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"weight_version": step}
         self.versions.version = state["weight_version"]
-        self.algorithms.load_state(self.ranks.gather(state.get("algorithms", {}))[0])  # whoever has the file, all alike
+        self.algorithms.load_state(self.ranks.broadcast(state.get("algorithms", {})))  # whoever has the file, all alike
         self.versions.forget()
         self.sampler.forget()
 

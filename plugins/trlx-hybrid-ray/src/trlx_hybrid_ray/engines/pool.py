@@ -30,6 +30,10 @@ CHECK_SECONDS = 20.0
 """What a living engine may take to say so. Its event loop does nothing that takes long."""
 CLOSE_SECONDS = 10.0
 
+CALLS_OF_A_RANK, CALLS_OF_ALL = 4, 1000
+"""Calls that an actor serves at once. Each rank holds one open, for what is sampled next, and adds others; with
+Ray's limit of 1,000 the calls of more ranks, and the look for dead engines, would wait for the end of another one."""
+
 
 class EnginePool:
     """Engines that live.
@@ -59,6 +63,7 @@ class EnginePool:
             lambda: reserved(plan, options, trainers),
             noun="engine",
             start_deadline=options.start_deadline,
+            threads=CALLS_OF_ALL + CALLS_OF_A_RANK * ranks.world,
         )
 
     def lose(self, number: int, cause: str) -> None:
@@ -93,7 +98,7 @@ class EnginePool:
                 found = self._completed()
             except Exception as error:  # whatever it is, the other ranks wait for it
                 found = error if isinstance(error, HybridError) else EngineError(brief(error))
-        told: Any = self._ranks.gather(found)[0]
+        told: Any = self._ranks.broadcast(found)
         if isinstance(told, Exception):
             raise told
         self.replicas = dict(told)

@@ -99,7 +99,7 @@ class TransferSync(WeightSync):
         if self._source is not None:
             self._source.finish()
         told = "" if error is None else str(error) or repr(error)
-        died, told, result = self._session.ranks.gather((isinstance(error, ServerDiedError), told, result))[0]
+        died, told, result = self._session.ranks.broadcast((isinstance(error, ServerDiedError), told, result))
         return died, told, result, error
 
     def _death(self) -> ServerDiedError | None:

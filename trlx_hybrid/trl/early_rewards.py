@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
+from ..copies import copied
 from ..rollout.conversation import Conversation
 from ..types import Completion, Request
 
@@ -109,7 +110,7 @@ class SampledGroups:
         if all(n in self._scored for n in group):
             arguments = self._arguments(group)
             for function in self._functions:
-                function.begin(group, **arguments)
+                function.begin(group, **copied(arguments))
 
     def _arguments(self, rows: Sequence[int]) -> dict[str, Any]:
         """What TRL will call a reward function with, of these rows.

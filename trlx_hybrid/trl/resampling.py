@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ..algorithms import groups_of
+from ..copies import copied
 from ..protocols import Groups
 from ..rollout.rounds import batch_of, rows_per_rank
 
@@ -222,7 +223,7 @@ def _rows_here(trainer: Any, groups: Sequence[Any], columns: Any) -> list[dict[s
     for at in range(ranks.rank * share, (ranks.rank + 1) * share):
         group = groups[at // size]
         row = trainer.train_dataset[group] if isinstance(group, int) else group
-        rows.append({name: value for name, value in row.items() if name in columns})
+        rows.append({name: copied(value) for name, value in row.items() if name in columns})
     return rows
 
 

@@ -27,6 +27,7 @@ from trl.distributed import DistributedBackend
 from trl.extras.profiling import profiling_context
 
 from ..config import HybridConfig
+from ..copies import copied
 from ..errors import ConfigError, PluginError
 from ..plugins.host import Host, check_ranks_agree
 from ..plugins.selection import TrainerArguments, choose_algorithms, choose_environment, select
@@ -365,7 +366,15 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
         return self._rewards
 
     def _all_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        """(world * B, functions), as TRL's reward functions return them."""
+        """(world * B, functions), as TRL's reward functions return them.
+
+        Functions may write to what they are given. So they get copies, one of all that all of them share, as in TRL.
+        Stock TRL gives them its own lists, from which it has made its tensors already: there the copy is ours.
+        """
+        if self._in_rounds or not self._selection.stock:
+            args, kwargs = copied(args), copied(kwargs)
+        elif "_generated" in self.__dict__:
+            self._generated = copied(self._generated)
         with nullcontext() if self._selection.stock else checking(self):
             rewards = super()._calculate_rewards(*args, **kwargs)  # type: ignore[misc]
         rollout = self.session.rollout if self._attached else None

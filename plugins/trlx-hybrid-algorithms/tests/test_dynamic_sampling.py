@@ -115,6 +115,57 @@ def test_a_batch_of_rounds_is_the_batch_that_trl_makes_of_those_rows(sampled, mo
         assert torch.allclose(batch["advantages"], expected.flatten())
 
 
+@pytest.mark.parametrize("options", [{"rounds": 4}, {"rounds": 4, "oversampling": 3}], ids=["rounds", "oversampling"])
+def test_a_reward_function_may_edit_all_that_it_is_given(sampled, options):
+    """End tokens, messages and nested values of the dataset: the run is the one whose function only looks."""
+    ends = {"generation_kwargs": {"stop_token_ids": list(range(10, 30))}}
+    rows = SPOKEN.map(lambda row: {"answer": {"parts": [row["index"]]}})
+    tokenizer = chat_tokenizer(TURNS)
+
+    class Editing(Watch):
+        edits = False
+
+        def __call__(self, prompts, completions, completion_ids, index, answer, **columns):
+            rewards = super().__call__(prompts, completion_ids, index)
+            for place, parts in enumerate(a["parts"] for a in answer):
+                rewards[place] += len(parts) - 1
+            if self.edits:
+                for ids, said, asked, known in zip(completion_ids, completions, prompts, answer, strict=True):
+                    ids.pop()
+                    said[0]["content"] = asked[0]["content"] = "edited"
+                    known["parts"].append(0)
+            return rewards
+
+    found = []
+    for edits in (False, True):
+        watch = Editing()
+        watch.edits = edits
+        finished, _ = sampled(
+            options,
+            train_dataset=rows,
+            model=chatty_model(tokenizer, TURNS),
+            processing_class=tokenizer,
+            reward_funcs=watch,
+            plugins=[watch],
+            vllm_max_model_length=256,
+            max_steps=2,
+            **ends,
+        )
+        finished.close()
+        found.append((finished, watch, list(finished.trainer._logs["completion"])))
+    (plain, looked, told), (edited, wrote, also) = found
+    assert [[t.completion_ids for t in batch] for batch, _, _ in wrote.batches] == [
+        [t.completion_ids for t in batch] for batch, _, _ in looked.batches
+    ]
+    assert [row["answer"] for _, rows, _ in wrote.batches for row in rows] == [
+        row["answer"] for _, rows, _ in looked.batches for row in rows
+    ]
+    assert told == also
+    assert plain.logs == edited.logs
+    before, after = plain.weights(), edited.weights()
+    assert max(float((before[name] - after[name]).abs().max()) for name in before) == 0.0
+
+
 def test_rounds_draw_the_same_on_the_next_start(sampled):
     (one, seen), (other, again) = sampled({"rounds": 4}), sampled({"rounds": 4})
     assert [numbers(rows) for _, rows, _ in seen.batches] == [numbers(rows) for _, rows, _ in again.batches]

@@ -192,6 +192,62 @@ def test_what_was_begun_is_scored_once_and_what_has_changed_anew(tmp_path, capfd
         assert reward(prompts=["a"], completions=["of a pool that was closed"]) == [25.0]
 
 
+def test_a_list_that_was_written_to_since_its_rows_were_begun_is_scored_anew(tmp_path):
+    with remote_reward(functools.partial(lengths, folder=tmp_path), early=True) as reward:
+        completions = [[1, 2, 3], [4]]
+        reward.begin([0, 1], prompts=["a", "a"], completions=completions)
+        completions[0].pop()
+        assert reward(prompts=["a", "a"], completions=completions) == [2.0, 1.0]
+
+
+class Editing:
+    """A reward that is told of each group early, and edits all that it is given."""
+
+    begins_early, __name__ = True, "editing"
+
+    def __init__(self, edits):
+        self.edits, self.sampled = edits, {}
+
+    def prepare(self):
+        self.sampled = {}
+
+    def begin(self, rows, completion_ids, completions, parts, **columns):
+        for row, ids in zip(rows, completion_ids, strict=True):
+            self.sampled[row] = list(ids)
+        if self.edits:
+            for ids in completion_ids:
+                ids[-1] = 5
+            for messages in completions:
+                messages[0]["content"] = "edited"
+            for part in parts:
+                part["numbers"].clear()
+
+    def __call__(self, completion_ids, completions, parts, **columns):
+        return [
+            len(messages[0]["content"]) + sum(part["numbers"]) + sum(ids) / 100
+            for messages, part, ids in zip(completions, parts, completion_ids, strict=True)
+        ]
+
+
+def test_a_reward_that_edits_what_it_is_begun_with_edits_nothing_that_is_trained(run, prompts):
+    tokenizer, weights, logs = character_tokenizer(), [], []
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    rows = as_messages(prompts).map(lambda row: {"parts": {"numbers": [row["index"], 1]}})
+    for edits in (False, True):
+        finished = run(
+            trlx_hybrid.GRPOTrainer,
+            hybrid=ENGINE,
+            reward_funcs=Editing(edits),
+            vllm_importance_sampling_correction=False,  # which compares engine and trainer, and may find it first
+            **RAGGED | {"train_dataset": rows, "processing_class": tokenizer},
+        )
+        finished.close()
+        weights.append(finished.weights())
+        logs.append(finished.logs)
+    assert logs[0] == logs[1]
+    assert max(float((weights[0][name] - weights[1][name]).abs().max()) for name in weights[0]) == 0.0
+
+
 def dying(prompts, completions, marker, **columns):
     """Ends its process once."""
     if "die" in completions and not os.path.exists(marker):

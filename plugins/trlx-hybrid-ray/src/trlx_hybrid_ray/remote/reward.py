@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from trlx_hybrid.copies import copied
 from trlx_hybrid.errors import TROUBLESHOOTING, ConfigError, RewardError, listed
 
 from .. import debugging
@@ -316,7 +317,8 @@ class EarlyRemoteReward(RemoteReward):
             waiting[share.worker.number] += len(share.rows) * (reference not in ready)
         worker = min(self._pool.workers.values(), key=lambda worker: waiting[worker.number])
         (reference,) = self._sent(batch, [Share(worker, tuple(range(len(rows))))]).values()
-        self._begun[Share(worker, tuple(rows))] = batch.columns, reference
+        # A copy: the caller's lists may have been written to by the time that they are compared.
+        self._begun[Share(worker, tuple(rows))] = copied(batch.columns), reference
 
     def _shared(self, batch: Batch) -> Any:
         """Sent once for all groups of a rollout: TRL's state grows with the log, to megabytes."""

@@ -1,0 +1,37 @@
+"""Copies of what a batch is made of, for functions of the user's: what such a function does to its arguments changes
+nothing that is trained on, recorded or shown.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+SCALARS = frozenset({int, float, bool, str, bytes, type(None)})
+"""Types whose values cannot be changed."""
+
+
+def copied(value: Any) -> Any:
+    """Return a copy of lists, dicts, tuples, sets, arrays, tensors and PIL images, to any depth.
+
+    A tensor leaves its graph. Other objects are passed on as they are: a client or a lock may lie in a column of a
+    dataset, and no object of an unknown class is trained on. A list of a million token ids takes some 10 ms.
+    """
+    kind = type(value)
+    if kind in SCALARS:
+        return value
+    if kind is list or kind is tuple:
+        return kind(value) if SCALARS.issuperset(map(type, value)) else kind(copied(entry) for entry in value)
+    if isinstance(value, dict):
+        return {key: copied(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [copied(entry) for entry in value]
+    if isinstance(value, set | bytearray):
+        return kind(value)
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    if isinstance(value, np.ndarray) or kind.__module__.startswith("PIL."):
+        return value.copy()
+    return value

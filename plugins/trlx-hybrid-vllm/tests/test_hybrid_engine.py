@@ -33,13 +33,25 @@ class Loop:
     """What a user writes: a model, an optimizer, an engine, REINFORCE on the share of small token ids."""
 
     def __init__(
-        self, *, weights="auto", offload="auto", sleep=True, model=None, max_tokens=8, accelerator=None, **given
+        self,
+        *,
+        weights="auto",
+        offload="auto",
+        sleep=True,
+        model=None,
+        max_tokens=8,
+        accelerator=None,
+        engine_args=None,
+        **given,
     ):
         accelerator = accelerator or Accelerator(cpu=True)
         model = model if model is not None else tiny_model()
         self.model, self.optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
         config = HybridConfig(
-            engine="vllm", weights=weights, offload=offload, engine_options=OPTIONS | {"enable_sleep_mode": sleep}
+            engine="vllm",
+            weights=weights,
+            offload=offload,
+            engine_options=OPTIONS | {"enable_sleep_mode": sleep, "engine_args": engine_args or {}},
         )
         self.engine = HybridEngine(
             self.model,
@@ -116,6 +128,21 @@ def test_the_engine_follows_a_plain_pytorch_loop(loop, weights, sleep):
         assert run.gap(completions) < 1e-5
         run.train(completions)
     assert all(not torch.equal(p, start[name]) for name, p in run.model.named_parameters())
+
+
+@pytest.mark.parametrize("weights", ["alias", "copy", "gather"])
+def test_a_prompt_that_the_engine_has_cached_is_computed_again_after_a_step(loop, weights):
+    run = loop(weights=weights, sleep=False, engine_args={"block_size": 32, "enable_prefix_caching": True})
+    prompt = list(range(4, 44))
+    for _ in range(3):
+        with run.engine.rollout_context():
+            (completion,) = run.engine.generate([prompt])
+        with run.engine.train_context():
+            scores = run.scores(prompt, completion.token_ids)
+            assert torch.tensor([p[0] for p in completion.logprobs]) == pytest.approx(scores.detach(), abs=1e-4)
+            scores.sum().backward()
+            run.optimizer.step()
+            run.optimizer.zero_grad()
 
 
 def test_the_listeners_hear_each_rollout_once(loop):

@@ -191,6 +191,7 @@ class Session:
         self.memory.make_room(["policy"])
         engine.wake("kv_cache")
         self.metrics["hybrid/weight_version"] = float(self.versions.version)
+        self.metrics["hybrid/fingerprint_seconds"] = self.versions.fingerprint_seconds
         self.metrics |= self.memory.ledger.metrics(Phase.ROLLOUT)
         if report is not None:
             self.metrics |= {"hybrid/sync_seconds": report.seconds, "hybrid/sync_bytes": float(report.bytes)}

@@ -24,7 +24,7 @@ from ..rollout.rounds import batch_of, rows_per_rank
 
 logger = logging.getLogger(__name__)
 
-SUMMED = ("hybrid/rollout_seconds", "hybrid/sync_seconds", "hybrid/sync_bytes")
+SUMMED = ("hybrid/rollout_seconds", "hybrid/sync_seconds", "hybrid/sync_bytes", "hybrid/fingerprint_seconds")
 """Metrics of a rollout that those of further rounds are added to."""
 
 TOOLS = ("_sync_tool_dicts", "_async_tool_dicts")

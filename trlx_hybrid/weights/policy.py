@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import quantised
+from .fingerprint import BITS, fingerprint, sample
 from .merging import AdaptedModule, adapted, parted_head
 from .sharded import full, is_sharded
 
@@ -23,10 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")
-FINGERPRINT_TENSORS, FINGERPRINT_ELEMENTS = 16, 256
 DIGEST_ELEMENTS = 1 << 24
 Merge = Callable[[AdaptedModule], dict[str, Tensor]]
-BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Policy:
@@ -259,23 +258,17 @@ class Policy:
             return {name: tensor.clone() for name, tensor in wrapped.merged().items()}
 
     def fingerprint(self) -> int:
-        """A number that changes when this rank's trainable weights do, or frozen ones are written to or lie elsewhere.
+        """Return a number that changes when this rank's trainable weights do, or frozen ones are written to or lie
+        elsewhere.
 
-        A hash of a few hundred bits of each of up to 16 tensors spread over the model: cheap enough for every rollout.
-        It catches what nobody announced.
+        Every bit of the trainable weights counts, or of all where none is trained. Of frozen ones their memory and
+        torch's count of writes to it count, and some 64 values of each, since a write to `.data` is not counted.
         """
         parameters = self.parameters
         trainable = [p for p in parameters if p.requires_grad] or parameters
-        stride = -(-len(trainable) // FINGERPRINT_TENSORS)
-        samples = []
-        for p in trainable[::stride]:
-            flat = _local(p).reshape(-1)
-            samples.append(flat[:: max(1, flat.numel() // FINGERPRINT_ELEMENTS)].float())
-        bits = torch.cat(samples).view(torch.int32).to(torch.int64)
-        positions = torch.arange(1, bits.numel() + 1, device=bits.device)
-        frozen = (p for p in parameters if not (p.requires_grad or is_sharded(p)))
-        memory = tuple((p._version, p.untyped_storage()._cdata) for p in frozen)
-        return hash((int((bits * positions).sum()), memory))
+        frozen = [] if trainable is parameters else [p for p in parameters if not p.requires_grad]
+        memory = tuple((p._version, p.untyped_storage()._cdata) for p in frozen if not is_sharded(p))
+        return hash((fingerprint(map(_local, trainable)), fingerprint(sample(map(_local, frozen))), memory))
 
     def adapter_states(self) -> tuple[Any, ...]:
         """Of each of PEFT's layers and wrappers in the model: what is active, merged or disabled, and its factors."""

@@ -57,6 +57,7 @@ class WeightVersions:
     Attributes:
         version: of the policy; grows with every optimizer step, checkpoint load and adapter load.
         engine_version: of what the engine holds, None when it holds nothing to be sampled from.
+        fingerprint_seconds: seconds that the last `sync` spent on looking whether the weights changed.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class WeightVersions:
         self._component, self._sampling, self._autocast, self._call = engine, sampling, autocast, call
         self._fingerprint: int | None = None
         self._adapters: tuple[Any, ...] = ()
+        self.fingerprint_seconds = 0.0
         self._syncs = 0
         self._names: list[str] = []
         self._told = False  # that batches are not compared
@@ -96,6 +98,7 @@ class WeightVersions:
             SyncError: the engine does not hold, or does not compute with, the policy's weights.
         """
         policy = self._policy
+        self.fingerprint_seconds = 0.0
         other = policy.other_modules()
         policy.reshard()
         before, self._adapters = self._adapters, policy.adapter_states()
@@ -103,7 +106,7 @@ class WeightVersions:
         if other:
             weights.forget()
         if self.engine_version == self.version:
-            other = other or self._fingerprint != policy.fingerprint()
+            other = other or self._fingerprint != self._taken()
             if self._ranks.any(other):
                 self.changed()  # and nobody said so
         if self.engine_version == self.version:
@@ -120,7 +123,7 @@ class WeightVersions:
             loaded = weights.sync()
             seconds = time.perf_counter() - started
             verified = self._check_bits(engine, weights, full)
-            self._fingerprint = policy.fingerprint()
+            self._fingerprint = self._taken()
             gap = self._check_log_probs(engine) if full and not policy.in_zero3 else None
         self._syncs += 1
         self.engine_version = self.version
@@ -135,6 +138,17 @@ class WeightVersions:
         )
         self._call("trlx_sync_end", report=report)
         return report
+
+    def _taken(self) -> int:
+        """Return the policy's fingerprint, and count what it takes."""
+        device = self._policy.device
+        if device.type == "cuda":
+            # what was launched before is not the fingerprint's time, and is waited for in any case
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        found = self._policy.fingerprint()
+        self.fingerprint_seconds += time.perf_counter() - started
+        return found
 
     def check_batch(
         self,

@@ -49,6 +49,7 @@ from .arguments import (
     trainer_arguments,
 )
 from .checkpoint import Checkpointing
+from .data_order import Ordered
 from .early_rewards import begun_early
 from .generation import Generation, trajectories_of
 from .recording import Recording
@@ -98,7 +99,7 @@ def hybrid(trainer_class: type[Any]) -> type[Any]:
     return type(trainer_class.__name__, bases, namespace)
 
 
-class HybridTrainer(Metered, Scored, Replayed, Checkpointing):
+class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered):
     """What `hybrid` puts in front of a TRL trainer.
 
     An instance made without `__init__`, as TRL's tests of single methods do, is TRL's own.

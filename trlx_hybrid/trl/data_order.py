@@ -1,0 +1,315 @@
+"""The place of a run in its data, kept in each checkpoint: so a resumed run reads on where the run had been.
+
+transformers resumes by reading an epoch from its beginning and skipping what was trained on. That is not enough here:
+TRL's sampler draws the order of each epoch from a generator of its own, which nothing saves; TRL trains several
+optimizer steps on one rollout, which nothing saves either; and the epochs of a stream cannot be told from its length.
+
+    trlx_hybrid_data.pt          the epoch, where it began, the states of the sampler's generators, and the settings
+                                 that decide the order
+    trlx_hybrid_rollout_0.pt     rank 0's micro-batches of a rollout that later steps train on, where there is one
+
+A run that is not interrupted does what it does in stock TRL: all this only reads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import send_to_device
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, has_length
+
+from ..errors import ConfigError, listed
+
+if TYPE_CHECKING:
+    from ..session import Session
+
+logger = logging.getLogger(__name__)
+
+DATA_FILE = "trlx_hybrid_data.pt"
+ROLLOUT_FILE = "trlx_hybrid_rollout_{rank}.pt"
+
+ORDERING = (
+    *("seed", "data_seed", "shuffle_dataset", "per_device_train_batch_size", "gradient_accumulation_steps"),
+    *("steps_per_generation", "generation_batch_size", "num_generations", "num_iterations"),
+    *("dataloader_drop_last", "train_sampling_strategy"),
+)
+"""Arguments of a trainer that decide which prompts a step gets."""
+
+SEEDS = ("seed", "data_seed")
+"""Arguments in the place of which the saved states of the sampler's generators stand."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Place:
+    """The place of all ranks in their data when a checkpoint is written.
+
+    Attributes:
+        epoch: the epoch that runs.
+        first_step: optimizer steps done when it began.
+        sized: whether the length of an epoch is known, so that transformers finds the place in it.
+        begin: (n,) uint8 states of the sampler's generators before the epoch.
+        now: their states when the checkpoint is written: before the next epoch, if this one is over.
+        micro_batch: micro-batches that the run has trained on, TRL's `_step`.
+        kept: whether later steps train on the rollout, and each rank has written its part of it.
+        settings: the arguments that decide the order, by name, and facts of the dataset.
+    """
+
+    epoch: int
+    first_step: int
+    sized: bool
+    begin: list[torch.Tensor]
+    now: list[torch.Tensor]
+    micro_batch: int
+    kept: bool
+    settings: dict[str, Any]
+
+
+class Ordered:
+    """Stands between `Checkpointing` and TRL's trainer: saves the place in the data, and takes it up."""
+
+    session: Session
+    _taken_up: tuple[Path, Place | None] | None = None  # a checkpoint whose place the next epoch starts from
+    _epoch_began: tuple[int, int, list[torch.Tensor]] | None = None  # epoch, step, states of the sampler's generators
+    _inexact_said = False
+
+    def _init_training_state(
+        self, max_steps: Any, steps_per_epoch: Any, epochs: Any, resume_from_checkpoint: Any, trial: Any
+    ) -> tuple[int, int]:
+        """Return epochs and micro-batches of the last epoch to skip, as transformers; of a stream, the saved ones."""
+        trainer: Any = self
+        skipped: tuple[int, int] = super()._init_training_state(  # type: ignore[misc]
+            max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial
+        )
+        self._taken_up = None
+        if resume_from_checkpoint is None:
+            return skipped
+        place = read_place(Path(resume_from_checkpoint))
+        self._taken_up = Path(resume_from_checkpoint), place
+        if place is None or place.sized or has_length(trainer.train_dataset):
+            return skipped
+        steps = trainer.state.global_step - place.first_step
+        return place.epoch, 0 if trainer.args.ignore_data_skip else steps * trainer.args.gradient_accumulation_steps
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        trainer: Any = self
+        epoch, loader = kwargs["epoch"], kwargs["train_dataloader"]
+        skipped, first_step = 0, trainer.state.global_step
+        if self._taken_up is not None and "session" in self.__dict__:
+            (checkpoint, place), self._taken_up = self._taken_up, None
+            skipped = kwargs["steps_trained_in_current_epoch"]
+            first_step -= skipped // trainer.args.gradient_accumulation_steps
+            self._take_up(checkpoint, place, epoch, loader, skipped)
+        self._epoch_began = epoch, first_step, [generator.get_state() for generator in sampler_generators(loader)]
+        super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        trainer: Any = self
+        if self._epoch_began is not None and "session" in self.__dict__ and not trainer.args.save_only_model:
+            folder = Path(trainer._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
+            folder.mkdir(parents=True, exist_ok=True)
+            self._save_place(folder, *self._epoch_began)
+        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+
+    def _save_place(self, folder: Path, epoch: int, first_step: int, begin: list[torch.Tensor]) -> None:
+        """Write the place in the data, and this rank's rows of a rollout that later steps train on."""
+        trainer: Any = self
+        loader = trainer.callback_handler.train_dataloader
+        kept = bool(trainer._step % micro_batches_of_a_rollout(trainer)) and trainer._buffered_inputs is not None
+        foreign = next(foreign_values(trainer._buffered_inputs), None) if kept else None
+        if kept and foreign is None:
+            _write(trainer._buffered_inputs, folder / ROLLOUT_FILE.format(rank=self.session.ranks.rank))
+        if trainer.args.should_save:
+            place = Place(
+                epoch=epoch,
+                first_step=first_step,
+                sized=has_length(loader),
+                begin=begin,
+                now=[generator.get_state() for generator in sampler_generators(loader)],
+                micro_batch=trainer._step,
+                kept=kept,
+                settings=ordering_settings(trainer),
+            )
+            _write(asdict(place), folder / DATA_FILE)
+        reasons = list(inexact_reasons(trainer, foreign))
+        if reasons and not self._inexact_said and self.session.ranks.rank == 0:
+            self._inexact_said = True
+            logger.warning("A run that is resumed from %s may differ from this one: %s.", folder, listed(reasons, 8))
+
+    # --- resuming ---------------------------------------------------------------------------------------------------
+
+    def _take_up(self, checkpoint: Path, place: Place | None, epoch: int, loader: Any, skipped: int) -> None:
+        """Go on at a place in the data. Collective.
+
+        Args:
+            place: of the checkpoint; None where it has none, as stock TRL's.
+            epoch: the epoch that begins, or goes on.
+            skipped: its micro-batches that are not read again.
+        """
+        trainer: Any = self
+        differing = differences(place.settings, ordering_settings(trainer)) if place is not None else {}
+        if differing and self.session.ranks.rank == 0:
+            logger.warning("%s", changed_text(checkpoint, differing))
+        states = None if place is None else {place.epoch: place.begin, place.epoch + 1: place.now}.get(epoch)
+        generators = sampler_generators(loader)
+        if states is not None and len(states) == len(generators):
+            for generator, state in zip(generators, states, strict=True):
+                generator.set_state(state)
+        else:
+            pass_epochs(loader, epoch)
+        if trainer.args.ignore_data_skip or self.session.config.replay is not None:
+            return  # a replay knows which batches are next
+        same = place is not None and not [name for name in differing if name not in SEEDS]
+        trainer._step = place.micro_batch if place is not None and same else skipped
+        trainer._buffered_inputs = None
+        if trainer._step % micro_batches_of_a_rollout(trainer) == 0:
+            return
+        rollout, problem = self._kept_rollout(checkpoint) if place is not None and place.kept and same else (None, None)
+        problems = [found for found in self.session.ranks.gather(problem) if found is not None]
+        if problems:
+            raise ConfigError(problems[0])
+        missing = self.session.ranks.any(rollout is None)
+        trainer._buffered_inputs = None if missing else rollout
+        if missing and self.session.ranks.rank == 0:
+            logger.warning(
+                "%s lies in the middle of a rollout that it does not hold%s: its prompts are sampled anew, with other "
+                "weights than those of the run that was interrupted.",
+                checkpoint,
+                "" if place is not None else ", as one that was written without trlx_hybrid's trainer",
+            )
+
+    def _kept_rollout(self, checkpoint: Path) -> tuple[list[dict[str, Any]] | None, str | None]:
+        """Return this rank's micro-batches of the checkpoint's rollout, None where there are none; and what is wrong
+        with the file."""
+        file = checkpoint / ROLLOUT_FILE.format(rank=self.session.ranks.rank)
+        try:
+            return send_to_device(_read(file), self.session.policy.device), None
+        except ConfigError as error:
+            return None, str(error)
+
+
+def read_place(checkpoint: Path) -> Place | None:
+    """The place in the data that a checkpoint was written at; None where it has none.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
+    found = _read(checkpoint / DATA_FILE)
+    try:
+        return None if found is None else Place(**found)
+    except TypeError as error:
+        raise ConfigError(f"{checkpoint / DATA_FILE} is of another version ({error}). Resume with that one.") from error
+
+
+def micro_batches_of_a_rollout(trainer: Any) -> int:
+    """Return how many TRL takes from a rollout, those of further iterations included."""
+    args = trainer.args
+    of_one = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
+    return int(of_one * getattr(trainer, "num_iterations", 1))
+
+
+def sampler_generators(loader: Any) -> list[torch.Generator]:
+    """Return the generators that a data loader and its samplers draw the order from, the outermost first."""
+    found: list[torch.Generator] = []
+    for part in _samplers(loader):
+        generator = getattr(part, "generator", None)
+        if isinstance(generator, torch.Generator) and all(generator is not other for other in found):
+            found.append(generator)
+    return found
+
+
+def pass_epochs(loader: Any, epochs: int) -> None:
+    """Draw the orders of epochs that are over from TRL's sampler, whose states the checkpoint does not have."""
+    sampler = next((part for part in _samplers(loader) if hasattr(part, "mini_repeat_count")), None)
+    for _ in range(epochs if sampler is not None else 0):
+        next(iter(sampler), None)
+
+
+def ordering_settings(trainer: Any) -> dict[str, Any]:
+    """Return what decides which prompts a step gets: arguments, the number of ranks, and facts of the dataset."""
+    settings = {name: getattr(trainer.args, name) for name in ORDERING if hasattr(trainer.args, name)}
+    settings |= {"ranks": trainer.accelerator.num_processes}
+    dataset = trainer.train_dataset
+    if has_length(dataset):
+        settings |= {"rows of train_dataset": len(dataset), "prompts of train_dataset": _prompts_digest(dataset)}
+    return {name: value if isinstance(value, int | float | None) else str(value) for name, value in settings.items()}
+
+
+def differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
+    """Compare the settings of a checkpoint with those of a run; a text for each that is another, by name."""
+    names = [name for name in dict.fromkeys([*then, *now]) if then.get(name) != now.get(name)]
+    return {name: f"{name} is {now.get(name)!r:.60}, and was {then.get(name)!r:.60}" for name in names}
+
+
+def changed_text(checkpoint: Path, differing: dict[str, str]) -> str:
+    """Say what settings that changed do to the data of a resumed run."""
+    text = f"This run resumes from {checkpoint} with other settings ({listed(list(differing.values()), 8)}), "
+    if all(name in SEEDS for name in differing):
+        return f"{text}and goes on in the checkpoint's order of prompts; its completions are drawn with the new seed."
+    return f"{text}so its steps get other prompts than those of the run that was interrupted: some may come twice."
+
+
+def inexact_reasons(trainer: Any, foreign: str | None) -> Iterator[str]:
+    """Say why a resumed run may not be bit for bit the uninterrupted one."""
+    if foreign is not None:
+        yield f"its rollout holds {foreign}, which a checkpoint cannot keep, and is sampled anew"
+    if trainer.accelerator.device.type != "cpu":
+        yield "kernels of this device may round otherwise in another process"
+    if getattr(trainer, "environment_factory", None) is not None or getattr(trainer, "environments", None):
+        yield "environments keep their own state, if they have any beyond a conversation"
+
+
+def foreign_values(value: Any, name: str = "") -> Iterator[str]:
+    """Name the values in nested containers that are neither tensors nor plain."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from foreign_values(part, str(key))
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from foreign_values(part, name)
+    elif not isinstance(value, torch.Tensor | str | bytes | int | float | None):
+        yield f"{name!r}, a {type(value).__name__}"
+
+
+def _samplers(loader: Any) -> list[Any]:
+    """Return the loader and what it and its samplers sample from, the outermost first."""
+    found: list[Any] = []
+    parts = [loader]
+    while parts:
+        part = parts.pop(0)
+        if part is not None and all(part is not other for other in found):
+            found.append(part)
+            parts += [getattr(part, "batch_sampler", None), getattr(part, "sampler", None)]
+    return found
+
+
+def _prompts_digest(dataset: Any) -> str | None:
+    """Return a digest of the first, the middle and the last prompt; None where the dataset has no such column."""
+    if not len(dataset) or "prompt" not in (getattr(dataset, "column_names", None) or ()):
+        return None
+    prompts = [dataset[index]["prompt"] for index in sorted({0, len(dataset) // 2, len(dataset) - 1})]
+    text = json.dumps(prompts, sort_keys=True, default=lambda value: type(value).__name__)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _write(value: Any, file: Path) -> None:
+    """Rename the file when it is whole, so that a kill leaves none that is not."""
+    part = file.with_name(f"{file.name}.part")
+    torch.save(value, part)
+    part.replace(file)
+
+
+def _read(file: Path) -> Any:
+    """Return its value on the CPU, None where there is no such file; ConfigError where it is torn."""
+    if not file.exists():
+        return None
+    try:
+        return torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:
+        raise ConfigError(f"{file} cannot be read ({error!r:.200}). Resume from an earlier checkpoint.") from error

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Set
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -311,6 +311,27 @@ class FirstStep:
             "away that are small beside them: load the model in float32, or raise learning_rate. Or the optimizer was "
             "made for other tensors than the model's parameters."
         )
+
+
+Item = TypeVar("Item")
+
+
+class Rotation:
+    """Takes a few items at a time, so that each is taken once in `len(items) / count` calls, rounded up.
+
+    Ranks that call it equally often take the same items.
+    """
+
+    def __init__(self, count: int = SAMPLED_TENSORS) -> None:
+        self._count, self._next = count, 0
+
+    def take(self, items: Sequence[Item]) -> list[Item]:
+        """Return the items whose turn it is."""
+        if not items:
+            return []
+        start = self._next % len(items)
+        self._next = start + self._count
+        return [items[(start + i) % len(items)] for i in range(min(self._count, len(items)))]
 
 
 def sampled_names(names: list[str], version: int, count: int = SAMPLED_TENSORS) -> set[str]:

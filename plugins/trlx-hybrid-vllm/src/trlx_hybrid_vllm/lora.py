@@ -18,12 +18,15 @@ from torch import Tensor
 from trlx_hybrid.errors import SyncError, listed
 from trlx_hybrid.weights.policy import Policy, unwrapped_name
 from trlx_hybrid.weights.sharded import whole
+from trlx_hybrid.weights.verify import Rotation
 
 from . import internals
 from .loader import differ, flagged
 
 ADAPTER_ID = 1
 """vLLM's warm-up adapters count from 1: a dummy run then finds this id taken, and uses it instead of evicting it."""
+OUTSIDE = 32
+"""Parts of vLLM's slots outside of the adapter that a sync looks at: there are some four for each slot."""
 UNSERVED = {
     "use_dora": "DoRA scales the merged weight, which no LoRA slot holds",
     "modules_to_save": "it trains whole modules beside the LoRA layers",
@@ -189,6 +192,7 @@ class AdapterSlots:
         (self._adapter,) = active_adapters(self._layers)
         self._slots: list[Slot] = []
         self._outside: list[tuple[str, Tensor]] = []
+        self._turns, self._outside_turns = Rotation(), Rotation(OUTSIDE)
         self.reset()
 
     def reset(self) -> None:
@@ -209,7 +213,7 @@ class AdapterSlots:
         manager.add_adapter(LoRAModel(ADAPTER_ID, 1, {name: nothing}))
         manager.activate_adapter(ADAPTER_ID)  # zeroes its slot in every layer it has no weights for
         self._resolve(manager.lora_index_to_id.index(ADAPTER_ID))
-        stray = self._stray()
+        stray = _stray(self._outside)
         if stray:
             raise SyncError(
                 f"vLLM's LoRA slots are not zero where they must be: {listed(stray)}. Use weights='gather'."
@@ -257,9 +261,21 @@ class AdapterSlots:
         """Modules may have been replaced: the next write looks whether the layers are those of the slots."""
         self._same_layers = False
 
-    def differing(self) -> list[str]:
-        """Adapted modules whose slots are not bitwise A and scaling * B, and slots with values outside the adapter."""
+    def differing(self, full: bool = True) -> list[str]:
+        """Compare slots bit for bit with A and scaling * B, and look for values outside of the adapter.
+
+        Collective where the policy is sharded.
+
+        Args:
+            full: all slots; else a few, each in its turn.
+
+        Returns:
+            The names of the modules whose slots differ.
+        """
         live, idle = self._split()
+        chosen = self._slots if full else self._turns.take(self._slots)
+        taken = {id(s) for s in chosen}
+        live, idle = ([s for s in slots if id(s) in taken] for slots in (live, idle))
         names, flags = [], []
         for s, (a, b, scaling) in zip(live, factors_of(live, self._adapter), strict=True):
             a, b = s.parts(a, b)
@@ -269,7 +285,8 @@ class AdapterSlots:
         for s in idle:
             names += [s.name, s.name]
             flags += [s.a.any(), s.b.any()]
-        return [*dict.fromkeys(flagged(names, flags)), *self._stray()]
+        outside = self._outside if full else self._outside_turns.take(self._outside)
+        return [*dict.fromkeys(flagged(names, flags)), *_stray(outside)]
 
     def request(self, version: int) -> Any:
         """The `LoRARequest` with which a prompt is served by the adapter as written.
@@ -385,9 +402,11 @@ class AdapterSlots:
             (idle if s.layer.disable_adapters else live).append(s)
         return live, idle
 
-    def _stray(self) -> list[str]:
-        names = [f"{part} (outside the adapter)" for part, _ in self._outside]
-        return list(dict.fromkeys(flagged(names, [t.any() for _, t in self._outside])))
+
+def _stray(outside: Sequence[tuple[str, Tensor]]) -> list[str]:
+    """Return the names of what lies outside of the adapter and is not zero."""
+    names = [f"{part} (outside the adapter)" for part, _ in outside]
+    return list(dict.fromkeys(flagged(names, [t.any() for _, t in outside])))
 
 
 # --- where one layer goes ---------------------------------------------------------------------------------------------

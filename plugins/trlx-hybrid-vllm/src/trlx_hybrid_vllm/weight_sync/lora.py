@@ -10,6 +10,7 @@ from trlx_hybrid.protocols import WeightSync
 from trlx_hybrid.types import LoadReport
 from trlx_hybrid.weights import quantised
 from trlx_hybrid.weights.frozen import Frozen
+from trlx_hybrid.weights.verify import SAMPLED_TENSORS, Rotation
 
 from ..loader import counted
 from ..lora import AdapterSlots
@@ -82,17 +83,15 @@ class LoraSync(WeightSync):
             self._slots.forget()
 
     def check(self, full: bool) -> int:
-        """Prove it: the base in its own way, the slots bit for bit when `full`.
+        """Prove it: the base in its own way, the slots bit for bit, all when `full` and else a few, each in its turn.
 
         Raises:
             SyncError: names what differs.
         """
         assert self._slots is not None
         checked = self._base.check(full) or 0
-        if not full:
-            return checked
-        refuse_other_bits("vLLM's LoRA slots hold other bits than the adapter", self._slots.differing())
-        return checked + self._slots.tensors
+        refuse_other_bits("vLLM's LoRA slots hold other bits than the adapter", self._slots.differing(full))
+        return checked + (self._slots.tensors if full else min(self._slots.tensors, 2 * SAMPLED_TENSORS))
 
     def release(self) -> None:
         """The engine is closed: the policy takes its base weights with it."""
@@ -111,6 +110,7 @@ class StreamedBase(WeightSync):
     def __init__(self, session: Session) -> None:
         self._session, self._policy = session, session.policy
         self._streamed, self._frozen = False, Frozen()
+        self._turns, self._moved = Rotation(), False
 
     def refuses(self) -> str | None:
         """Why the base cannot be streamed once and for all, or None."""
@@ -129,7 +129,8 @@ class StreamedBase(WeightSync):
         """Bring the base into the engine where it is not there."""
         engine = self._session.live_engine
         written = self._session.ranks.any(self._frozen.changed(self._held()))
-        if self._streamed and not engine.weights_lost and not written:
+        self._moved = not self._streamed or engine.weights_lost or written
+        if not self._moved:
             engine.weights_written()
             return LoadReport(tensors=0, bytes=0)
         report = engine.load_weights(self._policy.full_weights(merge=False))
@@ -157,14 +158,15 @@ class StreamedBase(WeightSync):
         self._streamed = False
 
     def check(self, full: bool) -> int:
-        """Compare every bit when `full`; what is frozen and was compared is not compared again otherwise.
+        """Compare every bit when `full`, else a few tensors, each in its turn, where this sync streamed the base.
 
         Raises:
             SyncError: names each tensor that differs.
         """
         compared: dict[str, int] = {}
-        if full:
-            weights = counted(self._policy.full_weights(merge=False), compared)
+        if full or self._moved:
+            only = None if full else set(self._turns.take(self._policy.checkpoint_names()))
+            weights = counted(self._policy.full_weights(only, merge=False), compared)
             differing = self._session.live_engine.differing(weights)
             refuse_other_bits("the engine holds other bits than the policy", differing)
         return len(compared)

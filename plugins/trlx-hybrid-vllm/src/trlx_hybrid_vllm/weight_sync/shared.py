@@ -14,6 +14,7 @@ from trlx_hybrid.protocols import WeightSync
 from trlx_hybrid.types import LoadReport
 from trlx_hybrid.weights.frozen import Frozen
 from trlx_hybrid.weights.sharded import is_sharded
+from trlx_hybrid.weights.verify import Rotation
 
 from ..loader import differ, flagged
 from ..weight_map import Places
@@ -50,6 +51,7 @@ class SharedSync(WeightSync):
         self._views: dict[str, Tensor] = {}
         self._frozen = Frozen()
         self._copied_once = False
+        self._turns = Rotation()
         self._borrowed: dict[str, Tensor] = {}
         self.aliased: list[str] = []
         self.copied: list[str] = []
@@ -206,7 +208,8 @@ class SharedSync(WeightSync):
         return {name: p for name, p in now if p.data_ptr() != self._views[name].data_ptr()}
 
     def check(self, full: bool) -> int:
-        """Prove it: pointers, shapes and strides of the aliased, bits of the copied (of all when `full`).
+        """Prove it: pointers, shapes and strides of the aliased, bits of the copied (of all when `full`, else of a few,
+        each in its turn).
 
         Returns:
             How many parameters were checked.
@@ -215,7 +218,8 @@ class SharedSync(WeightSync):
             SyncError: names each parameter that is not the engine's.
         """
         moved = self._moved()
-        compared = [*(self.copied if full else []), *moved]
+        copied = self.copied if full else self._turns.take(self.copied)
+        compared = [*copied, *moved]
         wrong = []
         for name in self.aliased:
             p, view = self._parameter(name), self._views[name]
@@ -229,7 +233,7 @@ class SharedSync(WeightSync):
         buffers = self._policy.buffers() if full else {}
         wrong += self._engine.differing(buffers.items())
         refuse_other_bits("the engine holds other bits than the policy", wrong)
-        return len(self.aliased) + (len(self.copied) if full else 0) + len(buffers)
+        return len(self.aliased) + len(copied) + len(buffers)
 
     def release(self) -> None:
         """Give each aliased parameter memory of its own again. After the engine is closed: what it held is freed one

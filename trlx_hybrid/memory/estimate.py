@@ -43,6 +43,13 @@ _STATES: Mapping[str, tuple[int, float | None]] = {
     "ademamix_8bit": (3, _EIGHT),
 }
 
+# Options of torch's optimizers that add one tensor per parameter each.
+_OPTIONS: Mapping[str, tuple[str, ...]] = {
+    "torch.optim.sgd.SGD": ("momentum",),
+    "torch.optim.rmsprop.RMSprop": ("momentum", "centered"),
+    "torch.optim.adam.Adam": ("amsgrad",),
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSize:
@@ -107,6 +114,7 @@ def predict(
     parameters: Sequence[ParameterSize],
     *,
     optimizer: str = "adamw_torch_fused",
+    optional_state: int = 0,
     engine_weight_bytes: int,
     kv_cache_bytes: int,
     shared: bool = False,
@@ -118,6 +126,7 @@ def predict(
     Args:
         parameters: the policy, this rank's shards.
         optimizer: `args.optim`.
+        optional_state: bytes of it that the optimizer's options add, see `optional_state_bytes`.
         engine_weight_bytes: size of the engine's own weights.
         kv_cache_bytes: size of the KV cache.
         shared: the engine's weights are the policy's memory.
@@ -130,7 +139,7 @@ def predict(
     state = {
         "policy": sum(p.bytes for p in parameters),
         "gradients": sum(p.bytes for p in trainable),
-        "optimizer": optimizer_state,
+        "optimizer": optimizer_state + optional_state,
         "engine weights": 0 if shared else engine_weight_bytes,
         "KV cache": kv_cache_bytes,
         "other": 0,
@@ -172,6 +181,24 @@ def optimizer_bytes(optim: str, trainable: Sequence[ParameterSize]) -> tuple[int
     states, itemsize = _STATES.get(name, _ADAMW)
     size = sum(states * p.elements * (p.itemsize if itemsize is None else itemsize) for p in trainable)
     return math.ceil(size), tuple(notes)
+
+
+def optional_state_bytes(optimizer: Any) -> int:
+    """Return the bytes of state on this rank that options add to what `optimizer_bytes` tells by the class: momentum,
+    the largest second moment (amsgrad), the mean gradient (centered).
+
+    Args:
+        optimizer: one of torch's, which may have made its state or not; none is added for other classes.
+    """
+    options = {
+        name for kind in type(optimizer).__mro__ for name in _OPTIONS.get(f"{kind.__module__}.{kind.__name__}", ())
+    }
+    return sum(
+        sum(bool(group.get(name)) for name in options) * getattr(p, "_local_tensor", p).nbytes
+        for group in optimizer.param_groups
+        for p in group["params"]
+        if p.requires_grad
+    )
 
 
 def _paged(optim: str) -> bool:

@@ -14,7 +14,14 @@ from ..errors import ConfigError
 from ..types import Phase
 from ..weights.quantised import elements
 from .arena import Arena
-from .estimate import LEAVING, Prediction, optimizer_bytes, plan_offload, predict_fitting
+from .estimate import (
+    LEAVING,
+    Prediction,
+    optimizer_bytes,
+    optional_state_bytes,
+    plan_offload,
+    predict_fitting,
+)
 from .ledger import (
     Ledger,
     gradient_tensors,
@@ -23,6 +30,7 @@ from .ledger import (
     policy_tensors,
     storages,
     table,
+    torch_optimizer,
 )
 from .offload import Offload, guard
 
@@ -231,11 +239,17 @@ class TrainerMemory:
             least=len(movable) if self._mode == "all" else 0,
             parameters=parameter_sizes(self._policy.module),
             optimizer=self._optimizer_name,
+            optional_state=self._optional_state(),
             engine_weight_bytes=engine_weight_bytes,
             kv_cache_bytes=kv_cache_bytes,
             shared=shared,
             asleep=asleep,
         )
+
+    def _optional_state(self) -> int:
+        """Return the bytes that the optimizer's options add to its state; none are known before there is one."""
+        optimizer = self._optimizer()
+        return 0 if optimizer is None else optional_state_bytes(torch_optimizer(optimizer))
 
     def capacity(self) -> int:
         """Bytes that all owners together may take: what is free, and what they hold."""
@@ -253,7 +267,7 @@ class TrainerMemory:
         if self._mode == "none":
             trainable = [p for p in parameter_sizes(self._policy.module) if p.trainable]
             held = self.ledger.measure()["optimizer"]
-            stays = max(0, optimizer_bytes(self._optimizer_name, trainable)[0] - held)
+            stays = max(0, optimizer_bytes(self._optimizer_name, trainable)[0] + self._optional_state() - held)
         return self.free_bytes() - stays
 
     def free_bytes(self) -> int:

@@ -23,6 +23,7 @@ from .doctor import package_version
 from .errors import ComponentError, StaleWeightsError
 from .memory.trainer_memory import TrainerMemory
 from .plugins.registry import BUILTIN
+from .rollout.endings import Endings
 from .rollout.sampler import Sampler
 from .rollout.seeding import preserved_generators
 from .types import Completion, Phase, Request, Sampling
@@ -63,6 +64,7 @@ class Session:
         on_conversation: the same with each conversation that has ended.
         router_replay: what lets the trainer's routers take the engine's experts, where the config asks for it.
         experts: with it, those of the tokens that were sampled last, see `Completion`.
+        endings: how the completions of the current rollout ended.
         metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs, which hold the mean since their
             last line: of one number per batch, or of all those in a list.
         algorithms: what changes which completions are trained on, and how much they count.
@@ -126,6 +128,7 @@ class Session:
         self.on_conversation: Callable[[int, Conversation], None] | None = None
         self.router_replay: RouterReplay | None = None
         self.experts: list[np.ndarray[Any, Any]] = []
+        self.endings = Endings()
         self._left = False
         self.metrics: dict[str, float | list[float]] = {}
         self._step = step
@@ -150,6 +153,7 @@ class Session:
             StaleWeightsError: a rollout phase is running already.
         """
         self.training, self.metrics = training, {}
+        self.endings.clear()
         if self.selection.stock:
             yield
             return
@@ -223,6 +227,8 @@ class Session:
         completions = self.sampler.sample(self.live_engine, run, prompts, images, num_generations, timer, sampling)
         if self.config.router_replay:
             self.experts = self.sampler.experts(completions)
+        for prompt_ids, completion in zip(prompts, completions, strict=True):
+            self.endings.add(prompt_ids, completion.token_ids, completion.finish_reason)
         return completions
 
     def converse(self, dialogues: Sequence[Dialogue], limits: Limits, num_generations: int = 1) -> list[Conversation]:
@@ -234,7 +240,10 @@ class Session:
         self._require_current()
         assert self.rollout is not None
         request = self.sampler.converse(self.live_engine, [d.prompt_ids for d in dialogues], num_generations)
-        return self.rollout.converse(self, dialogues, limits, request)
+        conversations = self.rollout.converse(self, dialogues, limits, request)
+        for dialogue, conversation in zip(dialogues, conversations, strict=False):
+            self.endings.add(dialogue.prompt_ids, conversation.completion_ids, conversation.finish_reason)
+        return conversations
 
     def _require_current(self) -> None:
         versions = self.versions

@@ -90,6 +90,7 @@ class Conversation:
         turns: one entry per turn.
         calls, failed_calls: tool calls, and those among them that the model was shown an error for.
         failure: why the conversation broke off, or None.
+        finish_reason: how the last turn ended, see `Completion`.
     """
 
     completion_ids: list[int] = field(default_factory=list)
@@ -101,10 +102,12 @@ class Conversation:
     calls: int = 0
     failed_calls: int = 0
     failure: str | None = None
+    finish_reason: str | None = None
 
     def sampled(self, completion: Completion) -> None:
         """Append what the model sampled."""
         self.completion_ids += completion.token_ids
+        self.finish_reason = completion.finish_reason
         self.loss_mask += [1] * len(completion.token_ids)
         if completion.logprobs is not None:
             self.logprobs = (self.logprobs or []) + [candidates[0] for candidates in completion.logprobs]

@@ -29,6 +29,7 @@ from torch import Tensor
 from .. import plain_data
 from ..doctor import package_version
 from ..errors import ConfigError, listed
+from .truncation import BY_TOKEN, MASKS, rule_of
 
 FILE = "recording.json"
 FORMAT = 1
@@ -47,6 +48,9 @@ EVALUATION = re.compile(r"settings\.(eval_(strategy|steps|delay|on_start)|(per_d
 
 QUIET = re.compile(r"output_dir|run_name|log|report_to|save|push|hub|vllm|tqdm|dataloader|resume|eval|project|trackio")
 """Those that change no number of a training step."""
+
+TRUNCATED = "truncated completions"
+"""The fact by which completions are masked, where they are."""
 
 NO_FACTS = (
     *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "base_model_name_or_path", "peft_version"),
@@ -263,6 +267,8 @@ def facts_of(trainer: Any) -> dict[str, Any]:
         "scoring": config.scoring,
         "scoring_options": config.options("scoring"),
     }
+    if getattr(trainer.args, MASKS, False):
+        facts[TRUNCATED] = rule_of(trainer)
     return dict(json.loads(json.dumps(facts, default=_plain)))
 
 
@@ -270,6 +276,8 @@ def compared(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[list
     """Facts of a recording that are not those of a run: by which it is another run's, and by which the same batches may
     train otherwise."""
     then, now = dict(_flat(recorded)), dict(_flat(here))
+    if TRUNCATED in now:
+        then.setdefault(TRUNCATED, BY_TOKEN)  # which recordings of earlier versions do not say
     evaluates = now["settings.eval_strategy"] != "no"
     foreign, other = [], []
     for name in dict.fromkeys([*then, *now]):

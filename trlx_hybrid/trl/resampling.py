@@ -39,6 +39,7 @@ class SampledRow:
         row: the dataset's, with what a `rollout_func` has added; prompt: as TRL handed it to `_generate`.
         experts: those of its tokens, where the run replays routers.
         logged: what reward functions have logged of it, by column.
+        truncated: whether it was cut at its limit.
     """
 
     row: dict[str, Any]
@@ -52,6 +53,7 @@ class SampledRow:
     tool_images: Any
     experts: Any
     logged: dict[str, Any]
+    truncated: bool
 
 
 @dataclass(slots=True)
@@ -128,6 +130,7 @@ def resampled(trainer: Any, prompts: list[Any], sample: Callable[[list[Any]], An
         setattr(trainer, name, of_rows)
     batch = _batch(trainer, rounds, needed)
     prompts[:], batch_rows[:], session.rows = [row.prompt for row in batch], [row.row for row in batch], batch_rows
+    trainer._truncated = [row.truncated for row in batch]
     if any(row.experts is not None for row in batch):
         session.experts = [row.experts for row in batch]
     trainer._pending_extra_logs.clear()
@@ -178,13 +181,12 @@ def sampled_groups(trainer: Any, rewards: Tensor, numbers: Sequence[int | None] 
         numbers: of each group, its row of the dataset.
     """
     _, ids, mask, *_ = trainer._generated
-    ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}  # as TRL has it, for `completions/clipped_ratio`
     return groups_of(
         trainer.session.ranks,
         rewards,
         trainer.reward_weights,
         lengths=[len(row) for row in ids] if mask is None else [sum(row) for row in mask],
-        truncated=[not row or row[-1] not in ends for row in ids],
+        truncated=trainer._truncated,
         size=trainer.num_generations,
         rows=numbers,
     )
@@ -242,6 +244,7 @@ def _round(
     logs, nothing = dict(trainer._pending_extra_logs), [None] * len(rows)
     logged = [{column: values[i] for column, values in logs.items() if i < len(values)} for i in range(len(rows))]
     every = [rows, prompts, prompt_ids, ids, mask, completions, logprobs, images, tool_images, session.experts, logged]
+    every.append(list(trainer._truncated))
     sampled = [SampledRow(*of_row) for of_row in zip(*(values or nothing for values in every), strict=True)]
     groups = sampled_groups(trainer, rewards, numbers)
     session.algorithms.observe(groups)

@@ -231,6 +231,7 @@ class Scored:
         if skipped:
             return Scores(torch.zeros(len(input_ids), logits_to_keep, device=input_ids.device), None, None)
 
+        attention_mask = trainer._attended(attention_mask, logits_to_keep)
         reference = model is trainer.ref_model
         experts = None
         if self.session.router_replay is not None and self._micro_batch is not None and not reference:

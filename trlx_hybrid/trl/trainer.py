@@ -57,6 +57,7 @@ from .replay import Replayed
 from .rewards import HOOK, checking, refuse_missing_package, replaced, without_masked
 from .scoring import SCORER, Scored, overriding, scores_apart
 from .step_metrics import Metered, StepMetrics
+from .truncation import BY_TOKEN, MASKS, Truncation, by_last_token, correct_metrics, rule_of, truncated_rows
 
 GENERATING = (trl.GRPOTrainer, trl.RLOOTrainer, trl.DistillationTrainer)
 SCORING = ("GRPO", "RLOO")
@@ -99,7 +100,7 @@ def hybrid(trainer_class: type[Any]) -> type[Any]:
     return type(trainer_class.__name__, bases, namespace)
 
 
-class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered):
+class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncation):
     """What `hybrid` puts in front of a TRL trainer.
 
     An instance made without `__init__`, as TRL's tests of single methods do, is TRL's own.
@@ -224,6 +225,8 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered):
             trainer.vllm_mode = "colocate"
             trainer.vllm_generation = Generation(self.session)
             trainer._last_loaded_step = -1
+            if getattr(args, MASKS, False) and rule_of(self) == BY_TOKEN:
+                self.session.notes.append(f"truncated completions: {BY_TOKEN}, for the rollout_func does not say")
         self._attach_recording()
 
     def _check_algorithms(self) -> None:
@@ -304,7 +307,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered):
             tool_calling.check_images(self, self._generated)
             if self._rolls_out:
                 tool_calling.show_images(self, self._generated)
-        return self._generated
+        return self._hands_on(self._generated) if self._rolls_out else self._generated
 
     @property
     def _learns(self) -> bool:
@@ -319,7 +322,19 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered):
         phase = self.session.rollout_phase(trainer.model.training)
         with self._part("rollout"), phase, begun_early(self, parse_response, prompts):
             self._generated = tool_calling.with_images(self, super()._generate(prompts))  # type: ignore[misc]
+        self._note_truncated()
         return self._generated
+
+    def _note_truncated(self) -> None:
+        """Keep which rows of the rollout are truncated, and log it. Collective."""
+        if not hasattr(self, "eos_token_ids"):
+            return
+        prompt_ids, ids, *rest = self._generated
+        self._truncated = truncated_rows(self, prompt_ids, ids)
+        if not self._selection.stock:
+            mask = rest[0] if self._base_name != "RLOO" else None
+            lengths = [len(row) for row in ids] if mask is None else [sum(row) for row in mask]
+            correct_metrics(self, lengths, by_last_token(self, ids), self._truncated)
 
     @property
     def _converses(self) -> bool:
@@ -397,7 +412,9 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered):
         if drawn is not None:
             inputs, self._row_numbers = drawn
         session.rows = inputs
-        changed = {name: getattr(trainer, name) for name in ("tools", "log_multimodal") if hasattr(trainer, name)}
+        changed = {
+            name: getattr(trainer, name) for name in ("tools", "log_multimodal", MASKS) if hasattr(trainer, name)
+        }
         self._rolls_out = True
         try:
             batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]

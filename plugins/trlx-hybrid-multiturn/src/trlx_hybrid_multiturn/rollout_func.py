@@ -105,6 +105,8 @@ class Episodes:
         ]
         conversations = [run.conversation for run in runs]
         rollout.run_trajectories(session, [run.run() for run in runs], conversations)
+        for run, conversation in zip(runs, conversations, strict=True):
+            session.endings.add(run.prompt_ids, conversation.completion_ids, conversation.finish_reason)
         logprobs = [conversation.logprobs for conversation in conversations]
         return {
             "prompt_ids": [run.prompt_ids for run in runs],

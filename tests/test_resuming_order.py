@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import trl
+from datasets import Dataset
 from trlx_hybrid import GRPOTrainer
 from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.testing.chat import chat_tokenizer, chatty_model
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SHAPES = {
@@ -63,6 +65,40 @@ def stopped_at(run, prompts, tmp_path):
 )
 def test_a_resumed_run_is_bit_for_bit_the_uninterrupted_one(stopped_at, shape, places):
     stopped_at(places, **SHAPES[shape])
+
+
+def calculate(expression: str) -> str:
+    """Evaluate.
+
+    Args:
+        expression: what.
+    """
+    return "4"
+
+
+def test_a_rollout_with_tools_resumes_in_its_middle(run, tmp_path):
+    turns = ["four", '<tool_call>\n{"name": "calculate", "arguments": {"expression": "2+2"}}\n</tool_call>']
+    tokenizer = chat_tokenizer(turns)
+    settings = {
+        "processing_class": tokenizer,
+        "tools": [calculate],
+        "hybrid": {"engine": "vllm"},
+        "max_completion_length": 60,
+        "vllm_max_model_length": 800,
+        "contrast": 0.3,
+        "num_iterations": 2,
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "train_dataset": Dataset.from_list([{"prompt": [{"role": "user", "content": f"{i}+2"}]} for i in range(8)]),
+    }
+    whole = run(GRPOTrainer, model=chatty_model(tokenizer, turns), output_dir=str(tmp_path / "whole"), **settings)
+    assert whole.logs[0]["tools/call_frequency"] > 0
+    checkpoint = str(tmp_path / "whole" / "checkpoint-1")
+    again = run(GRPOTrainer, model=chatty_model(tokenizer, turns), resume=checkpoint, **settings)
+    assert again.recorder.completions == whole.recorder.completions[8:]
+    assert again.logs[:-1] == whole.logs[:-1]
+    assert all(torch.equal(value, whole.weights()[name]) for name, value in again.weights().items())
 
 
 @pytest.mark.slow

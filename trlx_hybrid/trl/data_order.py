@@ -227,8 +227,9 @@ def sampler_generators(loader: Any) -> list[torch.Generator]:
 def pass_epochs(loader: Any, epochs: int) -> None:
     """Draw the orders of epochs that are over from TRL's sampler, whose states the checkpoint does not have."""
     sampler = next((part for part in _samplers(loader) if hasattr(part, "mini_repeat_count")), None)
-    for _ in range(epochs if sampler is not None else 0):
-        next(iter(sampler), None)
+    if sampler is not None:
+        for _ in range(epochs):
+            next(iter(sampler), None)
 
 
 def ordering_settings(trainer: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ BENCHMARKS = (
     "weight_sync",
     "offload",
     "step",
+    "checks",
     "learning",
     "capacity",
     "multiturn",

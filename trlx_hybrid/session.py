@@ -27,6 +27,7 @@ from .rollout.endings import Endings
 from .rollout.sampler import Sampler
 from .rollout.seeding import preserved_generators
 from .types import Completion, Phase, Request, Sampling
+from .weights.positions import Positions, check_positions
 from .weights.sync import WeightVersions, choose
 from .weights.verify import autocast_dtype
 
@@ -63,6 +64,7 @@ class Session:
             prompt among this rank's and its request; None where nobody wants to know. Alike on all ranks.
         on_conversation: the same with each conversation that has ended.
         router_replay: what lets the trainer's routers take the engine's experts, where the config asks for it.
+        positions: what gives models the positions of padded rows, where a trainer scores them.
         experts: with it, those of the tokens that were sampled last, see `Completion`.
         endings: how the completions of the current rollout ended.
         metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs, which hold the mean since their
@@ -127,6 +129,7 @@ class Session:
         self.on_completion: Callable[[int, Request, Completion], None] | None = None
         self.on_conversation: Callable[[int, Conversation], None] | None = None
         self.router_replay: RouterReplay | None = None
+        self.positions: Positions | None = None
         self.experts: list[np.ndarray[Any, Any]] = []
         self.endings = Endings()
         self._left = False
@@ -291,6 +294,8 @@ class Session:
         if self.rollout is None and self.selection.engine is not None and self.selection.rollout is not None:
             if self.engine is not None:  # what came after it has failed
                 self.release_engine()
+            if self.positions is not None:
+                check_positions(self.policy, autocast_dtype(self.args))
             self._evict_other()
             engine, rollout = self.selection.engine, self.selection.rollout
             # Built within an `inference_mode` of the caller's, weights that the engine shares could never be trained.
@@ -423,7 +428,7 @@ class Session:
         try:
             self._stack.close()
         finally:
-            for part in (self._scoring, self.router_replay):
+            for part in (self._scoring, self.router_replay, self.positions):
                 if part is not None:
                     part.close()
             self.release_engine()

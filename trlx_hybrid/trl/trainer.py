@@ -33,7 +33,8 @@ from ..plugins.host import Host, check_ranks_agree
 from ..plugins.selection import TrainerArguments, choose_algorithms, choose_environment, select
 from ..ranks import Ranks
 from ..session import Session
-from ..weights.policy import Policy
+from ..weights.policy import Policy, transformers_model
+from ..weights.positions import Positions
 from ..weights.verify import FirstStep
 from . import resampling, routing, tool_calling
 from .arguments import (
@@ -62,6 +63,9 @@ from .truncation import BY_TOKEN, MASKS, Truncation, by_last_token, correct_metr
 GENERATING = (trl.GRPOTrainer, trl.RLOOTrainer, trl.DistillationTrainer)
 SCORING = ("GRPO", "RLOO")
 """Those of them, by `_name`, that train on log-probs of single tokens."""
+
+SCORED_BESIDE = ("ref_model", "teacher_model")
+"""Attributes of TRL's trainers: models that score the policy's rows."""
 
 OWN_ENGINE = {"SDPOTrainer", "SDFTTrainer", "GOLDTrainer", "IWOPDTrainer"}
 """Experimental trainers that build a VLLMGeneration of their own, which ours cannot replace."""
@@ -213,6 +217,11 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
             self.session.scores_apart = scores_apart(trainer, self.session.adviser)
         if self._config.router_replay:
             self._replay_routers()
+        sampled = self._replay is not None and bool((self._replay.facts or {})["sampler"])
+        if not selection.stock or self._config.scoring is not None or sampled:
+            others = (getattr(trainer, name, None) for name in SCORED_BESIDE)
+            models = (policy.base, *(transformers_model(model) for model in others if model is not None))
+            self.session.positions = Positions(models)
         weakref.finalize(trainer, self.session.close).atexit = False  # then the session leaves by itself
         ours = not selection.stock or self._config.scoring is not None or self._replay is not None
         if ours and policy.device.type in ("cpu", "cuda"):

@@ -305,14 +305,22 @@ class Policy:
         return [name for name, part in parts if part.element_size() > 1 and not bool(part.isfinite().all())]
 
     @torch.no_grad()
-    def log_probs(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], temperature: float = 1.0) -> Tensor:
-        """Teacher-forced log-probs of a completion, (T,) float32 on the CPU, dropout off."""
-        module = self.module
-        ids = torch.tensor([[*prompt_ids, *completion_ids]], device=self.device)
+    def log_probs(
+        self, prompt_ids: Sequence[int], completion_ids: Sequence[int], temperature: float = 1.0, padding: int = 0
+    ) -> Tensor:
+        """Teacher-forced log-probs of a completion, (T,) float32 on the CPU, dropout off.
+
+        Args:
+            padding: tokens of padding before the prompt.
+        """
+        module, first = self.module, padding + len(prompt_ids)
+        ids = torch.tensor([[0] * padding + [*prompt_ids, *completion_ids]], device=self.device)
+        mask = torch.ones_like(ids)
+        mask[:, :padding] = 0
         with evaluating(module):
-            logits = module(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
-        logits = logits[0, len(prompt_ids) - 1 : -1].float() / temperature
-        targets = ids[0, len(prompt_ids) :, None]
+            logits = module(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        logits = logits[0, first - 1 : -1].float() / temperature
+        targets = ids[0, first:, None]
         scores: Tensor = logits.log_softmax(-1).gather(-1, targets)[:, 0]
         return scores.cpu()
 

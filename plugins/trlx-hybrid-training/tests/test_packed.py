@@ -12,11 +12,11 @@ from transformers import (
     AutoModelForCausalLM,
     FalconConfig,
     FalconForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
+    GPT2Model,
     modeling_flash_attention_utils,
 )
 from trl import RLOOConfig
+from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.testing.chat import chat_tokenizer
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.testing.vision import counted_squares, tiny_vision_model
@@ -53,6 +53,7 @@ CASES = {
         "model": lambda: tiny_model("qwen3_moe", num_experts=4, num_experts_per_tok=2, output_router_logits=True)
     },
     "llama": {"model": lambda: tiny_model("llama")},
+    "GPT-2": {"model": lambda: tiny_model("gpt2", tied=True)},
     "RLOO": {"config_class": RLOOConfig, "beta": 0.0},
     "RLOO, KL": {"config_class": RLOOConfig, "beta": 0.1, "peft_config": lora(), "num_iterations": 2},
 }
@@ -172,10 +173,12 @@ def test_a_reference_model_of_its_own_is_packed_as_well(compared, noisy, tmp_pat
     assert sum(packed.forwards) == 2  # a comparison for each
 
 
-def test_rows_that_vllm_sampled_are_held_against_packed_ones(compared):
-    """Its weights are the policy's own, and its log-probs within the bound of fp32."""
+@pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
+def test_rows_that_vllm_sampled_are_held_against_packed_ones(compared, architecture):
+    """Its weights are the policy's own, and its log-probs within the bound of fp32, whatever counts positions."""
     engine = {"engine": "vllm", "engine_options": {"max_model_len": 64}}
-    padded, packed = compared(GRPO, ALONE, engine, **PLAIN | {"num_iterations": 2})
+    given = {"num_iterations": 2, "model": lambda: tiny_model(architecture)}
+    padded, packed = compared(GRPO, ALONE, engine, **PLAIN | given)
     assert max(difference(packed, padded)) < BOUND
     assert 0 < packed.logs[0]["sampling/sampling_logp_difference/max"] < BOUND
     assert packed.forwards == (1, 0)
@@ -233,10 +236,18 @@ def test_two_trainers_on_one_model_both_pack(run, noisy, scripted):
     assert model.config._attn_implementation == "sdpa"
 
 
-def gpt2():
-    """Counts positions from the padding on: TRL's padded rows are others than a row alone."""
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=98, n_embd=64, n_layer=2, n_head=2, n_positions=256))
+class Untold(GPT2Model):
+    """Takes no positions."""
+
+    def forward(self, input_ids=None, attention_mask=None, use_cache=None, **kwargs):
+        return super().forward(input_ids, attention_mask=attention_mask, use_cache=use_cache)
+
+
+def untold():
+    """Counts positions from the padding on, whatever one does."""
+    model = tiny_model("gpt2")
+    model.transformer.__class__ = Untold
+    return model
 
 
 def falcon():
@@ -297,7 +308,7 @@ REFUSED = {
         {"peft_config": lora(alora_invocation_tokens=[EQUALS], task_type="CAUSAL_LM")},
         "its adapter begins at tokens of each row",
     ),
-    "positions from the padding on": ({"model": gpt2}, "its positions are not rotary"),
+    "positions that nobody can tell it": ({"model": untold}, "it takes no positions"),
     "layers that drop arguments": ({"model": lambda: tiny_model("nemotron")}, "pass on no arguments of the attention"),
     "sinks": (
         {"model": lambda: tiny_model("gpt_oss", layer_types=["full_attention"] * 2)},
@@ -324,6 +335,14 @@ REFUSED = {
 def test_what_cannot_be_packed_stays_padded_and_the_run_says_why(compared, case, capsys, caplog):
     """With TRL's own generation: of an architecture, an engine would ask more."""
     assert_refused(compared, *REFUSED[case], capsys, caplog)
+
+
+def test_a_model_that_cannot_be_told_positions_is_refused_for_that(run, noisy, scripted):
+    """Before an engine is built: it would score other rows than were sampled, and the engine be blamed."""
+    with pytest.raises(
+        ConfigError, match=r"GPT2LMHeadModel counts positions from the padding on: .* no `position_ids`"
+    ):
+        run(GRPO, hybrid=noisy, plugins=[scripted], model=untold(), max_steps=1)
 
 
 def test_a_model_that_takes_images_stays_padded(compared, capsys, caplog):

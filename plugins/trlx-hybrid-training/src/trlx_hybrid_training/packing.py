@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers.utils.generic import is_flash_attention_requested
 from trlx_hybrid.weights.policy import layer_kinds
+from trlx_hybrid.weights.positions import takes_positions
 
 from .attention import kernel_on, loaded_with
 from .micro_batches import PADDING, RowLengths
@@ -154,10 +155,9 @@ def _refused_layers(model: PreTrainedModel, config: Any) -> str | None:
         return f"its layers are {' and '.join(others)}"
     if any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()):
         return "its attention has sinks"
-    rotary = getattr(config, "rope_parameters", None)
-    if not rotary:
-        return "its positions are not rotary, so that padding shifts them"
-    kind = rotary.get("rope_type", "default")
+    if not takes_positions(model):
+        return "it takes no positions, which begin anew in each row"
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     if kind in ("dynamic", "longrope"):
         return f"its {kind} positions depend on how long a batch is"
     name = loaded_with(model)

@@ -3,7 +3,8 @@
 JSON, with tagged objects for what JSON has no form for. Exact for None, numbers, text, bytes, lists, tuples, sets,
 dicts, dataclasses, named tuples, enums, NumPy arrays and images of PIL (sent as PNG). NumPy's numbers, and subclasses
 of numbers, text, lists and dicts, arrive as the plain ones. A class is looked up among the modules that the reader has
-imported already.
+imported already. Where the sender may run what a model wrote, `classes=False` leaves out dataclasses and enums, and a
+named tuple is a tuple: of the reader's classes it could choose any.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import dataclasses
 import enum
 import io
 import json
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -24,28 +26,48 @@ class NotPlainError(TypeError):
     """A value is no plain data, or is of a class that this process does not have. Names the part, as in `.items[0]`."""
 
 
-def dumps(value: Any) -> bytes:
+def dumps(value: Any, *, classes: bool = True) -> bytes:
     """A value as UTF-8 text.
+
+    Args:
+        classes: whether dataclasses and enums are data, and named tuples more than tuples.
 
     Raises:
         NotPlainError: a part of it has no plain form; its text begins with what the value is.
     """
     try:
-        return json.dumps(_plain(value, type(value), "")).encode()
+        return json.dumps(_plain(value, type(value), "", classes)).encode()
     except RecursionError:
         raise NotPlainError(f"{_a(type(value))} that holds itself, or nests too deep") from None
     except ValueError as error:  # a number of thousands of digits
         raise NotPlainError(f"{_a(type(value))}, which cannot be sent: {error}") from None
 
 
-def loads(body: bytes) -> Any:
+def loads(body: bytes, *, classes: bool = True, pixels: float = math.inf) -> Any:
     """The value that `dumps` was given.
 
+    Args:
+        classes: whether it may hold dataclasses, named tuples and enums.
+        pixels: how many all its images may have together.
+
     Raises:
-        NotPlainError: it is of a class that this process has not imported, or that holds more than data.
+        NotPlainError: it is of a class that this process has not imported, or that holds more than data; or its images
+            are too large.
         ValueError: the text is damaged.
     """
-    return json.loads(body, object_hook=_built)
+    left = pixels
+
+    def built(found: dict[str, Any]) -> Any:
+        nonlocal left
+        if found.get(TAG) == "image":
+            image = _image(found["data"])
+            left -= image.width * image.height
+            if left < 0:
+                raise NotPlainError(f"images of more than {pixels:,} pixels")
+            return image.copy()
+        return _built(found, classes)
+
+    return json.loads(body, object_hook=built)
 
 
 def class_name(kind: type) -> str:
@@ -62,27 +84,31 @@ def find_class(name: str) -> type | None:
     return found if isinstance(found, type) else None
 
 
-def _plain(value: Any, whole: type, path: str) -> Any:
+def _plain(value: Any, whole: type, path: str, classes: bool) -> Any:
     """JSON for a value that lies at `path` in one of type `whole`."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, enum.Enum):
+    if isinstance(value, enum.Enum) and classes:
         return {TAG: "enum", "class": class_name(type(value)), "name": value.name}
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type) and classes:
         names = [f.name for f in dataclasses.fields(value)]
-        fields = {name: _plain(getattr(value, name), whole, f"{path}.{name}") for name in names if hasattr(value, name)}
+        fields = {
+            name: _plain(getattr(value, name), whole, f"{path}.{name}", classes)
+            for name in names
+            if hasattr(value, name)
+        }
         return {TAG: "dataclass", "class": class_name(type(value)), "fields": fields}
     if isinstance(value, Mapping):
         if type(value) is dict and TAG not in value and all(type(key) is str for key in value):
-            return {key: _plain(item, whole, f"{path}[{key!r}]") for key, item in value.items()}
-        keys = [_plain(key, whole, f"{path}.keys()") for key in value]
-        items = [_plain(item, whole, f"{path}[{key!r}]") for key, item in value.items()]
+            return {key: _plain(item, whole, f"{path}[{key!r}]", classes) for key, item in value.items()}
+        keys = [_plain(key, whole, f"{path}.keys()", classes) for key in value]
+        items = [_plain(item, whole, f"{path}[{key!r}]", classes) for key, item in value.items()]
         return {TAG: "dict", "items": list(zip(keys, items))}
     if isinstance(value, list | tuple | set | frozenset):
-        items = [_plain(item, whole, f"{path}[{i}]") for i, item in enumerate(value)]
+        items = [_plain(item, whole, f"{path}[{i}]", classes) for i, item in enumerate(value)]
         if isinstance(value, list):
             return items
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
+        if isinstance(value, tuple) and hasattr(value, "_fields") and classes:
             return {TAG: "namedtuple", "class": class_name(type(value)), "items": items}
         kind = next(kind for kind in (tuple, set, frozenset) if isinstance(value, kind))
         return {TAG: kind.__name__, "items": items}
@@ -112,7 +138,7 @@ def _of_a_library(value: Any) -> Any:
     return None
 
 
-def _built(found: dict[str, Any]) -> Any:
+def _built(found: dict[str, Any], classes: bool) -> Any:
     """From the inside out: what is in `found` is built already."""
     if TAG not in found:
         return found
@@ -128,11 +154,16 @@ def _built(found: dict[str, Any]) -> Any:
 
         flat = numpy.frombuffer(base64.b64decode(found["data"]), numpy.dtype(found["dtype"]))
         return flat.reshape(found["shape"]).copy()
-    if kind == "image":
-        from PIL import Image
-
-        return Image.open(io.BytesIO(base64.b64decode(found["data"])), formats=["PNG"]).copy()
+    if not classes:
+        raise NotPlainError(f"{kind!r}, which is no plain value")
     return _instance(kind, found)
+
+
+def _image(data: str) -> Any:
+    """A PNG of which only the head is read yet."""
+    from PIL import Image
+
+    return Image.open(io.BytesIO(base64.b64decode(data)), formats=["PNG"])
 
 
 def _instance(kind: str, found: dict[str, Any]) -> Any:

@@ -23,8 +23,12 @@ class RemoteError(Exception):
         self.kind = kind
 
 
-def describe(error: BaseException) -> dict[str, Any]:
-    """An exception as `restore` takes it, for `plain_data.dumps`; the frame that caught it is left out."""
+def describe(error: BaseException, *, classes: bool = True) -> dict[str, Any]:
+    """An exception as `restore` takes it, for `plain_data.dumps`; the frame that caught it is left out.
+
+    Args:
+        classes: as `plain_data.dumps` takes it.
+    """
     try:
         text = str(error)
     except Exception:  # anybody's __str__
@@ -36,20 +40,21 @@ def describe(error: BaseException) -> dict[str, Any]:
         maker, arguments, *state = reduced
         content = {"arguments": list(arguments), "state": dict(state[0]) if state and state[0] else {}}
         if maker is type(error):
-            plain_data.dumps(content)
+            plain_data.dumps(content, classes=classes)
             found |= {"class": plain_data.class_name(type(error))} | content
     return found
 
 
-def restore(description: Mapping[str, Any], where: str) -> BaseException:
+def restore(description: Mapping[str, Any], where: str, *, classes: bool = True) -> BaseException:
     """The exception, with its traceback over there as a note; a `RemoteError` where it cannot be the same.
 
     Args:
         where: it was raised, for the note: "the tool's process".
+        classes: whether it may be of any class that this process has imported; else only of Python's own.
     """
     error: BaseException = RemoteError(description["text"], description["kind"])
     kind = plain_data.find_class(description["class"]) if "class" in description else None
-    if kind is not None and issubclass(kind, BaseException):
+    if kind is not None and issubclass(kind, BaseException) and (classes or kind.__module__ == "builtins"):
         with contextlib.suppress(Exception):
             error = _built(kind, description["arguments"], description["state"], description["text"])
     error.add_note(f"In {where}:\n{description['trace']}")

@@ -301,8 +301,11 @@ def test_no_pickle_of_a_tool_is_opened_here(start, tmp_path):
                 return file.write_text, ("opened",)
 
         channel = next(o for o in gc.get_objects() if isinstance(o, socket.socket))
+        frame = sys._getframe()
+        while "number" not in frame.f_locals:  # of this call
+            frame = frame.f_back
         body = __import__("pickle").dumps(("value", Evil(), 0.0))
-        channel.sendall(len(body).to_bytes(8, "big") + body)
+        channel.sendall(frame.f_locals["number"].to_bytes(8, "big") + len(body).to_bytes(8, "big") + body)
         time.sleep(1000)
 
     pool = start()
@@ -357,9 +360,9 @@ def test_large_arguments_and_results(shared):
     data = os.urandom(1 << 19).hex() * 50
 
     def turn(data):
-        return data[::-1]
+        return data[: -(1 << 20) - 1 : -1]  # as much as is shown
 
-    assert call(shared, turn, data=data).value == data[::-1]
+    assert call(shared, turn, data=data).value == data[: -(1 << 20) - 1 : -1]
 
 
 def test_prints_go_to_stderr_and_not_into_the_answer(start, capfd):
@@ -458,8 +461,8 @@ def test_a_crash_loses_one_call_and_says_why(start, function, cause):
     assert value(pool, add, a=1, b=2) == 3
 
 
-def test_a_crash_behind_a_fork_is_seen_at_the_deadline(start):
-    assert "crashed its process: SIGABRT" in call(start(), crash_leaving_a_fork, deadline=2.0).lost
+def test_a_crash_behind_a_fork_is_seen_at_once(start):
+    assert "crashed its process: SIGABRT" in call(start(), crash_leaving_a_fork, deadline=math.inf).lost
 
 
 def test_a_worker_that_dies_idle_is_replaced_without_losing_a_call(start):
@@ -619,11 +622,11 @@ def test_a_scripts_functions_go_by_value_and_the_script_is_not_run_again(tmp_pat
         """
         def odd(): raise Odd("strange")
         pool.submit(tool, {"x": 4}, inbox.put, 60); print(inbox.get().value)
-        pool.submit(odd, {}, inbox.put, 60); print(isinstance(inbox.get().error, Odd))
+        pool.submit(odd, {}, inbox.put, 60); print(repr(inbox.get().error))
         """,  # without close: the end of the script is the end of the processes
     )
     out, err = process.communicate(timeout=PATIENCE)
-    assert (out, err, process.returncode) == ("script runs\n40\nTrue\n", "", 0)
+    assert (out, err, process.returncode) == ("script runs\n40\nRemoteError('strange')\n", "", 0)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's part of it is Linux's")

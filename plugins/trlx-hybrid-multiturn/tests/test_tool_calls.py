@@ -922,6 +922,7 @@ def test_a_mode_for_what_is_no_synchronous_tool_is_refused_before_anything_is_sa
         ({"max_turns": 0}, "max_turns must be more than 0"),
         ({"max_seconds": -1.0}, "max_seconds must be more than 0"),
         ({"max_failed": 1.1}, "share from 0 to 1, got 1.1"),
+        ({"max_answer": 200}, "max_answer must be more than 200, got 200"),
         ({"max_hung": -1}, "max_hung must be 0 or more, got -1"),
         ({"max_processes": 0}, "max_processes must be more than 0"),
     ],

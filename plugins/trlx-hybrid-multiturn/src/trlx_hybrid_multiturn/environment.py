@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from trlx_hybrid.errors import ConfigError
@@ -93,7 +93,7 @@ class CheckedEnvironment:
         self._environment = await self._ask(self._name, self._factory)
         observation = await self._ask(f"{self._name}.reset", self._environment.reset, row)
         self._check(observation, "reset")
-        return observation  # type: ignore[no-any-return]
+        return self._cut(observation)  # type: ignore[no-any-return]
 
     async def step(self, completion: str) -> Step:
         """Go on.
@@ -112,7 +112,8 @@ class CheckedEnvironment:
                 raise LostCallError(f"environment '{self._name}.step' gave {step.reward!r} for a reward.") from None
         if step.observation is None and not step.done:
             raise LostCallError(f"environment '{self._name}.step' is not done, but has nothing to show.")
-        return step
+        shown = self._cut(step.observation)
+        return step if shown is step.observation else replace(step, observation=shown)
 
     async def close(self) -> None:
         """Let the environment go, if it has a way to.
@@ -133,6 +134,16 @@ class CheckedEnvironment:
         if outcome.error is not None:
             raise LostCallError(f"environment {name!r} raised {type(outcome.error).__name__}: {outcome.error}")
         return outcome.value
+
+    def _cut(self, observation: Any) -> Any:
+        """The beginning of each text that is too long, as of a tool's answer."""
+        if isinstance(observation, list):
+            contents = [self._runner.cut(message["content"]) for message in observation]
+            same = all(content is message["content"] for content, message in zip(contents, observation, strict=True))
+            if same:
+                return observation
+            return [{**m, "content": content} for content, m in zip(contents, observation, strict=True)]
+        return self._runner.cut(observation)
 
     def _check(self, observation: Any, method: str) -> None:
         if observation is None or isinstance(observation, str):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.excerpt import CHARACTERS, NOTE
 
 Mode = Literal["thread", "process", "main"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -36,6 +37,8 @@ class MultiTurnOptions:
         max_trajectories: trajectories under way at once; all of them by default.
         tool_timeout: seconds that one call may take. Of a tool's call that takes longer the model is shown an error; an
             environment's ends its trajectory.
+        max_answer: characters that the model is shown of one answer of a tool or an environment. Of a longer one it is
+            shown the beginning, with a note that says how much was cut.
         max_seconds: seconds that one trajectory may take; what it has by then is kept, as at a limit of tokens.
         max_turns: turns of one trajectory, the first included; tool calls of the last one stay unexecuted.
         max_failed: share of a batch's trajectories that may break off before the run stops; one always may, unless
@@ -53,6 +56,7 @@ class MultiTurnOptions:
     max_processes: int = field(default_factory=lambda: max(1, (os.cpu_count() or 1) // _ranks_here()))
     max_trajectories: int | None = None
     tool_timeout: float = 300.0
+    max_answer: int = CHARACTERS
     max_seconds: float | None = None
     max_turns: int | None = None
     max_failed: float = 0.1
@@ -70,6 +74,8 @@ class MultiTurnOptions:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"rollout_options: {name} must be more than 0, got {value}.")
+        if self.max_answer <= NOTE:
+            raise ConfigError(f"rollout_options: max_answer must be more than {NOTE}, got {self.max_answer}.")
         if self.max_hung < 0:
             raise ConfigError(f"rollout_options: max_hung must be 0 or more, got {self.max_hung}.")
         if not 0 <= self.max_failed <= 1:

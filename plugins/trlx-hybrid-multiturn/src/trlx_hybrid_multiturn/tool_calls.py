@@ -72,7 +72,7 @@ async def run_calls(
     finally:
         for _, coroutine in coroutines:  # never started: the trajectory ended before their turn came
             coroutine.close()
-    return [_message(name, content) for name, content in results]
+    return [_message(name, runner.cut(content)) for name, content in results]  # errors may be long, too
 
 
 def _message(name: str, content: Any) -> Message:

@@ -8,6 +8,8 @@ import inspect
 import json
 import math
 import os
+import secrets
+import select
 import signal
 import socket
 import subprocess
@@ -20,15 +22,18 @@ from types import ModuleType
 from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
-from trlx_hybrid import plain_data, remote_errors
+from trlx_hybrid import plain_data, process_tree, remote_errors
+from trlx_hybrid.excerpt import CHARACTERS
 
 from ..loop import Outcome
 from . import worker_process
 from .threads import ToolCall, ToolWorkers
-from .worker_process import FUNCTIONS, PLAIN, UnshowableError, receive, send
+from .worker_process import ANSWER_BYTES, FUNCTIONS, PLAIN, TooLongError, UnshowableError, receive, send
 
 START_SECONDS = 60.0  # for the interpreter, and for the imports of a tool's module; no tool's deadline counts them
-CRASH_SECONDS = 2.0  # between the end of a process's socket and its own end
+CRASH_SECONDS = 5.0  # between the end of a process's socket and its own end, with all that it started
+ANSWER_PARTS = 4 << 20  # commas and brackets: each may become an object of some 60 bytes
+ANSWER_PIXELS = 1 << 26  # of all images together: 256 MiB in RGBA, from a PNG that may have a thousandth of that
 
 
 class ProcessWorkers(ToolWorkers):
@@ -38,16 +43,19 @@ class ProcessWorkers(ToolWorkers):
     all that it started; the deadline leaves out the start of a process and the imports of the tool's module. A crash
     loses one call. A process knows nothing of the trainer's: it imports what the tool needs, by the trainer's
     `sys.path`, and never the script itself, whose functions come by value as they were, with the globals they use, when
-    first called. Context variables stay behind. What comes back is plain data, see `trlx_hybrid.plain_data`.
+    first called. Context variables stay behind. What comes back is plain data, see `trlx_hybrid.plain_data`, and of no
+    class but Python's own, exceptions too.
 
     Args:
         limit: processes.
+        characters: of a result, that the model is shown at most.
     """
 
     interrupts = True
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, characters: int = CHARACTERS) -> None:
         super().__init__(limit)
+        self._characters = characters
         self._free: list[WorkerProcess] = []
         self._serving: dict[ToolCall, WorkerProcess] = {}
         self._pickled: dict[int, tuple[Callable[..., Any], bytes]] = {}  # by id; the function keeps it from another
@@ -80,6 +88,8 @@ class ProcessWorkers(ToolWorkers):
         with self._lock:
             idle, self._free = self._free, []
         for process in idle:
+            process.kill()
+        for process in idle:  # they end side by side
             process.close()
 
     def _perform(self, call: ToolCall) -> Outcome:
@@ -103,7 +113,8 @@ class ProcessWorkers(ToolWorkers):
         except CrashError as crash:
             return Outcome(lost=f"tool {call.name!r} {crash}", by_tool=call.by_tool, seconds=call.seconds())
         except RefusedError as refusal:
-            return Outcome(lost=f"tool {call.name!r} {refusal}", seconds=call.seconds())
+            reason = f"tool {call.name!r} {refusal}"
+            return Outcome(lost=reason, by_tool=refusal.by_tool, seconds=call.seconds())
         except BaseException:  # amid a message, perhaps: it cannot be used again
             process.kill()
             raise
@@ -118,7 +129,9 @@ class ProcessWorkers(ToolWorkers):
         if reply["kind"] == "value":
             return Outcome(value=content, seconds=seconds)
         shown = reply["kind"] == "error"
-        raised = remote_errors.restore(content, "the tool's process") if shown else UnshowableError(content)
+        raised = (
+            remote_errors.restore(content, "the tool's process", classes=False) if shown else UnshowableError(content)
+        )
         return Outcome(error=raised, seconds=seconds)
 
     def _taken(self, call: ToolCall) -> WorkerProcess:
@@ -126,7 +139,7 @@ class ProcessWorkers(ToolWorkers):
         while True:
             with self._lock:
                 process = self._free.pop() if self._free else None
-            process = process or WorkerProcess()
+            process = process or WorkerProcess(self._characters)
             with self._lock:
                 if process.usable:
                     self._serving[call] = process
@@ -143,7 +156,7 @@ class ProcessWorkers(ToolWorkers):
         lost = []
         for call in late:
             process, call.expires = self._serving[call], math.inf
-            ended = process.how_it_ended()  # without an end of the socket where something that it forked still holds it
+            ended = process.how_it_ended()  # before its socket did: a tool killed the process that watches over it
             lost.append((call, ended or call.late))
             process.kill()
         return lost
@@ -162,7 +175,15 @@ class ProcessWorkers(ToolWorkers):
 
 
 class RefusedError(Exception):
-    """There is no answer that can be shown. The text continues "tool 'name' ..."."""
+    """There is no answer that can be shown. The text continues "tool 'name' ...".
+
+    Attributes:
+        by_tool: whether the tool wrote to the socket itself.
+    """
+
+    def __init__(self, text: str, *, by_tool: bool = False) -> None:
+        super().__init__(text)
+        self.by_tool = by_tool
 
 
 class CrashError(Exception):
@@ -172,23 +193,26 @@ class CrashError(Exception):
 class WorkerProcess:
     """A process that calls tools, seen from the trainer. For one thread at a time, except `kill`.
 
-    It gets a process group of its own, so that killing it kills what its tool started, and the terminal's Ctrl-C goes
-    to the trainer alone. Its prints go to the trainer's stderr. The thread that makes it must outlive it: Linux kills a
-    process with the thread that started it.
+    All that its tools start, daemons too, ends with it, and with the trainer, however that ends: see
+    `trlx_hybrid.process_tree`. Until then it lives on, for the next call to use. The process has a session of its own,
+    so that the terminal's Ctrl-C goes to the trainer alone. Its prints go to the trainer's stderr.
+
+    Args:
+        characters: of a result, that the model is shown at most.
 
     Raises:
         OSError: the system gives no more processes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, characters: int) -> None:
         self._channel, other_end = socket.socketpair()
-        self._answers = self._channel.makefile("rb")
         self._killed = False
         with other_end:
-            ends, path = [str(other_end.fileno()), str(os.getpid())], json.dumps([str(folder) for folder in sys.path])
+            numbers = [str(number) for number in (other_end.fileno(), os.getpid(), characters)]
+            path = json.dumps([str(folder) for folder in sys.path])
             # -P keeps this package's folder from shadowing modules that a tool imports.
             self._process = subprocess.Popen(
-                [sys.executable, "-P", str(Path(worker_process.__file__)), *ends, path],
+                [sys.executable, "-P", str(Path(worker_process.__file__)), *numbers, path],
                 stdin=subprocess.DEVNULL,
                 stdout=2,
                 pass_fds=(other_end.fileno(),),
@@ -197,8 +221,8 @@ class WorkerProcess:
 
     @property
     def usable(self) -> bool:
-        """Whether it can take calls."""
-        return not self._killed and self._process.poll() is None
+        """Whether it can take calls. One that says something unasked, as that it has ended, cannot."""
+        return not self._killed and self._process.poll() is None and not self._can_be_read()
 
     def ask(self, message: bytes) -> dict[str, Any]:
         """Send a message and wait for its answer, see `worker_process`. Without an end, unless somebody kills it.
@@ -207,9 +231,15 @@ class WorkerProcess:
             CrashError: it ended.
             RefusedError: its answer is none.
         """
+        number = secrets.randbits(64)  # so that no tool knows the next one
         try:
-            send(self._channel, message)
-            body = receive(self._answers)
+            send(self._channel, number, message)
+            answered, body = None, b""
+            while answered != number:  # something else wrote that, which an earlier call has left behind
+                answered, body = receive(self._channel, ANSWER_BYTES)
+        except TooLongError as error:
+            self.kill()
+            raise RefusedError(f"gave an answer of {error}.", by_tool=True) from error
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(CRASH_SECONDS)
@@ -217,30 +247,28 @@ class WorkerProcess:
             self.kill()
             raise CrashError(ended) from None
         try:
-            answer: dict[str, Any] = plain_data.loads(body)
-            kind, content = answer["kind"], answer["content"]
+            answer = _answer_in(body)
         except plain_data.NotPlainError as error:
             raise RefusedError(f"returned {error}. {PLAIN}") from error
         except Exception as error:  # the tool wrote to the socket itself: nothing that follows can be trusted
             self.kill()
-            raise RefusedError(f"gave an answer that cannot be read: {type(error).__name__}: {error}.") from error
-        if kind == "refused":
-            raise RefusedError(str(content))
+            text = f"gave an answer that cannot be read: {type(error).__name__}: {error}."
+            raise RefusedError(text, by_tool=True) from error
+        if answer["kind"] == "refused":
+            raise RefusedError(str(answer["content"]))
         return answer
 
     def kill(self) -> None:
         """End it and what it started, now; the thread that waits for it gets a CrashError. From any thread."""
         killed, self._killed = self._killed, True
-        if not killed:  # what a crashed tool had started lives on in its group
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        if not killed:
+            process_tree.end(self._process)
         with contextlib.suppress(OSError):  # not connected any more
             self._channel.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Kill it and forget it."""
         self.kill()
-        self._answers.close()
         self._channel.close()
         with contextlib.suppress(subprocess.TimeoutExpired):  # in the kernel's hands: dies when a device answers
             self._process.wait(CRASH_SECONDS)
@@ -256,6 +284,29 @@ class WorkerProcess:
             name = f"signal {-code}"
         hint = " (as Linux does when memory runs out)" if -code == signal.SIGKILL else ""
         return f"crashed its process: {name}{hint}."
+
+    def _can_be_read(self) -> bool:
+        events = select.poll()
+        events.register(self._channel, select.POLLIN)
+        return bool(events.poll(0))
+
+
+def _answer_in(body: bytes) -> dict[str, Any]:
+    """What a process answers.
+
+    Raises:
+        NotPlainError: a value that is no plain data.
+        Exception: it is no answer.
+    """
+    parts = sum(map(body.count, (b"[", b"{", b",")))
+    if parts > ANSWER_PARTS:
+        raise ValueError(f"it has {parts:,} parts, more than {ANSWER_PARTS:,}")
+    answer: dict[str, Any] = plain_data.loads(body, classes=False, pixels=ANSWER_PIXELS)
+    kind, content = answer["kind"], answer["content"]
+    expected = {"value": str | list, "unshowable": str, "refused": str, "error": dict, "loaded": type(None)}
+    if not isinstance(content, expected[kind]):
+        raise TypeError(f"a {type(content).__name__} as its {kind}")
+    return answer
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import Any
 
 from trlx_hybrid.errors import ConfigError, did_you_mean
+from trlx_hybrid.excerpt import excerpt
 
 from ..loop import CallTool, Outcome
 from ..options import Mode, MultiTurnOptions
@@ -68,7 +69,7 @@ class ToolRunner:
     def __init__(self, options: MultiTurnOptions) -> None:
         self._options = options
         self._threads = ThreadWorkers(options.max_tools, options.max_hung)
-        self._processes = ProcessWorkers(options.max_processes)
+        self._processes = ProcessWorkers(options.max_processes, options.max_answer)
         self._own_loop: DaemonLoop | None = None
         self.usage: dict[str, ToolUsage] = defaultdict(ToolUsage)
         self.environment_methods: dict[str, str] = {}
@@ -119,6 +120,14 @@ class ToolRunner:
                 f"{did_you_mean(name, names)} Tools: {', '.join(sorted(names)) or 'none'}.{elsewhere}"
             )
 
+    def shown(self, result: Any) -> Any:
+        """What the model is shown of a tool's result."""
+        return self.cut(as_shown(result))
+
+    def cut(self, answer: Any) -> Any:
+        """A text or a list as it is, or the beginning of one that is too long, with a note."""
+        return excerpt(answer, self._options.max_answer)
+
     @property
     def busy(self) -> int:
         """Calls that run in threads of this process now."""
@@ -151,7 +160,7 @@ class ToolRunner:
             return Outcome(error=RuntimeError(f"{name} was not called: an earlier call is still running."))
 
         def shown() -> Any:
-            value = as_shown(tool(**arguments))
+            value = self.shown(tool(**arguments))
             if early is not None:
                 early(value)
             return value
@@ -217,9 +226,10 @@ class ToolRunner:
         self,
         coroutines: Sequence[tuple[str, Coroutine[Any, Any, Any]]],
         loop: asyncio.AbstractEventLoop | None,
-        shown: Callable[[Any], Any] = as_shown,
+        shown: Callable[[Any], Any] | None = None,
     ) -> list[Outcome]:
         """Asynchronous calls at once; on `loop`, where the trainer has one. `shown` makes values of results."""
+        shown = shown or self.shown
         if loop is None:
             self._own_loop = self._own_loop or DaemonLoop()
             loop = self._own_loop.loop

@@ -1,85 +1,170 @@
 """What runs in a tool's process: takes functions and calls over a socket, sends back what became of them.
 
-Run by its path, outside the package. Messages stand behind their length. Those to it are pickles; what it sends is
-plain data (`trlx_hybrid.plain_data`), so that the trainer opens no pickle of a process that runs what a model wrote:
+Run by its path, outside the package. Messages stand behind a number and their length. Those to it are pickles; what it
+sends is plain data (`trlx_hybrid.plain_data`, without classes), so that the trainer opens no pickle of a process that
+runs what a model wrote:
 
     to it:   for each call the pickled function, and once that is loaded the pickled arguments
-    from it: {"kind": …, "content": …}; kinds are "loaded", "refused" (a text), "value" (what the model is shown),
-             "unshowable" (a text) and "error" (see `trlx_hybrid.remote_errors`)
+    from it: {"kind": …, "content": …} by the number of the message that it answers; kinds are "loaded", "refused" (a
+             text), "value" (what the model is shown), "unshowable" (a text) and "error" (see
+             `trlx_hybrid.remote_errors`)
+
+A process that a tool forks answers nobody: where it returns from the tool, it ends. All that a tool starts ends with
+this process at the latest, see `trlx_hybrid.process_tree`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import faulthandler
 import functools
 import io
 import json
+import math
 import os
 import pickle
-import signal
 import socket
+import struct
 import sys
 from collections.abc import Callable
-from typing import Any, BinaryIO
+from typing import Any
 
 FUNCTIONS = 64  # kept in a process, and as pickles by the pool; with more, one is forgotten
 PLAIN = "Return plain data, or run it in threads."
+ANSWER_BYTES = 64 << 20  # of one answer; images are most of it, as texts are cut
+HEADER = struct.Struct("!QQ")  # number and length
 
 
 class UnshowableError(Exception):
     """A tool's result cannot be turned into a string, so the model cannot be shown it."""
 
 
-def send(channel: socket.socket, message: bytes) -> None:
+class TooLongError(Exception):
+    """A message is longer than its reader takes."""
+
+
+def send(channel: socket.socket, number: int, message: bytes) -> None:
     """Write one message."""
-    channel.sendall(len(message).to_bytes(8, "big"))
+    channel.sendall(HEADER.pack(number, len(message)))
     channel.sendall(message)
 
 
-def receive(channel: BinaryIO) -> bytes:
-    """Read one message.
+def receive(channel: socket.socket, limit: float = math.inf) -> tuple[int, bytes]:
+    """Read one message, and not a byte more.
+
+    Returns:
+        Its number, and what it says.
 
     Raises:
         EOFError: the other side has gone.
+        TooLongError: it has more than `limit` bytes, of which none is read.
     """
-    length = int.from_bytes(channel.read(8), "big")
-    message = channel.read(length)
-    if not length or len(message) < length:
-        raise EOFError
-    return message
+    number, length = HEADER.unpack(_exactly(channel, HEADER.size))
+    if length > limit:
+        raise TooLongError(f"{length:,} bytes, more than {limit:,}")
+    return number, _exactly(channel, length)
 
 
-def main(descriptor: int, parent: int, path: list[str]) -> None:
-    """Serve until the other side goes.
+def _exactly(channel: socket.socket, length: int) -> bytes:
+    body = bytearray(length)
+    rest = memoryview(body)
+    while rest:
+        count = channel.recv_into(rest)
+        if not count:
+            raise EOFError
+        rest = rest[count:]
+    return bytes(body)
+
+
+def main(descriptor: int, parent: int, characters: int, path: list[str]) -> None:
+    """Serve until the other side goes, in a child of this process.
 
     Args:
         descriptor: of this side's end of the socket.
         parent: process id of the trainer.
-        path: its `sys.path`.
+        characters: of a result, that the model is shown at most.
+        path: the trainer's `sys.path`.
     """
+    sys.path[:] = path
+    from trlx_hybrid import process_tree  # here: where it lies is known from the trainer's path
+
+    process_tree.supervise(parent, descriptor)
     channel = socket.socket(fileno=descriptor)
     channel.set_inheritable(False)  # what a tool starts must not keep the trainer waiting after this process crashed
-    _end_with(parent)
     faulthandler.enable()  # a tool's segfault shows its Python stack
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # the trainer's stderr: prints appear when they are made
     del sys.argv[1:]
-    sys.path[:] = path
-    messages = channel.makefile("rb")
     with contextlib.suppress(EOFError, ConnectionError):
+        Worker(channel, characters).serve()
+
+
+class Worker:
+    """Takes calls and answers them.
+
+    Args:
+        channel: to the trainer.
+        characters: of a result, that the model is shown at most.
+    """
+
+    def __init__(self, channel: socket.socket, characters: int) -> None:
+        self._channel, self._characters, self._process = channel, characters, os.getpid()
+
+    def serve(self) -> None:
+        """Until the trainer has gone."""
         while True:
-            message = receive(messages)
+            number, message = receive(self._channel)
             try:
                 function = loaded(message)
             except BaseException as error:  # a module may even exit when it is imported
+                self._leave_if_forked(error)
                 reason = f"cannot be loaded in a process of its own: {_described(error)}. "
                 advice = "Define it in a module that can be imported there, or run it in threads."
-                send(channel, _packed("refused", reason + advice))
+                self._answer(number, "refused", reason + advice)
                 continue
-            send(channel, _packed("loaded"))
-            send(channel, _answer(function, receive(messages)))
+            self._answer(number, "loaded")
+            number, message = receive(self._channel)
+            self._answer(number, *self._called(function, message))
+
+    def _called(self, function: Callable[..., Any], message: bytes) -> tuple[str, Any]:
+        """Kind and content of the answer to a call."""
+        try:
+            arguments = pickle.loads(message)
+        except Exception as error:
+            self._leave_if_forked(error)
+            return "refused", f"cannot be given its arguments in a process: {_described(error)}. Run it in threads."
+        try:
+            return "value", as_shown(function(**arguments))
+        except UnshowableError as error:
+            return "unshowable", str(error)
+        except BaseException as error:  # a tool's own SystemExit is its error, not the end of this process
+            from trlx_hybrid.remote_errors import describe
+
+            self._leave_if_forked(error)
+            return "error", describe(error, classes=False)
+        finally:
+            with contextlib.suppress(Exception):  # the tool's to close
+                sys.stdout.flush()
+
+    def _answer(self, number: int, kind: str, content: Any = None) -> None:
+        self._leave_if_forked()
+        from trlx_hybrid.excerpt import excerpt
+
+        if kind == "error" and len(content["text"]) + len(content["trace"]) > self._characters:
+            content = {key: excerpt(content[key], self._characters) for key in ("kind", "text", "trace")}
+        try:
+            body = _packed(kind, excerpt(content, self._characters))
+        except TypeError as error:  # plain_data's NotPlainError
+            body = _packed("refused", f"returned {error} from its process. {PLAIN}")
+        if len(body) > ANSWER_BYTES:
+            text = f"the result takes {len(body):,} bytes to send, of at most {ANSWER_BYTES:,}"
+            body = _packed("error", {"kind": "ValueError", "text": text, "trace": ""})
+        send(self._channel, number, body)
+
+    def _leave_if_forked(self, error: BaseException | None = None) -> None:
+        """In a process that the tool forked: end as a program does, at its end or with what it raised."""
+        if os.getpid() != self._process:
+            raise SystemExit if error is None else error
 
 
 @functools.lru_cache(FUNCTIONS)
@@ -100,34 +185,11 @@ def as_shown(value: Any) -> Any:
         ) from error
 
 
-def _answer(function: Callable[..., Any], message: bytes) -> bytes:
-    try:
-        arguments = pickle.loads(message)
-    except Exception as error:
-        reason = f"cannot be given its arguments in a process: {_described(error)}. Run it in threads."
-        return _packed("refused", reason)
-    try:
-        value = as_shown(function(**arguments))
-    except UnshowableError as error:
-        return _packed("unshowable", str(error))
-    except BaseException as error:  # a tool's own SystemExit is its error, not the end of this process
-        from trlx_hybrid.remote_errors import describe
-
-        return _packed("error", describe(error))
-    finally:
-        with contextlib.suppress(Exception):  # the tool's to close
-            sys.stdout.flush()
-    try:
-        return _packed("value", value)
-    except TypeError as error:  # plain_data's NotPlainError
-        return _packed("refused", f"returned {error} from its process. {PLAIN}")
-
-
-def _packed(kind: str, content: Any = None) -> bytes:
-    from trlx_hybrid import plain_data  # here: where it lies is known from the trainer's path
+def _packed(kind: str, content: Any) -> bytes:
+    from trlx_hybrid import plain_data
 
     # The content by itself, so that an error names a part of it.
-    return b'{"kind": "%b", "content": %b}' % (kind.encode(), plain_data.dumps(content))
+    return b'{"kind": "%b", "content": %b}' % (kind.encode(), plain_data.dumps(content, classes=False))
 
 
 def _described(error: BaseException) -> str:
@@ -137,14 +199,5 @@ def _described(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _end_with(parent: int) -> None:
-    """Have Linux kill this process when the trainer dies: amid a tool nobody reads the socket, which would tell too."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:  # it died before that call
-        sys.exit()
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), json.loads(sys.argv[4]))

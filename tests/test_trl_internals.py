@@ -10,6 +10,7 @@ import trl
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
 from trlx_hybrid.trl.generation import Generation
+from trlx_hybrid.trl.kept_log_probs import _Head
 from trlx_hybrid.trl.trainer import GENERATING, OWN_ENGINE, HybridTrainer
 
 METHODS = (
@@ -181,3 +182,19 @@ def test_names_and_helpers_are_where_they_were():
     fields |= {"vllm_enable_sleep_mode", "vllm_model_impl", "vllm_structured_outputs_regex", "generation_kwargs"}
     for config in (trl.GRPOConfig, trl.RLOOConfig, trl.DistillationConfig):
         assert fields <= set(config.__dataclass_fields__)
+
+
+def test_the_head_looks_up_a_function_whose_place_ours_can_take():
+    """By name, at each pass, with these arguments; of what it returns, GRPO reads log-probs and entropies."""
+    utils = trl.trainer.utils
+    body = source(utils.add_fused_lm_head)
+    assert "per_token = _ChunkedLogProbFunction.apply(" in body
+    assert "compact = _use_triton(hidden_states.device)" in body
+    assert "hidden_states[mask] if compact else hidden_states.reshape(-1, hidden_states.size(-1))" in body
+    theirs = list(inspect.signature(utils._ChunkedLogProbFunction.forward).parameters)
+    names = ["ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping"]
+    assert theirs == [*names, "logit_scale", "outputs"]
+    assert len(inspect.signature(_Head.apply).parameters) == len(theirs)
+    scores = source(trl.GRPOTrainer._get_per_token_logps_and_entropies)
+    assert "labels = input_ids_batch.masked_fill(attention_mask_batch == 0, -100)" in scores
+    assert "labels[:, :-logits_to_keep] = -100" in scores

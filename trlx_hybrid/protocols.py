@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from .config import HybridConfig
+    from .kept_tokens import KeptTokens
     from .ranks import Ranks
     from .rollout.conversation import Conversation, Dialogue, Limits, RequestMaker
     from .weights.policy import Policy
@@ -77,6 +78,11 @@ class Run(Protocol):
     @property
     def training(self) -> bool:
         """Whether the current rollout is for training, or for evaluation."""
+
+    @property
+    def over_support(self) -> bool:
+        """Whether completions are to name the ids that tokens were sampled from, where the sampling leaves some out:
+        tokens are scored over these (`Completion.support`)."""
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -346,9 +352,12 @@ class Rows:
         forward: one forward pass through the model and whatever wraps it. Takes `labels`, (b, t) int64, the token that
             follows each position or -100 where nothing is to be scored, and the model's own arguments; returns scores
             of shape (b, t), 0 where nothing was scored. Where the rows have experts, it takes these as well, `experts`
-            (b, t, layers, experts per token), of the same tokens.
+            (b, t, layers, experts per token), of the same tokens; and where they have a support, `support`, of the same
+            positions.
         experts: (B, P + C, layers, experts per token) int16, those that each token is to be computed with, -1 where the
             model chooses; None where it chooses all.
+        support: of shape (B, P + C), the ids that the token behind each position was sampled from, which its
+            log-prob and the entropy are over; None where they are over all.
     """
 
     model: PreTrainedModel
@@ -360,6 +369,7 @@ class Rows:
     padded: Callable[[], Scores]
     forward: Callable[..., Scores]
     experts: Tensor | None = None
+    support: KeptTokens | None = None
 
 
 class Scoring(Protocol):

@@ -26,6 +26,7 @@ from .plugins.registry import BUILTIN
 from .rollout.endings import Endings
 from .rollout.sampler import Sampler
 from .rollout.seeding import preserved_generators
+from .rollout.supports import Supports
 from .types import Completion, Phase, Request, Sampling
 from .weights.positions import Positions, check_positions
 from .weights.sync import WeightVersions, choose
@@ -67,6 +68,9 @@ class Session:
         positions: what gives models the positions of padded rows, where a trainer scores them.
         experts: with it, those of the tokens that were sampled last, see `Completion`.
         endings: how the completions of the current rollout ended.
+        over_support: whether tokens are scored over the ids that the engine kept, where the sampling leaves some out:
+            completions are to say which (`Completion.support`).
+        supports: with it, those of what was sampled in the current rollout.
         metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs, which hold the mean since their
             last line: of one number per batch, or of all those in a list.
         algorithms: what changes which completions are trained on, and how much they count.
@@ -90,6 +94,7 @@ class Session:
         policy: Policy,
         ranks: Ranks,
         step: Callable[[], int],
+        over_support: bool = False,
         optimizer: Callable[[], Any] = lambda: None,
     ) -> None:
         self.host, self.config, self.selection = host, dataclasses.replace(config), selection
@@ -132,6 +137,7 @@ class Session:
         self.positions: Positions | None = None
         self.experts: list[np.ndarray[Any, Any]] = []
         self.endings = Endings()
+        self.over_support, self.supports = over_support, Supports()
         self._left = False
         self.metrics: dict[str, float | list[float]] = {}
         self._step = step
@@ -157,6 +163,7 @@ class Session:
         """
         self.training, self.metrics = training, {}
         self.endings.clear()
+        self.supports.clear()
         if self.selection.stock:
             yield
             return
@@ -232,6 +239,7 @@ class Session:
             self.experts = self.sampler.experts(completions)
         for prompt_ids, completion in zip(prompts, completions, strict=True):
             self.endings.add(prompt_ids, completion.token_ids, completion.finish_reason)
+            self.supports.add(prompt_ids, completion.token_ids, completion.support)
         return completions
 
     def converse(self, dialogues: Sequence[Dialogue], limits: Limits, num_generations: int = 1) -> list[Conversation]:
@@ -246,6 +254,7 @@ class Session:
         conversations = self.rollout.converse(self, dialogues, limits, request)
         for dialogue, conversation in zip(dialogues, conversations, strict=False):
             self.endings.add(dialogue.prompt_ids, conversation.completion_ids, conversation.finish_reason)
+            self.supports.add(dialogue.prompt_ids, conversation.completion_ids, conversation.support)
         return conversations
 
     def _require_current(self) -> None:

@@ -12,6 +12,8 @@ from .errors import ConfigError
 if TYPE_CHECKING:
     import numpy as np
 
+    from .support import Support
+
 
 class Phase(enum.Enum):
     """Who owns the memory. It changes hands only at phase edges."""
@@ -63,6 +65,16 @@ SHAPELESS = {"seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "logp
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Settings that change the logits of tokens that came before, and their values that change nothing."""
 
+KEEPING_ALL: dict[str, tuple[Any, ...]] = {
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "regex": (None,),
+    "min_tokens": (0,),
+    "bad_words": ([],),
+}
+"""Settings that leave tokens out, and their values that leave out none."""
+
 LEFT_OUT = -100.0
 """A bias of a logit from which on engines take a token to be forbidden; vLLM takes no smaller one."""
 
@@ -89,13 +101,34 @@ class Sampling:
     extra: Mapping[str, Any] = field(default_factory=dict)
     regex: str | None = None
 
-    def reshaped_by(self, temperature: float) -> str | None:
-        """The setting by which tokens are sampled from something else than the softmax at `temperature`, or None."""
-        neutral = {"temperature": (temperature or None,), "top_p": (1.0,), "top_k": (0, -1), "min_p": (0.0,)}
-        neutral |= {"repetition_penalty": (1.0,), "regex": (None,)}
-        values = {name: getattr(self, name) for name in neutral} | dict(self.extra)
+    def reshaped_by(self, temperature: float, over_support: bool = False) -> str | None:
+        """Name the setting by which tokens have other probabilities than a softmax at `temperature`, or return None.
+
+        Args:
+            over_support: whether that is a softmax over the ids that were kept, or over all.
+        """
+        if self.temperature_of_all != (temperature or None):
+            return f"temperature={self.temperature_of_all!r}"
+        return (None if over_support else self.truncated_by()) or self.reweighted_by()
+
+    @property
+    def temperature_of_all(self) -> float:
+        """The temperature, wherever it is set."""
+        return float(self.extra.get("temperature", self.temperature))
+
+    def truncated_by(self) -> str | None:
+        """Name the setting by which some tokens cannot be sampled, or return None.
+
+        Settings that nobody here knows count as such: they may leave tokens out.
+        """
+        values = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "regex")} | dict(self.extra)
         for name, value in values.items():
-            if name not in SHAPELESS and value not in neutral.get(name, ()):
+            if name in SHAPELESS or name in PENALTIES or name == "temperature":
+                continue
+            if name == "logit_bias":
+                if any(bias <= LEFT_OUT for bias in (value or {}).values()):
+                    return f"{name}={value!r}"
+            elif value not in KEEPING_ALL.get(name, ()):
                 return f"{name}={value!r}"
         return None
 
@@ -149,6 +182,8 @@ class Completion:
         experts: (tokens, layers, experts per token) int16, the experts that each token of prompt and completion was
             routed to, but for the last, which was not computed; -1 where that is not known, and in layers without
             experts. None where `HybridConfig.router_replay` does not ask for them.
+        support: the ids that each token was sampled from, where the run scores tokens over these (`Run.over_support`);
+            None says nothing of them.
     """
 
     token_ids: list[int]
@@ -156,6 +191,7 @@ class Completion:
     logprob_token_ids: list[list[int]] | None = None
     finish_reason: str | None = None
     experts: np.ndarray[Any, Any] | None = field(default=None, repr=False, compare=False)
+    support: Support | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

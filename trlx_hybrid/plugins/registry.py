@@ -49,6 +49,8 @@ class Component:
             returns why it cannot serve this model, or None.
         streams: of an engine: whether it serves requests one at a time (`Engine.stream`).
         routes: of an engine: whether its completions can name the experts of their tokens (`Completion.experts`).
+        keeps: of an engine: whether its completions can name the ids that tokens were sampled from
+            (`Completion.support`).
         needs: what it asks of the engine: "streams" (a rollout), "lora_slots" (a weight sync: memory in the engine for
             the policy's adapters), or whatever an engine knows. Engines read it before they are built.
         shares_memory: of a weight sync: whether the policy's parameters become the engine's memory where they can.
@@ -70,6 +72,7 @@ class Component:
     refuses: Callable[[Any, Any], str | None] = lambda session, options: None
     streams: bool = False
     routes: bool = False
+    keeps: bool = False
     needs: Collection[str] = ()
     shares_memory: bool = False
     converses: bool = False

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..support import Support
 from ..types import Completion, Request
 
 Message = dict[str, Any]
@@ -85,6 +86,7 @@ class Conversation:
         completion_ids: every token after the prompt.
         loss_mask: 1 where a token was sampled, 0 where it was observed; all 0 where the conversation failed.
         logprobs: of each token, 0.0 where it was observed; None where none were asked for.
+        support: of each token the ids that it was sampled from, as far as completions say; None where none does.
         messages: what was said after the prompt, by the model and its tools.
         images: those that tools returned, or an environment showed after the prompt.
         turns: one entry per turn.
@@ -96,6 +98,7 @@ class Conversation:
     completion_ids: list[int] = field(default_factory=list)
     loss_mask: list[int] = field(default_factory=list)
     logprobs: list[float | None] | None = None
+    support: Support | None = None
     messages: list[Message] = field(default_factory=list)
     images: list[Any] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -106,6 +109,7 @@ class Conversation:
 
     def sampled(self, completion: Completion) -> None:
         """Append what the model sampled."""
+        self._go_on(completion.support, len(completion.token_ids))
         self.completion_ids += completion.token_ids
         self.finish_reason = completion.finish_reason
         self.loss_mask += [1] * len(completion.token_ids)
@@ -114,10 +118,20 @@ class Conversation:
 
     def observed(self, token_ids: list[int]) -> None:
         """Append what the model was shown."""
+        self._go_on(None, len(token_ids))
         self.completion_ids += token_ids
         self.loss_mask += [0] * len(token_ids)
         if self.logprobs is not None:
             self.logprobs += [0.0] * len(token_ids)
+
+    def _go_on(self, support: Support | None, tokens: int) -> None:
+        """Append the support of so many tokens; None where they have none."""
+        known = self.support if support is None else support
+        if known is None:
+            return
+        if self.support is None:
+            self.support = Support.unsampled(len(self.completion_ids), known.vocabulary)
+        self.support += Support.unsampled(tokens, known.vocabulary) if support is None else support
 
 
 RequestMaker = Callable[[int, int, list[int], list[Any] | None, int | None], Request]

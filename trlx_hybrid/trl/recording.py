@@ -29,6 +29,7 @@ from torch import Tensor
 from .. import plain_data
 from ..doctor import package_version
 from ..errors import ConfigError, listed
+from .over_support import FACT
 from .truncation import BY_TOKEN, MASKS, rule_of
 
 FILE = "recording.json"
@@ -267,6 +268,8 @@ def facts_of(trainer: Any) -> dict[str, Any]:
         "scoring": config.scoring,
         "scoring_options": config.options("scoring"),
     }
+    if session.over_support and (setting := session.sampling.truncated_by()) is not None:
+        facts[FACT] = setting
     if getattr(trainer.args, MASKS, False):
         facts[TRUNCATED] = rule_of(trainer)
     return dict(json.loads(json.dumps(facts, default=_plain)))

@@ -38,6 +38,7 @@ class SampledRow:
     Attributes:
         row: the dataset's, with what a `rollout_func` has added; prompt: as TRL handed it to `_generate`.
         experts: those of its tokens, where the run replays routers.
+        support: that of its tokens, where the run scores over what was kept.
         logged: what reward functions have logged of it, by column.
         truncated: whether it was cut at its limit.
     """
@@ -52,6 +53,7 @@ class SampledRow:
     images: Any
     tool_images: Any
     experts: Any
+    support: Any
     logged: dict[str, Any]
     truncated: bool
 
@@ -133,6 +135,7 @@ def resampled(trainer: Any, prompts: list[Any], sample: Callable[[list[Any]], An
     trainer._truncated = [row.truncated for row in batch]
     if any(row.experts is not None for row in batch):
         session.experts = [row.experts for row in batch]
+    trainer._supports = [row.support for row in batch] if batch and batch[0].support is not None else None
     trainer._pending_extra_logs.clear()
     for column in dict.fromkeys(column for row in batch for column in row.logged):
         trainer._pending_extra_logs[column].extend(row.logged.get(column) for row in batch)
@@ -243,8 +246,8 @@ def _round(
     rewards = trainer._calculate_rewards(rows, prompts, completions, ids)
     logs, nothing = dict(trainer._pending_extra_logs), [None] * len(rows)
     logged = [{column: values[i] for column, values in logs.items() if i < len(values)} for i in range(len(rows))]
-    every = [rows, prompts, prompt_ids, ids, mask, completions, logprobs, images, tool_images, session.experts, logged]
-    every.append(list(trainer._truncated))
+    every = [rows, prompts, prompt_ids, ids, mask, completions, logprobs, images, tool_images, session.experts]
+    every += [trainer._supports, logged, list(trainer._truncated)]
     sampled = [SampledRow(*of_row) for of_row in zip(*(values or nothing for values in every), strict=True)]
     groups = sampled_groups(trainer, rewards, numbers)
     session.algorithms.observe(groups)

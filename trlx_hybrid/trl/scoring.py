@@ -27,16 +27,22 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from ..errors import ComponentError, StaleWeightsError
+from ..errors import ComponentError, ConfigError, StaleWeightsError
+from ..kept_tokens import BOUNDS, WORDS, KeptTokens, tensors_of
 from ..protocols import Rows, Scores
 from ..weights.policy import transformers_model
 from ..weights.verify import noise
+from . import over_support
 from .joined import WIDE, JoinedPass, joinable, tokens_of
+from .kept_log_probs import scoring_over
 from .routing import DIFFERENCE, EXPERTS, aligned, experts_of
+from .unscored import UNSCORED, left_out, unscored
 
 if TYPE_CHECKING:
     from ..plugins.host import PluginInfo
     from ..session import Session
+    from ..support import Support
+    from ..types import Sampling
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +62,9 @@ LOSS = ("_prepare_inputs", "compute_loss", "_compute_loss")
 READERS = ("_generate_and_score_completions", *LOSS)
 """Those that see the old log-probs."""
 
+IGNORED = -100
+"""The label of a position that is not scored."""
+
 SCORER = "_get_per_token_logps_and_entropies"
 """The one that computes log-probs."""
 
@@ -73,6 +82,10 @@ class Scored:
     _window = (-1, 0)  # the optimizer step, and the micro-batches that it has already
     _joined: JoinedPass | None = None  # of the micro-batches whose losses are being computed
     _generating = False  # what is scored meanwhile, a rollout of the user's has asked for
+    _trl: Any = None  # `trl.trainer.utils`
+    _left_out_by: str | None = None  # the setting by which the rollout that is trained on misses some ids
+    _supports: list[Support] | None = None  # of the rows of the rollout that is scored
+    _kept: dict[str, Tensor] | None = None  # the same as tensors
     _scores_old = False  # the next rows to be scored are those of the old log-probs, with the rollout's experts
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -124,18 +137,70 @@ class Scored:
             trainer._metrics["train"]["step_time"][-1] += seconds
 
     def _generate_and_score_completions(self, inputs: list[Any]) -> Any:
-        if "session" in self.__dict__:
-            self.session.policy.look()
-        if "session" not in self.__dict__ or self.session.router_replay is None:
+        session = self.__dict__.get("session")
+        if session is None:
             return self._score_rollout(inputs)
-        self._scores_old = reads_old(self)
+        session.policy.look()
+        replays = session.router_replay is not None
+        self._scores_old, self._supports = replays and reads_old(self), None
+        self._left_out_by = session.sampling.truncated_by() if session.over_support else None
         try:
             batch = self._score_rollout(inputs)
+            batch |= self._kept_in_rollout(batch["completion_ids"].shape[1])
+            self._leave_out_unscored(batch)
         finally:
-            self._scores_old = False
-        batch[EXPERTS] = self._experts(batch["prompt_mask"], batch["completion_ids"].shape[1])
-        self.session.experts = []  # a rollout's worth of memory
+            self._scores_old, self._supports, self._kept = False, None, None
+        if replays:
+            batch[EXPERTS] = self._experts(batch["prompt_mask"], batch["completion_ids"].shape[1])
+            session.experts = []  # a rollout's worth of memory
         return batch
+
+    def _leave_out_unscored(self, batch: dict[str, Any]) -> None:
+        """Train nothing on tokens whose log-prob the sampler does not know, and count them. Collective."""
+        trainer: Any = self
+        if self.session.selection.stock or not corrects(trainer) or "sampling_per_token_logps" not in batch:
+            return
+        without = unscored(batch)
+        tokens = self.session.ranks.sum(int(without.sum()))
+        if tokens:
+            trainer._metrics["train" if trainer.model.training else "eval"][UNSCORED].append(tokens)
+        if "importance_sampling_ratio" in batch:  # else it comes with the first loss forward
+            batch["importance_sampling_ratio"] = left_out(batch["importance_sampling_ratio"], without)
+
+    def _scores_over_support(self, sampling: Sampling) -> tuple[bool, str | None]:
+        """Whether the run that begins scores tokens over the ids that its engine kept; and what to tell where it cannot
+        although some are left out."""
+        trainer: Any = self
+        corrected = getattr(trainer, "vllm_importance_sampling_correction", False)
+        if trainer._base_name != "GRPO" or not corrected:
+            return False, None
+        replay, selection, setting = trainer._replay, trainer._selection, sampling.truncated_by()
+        recorded = replay is not None and bool((replay.facts or {}).get(over_support.FACT))
+        if (selection.stock and replay is None) or (replay is not None and not recorded):
+            return False, None
+        engine = selection.engine.component if selection.engine is not None else None
+        reason = over_support.refuses(trainer, engine, overriding(self, (SCORER,)), replays=recorded)
+        if reason is None or setting is None:
+            self._left_out_by, size = setting, trainer.args.generation_batch_size // trainer.accelerator.num_processes
+            vocabulary = trainer.model.config.get_text_config().vocab_size
+            return reason is None, None if setting is None else over_support.forecast(sampling, size, vocabulary)
+        if recorded:
+            raise ConfigError(f"The recording was scored over the ids that {setting} kept, and {reason}. Leave it out.")
+        told = f"{setting} leaves ids out, and {reason}: long completions will count for almost nothing"
+        return False, f"importance sampling: {told}. {over_support.WAY_OUT}"
+
+    def _note_supports(self, generated: Any) -> None:
+        """Keep the supports of the rows that were generated, where they are to be scored over these."""
+        if self._left_out_by is not None and self._rolls_out:  # type: ignore[attr-defined]
+            self._supports = over_support.rows_of(self, generated)
+
+    def _kept_in_rollout(self, completion_length: int) -> dict[str, Tensor]:
+        """What the batch that is being scored has of its rows' supports: nothing, where they keep all ids."""
+        if self._supports is None:
+            return {}
+        if self._kept is None:
+            self._kept = tensors_of(self._supports, completion_length)
+        return self._kept
 
     def _score_rollout(self, inputs: list[Any]) -> Any:
         trainer: Any = self
@@ -238,6 +303,8 @@ class Scored:
             experts = experts_of(self._micro_batch)
         elif of_old:
             experts = self._experts(attention_mask[:, :-logits_to_keep], logits_to_keep)
+        kept = self._kept_of(input_ids, logits_to_keep)
+        masses: list[Tensor] = []
 
         def count(tokens: int) -> None:
             self._loss_tokens += tokens if torch.is_grad_enabled() else 0
@@ -247,21 +314,29 @@ class Scored:
             mask: Tensor = attention_mask,
             at_once: int | None = batch_size,
             chosen: Tensor | None = experts,
+            over: KeptTokens | None = kept,
         ) -> Scores:
             count(ids.numel())
-            with self._replaying(chosen):
+            before = None if over is None else over.but_last()
+            scored = completions_of(mask, logits_to_keep)[:, :-1]
+            with self._replaying(chosen), scoring_over(before, scored, masses, self._trl):
                 return Scores(
                     *stock(model, ids, mask, logits_to_keep, at_once, compute_entropy, compute_aux_loss, **images)
                 )
 
-        def forward(labels: Tensor, experts: Tensor | None = None, **inputs: Any) -> Scores:
+        def forward(
+            labels: Tensor, experts: Tensor | None = None, support: KeptTokens | None = None, **inputs: Any
+        ) -> Scores:
             count(labels.numel())
+            name = self.session.selection.scoring.component.name
             if rows.experts is not None and experts is None:
-                name = self.session.selection.scoring.component.name
                 raise ComponentError(f"scoring {name!r} leaves out the experts of its rows: set router_replay=False.")
+            if rows.support is not None and support is None:
+                raise ComponentError(f"scoring {name!r} leaves out the support of its rows. {over_support.WAY_OUT}")
             if compute_aux_loss:
                 inputs["output_router_logits"] = True
-            with self._replaying(experts), trainer.accelerator.autocast():
+            over = scoring_over(support, labels != IGNORED, masses, self._trl)
+            with self._replaying(experts), over, trainer.accelerator.autocast():
                 outputs = model(**inputs, shift_labels=labels, fused_lm_head=True)
             entropies = outputs.entropy if compute_entropy else None
             return Scores(outputs.log_probs, entropies, outputs.aux_loss if compute_aux_loss else None)
@@ -277,6 +352,7 @@ class Scored:
             padded=padded,
             forward=forward,
             experts=experts,
+            support=kept,
         )
         pictured = any(value is not None for value in images.values())
         joins = not (self._own_loss or reference or compute_aux_loss or pictured)
@@ -286,11 +362,40 @@ class Scored:
             deferred.fill(trainer, self._micro_batch, scores.log_probs.detach())
         if self._micro_batch is not None and experts is not None:
             self._log_difference()
+        if self._micro_batch is not None and kept is not None:
+            self._log_truncation(masses)
         first = self._micro_batch is not None and self._loss_scores is None
         adds = trainer.model.training and self.session.algorithms.loses is not None
         if first and adds and not reference and torch.is_grad_enabled():
             self._loss_scores = scores
         return scores
+
+    def _kept_of(self, input_ids: Tensor, completion_length: int) -> KeptTokens | None:
+        """The ids that the tokens of these rows were sampled from; None where all are kept."""
+        batch: dict[str, Any] = {}
+        if self._micro_batch is not None:
+            batch = self._micro_batch
+            if self._left_out_by is not None:
+                over_support.require(batch, self._left_out_by)
+        elif not self._generating:
+            batch = self._kept_in_rollout(completion_length)
+        if WORDS not in batch:
+            return None
+        if len(batch[WORDS]) != len(input_ids):
+            raise ComponentError(
+                f"{len(input_ids)} rows are scored, and the ids that were kept are known of {len(batch[WORDS])}. "
+                f"{over_support.WAY_OUT}"
+            )
+        vocabulary = self.session.policy.base.config.get_text_config().vocab_size
+        return KeptTokens.of(batch, input_ids.shape[1] - completion_length, vocabulary)
+
+    def _log_truncation(self, masses: Sequence[Tensor]) -> None:
+        """How much of the whole distribution was kept. Collective."""
+        trainer: Any = self
+        if masses:  # else an earlier micro-batch's pass computed this one's rows
+            total, tokens = trainer.accelerator.gather(torch.stack(list(masses)).sum(0)).view(-1, 2).sum(0).tolist()
+            mode = "train" if trainer.model.training else "eval"
+            trainer._metrics[mode][over_support.TRUNCATION].append(total / max(tokens, 1))
 
     def _experts(self, prompt_mask: Tensor, completion_length: int) -> Tensor:
         """Those of the rollout's tokens, see `routing.aligned`."""
@@ -311,14 +416,14 @@ class Scored:
             trainer._metrics[mode][DIFFERENCE].append(differing / max(compared, 1))
 
     def _scored_together(
-        self, rows: Rows, padded: Callable[[Tensor, Tensor, None, Tensor | None], Scores]
+        self, rows: Rows, padded: Callable[[Tensor, Tensor, None, Tensor | None, KeptTokens | None], Scores]
     ) -> Scores | None:
         """The rows of the micro-batch whose loss is computed, scored in one pass with those that follow; None where
         they have a pass of their own. Collective.
 
         Args:
-            padded: scores ids with a mask and experts as TRL does, all at once: sharded ranks take equally many forward
-                passes.
+            padded: scores ids with a mask, experts and a support as TRL does, all at once: sharded ranks take equally
+                many forward passes.
         """
         trainer: Any = self
         micro_batch, scoring = self._micro_batch, self.session.scoring
@@ -332,13 +437,18 @@ class Scored:
             prompts, prompt_mask, completions, mask = (torch.cat([m[name] for m in ahead[:count]]) for name in WIDE)
             ids, attended = torch.cat([prompts, completions], dim=1), torch.cat([prompt_mask, mask], dim=1)
             chosen = None if rows.experts is None else torch.cat([m[EXPERTS] for m in ahead[:count]])
+            kept = rows.support
+            if kept is not None:
+                tensors = {name: torch.cat([m[name] for m in ahead[:count]]) for name in (WORDS, BOUNDS)}
+                kept = KeptTokens.of(tensors, prompts.shape[1], kept.vocabulary)
             every = replace(
                 rows,
                 input_ids=ids,
                 attention_mask=attended,
                 at_once=len(ids),
                 experts=chosen,
-                padded=functools.partial(padded, ids, attended, None, chosen),
+                support=kept,
+                padded=functools.partial(padded, ids, attended, None, chosen, kept),
             )
             self._joined = JoinedPass(scoring.score(every), ahead[:count])
         return self._joined.take(micro_batch)
@@ -394,6 +504,13 @@ def in_training(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None
     with ExitStack() as patched:
         patched.enter_context(patch.object(model, "train", train))
         yield
+
+
+def completions_of(attention_mask: Tensor, completion_length: int) -> Tensor:
+    """(B, P + C) bool: the positions before those tokens of completions that are attended to."""
+    scored = torch.zeros_like(attention_mask, dtype=torch.bool)
+    scored[:, -completion_length - 1 : -1] = attention_mask[:, -completion_length:] != 0
+    return scored
 
 
 def reads_old(trainer: Any) -> bool:
@@ -546,7 +663,8 @@ class Deferred:
         if corrects(trainer):  # over all rows, as TRL sums them: kernels may sum another number of rows otherwise
             assert self._sampled is not None
             ratio = importance_ratio(trainer, self._old, self._sampled, self._mask)
-            micro_batch["importance_sampling_ratio"] = ratio[rows]
+            without = self._sampled.isnan() & self._mask.bool()
+            micro_batch["importance_sampling_ratio"] = left_out(ratio, without)[rows]
         if self._waiting == 0:
             self._finish(trainer, self._old, ratio)
 

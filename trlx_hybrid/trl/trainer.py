@@ -2,7 +2,8 @@
 
 TRL's generating trainers reach vLLM through two methods of `self.vllm_generation`, guarded by `self.use_vllm`. The
 subclass makes `use_vllm` a property that is False until our engine is chosen and TRL's `__init__` is over, so TRL
-builds no engine of its own; from then on its own code generates through ours. Nothing is patched.
+builds no engine of its own; from then on its own code generates through ours. Nothing is patched but the function of
+TRL's head, while tokens are scored over a part of the vocabulary (kept_log_probs.py).
 
 What is relied on, and checked by tests/test_trl_internals.py: `_generate(prompts)` is one rollout, `_calculate_rewards`
 returns gathered rewards (world * B, functions), `_generate_and_score_completions` the batch, and `_metrics` is the log.
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 
 import trl
 import trl.rewards
+import trl.trainer.utils
 from transformers import TrainerCallback
 from trl.chat_template_utils import add_response_schema, get_training_chat_template, parse_response
 from trl.distributed import DistributedBackend
@@ -114,6 +116,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
     """
 
     session: Session
+    _trl = trl.trainer.utils
     _rolls_out = False  # a batch is being sampled and scored
     _in_rounds = False  # in rounds
     _known_rewards: Any = None  # of the batch that rounds have sampled, until TRL asks
@@ -197,17 +200,20 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
             fsdp_version=backend.fsdp_version,
             gather=backend.gather_params,
         )
+        over_support, note = self._scores_over_support(sampling := sampling_of(args, trainer._base_name))
         self.session = Session(
             host,
             self._config,
             selection,
             args=args,
-            sampling=sampling_of(args, trainer._base_name),
+            sampling=sampling,
             policy=policy,
             ranks=ranks,
             step=lambda: this().state.global_step,
+            over_support=over_support,
             optimizer=lambda: this().optimizer,
         )
+        self.session.notes += filter(None, [note])
         if hasattr(trainer, "reward_funcs") and self._replay is None:
             self.session.adviser = host.only(HOOK)
             self._check_algorithms()
@@ -332,6 +338,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         with self._part("rollout"), phase, begun_early(self, parse_response, prompts):
             self._generated = tool_calling.with_images(self, super()._generate(prompts))  # type: ignore[misc]
         self._note_truncated()
+        self._note_supports(self._generated)
         return self._generated
 
     def _note_truncated(self) -> None:
@@ -471,6 +478,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
             temperature=trainer.temperature,
             step=session.step,
             own_sampler=custom is not None and not getattr(custom, "samples_from_session", False),
+            over_support=self._left_out_by is not None,
         )
 
     def _trajectories(self) -> Any:

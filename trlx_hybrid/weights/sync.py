@@ -161,6 +161,7 @@ class WeightVersions:
         temperature: float,
         step: int,
         own_sampler: bool,
+        over_support: bool = False,
     ) -> None:
         """Hold what the trainer scored against what the engine sampled with. Collective; computes nothing anew.
 
@@ -169,6 +170,7 @@ class WeightVersions:
             temperature: that the trainer scored at.
             step: optimizer steps done.
             own_sampler: whether a user's `rollout_func` named the log-probs: such a run is warned, once, and goes on.
+            over_support: whether the trainer scored over the ids that the engine kept.
 
         Raises:
             PolicyError: the trainer's are no numbers, on some rank.
@@ -180,7 +182,8 @@ class WeightVersions:
             raise PolicyError(f"At step {step}, the trainer's own log-probs are no numbers: {broken}")
         if config.max_logprob_gap == math.inf:
             return
-        reason = self._sampling().reshaped_by(temperature) or verify.noise(self._policy.module, self._policy.modules)
+        reason = self._sampling().reshaped_by(temperature, over_support)
+        reason = reason or verify.noise(self._policy.module, self._policy.modules)
         if reason is not None:
             if not self._told and ranks.rank == 0:
                 logger.warning("Engine and trainer are not compared token by token: %s makes them differ.", reason)

@@ -235,3 +235,10 @@ def test_rollouts_that_cannot_play_are_refused(play):
         refuse_prompts([[{"role": "user", "content": [{"type": "audio"}]}]], sees_images=True)
     with pytest.raises(ConfigError, match="at least one turn"):
         episodes(Maze, max_turns=0)
+
+
+def test_episodes_are_scored_over_the_ids_that_they_were_sampled_from(play):
+    trainer, _, _ = play(Maze, top_k=3, temperature=2.0)
+    (log,) = [log for log in trainer.state.log_history if "ratio/truncation" in log]
+    assert log["sampling/sampling_logp_difference/max"] < 1e-4
+    assert log["ratio/truncation"] < -0.1

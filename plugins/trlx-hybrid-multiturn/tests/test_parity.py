@@ -306,3 +306,15 @@ def test_plain_text_prompts_are_refused_before_sampling(run):
             tools=[add],
             use_vllm=True,
         )
+
+
+@pytest.mark.parametrize("rollout", ["multi_turn", "single_turn"])
+def test_each_turn_is_scored_over_the_ids_that_it_was_sampled_from(converse, rollout):
+    """Whoever runs the conversation; what tools answered was sampled from nothing."""
+    chosen = {"top_k": 3, "temperature": 2.0, "hybrid": {"engine": "vllm", "rollout": rollout}}
+    trainer, _, batches = converse(trlx_hybrid.GRPOTrainer, **chosen)
+    assert max(spread(batches)) > 1
+    logs = [log for log in trainer.state.log_history if "ratio/truncation" in log]
+    assert len(logs) == 2
+    assert max(log["sampling/sampling_logp_difference/max"] for log in logs) < 1e-4
+    assert max(log["ratio/truncation"] for log in logs) < -0.1

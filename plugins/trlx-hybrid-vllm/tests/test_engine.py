@@ -371,6 +371,7 @@ def test_an_engine_for_conversations_records_steps_that_read_prompts(monkeypatch
         session = SimpleNamespace(
             selection=SimpleNamespace(rollout=rollout),
             config=SimpleNamespace(router_replay=False),
+            over_support=False,
             policy=SimpleNamespace(base=model, architecture=architecture),
         )
         options = VLLMOptions(**{"max_model_len": 1024, "max_num_seqs": 64} | options)

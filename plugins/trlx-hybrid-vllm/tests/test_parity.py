@@ -42,7 +42,12 @@ CASES = {
     "top_k_minus_one": {"top_k": -1, "generation_kwargs": {"temperature": 0.0}},
     "two_generations": {"num_generations": 2, "per_device_train_batch_size": 2},
     "repetition_penalty": {"repetition_penalty": 1.3, "generation_kwargs": {"min_tokens": 4}},
-    "importance_sampling": {"vllm_importance_sampling_correction": True},
+    # Greedy by its temperature: after `top_k` both sides would score over one id, and stock TRL over all.
+    "importance_sampling": {
+        "vllm_importance_sampling_correction": True,
+        "top_k": 0,
+        "generation_kwargs": {"temperature": 0.0},
+    },
     "unscaled_rewards": {"scale_rewards": "none"},
 }
 

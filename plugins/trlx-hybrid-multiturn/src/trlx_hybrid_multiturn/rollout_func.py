@@ -107,6 +107,7 @@ class Episodes:
         rollout.run_trajectories(session, [run.run() for run in runs], conversations)
         for run, conversation in zip(runs, conversations, strict=True):
             session.endings.add(run.prompt_ids, conversation.completion_ids, conversation.finish_reason)
+            session.supports.add(run.prompt_ids, conversation.completion_ids, conversation.support)
         logprobs = [conversation.logprobs for conversation in conversations]
         return {
             "prompt_ids": [run.prompt_ids for run in runs],

@@ -129,6 +129,9 @@ class Packed(Scoring):
             if rows.experts is not None:
                 experts = rows.experts[number * rows.at_once : (number + 1) * rows.at_once]
                 inputs["experts"] = experts.flatten(0, 1)[pack.places][None]
+            if rows.support is not None:
+                kept = rows.support[number * rows.at_once : (number + 1) * rows.at_once]
+                inputs["support"] = kept.at(pack.places)
             if ours:
                 inputs |= {"segments": pack.segments, "prefixes": pack.prefixes}
             computed = sum(pack.segments)
@@ -157,6 +160,8 @@ class Packed(Scoring):
         given = replace(rows, input_ids=ids, attention_mask=mask, at_once=2 * rows.at_once, router_loss=False)
         if rows.experts is not None:
             given = replace(given, experts=rows.experts.repeat_interleave(2, dim=0))
+        if rows.support is not None:
+            given = replace(given, support=rows.support.repeated(2))
         packs = self._packs(given, shared_below=1.0)
         if session.ranks.any(packs is None):
             return

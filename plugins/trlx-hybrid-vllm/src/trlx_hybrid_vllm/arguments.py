@@ -128,6 +128,29 @@ def returns_no_experts() -> bool:
     return bool(current_platform.is_cpu())
 
 
+def refuses_support(options: VLLMOptions, setting: str) -> str | None:
+    """Why completions cannot name the ids that tokens were sampled from, or None.
+
+    Args:
+        setting: that leaves some out.
+    """
+    if options.speculative_config is None:
+        return None
+    return (
+        f"with speculative_config vLLM does not say which ids it kept, and {setting} leaves some out. Leave one out, "
+        "or set vllm_importance_sampling_correction=False."
+    )
+
+
+MASKS = "return_sampling_mask"
+"""vLLM's argument by which it returns the ids that tokens were sampled from."""
+
+
+def returns_no_masks() -> bool:
+    """Whether this vLLM has no model runner that returns them: it is the same that returns the experts."""
+    return returns_no_experts()
+
+
 def _unknown_arguments(options: VLLMOptions) -> str | None:
     import dataclasses
 
@@ -193,6 +216,8 @@ def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype,
             arguments["enable_prefix_caching"] = False  # what is not computed is not routed
         else:
             arguments["enable_return_routed_experts"] = True
+    if session.over_support and session.sampling.truncated_by() is not None and not returns_no_masks():
+        arguments[MASKS] = True
     if options.speculative_config is not None:
         arguments["speculative_config"] = dict(options.speculative_config)
     if not cpu and _records_prompts(session, options, dtype):

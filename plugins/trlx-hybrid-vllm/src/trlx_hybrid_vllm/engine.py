@@ -23,7 +23,14 @@ from trlx_hybrid.weights.policy import Policy, modules_of
 
 from . import internals
 from .adapted_linear import adapters_under_weights, clear_adapters
-from .arguments import engine_arguments, engine_dtype, returns_no_experts, write_without_weights
+from .arguments import (
+    MASKS,
+    engine_arguments,
+    engine_dtype,
+    returns_no_experts,
+    returns_no_masks,
+    write_without_weights,
+)
 from .internals import trainer_classes_kept
 from .loader import WeightLoader, counted
 from .lora import lora_arguments
@@ -34,6 +41,7 @@ from .routing import RoutingCapture
 from .sampling import sampling_params
 from .sampling_graphs import SamplingGraphs, sampling_graphs
 from .streaming import EngineStream, ReplicaStream, collect
+from .support import CapturedIds, KeptIds
 from .weight_map import Places, WeightMap, refuses_writes, regions
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
@@ -109,6 +117,7 @@ class VLLMEngine:
         internals.keep_expanded_prompts(self.llm)
         self._routes = session.config.router_replay
         self._routing = RoutingCapture(self.llm) if self._routes and returns_no_experts() else None
+        self._support = self._kept_ids(session)
         self._graphs: SamplingGraphs | None = None if self.untested else sampling_graphs(self.llm)
         internals.serve_directly(self.llm, weakref.WeakMethod(self._own_requests))
         self.max_model_len: int = self.llm.llm_engine.model_config.max_model_len
@@ -126,20 +135,42 @@ class VLLMEngine:
         self._require_awake()
         requests, mine = self._pooled(list(requests), sampling)
         with internals.running(self.dtype):
-            stream = EngineStream(self.llm, sampling_params(sampling), self.adapter, self._routing, self._graphs)
+            stream = EngineStream(
+                self.llm,
+                sampling_params(sampling, self._returns_masks),
+                self.adapter,
+                self._routing,
+                self._graphs,
+                self._support_of(sampling),
+            )
             return collect(stream, requests)[mine]
 
     @contextmanager
     def stream(self, sampling: Sampling) -> Iterator[EngineStream]:
         """Requests one at a time; the ranks of a replica step together."""
         self._require_awake()
-        params = sampling_params(sampling)
-        stream = EngineStream(self.llm, params, self.adapter, self._routing, self._graphs)
+        params, support = sampling_params(sampling, self._returns_masks), self._support_of(sampling)
+        stream = EngineStream(self.llm, params, self.adapter, self._routing, self._graphs, support)
         if self.ranks_per_replica > 1:
             self._pooled([], sampling)
-            stream = ReplicaStream(self.llm, params, self.adapter, self._replica, self._routing)
+            stream = ReplicaStream(self.llm, params, self.adapter, self._replica, self._routing, support)
         with internals.running(self.dtype, collecting=True), stream.open():
             yield stream
+
+    def _kept_ids(self, session: Session) -> KeptIds | None:
+        """What keeps the ids that tokens are sampled from, where the run scores over these."""
+        if self._returns_masks:
+            return KeptIds(self.llm)
+        return CapturedIds(self.llm) if session.over_support and returns_no_masks() else None
+
+    def _support_of(self, sampling: Sampling) -> KeptIds | None:
+        """The same for requests, if some ids are left out."""
+        return None if sampling.truncated_by() is None else self._support
+
+    @property
+    def _returns_masks(self) -> bool:
+        """Whether vLLM returns the ids, of every request."""
+        return bool(getattr(self.llm.llm_engine.model_config, MASKS, False))
 
     def _own_requests(self) -> Any:
         """The adapter of requests that reach `llm` past this class and name none: custom rollouts make such."""

@@ -68,10 +68,12 @@ def _engine(session: Session, options: VLLMOptions) -> VLLMEngine:
 
 
 def _refuses(session: Session, options: VLLMOptions) -> str | None:
-    from .arguments import refuses, refuses_routing
+    from .arguments import refuses, refuses_routing, refuses_support
 
     reason = refuses(session.policy, session.ranks.world, options)
-    return reason or (refuses_routing(options) if session.config.router_replay else None)
+    reason = reason or (refuses_routing(options) if session.config.router_replay else None)
+    setting = session.sampling.truncated_by() if session.over_support else None
+    return reason or (refuses_support(options, setting) if setting is not None else None)
 
 
 def _shared(alias: bool) -> Callable[[Session, Any], WeightSync]:
@@ -156,6 +158,7 @@ def trlx_register(registry: Registry) -> None:
         refuses=_refuses,
         streams=True,
         routes=True,
+        keeps=True,
         summary="vLLM inside the trainer's process, on the trainer's device",
     )
     registry.offer(

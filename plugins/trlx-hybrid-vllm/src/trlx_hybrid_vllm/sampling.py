@@ -12,11 +12,15 @@ from vllm import SamplingParams
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 
-def sampling_params(sampling: Sampling) -> dict[str, Any]:
+def sampling_params(sampling: Sampling, masks: bool = False) -> dict[str, Any]:
     """Arguments of `SamplingParams` that all requests of a run share.
 
     Text is built only where a stop string needs it: turning every token into text as it arrives costs as much as
     decoding it.
+
+    Args:
+        masks: whether vLLM returns the ids that tokens were sampled from. Then it takes no request without `top_k` and
+            a temperature: all ids stand for no `top_k`, and the likeliest one for a temperature of 0.
     """
     params: dict[str, Any] = {
         "n": 1,
@@ -35,6 +39,10 @@ def sampling_params(sampling: Sampling) -> dict[str, Any]:
         params["structured_outputs"] = StructuredOutputsParams(regex=sampling.regex)
     elif isinstance(structured, dict):
         params["structured_outputs"] = StructuredOutputsParams(**structured)
+    if masks and params["temperature"] == 0:
+        params |= {"temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
+    elif masks and params["top_k"] <= 0:
+        params["top_k"] = EVERY_ID
     params.setdefault("detokenize", bool(params.get("stop")))
     return params
 
@@ -43,6 +51,9 @@ def with_seed(params: Mapping[str, Any], request: Request) -> SamplingParams:
     """The parameters of one request: those that all share, and its own."""
     return SamplingParams(**{**params, **own_params(params, request)})
 
+
+EVERY_ID = 2**31 - 1
+"""A `top_k` that keeps every id: vLLM takes the size of its vocabulary for a larger one."""
 
 NEVER = -100.0
 """The least that vLLM takes as a bias of a logit."""
@@ -62,6 +73,11 @@ def without_placeholders(params: dict[str, Any], config: Any) -> dict[str, Any]:
     ids = (getattr(config.model_config.hf_config, name, None) for name in names)
     bias = {token: NEVER for token in ids if isinstance(token, int)}
     return params | {"logit_bias": bias | (params.get("logit_bias") or {})}
+
+
+def forbidden(params: Mapping[str, Any]) -> list[int]:
+    """Return the ids that a bias forbids. vLLM adds it to their logits, which stay finite."""
+    return [int(token) for token, bias in (params.get("logit_bias") or {}).items() if bias <= NEVER]
 
 
 def own_params(params: Mapping[str, Any], request: Request) -> dict[str, Any]:

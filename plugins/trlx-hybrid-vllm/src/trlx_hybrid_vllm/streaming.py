@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from . import internals
 from .sampling import (
     causal_pictures,
     completion_of,
+    forbidden,
     own_params,
     prompt_of,
     refuse_another_prompt,
@@ -35,6 +36,7 @@ from .token_logprobs import without_ranks
 if TYPE_CHECKING:
     from .routing import RoutingCapture
     from .sampling_graphs import SamplingGraphs
+    from .support import KeptIds
 
 
 @dataclass(slots=True)
@@ -47,9 +49,9 @@ class _Partial:
     prompt_tokens: int = 0
     experts: list[np.ndarray[Any, Any]] = field(default_factory=list)  # as vLLM returns them, if it does
 
-    def completion(self, finish_reason: str, experts: np.ndarray[Any, Any] | None) -> Completion:
+    def completion(self, finish_reason: str) -> Completion:
         if not self.logprobs:
-            return Completion(token_ids=self.token_ids, finish_reason=finish_reason, experts=experts)
+            return Completion(token_ids=self.token_ids, finish_reason=finish_reason)
         values = np.concatenate(self.logprobs)
         logprobs: list[list[float | None]] = [[value] for value in values.tolist()]
         for index in np.flatnonzero(np.isnan(values)).tolist():
@@ -60,7 +62,6 @@ class _Partial:
             logprobs=logprobs,
             logprob_token_ids=ids,
             finish_reason=finish_reason,
-            experts=experts,
         )
 
 
@@ -76,6 +77,7 @@ class EngineStream:
         params: arguments of `SamplingParams` that the requests share.
         adapter: the LoRARequest that serves all of them, or None.
         routing: what captures the experts of their tokens, where completions are to name them and vLLM does not.
+        support: what keeps the ids that their tokens are sampled from, where completions are to name them.
         graphs: of what follows the layers in a decode step, where the engine has them.
 
     Attributes:
@@ -92,8 +94,10 @@ class EngineStream:
         adapter: Any = None,
         routing: RoutingCapture | None = None,
         graphs: SamplingGraphs | None = None,
+        support: KeptIds | None = None,
     ) -> None:
         self._llm, self._adapter, self._routing, self._graphs = llm, adapter, routing, graphs
+        self._support = support
         self._engine, self._core = llm.llm_engine, llm.llm_engine.engine_core
         self._params = without_placeholders(dict(params), self._engine.vllm_config)
         self._pattern: Any = None
@@ -177,10 +181,14 @@ class EngineStream:
             if output.routed_experts is not None:
                 arriving.experts.append(output.routed_experts)
                 output.routed_experts = None
+            if output.new_sampling_mask is not None and self._support is not None:
+                self._support.returned(output.request_id, arriving.prompt_tokens, output.new_sampling_mask.token_ids)
+                output.new_sampling_mask = None
             if output.finish_reason is not None:
                 experts = np.concatenate(arriving.experts) if arriving.experts else None
-                experts = self._experts(output.request_id, arriving.prompt_tokens + len(arriving.token_ids), experts)
-                completions.append((arriving.key, arriving.completion(str(output.finish_reason), experts)))
+                completion = arriving.completion(str(output.finish_reason))
+                completion = self._with_more(output.request_id, completion, arriving.prompt_tokens, experts)
+                completions.append((arriving.key, completion))
                 self._forget(output.request_id)
                 output.new_token_ids, output.new_logprobs = [], None  # vLLM would make an object of each
                 finished.append(output)
@@ -190,18 +198,47 @@ class EngineStream:
 
     def _text_step(self) -> list[tuple[int, Completion]]:
         completions = []
-        for output in self._engine.step():
+        outputs = self._engine.step()
+        if self._support is not None:
+            self._take_masks(self._support, outputs)
+        for output in outputs:
             request_id = self._outside.get(output.request_id)
             arriving = self._arriving.get(request_id or "")
             if request_id is not None and arriving is not None and output.finished:
                 done = output.outputs[0]
-                tokens = arriving.prompt_tokens + len(done.token_ids)
-                experts = self._experts(request_id, tokens, done.routed_experts)
-                completions.append((arriving.key, replace(completion_of(done), experts=experts)))
+                completion, experts = completion_of(done), done.routed_experts
+                completion = self._with_more(request_id, completion, arriving.prompt_tokens, experts)
+                completions.append((arriving.key, completion))
                 self.cached_tokens += output.num_cached_tokens or 0
                 self.prompt_tokens += len(output.prompt_token_ids)
                 self._forget(request_id)
         return completions
+
+    def _take_masks(self, support: KeptIds, outputs: Sequence[Any]) -> None:
+        """Take what vLLM has put aside for its own outputs, before it makes a list of each id."""
+        for request_id, arriving in self._arriving.items():
+            state = self._engine.output_processor.request_states.get(request_id)
+            for mask in state.sampling_mask_chunks if state is not None else ():
+                support.returned(request_id, arriving.prompt_tokens, mask.token_ids)
+            if state is not None:
+                state.sampling_mask_chunks.clear()
+        for output in outputs:  # of their last step
+            mask, key = output.outputs[0].sampling_mask, self._outside.get(output.request_id, "")
+            if key in self._arriving and mask is not None:
+                for ids in mask.token_ids:
+                    support.returned(key, self._arriving[key].prompt_tokens, ids)
+
+    def _with_more(
+        self, request_id: str, completion: Completion, prompt_tokens: int, experts: np.ndarray[Any, Any] | None
+    ) -> Completion:
+        """The completion of a request that is done, with what is known of its tokens.
+
+        Args:
+            experts: as vLLM returned them, if it did.
+        """
+        tokens = len(completion.token_ids)
+        support = None if self._support is None else self._support.take(request_id, prompt_tokens, tokens)
+        return replace(completion, experts=self._experts(request_id, prompt_tokens + tokens, experts), support=support)
 
     def _experts(
         self, request_id: str, tokens: int, returned: np.ndarray[Any, Any] | None
@@ -222,6 +259,8 @@ class EngineStream:
         scheduler = self._core.engine_core.scheduler
         holds = hasattr(scheduler, "holding") and not self._text
         try:
+            if self._support is not None:
+                self._support.open(forbidden(self._params))
             with self._holding(scheduler) if holds else nullcontext():
                 yield self
         finally:
@@ -229,6 +268,8 @@ class EngineStream:
                 EngineStream.abort(self, key)  # at once, where ranks would agree on it first
             if self._routing is not None:
                 self._routing.clear()
+            if self._support is not None:
+                self._support.close()
 
     @contextmanager
     def _holding(self, scheduler: Any) -> Iterator[None]:
@@ -278,8 +319,9 @@ class ReplicaStream(EngineStream):
         adapter: Any,
         group: internals.Replica,
         routing: RoutingCapture | None = None,
+        support: KeptIds | None = None,
     ) -> None:
-        super().__init__(llm, params, adapter, routing)
+        super().__init__(llm, params, adapter, routing, support=support)
         self._group, self._rank = group, group.rank_in_group
         self._events: list[tuple[int, Request | None]] = []  # (key, what to add) or (key, None) to abort
         self._mine: dict[int, int] = {}  # key in the engine -> key given out

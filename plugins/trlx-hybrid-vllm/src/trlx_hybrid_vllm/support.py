@@ -1,0 +1,107 @@
+"""The ids that vLLM keeps for each token, as completions name them (`Completion.support`).
+
+On GPUs vLLM returns them (`return_sampling_mask`), with its second model runner, which needs Triton. On CPUs the first
+one runs; the log-probs that its sampler has computed after all processing are minus infinity for what was left out.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from trlx_hybrid.errors import EngineError
+from trlx_hybrid.support import Support, words_of, words_of_ids
+
+Words = np.ndarray[Any, Any]
+
+
+class KeptIds:
+    """Keeps which ids each token of unfinished requests was sampled from, as vLLM returns them.
+
+    Args:
+        llm: with an in-process engine core.
+
+    Attributes:
+        forbidden: ids that a bias forbids, which vLLM does not leave out by itself.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self.forbidden: Sequence[int] = ()
+        self._vocabulary: int = llm.llm_engine.model_config.get_vocab_size()
+        self._words: defaultdict[str, dict[int, Words]] = defaultdict(dict)  # by request and place in its sequence
+
+    def open(self, forbidden: Sequence[int]) -> None:
+        """Requests come, whose tokens are scored over what was kept."""
+        self.forbidden = forbidden
+
+    def close(self) -> None:
+        """No more will; forget what nobody took: requests that were aborted."""
+        self._words.clear()
+
+    def returned(self, request_id: str, prompt_tokens: int, ids: Any) -> None:
+        """Note what vLLM returned for a request's next token: (n,) int32, ascending."""
+        known = self._words[request_id]
+        if self.forbidden:
+            ids = np.setdiff1d(ids, self.forbidden, assume_unique=True)
+        known[prompt_tokens + len(known)] = words_of_ids(np.asarray(ids), self._vocabulary)
+
+    def take(self, request_id: str, prompt_tokens: int, tokens: int) -> Support:
+        """Return the support of a request that is done.
+
+        Args:
+            tokens: how many were sampled.
+
+        Raises:
+            EngineError: that of some is not known.
+        """
+        known = self._words.pop(request_id, {})
+        missing = [i for i in range(tokens) if prompt_tokens + i not in known]
+        if missing:
+            raise EngineError(
+                f"vLLM sampled {tokens} tokens of a request, and did not say which ids it kept for token {missing[0]}. "
+                "Report it with `trlx-hybrid env`, or set vllm_importance_sampling_correction=False."
+            )
+        return Support.of([known[prompt_tokens + i] for i in range(tokens)], self._vocabulary)
+
+
+class CapturedIds(KeptIds):
+    """The same where vLLM does not return them. Needs log-probs of the processed logits."""
+
+    def __init__(self, llm: Any) -> None:
+        super().__init__(llm)
+        runner = llm.llm_engine.model_executor.driver_worker.model_runner
+        self._runner, self._active = runner, False
+        self._places: dict[str, int] = {}  # by request, where in its sequence the token of this step stands
+        runner.execute_model = partial(self._execute, runner.execute_model)
+        runner.sampler.sample = partial(self._sample, runner.sampler.sample)
+
+    def open(self, forbidden: Sequence[int]) -> None:
+        """Requests come, whose tokens are scored over what was kept."""
+        super().open(forbidden)
+        self._active = True
+
+    def close(self) -> None:
+        """No more will."""
+        super().close()
+        self._active = False
+
+    def _execute(self, execute: Any, scheduled: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._active:
+            cached = scheduled.scheduled_cached_reqs
+            computed = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            computed |= {request.req_id: request.num_computed_tokens for request in scheduled.scheduled_new_reqs}
+            self._places = {key: computed[key] + count for key, count in scheduled.num_scheduled_tokens.items()}
+        return execute(scheduled, *args, **kwargs)
+
+    def _sample(self, sample: Any, *args: Any, **kwargs: Any) -> Any:
+        sampled, logprobs = sample(*args, **kwargs)
+        if self._active and logprobs is not None:
+            kept = (logprobs > -torch.inf).numpy()
+            kept[:, list(self.forbidden)] = False
+            for key, row in zip(self._runner.input_batch.req_ids, kept, strict=True):
+                self._words[key][self._places[key]] = words_of(row)  # one that was preempted comes twice, alike
+        return sampled, logprobs

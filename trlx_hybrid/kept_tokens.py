@@ -1,0 +1,106 @@
+"""The supports of a batch's tokens as tensors: one row of words and bounds per completion, as TRL shuffles and cuts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .support import UNSAMPLED, WORD, Support, mask_words
+
+WORDS = "support_words"
+"""In a batch: (B, L) int32, the words of each completion's tokens, see `Support`; L is that of the longest row."""
+
+BOUNDS = "support_bounds"
+"""In a batch: (B, C, 2) int32, where in its row each token's words begin and end; UNSAMPLED if it was not sampled."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptTokens:
+    """The ids that the tokens behind some positions were sampled from. A token that was not sampled may be any.
+
+    Attributes:
+        words: (n,) int32, see `Support`.
+        bounds: (…, 2) int64, where the words of the token behind each position begin and end.
+        vocabulary: number of ids.
+    """
+
+    words: Tensor
+    bounds: Tensor
+    vocabulary: int
+
+    @classmethod
+    def of(cls, batch: Mapping[str, Any], prompt_length: int, vocabulary: int) -> KeptTokens:
+        """Return those of a batch's rows, of shape (B, P + C): a completion's first token is behind the last of P.
+
+        Args:
+            batch: with WORDS and BOUNDS.
+        """
+        words, bounds = batch[WORDS], batch[BOUNDS].long()
+        first = torch.arange(len(words), device=words.device)[:, None, None] * words.shape[1]
+        bounds = torch.where(bounds == UNSAMPLED, bounds, bounds + first)
+        before = bounds.new_full((len(bounds), prompt_length - 1, 2), UNSAMPLED)
+        return cls(
+            words.flatten(), torch.cat([before, bounds, bounds.new_full((len(bounds), 1, 2), UNSAMPLED)], 1), vocabulary
+        )
+
+    def __getitem__(self, rows: slice | Tensor) -> KeptTokens:
+        """Return those of some rows, or of some positions where there are no rows."""
+        return replace(self, bounds=self.bounds[rows])
+
+    def but_last(self) -> KeptTokens:
+        """Return those of all positions but the last of each row."""
+        return replace(self, bounds=self.bounds[:, :-1])
+
+    def at(self, places: Tensor) -> KeptTokens:
+        """Return those of positions, counted through all rows: (1, N) of `places` (N,)."""
+        return replace(self, bounds=self.bounds.flatten(0, -2)[places.to(self.bounds.device)][None])
+
+    def on(self, device: torch.device) -> KeptTokens:
+        """Return them on a device, with none of the words that are other positions'."""
+        known = self.bounds[self.bounds[..., 0] != UNSAMPLED]
+        first, last = (int(known[:, 0].min()), int(known[:, 1].max())) if len(known) else (0, 0)
+        bounds = torch.where(self.bounds == UNSAMPLED, UNSAMPLED, self.bounds - first)
+        return replace(self, words=self.words[first:last].to(device), bounds=bounds.to(device))
+
+    def repeated(self, times: int) -> KeptTokens:
+        """Return those of rows of which each comes so often, one after the other."""
+        return replace(self, bounds=self.bounds.repeat_interleave(times, dim=0))
+
+    def masks(self) -> Tensor:
+        """(positions, words of a mask) int32: a bit for each id that is kept, the least significant first.
+
+        Bits of different ids are added, which is as good as joining them: no two are the same.
+        """
+        bounds = self.bounds.flatten(0, -2).clamp(min=0)
+        counts, longest = bounds[:, 1] - bounds[:, 0], mask_words(self.vocabulary)
+        position = torch.repeat_interleave(counts)
+        within = torch.arange(len(position), device=counts.device) - (counts.cumsum(0) - counts)[position]
+        words = self.words[bounds[position, 0] + within]
+        whole, left_out = counts[position] == longest, words < 0
+        ids = torch.where(left_out, ~words, words)
+        bits = torch.where(left_out, -1, 1).int() * (1 << (ids % WORD)).int()
+        added, places = torch.where(whole, words, bits), torch.where(whole, within, ids // WORD)
+        listed_out = torch.zeros_like(counts, dtype=torch.bool).index_put_((position,), left_out & ~whole)
+        start = torch.where((counts == 0) | listed_out, -1, 0).int()
+        masks = start[:, None].repeat(1, longest).flatten()
+        return masks.index_add_(0, position * longest + places, added).view(-1, longest)
+
+
+def tensors_of(supports: Sequence[Support], completion_length: int) -> dict[str, Tensor]:
+    """Return WORDS and BOUNDS of a batch's completions, in their order. They stay in the host's memory: a pass brings
+    those of its own rows to the device.
+
+    Args:
+        completion_length: C, of the longest completion or more.
+    """
+    words = np.zeros((len(supports), max(1, *(len(support.words) for support in supports))), np.int32)
+    bounds = np.full((len(supports), completion_length, 2), UNSAMPLED, np.int32)
+    for row, support in enumerate(supports):
+        words[row, : len(support.words)] = support.words
+        bounds[row, : len(support)] = support.bounds
+    return {WORDS: torch.from_numpy(words), BOUNDS: torch.from_numpy(bounds)}

@@ -1,0 +1,88 @@
+"""The supports of a rollout's rows, put together from those of the turns that they were sampled in."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from ..errors import ComponentError
+from ..support import Support
+
+Turn = tuple[list[int], Support]
+"""The token ids that were sampled behind a context, and their support."""
+
+
+class Supports:
+    """The supports of all that was sampled in one rollout, found again by the tokens.
+
+    TRL and rollouts of a user's own hand on tokens alone, ask for a row in several turns, and may cut the last one. So
+    a row's support is that of its turns: of each, of what was sampled behind the same tokens and begins as it does.
+    """
+
+    def __init__(self) -> None:
+        self._turns: defaultdict[int, list[Turn]] = defaultdict(list)  # by the hash of the context
+
+    def clear(self) -> None:
+        """Forget those of an earlier rollout."""
+        self._turns.clear()
+
+    def add(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], support: Support | None) -> None:
+        """Keep that of a turn, or of a whole conversation; None says nothing.
+
+        Args:
+            prompt_ids: all tokens before it.
+            completion_ids: those that the support is of.
+        """
+        if support is None:
+            return
+        if len(support) != len(completion_ids):
+            raise ComponentError(
+                f"A completion of {len(completion_ids)} tokens came with the support of {len(support)}: each sampled "
+                "token needs its own. Report it to the author of the engine."
+            )
+        self._turns[hash(tuple(prompt_ids))].append((list(completion_ids), support))
+
+    def of_row(
+        self, prompt_ids: Sequence[int], completion_ids: Sequence[int], mask: Sequence[int] | None
+    ) -> Support | None:
+        """Return the support of a row, None where that of a sampled token is not known.
+
+        Args:
+            mask: 0 for the tokens that were not sampled, or are not trained on; None where all were.
+        """
+        at = 0
+        parts: list[tuple[int, Support | None]] = []
+        while at < len(completion_ids):
+            if mask is not None and not mask[at]:
+                end = next((i for i in range(at, len(mask)) if mask[i]), len(mask))
+                parts.append((end - at, None))
+                at = end
+                continue
+            support = self._take((*prompt_ids, *completion_ids[:at]), completion_ids[at:])
+            if support is None:
+                return None
+            parts.append((len(support), support))
+            at += len(support)
+        known = next((support for _, support in parts if support is not None), None)
+        if known is None:
+            return Support.unsampled(len(completion_ids), 0)
+        whole = [Support.unsampled(n, known.vocabulary) if support is None else support for n, support in parts]
+        return sum(whole[1:], whole[0])
+
+    def _take(self, context: tuple[int, ...], tokens: Sequence[int]) -> Support | None:
+        """Return the support of as many of the tokens as were sampled in one turn behind the context. Rows that say the
+        same are equal in it but for rounding, and each has its own as long as there is another."""
+        turns, tokens = self._turns.get(hash(context), []), list(tokens)
+        found = next((n for n, (sampled, _) in enumerate(turns) if sampled == tokens), None)
+        if found is None:  # the row goes on behind it, or was cut
+            begun = [n for n, (sampled, _) in enumerate(turns) if sampled and _begins(sampled, tokens)]
+            found = max(begun, key=lambda n: len(turns[n][0]), default=None)
+        if found is None:
+            return None
+        turns.append(turns.pop(found))  # the next row that says the same takes another
+        return turns[-1][1][: len(tokens)]
+
+
+def _begins(one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether the shorter of the two is how the longer one begins."""
+    return one[0] == other[0] and all(a == b for a, b in zip(one, other, strict=False))

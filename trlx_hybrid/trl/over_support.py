@@ -1,0 +1,130 @@
+"""Whether a run scores tokens over the ids that the engine kept, and the supports of a rollout's rows.
+
+Where sampling leaves ids out, the engine's log-probs are of what is left. The trainer's are of all ids, and GRPO's
+importance-sampling correction multiplies each row's loss by the product of their ratios: with `top_k=50` on a flat
+model 8e-13 at 200 tokens. Scored over the same ids the ratio is 1, and the gradient that of what was sampled from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ..errors import ComponentError, ConfigError
+from ..kept_tokens import BOUNDS, WORDS
+from ..support import Support, mask_words
+
+if TYPE_CHECKING:
+    from ..plugins.registry import Component
+    from ..types import Sampling
+
+FACT = "scored over"
+"""In what a recording says of its run: the setting that left ids out, where tokens are scored over the others."""
+
+TRUNCATION = "ratio/truncation"
+"""The metric: mean of the logarithm of the kept ids' share of all, in nats, over the tokens that were sampled."""
+
+MOST = 16 << 30
+"""Bytes that the ids of one rollout may take on a rank, in the host's memory."""
+
+WAY_OUT = "Leave the setting out, or set vllm_importance_sampling_correction=False to train without the correction."
+
+
+def refuses(trainer: Any, engine: Component | None, own_scorer: str | None, *, replays: bool) -> str | None:
+    """Return why this run cannot score over what the engine kept, or None.
+
+    Args:
+        engine: that samples; None where TRL does.
+        own_scorer: a method of the user's that computes log-probs, if there is one.
+        replays: whether batches come from a recording.
+    """
+    if not replays and (engine is None or not engine.keeps):
+        return f"engine {engine.name if engine is not None else 'transformers'!r} does not say which ids it kept"
+    custom = getattr(trainer, "rollout_func", None)
+    if custom is not None and not getattr(custom, "samples_from_session", False):
+        return "a rollout_func brings tokens without the ids that they were sampled from"
+    if own_scorer is not None:
+        return f"{own_scorer} computes log-probs"
+    if getattr(trainer.args, "torch_compile", False):
+        return "torch_compile compiles TRL's head"
+    return None
+
+
+def rows_of(trainer: Any, generated: Any) -> list[Support]:
+    """Return the supports of a rollout's rows, which the session forgets.
+
+    Args:
+        generated: what `_generate` of GRPO returns.
+
+    Raises:
+        ComponentError: that of a token which is trained on is not known.
+    """
+    session, (prompt_ids, ids, mask, *_) = trainer.session, generated
+    vocabulary = session.policy.base.config.get_text_config().vocab_size
+    setting, rows, missing = session.sampling.truncated_by(), [], []
+    for number, (prompt, completion) in enumerate(zip(prompt_ids, ids, strict=True)):
+        trained = [1] * len(completion) if mask is None else mask[number]
+        support = session.supports.of_row(prompt, completion, trained)
+        if support is None or any(wanted and not known for wanted, known in zip(trained, support.sampled, strict=True)):
+            missing.append(number)
+        elif support.vocabulary not in (0, vocabulary):
+            raise ComponentError(f"The engine samples from {support.vocabulary} ids, and the policy has {vocabulary}.")
+        rows.append(support)
+    session.supports.clear()
+    refuse_too_many(len(rows) * max((s.words.nbytes for s in rows if s is not None), default=0), setting)
+    if missing:
+        rollout = session.selection.rollout
+        raise ComponentError(
+            f"The {rollout.component if rollout else 'rollout'} brought {len(missing)} of {len(rows)} rows, the first "
+            f"of them row {missing[0]}, without the ids that their tokens were sampled from, and {setting} leaves some "
+            f"out. It must hand on `Completion.support`, for the very tokens: report it to its author. {WAY_OUT}"
+        )
+    return rows
+
+
+def forecast(sampling: Sampling, rows: int, vocabulary: int) -> str:
+    """Return what the ids of a rollout take in the host's memory, as the header has it.
+
+    Args:
+        rows: of a rollout, on one rank.
+
+    Raises:
+        ConfigError: `top_k` keeps so many that long rows take more than MOST.
+    """
+    top_k, whole = int(sampling.extra.get("top_k", sampling.top_k)), mask_words(vocabulary)
+    words = min(top_k, whole) if top_k > 0 else whole
+    largest = 4 * words * rows * sampling.max_tokens
+    if top_k > 0:
+        refuse_too_many(largest, f"top_k={top_k}")
+    most = f"{4 * words} bytes a token at most" + (f", {largest / 2**30:.2g} GiB a rollout" if top_k > 0 else "")
+    return f"scoring: over the ids that {sampling.truncated_by()} keeps; they take {most}, in the host's memory"
+
+
+def refuse_too_many(size: int, setting: str | None) -> None:
+    """Refuse a rollout whose ids take too many bytes.
+
+    Raises:
+        ConfigError: more than MOST.
+    """
+    if size > MOST:
+        raise ConfigError(
+            f"The ids that {setting} keeps take {size / 2**30:.3g} GiB for one rollout on a rank, and {MOST >> 30} GiB "
+            "is the most. Set a lower top_k (50 takes 200 bytes a token), or have fewer or shorter rows in a rollout: "
+            f"per_device_train_batch_size, steps_per_generation, max_completion_length. {WAY_OUT}"
+        )
+
+
+def require(micro_batch: Mapping[str, Any], setting: str | None) -> None:
+    """See that a micro-batch has the supports of its tokens.
+
+    Args:
+        setting: by which some ids were left out.
+
+    Raises:
+        ConfigError: it has none.
+    """
+    if not {WORDS, BOUNDS} <= micro_batch.keys():
+        raise ConfigError(
+            f"{setting} leaves ids out, and this batch does not say which of its tokens' were kept: it was recorded "
+            f"without that, or a class of yours has made it anew. {WAY_OUT}"
+        )

@@ -123,10 +123,11 @@ def test_a_resumed_run_counts_its_own_steps(run):
     rollout = Ragged()
     given = {"hybrid": METERED, "rollout_func": rollout, "num_iterations": 2, "save_strategy": "steps", "save_steps": 1}
     first = run(GRPO, max_steps=2, **given)
-    rollout.rows.clear()
     checkpoint = f"{first.trainer.args.output_dir}/checkpoint-1"  # in the middle of a rollout's iterations
     logs = train_logs(run(GRPO, max_steps=3, resume=checkpoint, **given))[1:]  # the first came with the checkpoint
-    assert values(logs, "tokens") == [rollout.tokens[0], rollout.tokens[0]]
+    assert len(rollout.rows) == 2
+    assert values(logs, "tokens") == rollout.tokens
+    assert [took > 0 for took in values(logs, "rollout_seconds")] == [False, True]
 
 
 def test_a_step_that_an_error_ended_is_in_no_number(run):

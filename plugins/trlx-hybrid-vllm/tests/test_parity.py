@@ -96,21 +96,28 @@ def test_same_ids_rewards_and_logs_as_stock_colocate(run, saved_model, case):
         assert not torch.equal(start.lm_head.weight, end.lm_head.weight)  # it learned something
 
 
-@pytest.mark.parametrize("stop_at", [2, 3])
-def test_interrupted_and_resumed_like_stock(run, saved_model, stop_at):
-    """Steps 1-3 and 4-6 share one generation each here, so step 2 is mid-window, step 3 at its edge."""
-    load = saved_model()
+def interrupted(run, which, load, stop_at):
+    """A whole run, and one that goes on from its checkpoint. Steps 1-3 and 4-6 share one generation each."""
     case = {"steps_per_generation": 3, "max_steps": 6, "save_strategy": "steps", "save_steps": stop_at}
-    arms = []
-    for which in (stock, ours):
-        first = arm(run, which, load(), case)
-        first.close()
-        folder = f"{first.trainer.args.output_dir}/checkpoint-{stop_at}"
-        resumed = arm(run, which, load(), case, resume=folder)
-        resumed.close()
-        arms.append((first, resumed))
-    for mine, theirs in zip(arms[1], arms[0], strict=True):
+    first = arm(run, which, load(), case)
+    first.close()
+    resumed = arm(run, which, load(), case, resume=f"{first.trainer.args.output_dir}/checkpoint-{stop_at}")
+    resumed.close()
+    return first, resumed
+
+
+def test_interrupted_at_a_rollouts_edge_and_resumed_like_stock(run, saved_model):
+    load = saved_model()
+    for mine, theirs in zip(interrupted(run, ours, load, 3), interrupted(run, stock, load, 3), strict=True):
         assert_same(mine, theirs)
+
+
+def test_interrupted_within_a_rollout_and_resumed_like_the_whole_run(run, saved_model):
+    """TRL samples anew there, and takes all later rollouts at other steps."""
+    first, resumed = interrupted(run, ours, saved_model(), 2)
+    assert len(resumed.recorder.completions) == len(first.recorder.completions) // 2
+    assert resumed.recorder.completions == first.recorder.completions[-len(resumed.recorder.completions) :]
+    assert resumed.logs[:-1] == first.logs[:-1]  # the last one averages a loss over the steps of this start
 
 
 @pytest.mark.slow

@@ -16,7 +16,8 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SIDE = 2047
 """Words in a row of a square, and rows in it at most: 32 MiB, so that a GPU's cache has it for the second sum. Odd, as
 the number of rows is: an even number of equal changes of the highest bit, the sign of a weight, would add up to 0."""
-SMALL = 1 << 18  # words: smaller tensors are copied into a square together
+SQUARE = 8 * SIDE * SIDE  # bytes
+SMALL = 1 << 21  # bytes: smaller tensors are copied into a square together
 SAMPLED = 64  # elements of each tensor that is sampled
 FACTORS = (-7046029254386353131, -4658895280553007687)  # of splitmix64, as signed integers
 
@@ -37,38 +38,43 @@ def fingerprint(tensors: Iterable[Tensor]) -> int:
     return hash(tuple(int(_mixed(torch.cat(found))) for found in sums.values()))
 
 
+@torch.no_grad()
 def sample(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return some 64 elements of each tensor, spread evenly over it, as one tensor for each dtype and device."""
     groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for tensor in tensors:
-        flat = tensor.detach().reshape(-1)
-        if flat.numel() and not flat.is_meta:
-            part = flat[:: max(1, flat.numel() // SAMPLED)]
-            groups.setdefault((flat.device, flat.dtype), []).append(part)
+        count = tensor.numel()
+        if count and not tensor.is_meta:
+            part = tensor.reshape(-1)[:: max(1, count // SAMPLED)]
+            groups.setdefault((tensor.device, tensor.dtype), []).append(part)
     return [torch.cat(parts) for parts in groups.values()]
 
 
 def _squares(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Yield the tensors as 64-bit words, at most a square's at a time; small tensors share one."""
-    waiting: dict[torch.device, list[Tensor]] = {}
-    held: dict[torch.device, int] = {}
+    """Yield the tensors as 64-bit words, at most a square's at a time; small tensors of a dtype share one.
+
+    An adapter has hundreds of small tensors, and each operation on one takes longer to launch than to run: so they are
+    joined first, with one operation for each, and viewed as words afterwards.
+    """
+    waiting: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    held: dict[tuple[torch.device, torch.dtype], int] = {}
     for tensor in tensors:
-        words = _words(tensor)
-        size, device = words.numel(), words.device
+        size, kind = tensor.nbytes, (tensor.device, tensor.dtype)
         if size >= SMALL:
-            yield from torch.split(words, SIDE * SIDE)
+            yield from torch.split(_words(tensor), SIDE * SIDE)
             continue
-        waiting.setdefault(device, []).append(words)
-        held[device] = held.get(device, 0) + size
-        if held[device] >= SMALL:
-            yield torch.cat(waiting.pop(device))
-            held[device] = 0
-    yield from map(torch.cat, waiting.values())
+        if held.get(kind, 0) + size > SQUARE:
+            yield _words(torch.cat(waiting.pop(kind)))
+            held[kind] = 0
+        waiting.setdefault(kind, []).append(tensor.reshape(-1))
+        held[kind] = held.get(kind, 0) + size
+    for parts in waiting.values():
+        yield _words(torch.cat(parts))
 
 
 def _words(tensor: Tensor) -> Tensor:
     """Return the bits of a tensor as int64, with zeros behind the last where they do not fill a word."""
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.reshape(-1)
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     bits = flat.view(BITS[flat.element_size()])
     in_a_word = 8 // bits.element_size()

@@ -13,9 +13,10 @@ from trlx_hybrid.config import HybridConfig
 from trlx_hybrid.errors import ConfigError, PolicyError, SyncError
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.types import Completion, Sampling
+from trlx_hybrid.weights.first_step import FirstStep
 from trlx_hybrid.weights.policy import Policy
 from trlx_hybrid.weights.sync import WeightVersions
-from trlx_hybrid.weights.verify import FirstStep, allowed_gap, check_log_probs, disagreement, noise
+from trlx_hybrid.weights.verify import allowed_gap, check_log_probs, disagreement, noise
 
 ALONE = SimpleNamespace(any=bool, gather=lambda value: [value])
 
@@ -183,6 +184,19 @@ def test_a_first_step_that_changes_something_passes_and_one_that_must_and_does_n
         nn.init.ones_(p)
     with pytest.raises(SyncError, match="bfloat16 round updates away"):
         step(model, lr=1e-6)
+
+
+def test_a_trainable_layer_that_a_batch_does_not_use_is_told_and_no_error(caplog):
+    model = tiny_model()
+    model.spare = nn.Linear(2, 2)
+    first = FirstStep(Policy(lambda: model, None, torch.device("cpu")), SimpleNamespace(**vars(ALONE), rank=0))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for number in range(2):
+        first.begins(optimizer)
+        model(torch.ones(1, 4, dtype=torch.long)).logits.pow(2).sum().backward()
+        optimizer.step()
+        first.ended(number, optimizer)
+    assert caplog.text.count("2 of 27 trainable parameters got no gradient: spare.weight, spare.bias") == 1
 
 
 def test_ranks_that_train_on_their_own_are_noticed_at_the_first_step():

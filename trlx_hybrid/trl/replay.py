@@ -219,7 +219,8 @@ class Replayed:
 
     @functools.cached_property
     def _frozen(self) -> int:
-        return self.session.policy.digest(frozen=True)
+        policy = self.session.policy
+        return policy.digest(p for p in policy.module.parameters() if not p.requires_grad)
 
     def _compare_weights(self, batch: RecordedBatch, first: bool) -> None:
         """With those that the batch was sampled with; those before the first step must be the same. Collective."""

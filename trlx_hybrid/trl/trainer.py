@@ -35,9 +35,9 @@ from ..plugins.host import Host, check_ranks_agree
 from ..plugins.selection import TrainerArguments, choose_algorithms, choose_environment, select
 from ..ranks import Ranks
 from ..session import Session
+from ..weights.first_step import FirstStep, refuse_idle
 from ..weights.policy import Policy, transformers_model
 from ..weights.positions import Positions
-from ..weights.verify import FirstStep
 from . import resampling, routing, tool_calling
 from .arguments import (
     check_skipped,
@@ -574,9 +574,11 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
         """Open it: the model is prepared, sharded, its checkpoint loaded."""
         session = self._session
+        trains = not session.selection.stock and not session.config.rollout_only
+        if trains:
+            refuse_idle(session.policy, kwargs["optimizer"])
         self._starts(state.global_step)
         session.open()
-        trains = not session.selection.stock and not session.config.rollout_only
         self._first = FirstStep(session.policy, session.ranks) if trains else None
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:

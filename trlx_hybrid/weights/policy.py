@@ -289,14 +289,15 @@ class Policy:
             for layer in layers
         )
 
-    def digest(self, frozen: bool = False) -> int:
-        """A number over every bit that this rank holds of its trainable weights, or of its frozen ones: one pass over
-        them, on the device."""
+    def digest(self, parameters: Iterable[nn.Parameter] | None = None) -> int:
+        """A number over every bit that this rank holds of some parameters, or of all that require gradients: one pass
+        over them, on the device."""
+        if parameters is None:
+            parameters = (p for p in self.module.parameters() if p.requires_grad)
         total = torch.zeros((), dtype=torch.int64, device=self.device)
-        for p in self.module.parameters():
-            if p.requires_grad is not frozen:
-                for part in torch.split(_local(p).reshape(-1), DIGEST_ELEMENTS):  # cast to int64 in passing
-                    total = 31 * total + part.view(BITS[part.element_size()]).sum().to(self.device)
+        for p in parameters:
+            for part in torch.split(_local(p).reshape(-1), DIGEST_ELEMENTS):  # cast to int64 in passing
+                total = 31 * total + part.view(BITS[part.element_size()]).sum().to(self.device)
         return int(total)
 
     def not_finite(self) -> list[str]:

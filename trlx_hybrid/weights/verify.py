@@ -17,12 +17,10 @@ from torch import Tensor, nn
 from ..errors import PolicyError, SyncError, listed
 from ..types import Completion, Request, Sampling
 from .policy import modules_of
-from .sharded import is_sharded
 
 if TYPE_CHECKING:
     from ..plugins.registry import Component
     from ..protocols import Engine
-    from ..ranks import Ranks
     from .policy import Policy
 
 PROBE_TOKENS = 8
@@ -40,9 +38,6 @@ SHARE, EXPERTS_SHARE, FEW = 0.01, 0.1, 3
 one where tokens are routed to experts (in any dtype: a tie that rounds the other way takes another expert), and always
 a few. A batch has tens of thousands of tokens and the tolerance is the probe's, for eight: healthy bf16 runs differ by
 0.01 to 0.02 nats on average, and single improbable tokens by more than 0.5. Wrong weights show at most tokens."""
-
-NO_GRADIENT = 1e-6
-"""Adam divides by the gradient's size plus 1e-8: what is far above that makes a whole step, what is below it none."""
 
 
 def check_bits(engine: Engine, policy: Policy, only: Set[str] | None = None) -> int:
@@ -260,57 +255,6 @@ def broken(policy: Policy) -> str:
         "`grad_norm` that is nan. Resume from a checkpoint before it, with a smaller learning rate, and in bfloat16 "
         "or float32 rather than float16."
     )
-
-
-class FirstStep:
-    """Checks that the optimizer changes the weights that are synced, by the first step in which it has to.
-
-    An optimizer may own other memory than the model's parameters, or its updates may be rounded away. A step has to
-    change something where the learning rate and some gradient are above zero and no gradient overflowed; the steps
-    before it (a warm-up from 0, groups with equal rewards, a masked batch) show nothing.
-    """
-
-    def __init__(self, policy: Policy, ranks: Ranks) -> None:
-        self._policy, self._ranks = policy, ranks
-        self._before: int | None = None
-        self._done = False
-
-    def begins(self, optimizer: Any) -> None:
-        """A step begins; its learning rate is known."""
-        self._before = None
-        rates = [group.get("lr") or 0 for group in optimizer.param_groups]  # None: Adafactor makes its own
-        if not self._done and any(rate > 0 for rate in rates):
-            self._policy.reshard()  # as it will be after the step
-            self._before = self._policy.digest()
-
-    def ended(self, step: int, optimizer: Any) -> None:
-        """The optimizer has stepped, and the gradients are still there. Collective.
-
-        Raises:
-            SyncError: no bit of any trainable weight has changed, on any rank, or ranks that each hold all weights hold
-                different ones.
-        """
-        before, self._before = self._before, None
-        if before is None or getattr(optimizer, "step_was_skipped", False):
-            return
-        digest = self._policy.digest()
-        self._done = self._ranks.any(digest != before)
-        whole = not any(map(is_sharded, self._policy.module.parameters()))
-        if self._done and whole and len(set(self._ranks.gather(digest))) > 1:
-            raise SyncError(
-                f"After step {step + 1} of the optimizer the ranks hold different weights: each trains on its own. Is "
-                "the model inside of DDP? What is wrapped or replaced by hand has to be before the trainer is made."
-            )
-        gradients = (p.grad for p in self._policy.module.parameters() if p.requires_grad and p.grad is not None)
-        local: Iterator[Tensor] = (getattr(g, "_local_tensor", g) for g in gradients)
-        if self._done or not self._ranks.any(any(bool((g.abs() > NO_GRADIENT).any()) for g in local)):
-            return
-        raise SyncError(
-            f"Step {step + 1} of the optimizer changed no bit of any trainable weight, although its gradients and its "
-            f"learning rate are not 0: what follows would train nothing. Weights in {self._policy.dtype} round updates "
-            "away that are small beside them: load the model in float32, or raise learning_rate. Or the optimizer was "
-            "made for other tensors than the model's parameters."
-        )
 
 
 Item = TypeVar("Item")

@@ -1,0 +1,226 @@
+"""Checks that a run trains its policy: by what the optimizer holds, and by what its first steps do to the weights."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from ..errors import ConfigError, SyncError, listed
+from .sharded import is_sharded
+
+if TYPE_CHECKING:
+    from ..ranks import Ranks
+    from .policy import Policy
+
+logger = logging.getLogger(__name__)
+
+NO_GRADIENT = 1e-6
+"""Adam divides by the gradient's size plus 1e-8: what is far above that makes a whole step, what is below it none."""
+
+PLAIN = ("torch.optim.", "transformers.optimization")
+"""Modules of optimizers that write to the tensors they were given. Others may hold copies, or parts of flat buffers."""
+
+
+def trained_parameters(policy: Policy) -> dict[str, nn.Parameter]:
+    """Return the parameters that require gradients and take part in what the policy computes, by their names.
+
+    Those of adapters that are inactive, disabled or merged into the base are left out.
+    """
+    idle = {id(p) for module in policy.modules for p in _idle(module)}
+    named = policy.module.named_parameters()
+    return {name: p for name, p in named if p.requires_grad and id(p) not in idle}
+
+
+def _idle(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of a PEFT layer's or wrapper's adapters that change nothing now."""
+    adapters = getattr(module, "adapter_layer_names", None)
+    if adapters is None or not hasattr(module, "disable_adapters"):
+        return
+    off = bool(module.disable_adapters) or _is_merged(module)
+    active: Any = () if off else module.active_adapters
+    for held in (getattr(module, name, None) for name in adapters):
+        for adapter, part in held.items() if isinstance(held, nn.ModuleDict | nn.ParameterDict) else ():
+            if adapter not in active:
+                yield from part.parameters() if isinstance(part, nn.Module) else [part]
+
+
+def _is_merged(layer: Any) -> bool:
+    return bool(getattr(layer, "merged", False))
+
+
+def refuse_idle(policy: Policy, optimizer: Any) -> None:
+    """Refuse a run whose optimizer would change no weight of the policy.
+
+    An optimizer of another library than torch's may hold copies of the weights; whether those are written back is seen
+    at the first step.
+
+    Args:
+        optimizer: torch's, or accelerate's around it.
+
+    Raises:
+        ConfigError: no parameter of the policy that requires gradients is in the optimizer (TRL issue #6700).
+    """
+    trained = trained_parameters(policy)
+    stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not trained:
+        raise ConfigError(
+            f"No parameter of the policy requires gradients, so the run would train nothing. {_why(policy)}"
+        )
+    inner = getattr(optimizer, "optimizer", optimizer)
+    plain = type(inner).__module__.startswith(PLAIN) and policy.fsdp_version != 1
+    if not stepped or (plain and stepped.isdisjoint(map(id, trained.values()))):
+        raise ConfigError(
+            f"The optimizer ({type(inner).__name__}) holds none of the policy's {len(trained)} trainable parameters, "
+            "so the run would train nothing. Leave it to the trainer to make one, or make it after the model is frozen "
+            "or adapted, for the parameters of the very model that the trainer gets."
+        )
+
+
+def _why(policy: Policy) -> str:
+    """Return how a policy comes to train nothing, as far as its adapters tell, and the ways out."""
+    if not policy.adapters:
+        return (
+            "All of its weights are frozen, as `merge_and_unload()` leaves them. Either train them all "
+            "(`model.requires_grad_(True)`), or give the trainer a `peft_config`, which adds an adapter to train."
+        )
+    layers: list[Any] = [m for m in policy.modules if hasattr(m, "adapter_layer_names")]
+    if any(bool(layer.disable_adapters) for layer in layers):
+        return (
+            "The layers of its adapter are disabled. Either enable them (`model.base_model.enable_adapter_layers()`), "
+            "or call `merge_and_unload()` and give the trainer a `peft_config`, which adds an adapter to train."
+        )
+    if any(map(_is_merged, layers)):
+        return (
+            "Its adapter is merged into the base. Either take it out (`model.unmerge_adapter()`), or call "
+            "`merge_and_unload()` and give the trainer a `peft_config`, which adds an adapter to train."
+        )
+    return (
+        "Its active adapter is frozen, as `PeftModel.from_pretrained` leaves it. Either load it with "
+        "`is_trainable=True`, or call `merge_and_unload()` and give the trainer a `peft_config`, which adds an adapter "
+        "to train."
+    )
+
+
+class FirstStep:
+    """Checks that the optimizer changes the weights that are synced, by the first step in which it has to.
+
+    An optimizer may own other memory than the model's parameters, or its updates may be rounded away. A step has to
+    change something where the learning rate and some gradient are above zero and no gradient overflowed; the steps
+    before it (a warm-up from 0, groups with equal rewards, a masked batch) show nothing. In that step every trainable
+    parameter gets a gradient, or it is said which do not.
+    """
+
+    def __init__(self, policy: Policy, ranks: Ranks) -> None:
+        self._policy, self._ranks = policy, ranks
+        self._before: int | None = None
+        self._trained: dict[str, nn.Parameter] = {}
+        self._blocks = ReentrantBlocks([])
+        self._done = False
+
+    def begins(self, optimizer: Any) -> None:
+        """A step begins; its learning rate is known."""
+        self._before = None
+        rates = [group.get("lr") or 0 for group in optimizer.param_groups]  # None: Adafactor makes its own
+        if not self._done and any(rate > 0 for rate in rates):
+            self._policy.reshard()  # as it will be after the step
+            self._trained = trained_parameters(self._policy)
+            self._before = self._policy.digest(self._trained.values())
+            self._blocks.close()
+            self._blocks = ReentrantBlocks(self._policy.modules)
+
+    def ended(self, step: int, optimizer: Any) -> None:
+        """The optimizer has stepped, and the gradients are still there. Collective.
+
+        Raises:
+            SyncError: no bit of any trainable weight has changed, on any rank, or ranks that each hold all weights hold
+                different ones, or checkpointing keeps the gradients from some of them.
+        """
+        before, self._before = self._before, None
+        self._blocks.close()
+        if before is None or getattr(optimizer, "step_was_skipped", False):
+            return
+        digest = self._policy.digest(self._trained.values())
+        moved = self._done = self._ranks.any(digest != before)
+        whole = not any(map(is_sharded, self._policy.module.parameters()))
+        if moved and whole and len(set(self._ranks.gather(digest))) > 1:
+            raise SyncError(
+                f"After step {step + 1} of the optimizer the ranks hold different weights: each trains on its own. Is "
+                "the model inside of DDP? What is wrapped or replaced by hand has to be before the trainer is made."
+            )
+        if not self._ranks.any(any(map(_has_gradient, self._trained.values()))):
+            return
+        if not moved:
+            raise SyncError(
+                f"Step {step + 1} of the optimizer changed no bit of any trainable weight, although its gradients and "
+                f"its learning rate are not 0: what follows would train nothing. Weights in {self._policy.dtype} round "
+                "updates away that are small beside them: load the model in float32, or raise learning_rate. Or the "
+                "optimizer was made for other tensors than the model's parameters."
+            )
+        self._check_gradients(step)
+
+    def _check_gradients(self, step: int) -> None:
+        """Look for trainable parameters that have none. Collective."""
+        without = {name: p for name, p in self._trained.items() if p.grad is None}
+        if len(without) == len(self._trained):
+            without = {}  # DeepSpeed keeps gradients elsewhere
+        cut = self._blocks.cut(without)
+        if self._ranks.any(bool(cut)):
+            names = next(filter(None, self._ranks.gather(cut)))
+            raise SyncError(
+                f"In step {step + 1}, {len(names)} of {len(self._trained)} trainable parameters got no gradient and "
+                f"never will: {listed(names)}. Their layers are checkpointed with use_reentrant=True, which needs an "
+                "input that requires gradients, and what goes into them is frozen. Set gradient_checkpointing_kwargs="
+                "{'use_reentrant': False}, or call `model.enable_input_require_grads()` before the training."
+            )
+        if without and self._ranks.rank == 0:
+            logger.warning(
+                "In step %d, %d of %d trainable parameters got no gradient: %s. Layers that this batch does not use "
+                "have none, as a vision tower without images. If these are used, something between them and the loss "
+                "keeps the gradients from them.",
+                step + 1,
+                len(without),
+                len(self._trained),
+                listed(list(without)),
+            )
+
+
+def _has_gradient(p: nn.Parameter) -> bool:
+    grad = getattr(p.grad, "_local_tensor", p.grad)
+    return grad is not None and bool((grad.abs() > NO_GRADIENT).any())
+
+
+class ReentrantBlocks:
+    """Notes what goes into the layers that are checkpointed with use_reentrant=True.
+
+    Such a layer gets gradients only if some tensor that it is called with requires them, whatever its weights do.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._fed: dict[nn.Module, bool] = {}  # of those that ran, whether an input required gradients
+        blocks = [module for module in modules if _reentrant(module)]
+        self._hooks = [block.register_forward_pre_hook(self._note, with_kwargs=True) for block in blocks]
+
+    def _note(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = (*args, *kwargs.values())
+        needs = any(isinstance(value, Tensor) and value.requires_grad for value in given)
+        self._fed[block] = self._fed.get(block, False) or needs
+
+    def close(self) -> None:
+        """Look no longer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def cut(self, without: dict[str, nn.Parameter]) -> list[str]:
+        """Return the names of those parameters, of some without gradients, that can have none."""
+        cut = {id(p) for block, fed in self._fed.items() if not fed for p in block.parameters()}
+        return [name for name, p in without.items() if id(p) in cut]
+
+
+def _reentrant(module: nn.Module) -> bool:
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    kwargs = getattr(function, "keywords", None) or {}
+    return bool(getattr(module, "gradient_checkpointing", False) and kwargs.get("use_reentrant"))

@@ -2,8 +2,8 @@
 
 from trlx_hybrid_cure import Sandbox
 from trlx_hybrid_cure.cure import python_block
-from trlx_hybrid_cure.runner import Verdict
 from trlx_hybrid_cure.sandbox import ProgramTests
+from trlx_hybrid_cure.verdict import Verdict
 
 SANDBOX = Sandbox()
 

@@ -15,8 +15,8 @@ from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.ranks import gathered
 from trlx_hybrid.speakers import SPEAKER, TASK, BatchByTask, by_task, with_speakers
 
-from .runner import Verdict
 from .sandbox import ProgramTests, Sandbox, SandboxError
+from .verdict import Verdict
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -96,7 +96,8 @@ class CureReward:
     nothing pass.
 
     Logs `cure/pass@1`, the share of programs that are right; of tasks that have a right program, `cure/precision`, the
-    share of generated tests that all right ones pass; and `cure/seconds`, of the sandbox.
+    share of generated tests that all right ones pass; `cure/seconds`, of the sandbox; and `cure/unfinished`, the share
+    of runs that its `batch_seconds` did not reach, where there are any.
 
     Args:
         program, test: the Python source in the text of a completion, or None. A test is executed with the program's
@@ -146,22 +147,25 @@ class CureReward:
             for program in unique(said.values[i] for i in group[CODER]):
                 jobs[task, program] = ProgramTests(program, tests, len(unique(truth[task])))
         started = time.perf_counter()
+        judged = self._run(list(jobs.values()))
         passed = {
             key: {test for test, verdict in zip(jobs[key].tests, verdicts, strict=True) if verdict is Verdict.PASSED}
-            for key, verdicts in zip(jobs, self._run(list(jobs.values())), strict=True)
+            for key, verdicts in zip(jobs, judged, strict=True)
         }
         log("cure/seconds", time.perf_counter() - started)
+        if unfinished := sum(verdicts.count(Verdict.BUDGET) for verdicts in judged):
+            log("cure/unfinished", unfinished / sum(map(len, judged)))
 
         rewards = [0.0] * len(said.values)
         correct, precise = list[bool](), list[bool]()
         for task, group in said.places.items():
             of_programs = [passed.get((task, said.values[i]), set()) for i in group[CODER]]
-            judged = [[said.values[i] in of for i in group[TESTER]] for of in of_programs]
-            programs, tested = matrix_rewards([[test in of for test in truth[task]] for of in of_programs], judged)
+            matrix = [[said.values[i] in of for i in group[TESTER]] for of in of_programs]
+            programs, tested = matrix_rewards([[test in of for test in truth[task]] for of in of_programs], matrix)
             for place, reward in zip([*group[CODER], *group[TESTER]], [*programs, *tested], strict=True):
                 rewards[place] = reward
             correct += [reward == 1.0 for reward in programs]
-            right = [row for row, reward in zip(judged, programs, strict=True) if reward == 1.0]
+            right = [row for row, reward in zip(matrix, programs, strict=True) if reward == 1.0]
             precise += [all(column) for column in zip(*right, strict=True)]
         log("cure/pass@1", sum(correct) / len(correct))
         if precise:

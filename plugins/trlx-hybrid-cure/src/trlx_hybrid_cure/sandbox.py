@@ -7,7 +7,6 @@ import json
 import logging
 import math
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -18,13 +17,15 @@ from typing import Any, NamedTuple
 
 from trlx_hybrid.errors import ConfigError, HybridError
 
-from .runner import Verdict
+from .verdict import Verdict
+from .walls import NOBODY, bubblewrap
 
 logger = logging.getLogger(__name__)
 
 WALLS = ("bubblewrap", "namespaces", "limits")
 START_SECONDS = 30.0  # for a process to start, on a machine that is busy
-BUBBLEWRAP = "--unshare-ipc --unshare-net --unshare-pid --die-with-parent --as-pid-1 --ro-bind / / --dev /dev"
+JUDGE = "import sys; sys.path.append(sys.argv[1]); from trlx_hybrid_cure.judge import main"
+JUDGE += "; sys.path.pop(); main(sys.argv[2])"
 
 
 class SandboxError(HybridError):
@@ -50,24 +51,29 @@ class ProgramTests(NamedTuple):
 class Sandbox:
     """Runs programs with their tests in processes that are walled off.
 
-    All tests of a program run in one process, each with a copy of its global names; one that ends the process costs a
-    new one. The processes can open no socket, change no file and start no process, and know nothing of this one's
-    environment. As root, programs run as nobody. They have Python's standard library and can read what nobody, or this
-    user, can read.
+    A program has a process, and each test of it has another, which the program cannot reach: a test asks for what it
+    uses of the program, gets copies of plain values, and compares them itself. All tests of a program share its
+    process; one that ends it costs a new one. The processes can open no socket, change no file and start no process,
+    and know nothing of this one's environment. As root, they run as nobody. They have Python's standard library.
 
     Attributes:
         seconds: CPU time of a program, and of each test of it.
         wall_seconds: wall time of the same. More than `seconds`, for a machine that is busy.
+        batch_seconds: wall time of all programs of a call. Each has an equal share of it, and what those before it left
+            of theirs. Tests that are not run to their end within it have the verdict "budget", and a warning counts
+            them.
         memory_mib: address space of a process.
         workers: processes at once; the cores that this process may use, shared with the other ranks of this machine, by
             default.
-        walls: "bubblewrap"; "namespaces" of the kernel, without network, with read-only mounts; or "limits", those of
-            the process and what Python reports of itself, which native code gets past. The first that works here by
-            default: `using`.
+        walls: "bubblewrap"; "namespaces" of the kernel, without network, and without files but those of Python and the
+            system; or "limits", those of a process alone, which can read all files that its user can read. In all
+            three, the kernel refuses system calls that neither computing nor reading takes. The first that works here
+            by default: `using`.
     """
 
     seconds: float = 1.0
     wall_seconds: float = 5.0
+    batch_seconds: float = 120.0
     memory_mib: int = 512
     workers: int | None = None
     walls: str | None = None
@@ -75,7 +81,7 @@ class Sandbox:
     def __post_init__(self) -> None:
         if self.walls not in (None, *WALLS):
             raise ConfigError(f"Sandbox: walls must be one of {', '.join(WALLS)}, got {self.walls!r}.")
-        for name in ("seconds", "wall_seconds", "memory_mib", "workers"):
+        for name in ("seconds", "wall_seconds", "batch_seconds", "memory_mib", "workers"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ConfigError(f"Sandbox: {name} must be a positive number, got {value!r}.")
@@ -107,10 +113,20 @@ class Sandbox:
         if not jobs:
             return []
         workers = min(self.workers or shared_cores(), len(jobs))
-        limits = {"seconds": self.seconds, "wall": self.wall_seconds, "memory": self.memory_mib << 20}
+        limits = {"seconds": self.seconds, "wall": self.wall_seconds, "batch": self.batch_seconds}
+        limits["memory"] = self.memory_mib << 20
         shares = [list(jobs[start::workers]) for start in range(workers)]
         with ThreadPoolExecutor(workers) as pool:
             done = list(pool.map(functools.partial(run_jobs, walls=self.using, limits=limits), shares))
+        unfinished = sum(verdicts.count(Verdict.BUDGET) for of_worker in done for verdicts in of_worker)
+        if unfinished:
+            logger.warning(
+                "%d of %d tests were not run to their end: the %g s of the batch were spent. They count as not passed. "
+                "Where programs are slow rather than endless, raise batch_seconds.",
+                unfinished,
+                sum(len(job.tests) for job in jobs),
+                self.batch_seconds,
+            )
         return [done[place % workers][place // workers] for place in range(len(jobs))]
 
 
@@ -120,17 +136,25 @@ def shared_cores() -> int:
 
 
 def run_jobs(jobs: Sequence[ProgramTests], walls: str, limits: dict[str, float]) -> list[list[Verdict]]:
-    """What one process makes of its jobs, one after the other."""
-    command = [sys.executable, "-P", "-s", "-S", "-B", str(Path(__file__).with_name("runner.py"))]
-    if walls == "bubblewrap":
-        command = [shutil.which("bwrap") or "bwrap", *BUBBLEWRAP.split(), "--", *command]
-    asked = json.dumps({"namespaces": walls == "namespaces", "limits": limits, "jobs": jobs})
-    # Each wait in there has a deadline: at worst, every test needs a process of its own, and takes all its time.
-    seconds = START_SECONDS + limits["wall"] * sum(2 * len(job.tests) for job in jobs)
+    """The verdicts of one process on its jobs, one after the other."""
+    return [[Verdict(verdict) for verdict in answer] for answer in answer_of_judge(jobs, walls, limits)["verdicts"]]
+
+
+def answer_of_judge(jobs: Sequence[ProgramTests], walls: str, limits: dict[str, float]) -> Any:
+    """The JSON that the process of `judge` writes for jobs: `verdicts`, and whether system calls are `filtered`."""
+    place = str(Path(__file__).resolve().parent.parent)
+    command = [os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", "-c", JUDGE, place, walls]
     given: dict[str, Any] = {"capture_output": True, "cwd": "/", "env": {"PYTHONHASHSEED": "0"}}  # of which no secret
+    if walls == "bubblewrap":
+        command = [*bubblewrap(), *command]
+        if os.getuid() == 0:  # which could not end processes that became nobody, without the rights it gives up
+            given |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
+    asked = json.dumps({"limits": limits, "jobs": jobs})
     try:
-        done = subprocess.run(command, input=asked.encode(), timeout=seconds, check=True, **given)
-        return [[Verdict(verdict) for verdict in answer] for answer in json.loads(done.stdout)]
+        done = subprocess.run(
+            command, input=asked.encode(), timeout=START_SECONDS + limits["batch"], check=True, **given
+        )
+        return json.loads(done.stdout)
     except (OSError, ValueError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error).encode()
         reason = said.decode(errors="replace").strip().splitlines()[-1]
@@ -140,11 +164,12 @@ def run_jobs(jobs: Sequence[ProgramTests], walls: str, limits: dict[str, float])
 @functools.cache
 def missing(walls: str) -> str | None:
     """Why these walls do not work here, or None. Tries them."""
-    if walls == "bubblewrap" and os.getuid() == 0:  # it gives up what it takes to end a process that became nobody
-        return "it serves users other than root"
-    limits = {"seconds": 1.0, "wall": START_SECONDS, "memory": float(512 << 20)}
+    limits = {"seconds": 1.0, "wall": START_SECONDS, "memory": 512 << 20, "batch": START_SECONDS}
     try:
-        answer = run_jobs([ProgramTests("import string", ["string.digits"])], walls, limits)
+        answer = answer_of_judge([ProgramTests("import string", ["string.digits"])], walls, limits)
     except SandboxError as error:
         return str(error)
-    return None if answer == [[Verdict.PASSED]] else f"a program that should pass: {answer[0][0]}"
+    if walls == "limits" and not answer["filtered"]:
+        logger.warning("The kernel filters no system calls here: behind walls='limits', programs may make any.")
+    ((verdict,),) = answer["verdicts"]
+    return None if verdict == Verdict.PASSED else f"a program that should pass: {verdict}"

@@ -1,0 +1,298 @@
+"""The conversation of a test's process with that of the program: each asks the other for what it does not hold itself.
+
+A test asks for names of the program, calls what they stand for, and compares the answers where it runs. A program may
+call functions that a test handed to it and use attributes of its objects, and nothing else of the test's process.
+"""
+
+from __future__ import annotations
+
+import builtins
+import json
+import operator
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .wire import BASES, Channel, decode, dump, encode
+
+TEST = "test_of_the_program"  # the name of the module that a test is executed as
+MUTABLE = (list, dict, set, bytearray)
+PREDICATES = {
+    name for kind in (str, bytes, frozenset, float) for name in dir(kind) if name.startswith(("is", "starts", "ends"))
+}
+"""Methods of plain values that say yes or no. An object of the program has none of them: it could always say yes."""
+
+
+class Peer:
+    """One end of the conversation.
+
+    Args:
+        channel: to the other end.
+        names: the program's global names; None at the test's end.
+    """
+
+    def __init__(self, channel: Channel, names: dict[str, Any] | None = None) -> None:
+        self.channel = channel
+        self.names = names
+        self.asked = 0  # requests of this end
+        self._held: dict[int, Any] = {}  # what the other end knows by a number
+        self._exceptions: dict[int, type[BaseException]] = {}
+
+    def ask(self, operation: str, *given: Any, **named: Any) -> Any:
+        """The other end's answer. Meanwhile it may ask, too.
+
+        Raises:
+            Exception: what the operation raised there.
+            EOFError: the other end is gone.
+        """
+        self.asked += 1
+        token = os.urandom(8).hex()  # an answer that was written before it was asked for does not have it
+        self.channel.send(dump(["ask", token, operation, self._encode(list(given)), self._encode(named)]))
+        while True:
+            kind, answered, *said = json.loads(self.channel.receive())
+            if kind == "ask":
+                self._answer(answered, *said)
+                continue
+            if answered != token:
+                raise EOFError("an answer to nothing")
+            if kind == "raise":
+                raise self._error(*said)
+            value, changed = said
+            for place, new in changed:
+                restore(given[place], self._decode(new))
+            return self._decode(value)
+
+    def serve(self, before: Callable[[str], None]) -> None:
+        """Answer until the other end is gone. Calls `before` with each operation."""
+        while True:
+            _, token, operation, given, named = json.loads(self.channel.receive())
+            before(operation)
+            self._answer(token, operation, given, named)
+
+    def _answer(self, token: str, operation: str, given: Any, named: Any) -> None:
+        try:
+            values, keywords = self._decode(given), self._decode(named)
+            value = self._do(operation, values, keywords)
+            after = [[i, self._encode(new)] for i, new in enumerate(values) if type(new) in MUTABLE]
+            changed = [[i, new] for i, new in after if new != given[i]]
+            frame = dump(["answer", token, self._encode(value), changed])
+        except EOFError:
+            raise
+        except BaseException as error:
+            frame = dump(["raise", token, self._encode(type(error)), self._encode(list(error.args))])
+        self.channel.send(frame)
+
+    def _do(self, operation: str, given: list[Any], named: dict[str, Any]) -> Any:
+        if self.names is None:
+            return self._do_for_program(operation, given, named)
+        if operation == "begin":
+            self._held.clear()  # another test than the one that knew them
+        if operation in ("begin", "names"):
+            return {name: self.names[name] for name in given if name in self.names}
+        if operation == "call":
+            function, *rest = given
+            return function(*rest, **named)
+        function = getattr(builtins, operation, None) or getattr(operator, operation)
+        return function(*given, **named)
+
+    def _do_for_program(self, operation: str, given: list[Any], named: dict[str, Any]) -> Any:
+        held, *rest = given
+        if operation == "call" and any(held is own for own in self._held.values()):
+            return held(*rest, **named)
+        own = type(held).__module__ == TEST and rest and type(rest[0]) is str and rest[0][:1] != "_"
+        if operation in ("getattr", "setattr") and own:
+            return getattr(builtins, operation)(held, *rest)
+        raise TypeError("a program can call the functions of a test, and use attributes of its objects")
+
+    def _encode(self, value: Any) -> Any:
+        return encode(value, self._number)
+
+    def _decode(self, said: Any) -> Any:
+        return decode(said, self._numbered)
+
+    def _number(self, value: Any) -> dict[str, Any]:
+        if type(value) is Remote:
+            return {"yours": object.__getattribute__(value, "_number")}
+        for number, made in self._exceptions.items():
+            if made is value:
+                return {"yours": number}
+        if self.names is None and not callable(value) and type(value).__module__ != TEST:
+            if not isinstance(value, Iterator):
+                raise TypeError(f"a test cannot hand a {type(value).__name__} to a program")
+            value = value.__next__
+            return {"iterator": self._hold(value)}
+        number = self._hold(value)
+        if isinstance(value, type) and issubclass(value, BaseException):
+            base = next(base for base in value.__mro__ if vars(builtins).get(base.__name__) is base)
+            return {"exception": [number, value.__name__, base.__name__]}
+        return {"object": [number, self._content(value)]}
+
+    def _hold(self, value: Any) -> int:
+        self._held[id(value)] = value  # which keeps it alive, so no other has its number
+        return id(value)
+
+    def _content(self, value: Any) -> list[Any]:
+        """Encode the content of `value` as the plain type has it that its class is derived from, or nothing."""
+        for base, content in BASES.items():
+            if issubclass(type(value), base):
+                try:
+                    return [encode(content(value), refuse)]
+                except TypeError:
+                    break
+        return []
+
+    def _numbered(self, kind: str, number: Any) -> Any:
+        if kind == "yours":
+            return self._held[number]
+        if kind == "iterator":
+            return iter(Remote(self, number, []), object())
+        if kind == "exception":
+            number, name, base = number
+            parent = vars(builtins).get(base)
+            if not (isinstance(parent, type) and issubclass(parent, BaseException)):
+                raise EOFError("no exception")
+            return self._exceptions.setdefault(number, type(str(name), (parent,), {}))
+        if kind == "object":
+            return Remote(self, number[0], [self._decode(part) for part in number[1]])
+        raise EOFError(f"no value: {kind}")
+
+    def _error(self, kind: Any, given: Any) -> BaseException:
+        made, arguments = self._decode(kind), self._decode(given)
+        if not (isinstance(made, type) and issubclass(made, BaseException)):
+            return EOFError("no exception")
+        error: BaseException = made.__new__(made, *arguments)
+        error.args = tuple(arguments)
+        return error
+
+
+def refuse(value: Any) -> Any:
+    """Raise TypeError: `value` is not plain."""
+    raise TypeError(type(value).__name__)
+
+
+def restore(old: Any, new: Any) -> None:
+    """Give a mutable value the content of its changed copy. What it holds stays the same object where types agree."""
+    if type(old) is not type(new):
+        raise EOFError("a changed value of another type")
+    if type(old) is list:
+        old[:] = [kept(old[i], item) if i < len(old) else item for i, item in enumerate(new)]
+    elif type(old) is dict:
+        merged = {key: kept(old[key], item) if key in old else item for key, item in new.items()}
+        old.clear()
+        old.update(merged)
+    elif type(old) is set:
+        old.clear()
+        old.update(new)
+    else:
+        old[:] = new
+
+
+def kept(old: Any, new: Any) -> Any:
+    """`new`, or `old` with its content."""
+    if type(old) is type(new) and type(old) in MUTABLE:
+        restore(old, new)
+        return old
+    return new
+
+
+class Remote:
+    """An object of the other process.
+
+    It is equal to no plain value, unless its class is derived from a plain type and its content as that type is equal.
+    Arithmetic with a plain value gives no plain value. Everything else is asked of the process that has it.
+    """
+
+    __slots__ = ("_content", "_heard", "_number", "_peer")
+
+    def __init__(self, peer: Peer, number: int, content: list[Any]) -> None:
+        for name, value in zip(self.__slots__, (content, False, number, peer), strict=True):
+            object.__setattr__(self, name, value)
+
+    def __call__(self, *given: Any, **named: Any) -> Any:
+        """Call it there."""
+        return asked(self, "call", *given, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in PREDICATES or name.startswith("__"):
+            raise AttributeError(f"the program's object has no {name!r} that counts: it is no plain value")
+        return asked(self, "getattr", name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        asked(self, "setattr", name, value)
+
+    def __delattr__(self, name: str) -> None:
+        asked(self, "delattr", name)
+
+    def __eq__(self, other: object) -> bool:
+        if type(other) is Remote and not (plain(self) and plain(other)):
+            return bool(asked(self, "eq", other))
+        mine, theirs = plain(self), plain(other) if type(other) is Remote else [other]
+        return bool(mine) and bool(mine[0] == theirs[0])
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __contains__(self, item: Any) -> bool:
+        return any(item is found or item == found for found in self)
+
+    def __instancecheck__(self, value: Any) -> bool:
+        return type(value) is Remote and bool(asked(value, "isinstance", self))
+
+    def __iter__(self) -> Any:
+        return asked(self, "iter")
+
+    def __next__(self) -> Any:
+        return asked(self, "next")
+
+
+def asked(of: Any, operation: str, *given: Any, **named: Any) -> Any:
+    """The answer to an operation on an object of the other process."""
+    peer: Peer = object.__getattribute__(of, "_peer")
+    heard = object.__getattribute__(of, "_heard")
+    if heard and operation in CONVERSIONS:
+        raise TypeError("the program's object has met a plain value, and is none itself")
+    found = peer.ask(operation, of, *given, **named)
+    return heard_plain(found) if heard and type(found) is Remote else found
+
+
+def heard_plain(found: Any) -> Any:
+    """Mark an object that is the result of an operator with a plain value: it knows what it was to be equal to."""
+    object.__setattr__(found, "_heard", True)
+    return found
+
+
+def plain(value: Any) -> list[Any]:
+    """The content of an object whose class is derived from a plain type, as that type, or nothing."""
+    found: list[Any] = object.__getattribute__(value, "_content")
+    return found
+
+
+def converting(name: str) -> Callable[..., Any]:
+    """A special method that asks for a value of one certain type, as `len` does."""
+    return lambda self, *given: asked(self, name, *given)
+
+
+def operating(name: str, reflected: bool = False) -> Callable[..., Any]:
+    """An operator with another value: of the content, where the other is plain; else asked for."""
+
+    def method(self: Any, other: Any) -> Any:
+        if type(other) is Remote:
+            return asked(self, name, other)
+        pair = [plain(self)[0] if plain(self) else self, other]
+        if plain(self):
+            return getattr(operator, name)(*(reversed(pair) if reflected else pair))
+        peer: Peer = object.__getattribute__(self, "_peer")
+        found = peer.ask(name, *(reversed(pair) if reflected else pair))
+        return heard_plain(found) if type(found) is Remote else NotImplemented
+
+    return method
+
+
+CONVERSIONS = ("bool", "int", "float", "complex", "abs", "round", "index", "str", "repr", "format")
+for _name in (*CONVERSIONS, "len", "hash", "reversed", "getitem", "setitem", "delitem", "neg", "pos", "invert"):
+    setattr(Remote, f"__{_name}__", converting(_name))
+for _name in ("lt", "le", "gt", "ge"):
+    setattr(Remote, f"__{_name}__", operating(_name))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor"):
+    setattr(Remote, f"__{_name.strip('_')}__", operating(_name))
+    setattr(Remote, f"__r{_name.strip('_')}__", operating(_name, reflected=True))

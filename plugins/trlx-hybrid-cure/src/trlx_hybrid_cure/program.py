@@ -1,0 +1,173 @@
+"""The processes that execute what a model wrote: one for each program, and one for each test of it.
+
+Both come from a process that knows no program and no test. Each reads its own source, and no other, from its channel.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import os
+import resource
+import signal
+import sys
+from collections.abc import Iterable
+from types import CodeType, ModuleType
+from typing import Any, NoReturn
+
+from . import system_calls
+from .peer import TEST, Peer
+from .verdict import ENDED, VERDICTS, Verdict, of_error
+from .walls import LIBC, end_with_parent
+from .wire import MODULES, Channel, is_module
+
+FOR_PROGRAM, USES_NOTHING, VERDICT = b"a", b"u", b"v"  # how the frames of a test begin
+REFUSALS = (
+    (("os.list", "os.scandir", "os.walk", "os.fwalk", "os.getxattr", "os.putenv", "os.unsetenv"), None),
+    (("socket.",), Verdict.NETWORK),
+    (("os.fork", "os.exec", "os.spawn", "os.posix_spawn", "os.system", "subprocess.", "pty."), Verdict.PROCESSES),
+    (("os.kill", "signal.", "ctypes.", "resource.", "sys.addaudithook"), Verdict.REFUSED),
+    (("os.", "shutil.", "tempfile.", "sqlite3."), Verdict.FILES),
+)
+"""Python's audit events by their beginnings; the first that fits decides, None lets pass."""
+
+
+def audit(event: str, given: tuple[Any, ...]) -> None:
+    """End this process where Python says that the source is about to do what it must not."""
+    verdict = next((verdict for beginnings, verdict in REFUSALS if event.startswith(beginnings)), None)
+    if event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND):
+        verdict = Verdict.FILES
+    if verdict is not None:
+        os._exit(ENDED + VERDICTS.index(verdict))
+
+
+def be_process(descriptor: int, filtered: bool) -> NoReturn:
+    """Read from the channel what to execute, give up what that does not need, and execute it."""
+    end_with_parent()
+    channel = Channel(os.dup2(descriptor, 3))
+    os.closerange(4, 1 << 16)
+    asked = json.loads(channel.receive())
+    confine(asked["seconds"], asked["memory"], asked["sources"], filtered)
+    if "nonce" in asked:
+        execute_test(channel, asked["source"], asked["nonce"].encode())
+    else:
+        execute_program(channel, asked["source"], asked["seconds"])
+    os._exit(0)
+
+
+def confine(seconds: float, memory: int, sources: int, filtered: bool) -> None:
+    """Set the limits of this process.
+
+    Args:
+        seconds: CPU time of each source.
+        memory: address space, bytes.
+        sources: how many this process will execute or answer for.
+        filtered: have the kernel refuse system calls.
+    """
+    total = int(seconds * sources) + 1  # the timer below is finer, but a source could stop it
+    resource.setrlimit(resource.RLIMIT_CPU, (total, total + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+    for nothing in (resource.RLIMIT_FSIZE, resource.RLIMIT_CORE, resource.RLIMIT_NPROC):
+        resource.setrlimit(nothing, (0, 0))
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    if filtered:
+        system_calls.restrict()
+    vars(LIBC).clear()  # the source could find it
+    sys.modules.pop("__main__", None)
+    sys.addaudithook(audit)
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def execute_program(channel: Channel, source: str, seconds: float) -> None:
+    """Execute a program, say what became of it, and answer what its tests ask for."""
+    module = sys.modules["program"] = ModuleType("program")
+    verdict = execute(source, vars(module))
+    channel.send(bytes([VERDICTS.index(verdict)]))
+    if verdict is Verdict.PASSED:
+
+        def before(operation: str) -> None:
+            if operation == "begin":  # of another test
+                signal.setitimer(signal.ITIMER_PROF, seconds)
+
+        Peer(channel, vars(module)).serve(before)
+
+
+def execute_test(channel: Channel, source: str, nonce: bytes) -> None:
+    """Execute a test with the names of the program, and say what became of it.
+
+    The verdict is in a frame of its own, after the nonce.
+    """
+    peer = Peer(Asking(channel.descriptor))
+    module = sys.modules[TEST] = ModuleType(TEST)
+    program = sys.modules["program"] = ModuleType("program")
+    vars(program)["__getattr__"] = lambda name: named(peer, name)
+    try:
+        code = compile(source, "<test>", "exec")
+        found = peer.ask("begin", *(name for name in mentioned(code) if not name.startswith("__")))
+        if all(is_module(value) for value in found.values()):
+            channel.send(USES_NOTHING)
+        refuse_other_meanings(found, modules_in(source))
+        vars(module).update(found)
+    except BaseException as error:
+        verdict = of_error(error)
+    else:
+        verdict = execute(code, vars(module))
+    channel.send(VERDICT + nonce + bytes([VERDICTS.index(verdict)]))
+
+
+class Asking(Channel):
+    """The channel of a test, for what it asks of the program."""
+
+    def send(self, frame: bytes, deadline: float | None = None) -> None:
+        """Write a frame that is for the program."""
+        super().send(FOR_PROGRAM + frame, deadline)
+
+
+def named(peer: Peer, name: str) -> Any:
+    """The program's value of `name`, for an import of it.
+
+    Raises:
+        AttributeError: it has none.
+    """
+    found = peer.ask("names", name)
+    if name not in found:
+        raise AttributeError(name)
+    return found[name]
+
+
+def refuse_other_meanings(found: dict[str, Any], modules: set[str]) -> None:
+    """Raise NameError where a program's name hides one of Python's: a program must not say what `abs` is.
+
+    Args:
+        found: names that a test takes from the program.
+        modules: names of modules that it uses.
+    """
+    for name, value in found.items():
+        if hasattr(builtins, name) or (name in modules and not is_module(value)):
+            raise NameError(f"the program gives {name!r} another meaning than Python does")
+
+
+def modules_in(source: str) -> set[str]:
+    """Names of modules of the standard library, of which a test uses attributes."""
+    nodes = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+    return {node.id for node in nodes if isinstance(node, ast.Name)} & MODULES
+
+
+def mentioned(code: CodeType) -> Iterable[str]:
+    """Names that a code looks up or imports, in the functions that it holds, too."""
+    names = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            names |= set(mentioned(constant))
+    return sorted(names)
+
+
+def execute(source: str | CodeType, scope: dict[str, Any]) -> Verdict:
+    """Execute a text or a code in `scope`, which it may change."""
+    try:
+        exec(source, scope)
+    except BaseException as error:
+        return of_error(error)
+    return Verdict.PASSED

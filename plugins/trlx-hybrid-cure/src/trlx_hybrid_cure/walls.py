@@ -1,0 +1,131 @@
+"""The walls around the processes that execute programs: who they are, what they see, and whom they can reach."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import struct
+import sys
+
+NOBODY = 65534
+NEW_MOUNTS, NEW_IPC, NEW_USER, NEW_PROCESSES, NEW_NETWORK = 0x00020000, 0x08000000, 0x10000000, 0x20000000, 0x40000000
+NO_SET_USER, NO_DEVICES, BIND, RECURSIVE_MOUNT, PRIVATE_MOUNT = 2, 4, 0x1000, 0x4000, 1 << 18
+MOUNT_SETATTR, PIVOT_ROOT, HERE, RECURSIVE = 442, {"x86_64": 155, "aarch64": 41}, -100, 0x8000
+READ_ONLY, DETACH = 1, 2
+PARENT_DEATH_SIGNAL, DUMPABLE, NO_NEW_PRIVILEGES = 1, 4, 38
+SYSTEM = ("/usr", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store", "/etc/ld.so.cache")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+BUBBLEWRAP = (
+    "--unshare-user --unshare-ipc --unshare-net --unshare-pid --unshare-uts --unshare-cgroup-try --die-with-parent "
+    "--as-pid-1 --new-session --dev /dev --dir /tmp"
+)
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+def visible() -> list[str]:
+    """Paths of this machine that programs see behind bubblewrap and namespaces: of Python and of system libraries."""
+    library = os.path.dirname(os.path.realpath(os.__file__))
+    own = [library, os.path.dirname(library), os.path.dirname(os.path.realpath(sys.executable))]
+    own += [os.path.join(os.path.realpath(prefix), "lib") for prefix in (sys.base_prefix, sys.base_exec_prefix)]
+    found: list[str] = []
+    for path in (*SYSTEM, *sorted(own), os.path.dirname(os.path.realpath(__file__))):
+        if os.path.exists(path) and not any(path == other or path.startswith(f"{other}/") for other in found):
+            found.append(path)
+    return found
+
+
+def bubblewrap() -> list[str]:
+    """The command that starts another one behind bubblewrap."""
+    command = [shutil.which("bwrap") or "bwrap", *BUBBLEWRAP.split()]
+    for path in visible():
+        command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
+    return [*command, "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", "/", "--"]
+
+
+def enclose(namespaces: bool) -> None:
+    """Give up what this process could do to the machine.
+
+    Args:
+        namespaces: enter new ones here, of the network, mounts, IPC and processes; bubblewrap has done so already.
+    """
+    root = os.getuid() == 0
+    end_with_parent()
+    if namespaces:
+        enter_namespaces(new_user=not root)
+    if root:
+        if not namespaces:
+            look_from_inside()
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+    must(LIBC.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))
+    must(LIBC.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0))
+    must(LIBC.prctl(DUMPABLE, 0, 0, 0, 0))  # no other process of this user reads its memory, which holds the tests
+    end_with_parent()  # again: a process that changes its user, or is another one, has lost it
+
+
+def enter_namespaces(new_user: bool) -> None:
+    """Go on as the first process of new namespaces, with a root folder that holds what is `visible`, read-only."""
+    user, group = os.getuid(), os.getgid()
+    must(LIBC.unshare(NEW_MOUNTS | NEW_IPC | NEW_PROCESSES | NEW_NETWORK | (NEW_USER if new_user else 0)))
+    if new_user:
+        for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
+            with open(f"/proc/self/{name}", "w") as file:
+                file.write(text)
+    show_only(visible())
+    process = os.fork()
+    if process:  # the child is the first process of its namespace: with it, all others of that end
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) & 255)
+
+
+def show_only(paths: list[str]) -> None:
+    """Replace the root folder of this process by one that holds these paths and a few devices, all read-only."""
+    os.umask(0o022)
+    mount("none", "/", RECURSIVE_MOUNT | PRIVATE_MOUNT)
+    mount("tmpfs", "/tmp", NO_SET_USER | NO_DEVICES, "tmpfs")
+    os.mkdir("/tmp/.outside")
+    must(LIBC.syscall(PIVOT_ROOT[os.uname().machine], b"/tmp", b"/tmp/.outside"))
+    os.chdir("/")
+    for path in (*paths, *DEVICES):
+        outside = f"/.outside{path}"
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        if os.path.islink(outside):
+            os.symlink(os.readlink(outside), path)
+        elif os.path.isdir(outside):
+            os.makedirs(path, exist_ok=True)
+            mount(outside, path, BIND | RECURSIVE_MOUNT)
+        else:
+            os.close(os.open(path, os.O_CREAT | os.O_RDONLY))
+            mount(outside, path, BIND)
+    os.mkdir("/tmp")
+    must(LIBC.umount2(b"/.outside", DETACH))
+    os.rmdir("/.outside")
+    read_only = struct.pack("QQQQ", READ_ONLY | NO_SET_USER, 0, 0, 0)
+    must(LIBC.syscall(MOUNT_SETATTR, HERE, b"/", RECURSIVE, read_only, len(read_only)))
+
+
+def mount(source: str, target: str, flags: int, kind: str | None = None) -> None:
+    """Mount a file system, or bind a path to another one."""
+    must(LIBC.mount(source.encode(), target.encode(), kind and kind.encode(), ctypes.c_ulong(flags), None))
+
+
+def look_from_inside() -> None:
+    """Keep Python's library open: it may lie where nobody may look. As the working directory it stays open."""
+    library = os.path.dirname(os.__file__)
+    os.chdir(library)
+    for paths in (sys.path, *(vars(module).get("__path__", []) for module in sys.modules.values())):
+        if isinstance(paths, list):
+            paths[:] = [path.replace(library, "/proc/self/cwd") for path in paths]
+
+
+def must(result: int) -> None:
+    """Raise what a call of the C library failed for."""
+    if result != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def end_with_parent() -> None:
+    """Have this process killed when the one that forked it ends."""
+    must(LIBC.prctl(PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0))

@@ -1,0 +1,188 @@
+"""Frames of bytes between two processes, and the plain values in them.
+
+A value is plain where its type is exactly one of Python's own data types: its copy in another process has no code of
+the process that it came from. All else stays where it is, and is known to the other process by a number.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import importlib
+import json
+import os
+import select
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+LARGEST = 64 << 20  # bytes of a frame
+MODULES = sys.stdlib_module_names - {"unittest"}  # of which mock.ANY is equal to everything
+COPIED: dict[str, Callable[[Any], Any]] = {
+    "collections.Counter": lambda value: [dict(value)],
+    "collections.OrderedDict": lambda value: [list(value.items())],
+    "collections.defaultdict": lambda value: [None, dict(value)],
+    "collections.deque": lambda value: [list(value), value.maxlen],
+    "decimal.Decimal": lambda value: [str(value)],
+    "fractions.Fraction": lambda value: [value.numerator, value.denominator],
+    "datetime.date": lambda value: [value.year, value.month, value.day],
+    "datetime.datetime": lambda value: [*value.timetuple()[:6], value.microsecond, value.tzinfo],
+    "datetime.timedelta": lambda value: [value.days, value.seconds, value.microseconds],
+}
+"""Types of the standard library that are copied, and the arguments that make the copy."""
+BY_PARTS: dict[type, Callable[[Any], Any]] = {
+    tuple: list,
+    set: list,
+    frozenset: list,
+    complex: lambda value: [value.real, value.imag],
+    range: lambda value: [value.start, value.stop, value.step],
+    slice: lambda value: [value.start, value.stop, value.step],
+}
+OF_PARTS: dict[str, Callable[[list[Any]], Any]] = {
+    "tuple": tuple,
+    "set": set,
+    "frozenset": frozenset,
+    "complex": lambda parts: complex(*parts),
+    "range": lambda parts: range(*parts),
+    "slice": lambda parts: slice(*parts),
+}
+BASES: dict[type, Callable[[Any], Any]] = {
+    int: int.__int__,
+    float: float.__float__,
+    str: str.__str__,
+    bytes: lambda value: bytes.__getitem__(value, slice(None)),
+    tuple: lambda value: tuple(tuple.__iter__(value)),
+    list: lambda value: list(list.__iter__(value)),
+    set: lambda value: set(set.__iter__(value)),
+    frozenset: lambda value: frozenset(frozenset.__iter__(value)),
+    dict: lambda value: dict(dict.items(value)),
+}
+"""Plain types that a class may derive from, and the content of its objects, without asking the class."""
+
+
+class Channel:
+    """One end of a stream of frames.
+
+    Args:
+        descriptor: of a stream socket. One that does not block, where deadlines are given.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+
+    def send(self, frame: bytes, deadline: float | None = None) -> None:
+        """Write a frame.
+
+        Raises:
+            TimeoutError: it is not taken before `deadline`, on the monotonic clock, in seconds.
+            OSError: the other end is closed.
+        """
+        left = memoryview(len(frame).to_bytes(8, "little") + frame)
+        while left:
+            self._wait(select.POLLOUT, deadline)
+            with contextlib.suppress(BlockingIOError):
+                left = left[os.write(self.descriptor, left) :]
+
+    def receive(self, deadline: float | None = None) -> bytes:
+        """The next frame.
+
+        Raises:
+            TimeoutError: it is not there before `deadline`.
+            EOFError: the other end is closed, or sends no frame of at most `LARGEST` bytes.
+            OSError: the same.
+        """
+        length = int.from_bytes(self._exactly(8, deadline), "little")
+        if length > LARGEST:
+            raise EOFError
+        return self._exactly(length, deadline)
+
+    def _exactly(self, length: int, deadline: float | None) -> bytes:
+        said = bytearray()
+        while len(said) < length:
+            self._wait(select.POLLIN, deadline)
+            more = os.read(self.descriptor, min(length - len(said), 1 << 20))
+            if not more:
+                raise EOFError
+            said += more
+        return bytes(said)
+
+    def _wait(self, event: int, deadline: float | None) -> None:
+        if deadline is not None:
+            ready = select.poll()
+            ready.register(self.descriptor, event)
+            if not ready.poll(max(deadline - time.monotonic(), 0) * 1000):
+                raise TimeoutError
+
+
+def encode(value: Any, number: Callable[[Any], Any]) -> Any:
+    """`value` as JSON has it.
+
+    Args:
+        number: what stands for a value that is not plain.
+    """
+    kind: Any = type(value)
+    if kind in (type(None), bool, float, str) or (kind is int and -(1 << 63) < value < 1 << 63):
+        return value
+    if kind is list:
+        return [encode(item, number) for item in value]
+    if kind is int:
+        return {"int": hex(value)}
+    if kind is dict:
+        return {"dict": [[encode(key, number), encode(item, number)] for key, item in value.items()]}
+    if kind in (bytes, bytearray):
+        return {kind.__name__: value.decode("latin-1")}
+    if parts := BY_PARTS.get(kind):
+        return {kind.__name__: [encode(part, number) for part in parts(value)]}
+    if is_module(value):
+        return {"module": value.__name__}
+    if isinstance(value, type) and vars(builtins).get(value.__name__) == value:
+        return {"type": value.__name__}
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if (parts := COPIED.get(name)) and kind is standard(name):
+        return {"copied": [name, [encode(part, number) for part in parts(value)]]}
+    return number(value)
+
+
+def decode(said: Any, numbered: Callable[[str, Any], Any]) -> Any:
+    """The value that JSON stands for.
+
+    Args:
+        numbered: the value for the kind and the number of one that is not plain.
+    """
+    if isinstance(said, list):
+        return [decode(item, numbered) for item in said]
+    if not isinstance(said, dict):
+        return said
+    ((kind, parts),) = said.items()
+    if kind == "int":
+        return int(parts, 16)
+    if kind == "dict":
+        return {decode(key, numbered): decode(item, numbered) for key, item in parts}
+    if kind in ("bytes", "bytearray"):
+        return {"bytes": bytes, "bytearray": bytearray}[kind](parts, "latin-1")
+    if kind in OF_PARTS:
+        return OF_PARTS[kind]([decode(part, numbered) for part in parts])
+    if kind == "module" and parts.partition(".")[0] in MODULES:
+        return importlib.import_module(parts)
+    if kind == "type" and isinstance(vars(builtins).get(parts), type):
+        return vars(builtins)[parts]
+    if kind == "copied" and parts[0] in COPIED:
+        return standard(parts[0])(*(decode(part, numbered) for part in parts[1]))
+    return numbered(kind, parts)
+
+
+def is_module(value: Any) -> bool:
+    """Whether `value` is a module of the standard library that both ends import by its name."""
+    return type(value) is type(sys) and value.__name__.partition(".")[0] in MODULES
+
+
+def standard(name: str) -> Any:
+    """The type of the standard library called `name`, with its module."""
+    module, _, kind = name.rpartition(".")
+    return getattr(importlib.import_module(module), kind)
+
+
+def dump(value: Any) -> bytes:
+    """JSON as bytes."""
+    return json.dumps(value).encode()

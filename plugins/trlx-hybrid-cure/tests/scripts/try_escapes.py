@@ -59,7 +59,8 @@ def show_to_others():
 def become(user):
     """Go on as another user, in a new process image that is like any other of theirs."""
     try:
-        show_to_others()
+        if os.getuid() == 0:
+            show_to_others()
     except OSError as error:
         print(json.dumps({"missing": f"Python lies where user {user} may not look, and cannot be shown: {error}"}))
         raise SystemExit from error

@@ -6,10 +6,12 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, SyncError, listed
 from .sharded import is_sharded
+from .step_size import StepSizes
 
 if TYPE_CHECKING:
     from ..ranks import Ranks
@@ -22,6 +24,12 @@ NO_GRADIENT = 1e-6
 
 PLAIN = ("torch.optim.", "transformers.optimization")
 """Modules of optimizers that write to the tensors they were given. Others may hold copies, or parts of flat buffers."""
+
+HALF = (
+    "In float16 the squares of small gradients are 0, and Adam divides by their root. Load the model in float32 "
+    "(dtype='float32', with fp16=True or bf16=True for its products) or in bfloat16. SGD, Adafactor and Adam with "
+    "adam_epsilon=1e-4 do train float16 weights."
+)
 
 
 def trained_parameters(policy: Policy) -> dict[str, nn.Parameter]:
@@ -117,16 +125,19 @@ class FirstStep:
         self._policy, self._ranks = policy, ranks
         self._before: int | None = None
         self._trained: dict[str, nn.Parameter] = {}
-        self._blocks = ReentrantBlocks([])
+        self._blocks, self._sizes = ReentrantBlocks([]), StepSizes()
         self._done = False
 
     def begins(self, optimizer: Any) -> None:
         """A step begins; its learning rate is known."""
         self._before = None
-        rates = [group.get("lr") or 0 for group in optimizer.param_groups]  # None: Adafactor makes its own
-        if not self._done and any(rate > 0 for rate in rates):
-            self._policy.reshard()  # as it will be after the step
-            self._trained = trained_parameters(self._policy)
+        rate = max((float(group.get("lr") or 0) for group in optimizer.param_groups), default=0.0)  # Adafactor's: None
+        if rate <= 0 or (self._done and self._sizes.over):
+            return
+        self._policy.reshard()  # as it will be after the step
+        self._trained = trained_parameters(self._policy)
+        self._sizes.begins(self._trained, rate)
+        if not self._done:
             self._before = self._policy.digest(self._trained.values())
             self._blocks.close()
             self._blocks = ReentrantBlocks(self._policy.modules)
@@ -136,11 +147,15 @@ class FirstStep:
 
         Raises:
             SyncError: no bit of any trainable weight has changed, on any rank, or ranks that each hold all weights hold
-                different ones, or checkpointing keeps the gradients from some of them.
+                different ones, or checkpointing keeps the gradients from some of them, or the step moved weights
+                further than its learning rate can.
         """
         before, self._before = self._before, None
         self._blocks.close()
-        if before is None or getattr(optimizer, "step_was_skipped", False):
+        if getattr(optimizer, "step_was_skipped", False):
+            return
+        self._check_sizes(step, optimizer)
+        if before is None:
             return
         digest = self._policy.digest(self._trained.values())
         moved = self._done = self._ranks.any(digest != before)
@@ -160,6 +175,21 @@ class FirstStep:
                 "optimizer was made for other tensors than the model's parameters."
             )
         self._check_gradients(step)
+
+    def _check_sizes(self, step: int, optimizer: Any) -> None:
+        """Hold the step against its learning rate. Collective while steps are looked at."""
+        if self._sizes.over:
+            return
+        found = self._sizes.ended(self._trained)
+        if not self._ranks.any(found is not None):
+            return
+        found = next(filter(None, self._ranks.gather(found)))
+        name = type(getattr(optimizer, "optimizer", optimizer)).__name__
+        half = any(p.dtype is torch.float16 for p in self._trained.values())
+        raise SyncError(
+            f"Step {step + 1} of the optimizer ({name}) moved weights further than its learning rate can: {found}. "
+            f"{HALF if half else 'It computes something else than a step of that size.'}"
+        )
 
     def _check_gradients(self, step: int) -> None:
         """Look for trainable parameters that have none. Collective."""

@@ -268,7 +268,7 @@ class Policy:
         trainable = [p for p in parameters if p.requires_grad] or parameters
         frozen = [] if trainable is parameters else [p for p in parameters if not p.requires_grad]
         memory = tuple((p._version, p.untyped_storage()._cdata) for p in frozen if not is_sharded(p))
-        return hash((fingerprint(map(_local, trainable)), fingerprint(sample(map(_local, frozen))), memory))
+        return hash((fingerprint(map(local, trainable)), fingerprint(sample(map(local, frozen))), memory))
 
     def adapter_states(self) -> tuple[Any, ...]:
         """Of each of PEFT's layers and wrappers in the model: what is active, merged or disabled, and its factors."""
@@ -296,13 +296,13 @@ class Policy:
             parameters = (p for p in self.module.parameters() if p.requires_grad)
         total = torch.zeros((), dtype=torch.int64, device=self.device)
         for p in parameters:
-            for part in torch.split(_local(p).reshape(-1), DIGEST_ELEMENTS):  # cast to int64 in passing
+            for part in torch.split(local(p).reshape(-1), DIGEST_ELEMENTS):  # cast to int64 in passing
                 total = 31 * total + part.view(BITS[part.element_size()]).sum().to(self.device)
         return int(total)
 
     def not_finite(self) -> list[str]:
         """Names of the parameters of which this rank's part holds a NaN or an infinity. Of 8 bits, none is told."""
-        parts = ((name, _local(p)) for name, p in self.module.named_parameters())
+        parts = ((name, local(p)) for name, p in self.module.named_parameters())
         return [name for name, part in parts if part.element_size() > 1 and not bool(part.isfinite().all())]
 
     @torch.no_grad()
@@ -326,7 +326,7 @@ class Policy:
         return scores.cpu()
 
 
-def _local(p: nn.Parameter) -> Tensor:
+def local(p: nn.Parameter) -> Tensor:
     """What this rank holds of it. ZeRO-3 pads the last ranks' parts with what was in memory."""
     part: Tensor | None = getattr(p, "ds_tensor", None)
     if part is not None:

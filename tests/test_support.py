@@ -6,12 +6,12 @@ import torch
 import trl.trainer.utils
 from hypothesis import given
 from hypothesis import strategies as st
-from trlx_hybrid.errors import ComponentError
+from trlx_hybrid.errors import ComponentError, ConfigError
 from trlx_hybrid.kept_tokens import KeptTokens, tensors_of
 from trlx_hybrid.rollout.conversation import Conversation
 from trlx_hybrid.rollout.supports import Supports
 from trlx_hybrid.support import Support, mask_words, words_of, words_of_ids
-from trlx_hybrid.trl import kept_log_probs
+from trlx_hybrid.trl import kept_log_probs, over_support
 from trlx_hybrid.trl.kept_log_probs import KeptLogProbs, Projection, scoring_over
 from trlx_hybrid.types import Completion, Sampling
 
@@ -199,3 +199,11 @@ def test_settings_that_leave_ids_out_are_known(setting, name):
     if name is not None:
         assert sampling.reshaped_by(1.0) == name
         assert sampling.reshaped_by(1.0, over_support=True) is None
+
+
+def test_what_a_rollout_takes_is_told_and_too_much_is_refused():
+    long = Sampling(max_tokens=8192, top_k=50)
+    assert "200 bytes a token at most, 0.098 GiB a rollout" in over_support.forecast(long, 64, 151_936)
+    assert "18992 bytes a token at most, in" in over_support.forecast(Sampling(max_tokens=8192, top_p=0.9), 64, 151_936)
+    with pytest.raises(ConfigError, match=r"top_k=4000 keeps take 31.2 GiB .* Set a lower top_k"):
+        over_support.forecast(Sampling(max_tokens=8192, top_k=4000), 256, 151_936)

@@ -1,6 +1,8 @@
 """What is sampled from a part of the vocabulary is scored over that part: the importance ratio is 1."""
 
 import copy
+import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +11,12 @@ from trlx_hybrid.errors import ComponentError, ConfigError, SyncError
 from trlx_hybrid.plugins.hookspecs import hookimpl
 from trlx_hybrid.protocols import Rollout, Scoring
 from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid.testing.processes import rank_reports
 
 GAP = "sampling/sampling_logp_difference/max"
 RATIO = "sampling/importance_sampling_ratio"
 TRUNCATION = "ratio/truncation"
+SCRIPT = Path(__file__).parent / "scripts" / "support_distributed.py"
 
 SETTINGS = {
     "top_k": {"top_k": 20},
@@ -141,8 +145,19 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-@pytest.mark.parametrize("options", PACKED.values(), ids=PACKED)
+@pytest.mark.parametrize(
+    ("options", "shape"),
+    [
+        pytest.param(
+            PACKED[options],
+            SHAPES[shape],
+            id=f"{options}, {shape}",
+            marks=[] if options == "joined" or shape == "accumulated" else [pytest.mark.slow],
+        )
+        for options in PACKED
+        for shape in SHAPES
+    ],
+)
 def test_packed_rows_are_scored_as_padded_ones(run, prompts, shape, options):
     padded = shaped(run, prompts, shape)
     packed = shaped(run, prompts, shape, hybrid={"scoring": "packed", "scoring_options": options})
@@ -260,3 +275,14 @@ def test_tokens_whose_log_prob_nobody_knows_are_counted_and_count_for_nothing(ru
     assert ratio.shape == (8, 3)
     assert (ratio[:, 1] == 0).all()
     assert (ratio[:, [0, 2]] > 0).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2], ids=["an engine each", "one engine"])
+def test_ranks_score_over_the_ids_of_their_own_rows(tmp_path, size):
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true"}
+    for log in rank_reports(SCRIPT, tmp_path, size, count=2, environment=environment):
+        lines = [line for line in log if TRUNCATION in line]
+        assert len(lines) == 2
+        assert max(line[GAP] for line in lines) < 1e-3
+        assert max(line[TRUNCATION] for line in lines) < -0.01

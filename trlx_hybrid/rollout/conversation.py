@@ -39,7 +39,9 @@ class Dialogue:
     Attributes:
         prompt_ids: token ids of the rendered prompt.
         parse: from the sampled ids of one turn, and all ids before them, the assistant's message; its "tool_calls"
-            are what to run. Called from the trainer's thread only, as `observe` is.
+            are what to run. Called from the trainer's thread only, as `observe` is. Where it raises, the turn is plain
+            text.
+        decode: from the sampled ids of one turn, its text.
         observe: from the tool messages of one turn, the ids between the end of the turn that called and the next.
         sync_tools, async_tools: what may be called, by name; functions, and coroutine functions.
         run_tools: the synchronous tools of the whole run: of other rows' environments, too.
@@ -62,6 +64,7 @@ class Dialogue:
     event_loop: AbstractEventLoop | None = None
     environment: Any = None
     discard: Callable[[], None] = lambda: None
+    decode: Callable[[list[int]], str] = lambda token_ids: ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -91,6 +94,8 @@ class Conversation:
         images: those that tools returned, or an environment showed after the prompt.
         turns: one entry per turn.
         calls, failed_calls: tool calls, and those among them that the model was shown an error for.
+        mended_answers: answers of tools that the model was shown without the lone surrogates in them.
+        unparsed: why the last turn is plain text: the exception of `Dialogue.parse`; None where it was parsed.
         failure: why the conversation broke off, or None.
         finish_reason: how the last turn ended, see `Completion`.
     """
@@ -104,6 +109,8 @@ class Conversation:
     turns: list[Turn] = field(default_factory=list)
     calls: int = 0
     failed_calls: int = 0
+    mended_answers: int = 0
+    unparsed: str | None = None
     failure: str | None = None
     finish_reason: str | None = None
 

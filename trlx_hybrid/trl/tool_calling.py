@@ -6,15 +6,19 @@ tests/test_trl_internals.py names.
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+from ..answers import Answers
 from ..errors import ConfigError
 from ..rollout.conversation import Conversation, Dialogue, Limits
 from ..rollout.tokenizer import own_tokenizer
+from ..rollout.unparsed import UNPARSED, ParsingTokenizer
 from ..types import Completion
 from ..weights.sharded import is_sharded
 
@@ -38,6 +42,7 @@ def dialogues(
         Dialogue(
             prompt_ids=list(prompt_ids[index]),
             parse=_parser(trainer, parse_response, index),
+            decode=functools.partial(trainer._tokenizer.decode, skip_special_tokens=True),
             observe=observe,
             sync_tools=trainer._sync_tool_dicts[index] if _is_grpo(trainer) else trainer._tool_dict,
             async_tools=trainer._async_tool_dicts[index] if _is_grpo(trainer) else {},
@@ -188,7 +193,34 @@ def _parser(
     tools = trainer.tools
     if getattr(trainer, "environment_factories", None) is not None:
         tools = trainer._env_tools[trainer._batch_environments[index]]
-    return lambda token_ids, prefix: parse_response(trainer._tokenizer, token_ids, prefix=prefix, tools=tools)
+    tokenizer = trainer._tokenizer
+    if isinstance(tokenizer, ParsingTokenizer):  # what the parser raises is the conversation's to count
+        tokenizer = tokenizer.tokenizer
+    return lambda token_ids, prefix: parse_response(tokenizer, token_ids, prefix=prefix, tools=tools)
+
+
+@contextmanager
+def forgiving(trainer: Any) -> Iterator[None]:
+    """Inside, TRL takes a turn as plain text whatever its parser raises; stock TRL ends the run.
+
+    TRL itself parses all first turns, and counts nothing. Those of conversations that the rollout runs are counted
+    there.
+
+    Raises:
+        ConfigError: the parser raised at every turn, when all is over.
+    """
+    tokenizer = getattr(trainer, "_tokenizer", None)
+    if trainer._selection.stock or tokenizer is None:
+        yield
+        return
+    trainer._tokenizer = ParsingTokenizer(tokenizer)
+    try:
+        yield
+        reasons = trainer._tokenizer.reasons
+    finally:
+        trainer._tokenizer = tokenizer
+    if reasons and trainer._conversations is None:
+        trainer.session.metrics[UNPARSED] = float(trainer._unparsed.ended(reasons))
 
 
 def _discarding(trainer: Any, index: int) -> Callable[[], None]:
@@ -211,15 +243,51 @@ def observer(trainer: Any) -> Callable[[Sequence[dict[str, Any]]], list[int]]:
     """The ids that follow a turn's tool calls; the opening is rendered once per tool's name, and encoded once.
 
     Good for one batch: the template, and what it is given, may be others in the next. To be called from several threads
-    at once. A trainer that has a method of its own in place of TRL's is asked as it is.
+    at once. Lists of which the template does not show everything become texts, see `answers.Answers`; all else has
+    TRL's ids. A trainer that has a method of its own in place of TRL's is asked as it is.
     """
     method = getattr(type(trainer), "_get_tool_suffix_ids", None)
     if method is None or not method.__module__.startswith("trl."):
         return trainer._get_tool_suffix_ids  # type: ignore[no-any-return]
     reads = ("_is_vlm", "chat_template", "chat_template_kwargs", "_tokenizer")
     stand_in = SimpleNamespace(**{name: getattr(trainer, name) for name in reads})
-    stand_in.processing_class = _Openings(own_tokenizer(trainer.processing_class))
-    return lambda messages: method(stand_in, messages)
+    inner = own_tokenizer(trainer.processing_class)
+    stand_in.processing_class = _Openings(inner)
+    named = getattr(inner, "name_or_path", "") or type(inner).__name__
+    answers = Answers(functools.partial(_rendered, stand_in, inner), named, sees_images=bool(stand_in._is_vlm))
+
+    def observe(messages: Sequence[dict[str, Any]]) -> list[int]:
+        try:
+            return method(stand_in, answers.shown(messages))  # type: ignore[no-any-return]
+        except Exception:  # the template's or the tokenizer's, which took one word for each text
+            if not any(isinstance(message["content"], list) for message in messages):
+                raise
+            return method(stand_in, answers.as_texts(messages))  # type: ignore[no-any-return]
+
+    return observe
+
+
+def _rendered(trainer: Any, tokenizer: Any, messages: list[dict[str, Any]]) -> str:
+    """The text of a short conversation that ends with these messages of tools, as TRL renders one for their ids."""
+    call = {"type": "function", "function": {"name": messages[0]["name"], "arguments": {}}}
+    before: list[dict[str, Any]] = [
+        {"role": "user", "content": "dummy"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+    ]
+    conversation = [*before, *messages]
+    if trainer._is_vlm:
+        texts = [isinstance(message["content"], str) for message in conversation]
+        conversation = [
+            {**message, "content": [{"type": "text", "text": message["content"]}]} if text else message
+            for message, text in zip(conversation, texts, strict=True)
+        ]
+    return tokenizer.apply_chat_template(  # type: ignore[no-any-return]
+        conversation,
+        chat_template=trainer.chat_template,
+        add_generation_prompt=True,
+        tokenize=False,
+        **trainer.chat_template_kwargs,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from ..errors import ConfigError, PluginError
 from ..plugins.host import Host, check_ranks_agree
 from ..plugins.selection import TrainerArguments, choose_algorithms, choose_environment, select
 from ..ranks import Ranks
+from ..rollout.unparsed import UnparsedTurns
 from ..session import Session
 from ..weights.first_step import FirstStep, refuse_idle
 from ..weights.policy import Policy, transformers_model
@@ -335,7 +336,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
             tool_calling.refuse_text(prompts)
         self._conversations: Any = None
         phase = self.session.rollout_phase(trainer.model.training)
-        with self._part("rollout"), phase, begun_early(self, parse_response, prompts):
+        with self._part("rollout"), phase, tool_calling.forgiving(self), begun_early(self, parse_response, prompts):
             self._generated = tool_calling.with_images(self, super()._generate(prompts))  # type: ignore[misc]
         self._note_truncated()
         self._note_supports(self._generated)
@@ -351,6 +352,11 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
             mask = rest[0] if self._base_name != "RLOO" else None
             lengths = [len(row) for row in ids] if mask is None else [sum(row) for row in mask]
             correct_metrics(self, lengths, by_last_token(self, ids), self._truncated)
+
+    @functools.cached_property
+    def _unparsed(self) -> UnparsedTurns:
+        """Counts the turns that TRL parses itself."""
+        return UnparsedTurns()
 
     @property
     def _converses(self) -> bool:

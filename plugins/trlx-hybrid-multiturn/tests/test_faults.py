@@ -27,6 +27,7 @@ from trlx_hybrid_multiturn.multi_turn import TrajectoriesFailedError
 SEEDS = int(os.environ.get("FAULT_SEEDS", "3"))
 PATIENCE = 60  # seconds: for what ends soon, unless the machine is busy
 TIMEOUT = 2.5  # seconds a call may take
+BRACKETS = '<tool_call>\n{"name": "work", "arguments": ' + "[" * 5000  # which no parser takes
 ROWS, GROUP, TURNS, NUMBERS = 16, 4, 3, 7
 GATE = threading.Event()  # what hanging threads wait for
 
@@ -38,6 +39,8 @@ KINDS = {
     "count": ("unencodable", "leave", "unprintable", "raise", "hang"),
 }
 SHOWN = {
+    "unprintable": "a Unprintable, cannot be turned into a string",
+    "imageless": "a block of an image without the image",
     "raise": "it went wrong",
     "hang": "did not return within",
     "exit": "ended its process: exit code 3",
@@ -45,10 +48,7 @@ SHOWN = {
     "leave": "SystemExit: 1",
 }
 REASONS = {
-    "unprintable": "a Unprintable, cannot be turned into a string",
-    "unencodable": "cannot be shown to the model: TypeError",
     "unsendable": "a list, of which [0] is a generator, which cannot be sent",
-    "imageless": "cannot be shown to the model: KeyError",
     "cancelled": "was cancelled",
 }
 
@@ -159,7 +159,7 @@ class Rig:
     def __init__(self, folder):
         singles = [call(tool, n) for tool in KINDS for n in range(NUMBERS)]
         doubles = ["\n".join(singles[i::9][:2]) for i in range(9)]
-        turns = [*singles, *doubles, call("nothing", 1), *(f"plain answer {i}" for i in range(12))]
+        turns = [*singles, *doubles, BRACKETS, call("nothing", 1), *(f"plain answer {i}" for i in range(12))]
         tokenizer = chat_tokenizer(turns)
         questions = [f"question {'?' * (i % 9)} {i * 7919 % 1000}" for i in range(64)]
         rows = {"prompt": [[{"role": "user", "content": q}] for q in questions], "start": list(range(64))}
@@ -289,12 +289,14 @@ def assert_as_expected(rig, rows, reference, plan):
             assert row[4] == before[4]
             assert logprobs == pytest.approx(before[3], abs=1e-5)
             assert conversation.failure is None
-        elif fate <= set(SHOWN):
-            assert conversation.failed_calls
-            errors = [m["content"] for m in messages if m["role"] == "tool" and m["content"].startswith("{'error'")]
-            assert any(SHOWN[kind] in error for kind in fate for error in errors)
+        elif fate <= {*SHOWN, "unencodable"}:
+            answers = [m["content"] for m in messages if m["role"] == "tool"]
+            errors = [answer for answer in answers if answer.startswith("{'error'")]
+            assert "unencodable" not in fate or (conversation.mended_answers and "\ufffd" in answers)
+            assert not fate & set(SHOWN) or conversation.failed_calls
+            assert all(any(SHOWN[kind] in error for error in errors) for kind in fate & set(SHOWN))
         else:
-            assert any(REASONS[kind] in conversation.failure for kind in fate - set(SHOWN))
+            assert any(REASONS[kind] in conversation.failure for kind in fate & set(REASONS))
             assert ids == before[0][: len(ids)]
     masks = rig.batch["tool_mask"] * rig.batch["completion_mask"]
     assert [not any(m) for m in masks.tolist()] == [failure is not None for failure in failed]
@@ -336,6 +338,21 @@ def test_every_failure_is_named(rig):
     assert len(seen) > 5
 
 
+def test_a_turn_that_no_parser_takes_is_plain_text(rig):
+    """TRL itself parses each first turn once more: it must not end the run there, either."""
+    for seed in range(20):
+        rows = rig.roll(seed=seed)
+        unparsed = [i for i, c in enumerate(rig.conversations) if c.unparsed]
+        assert rig.session.metrics["hybrid/turns/unparsed"] == len(unparsed)
+        assert not any(conversation.failure for conversation in rig.conversations)
+        for i in unparsed:
+            assert rig.conversations[i].unparsed.startswith("RecursionError")
+            assert BRACKETS in rows[i][2][-1]["content"]
+        if any(len(rig.conversations[i].turns) == 1 for i in unparsed):
+            return
+    pytest.fail("no row began with such a turn")
+
+
 def test_an_environment_that_hangs_is_replaced_when_another_is_needed(rig, monkeypatch):
     """Not before: its place may be taken as long as it hangs, and a factory that fails would end the rollout."""
     plan = {f"count{n}": "hang" for n in range(NUMBERS)}
@@ -355,12 +372,12 @@ def test_an_environment_that_hangs_is_replaced_when_another_is_needed(rig, monke
 
 def test_too_many_failures_stop_the_run_with_a_summary_and_leave_the_engine_usable(rig):
     reference = rig.roll()
-    plan = {key: "unprintable" for keys in known(reference).values() for key in keys}
+    plan = dict.fromkeys(known(reference)["work"], "unsendable")
     with pytest.raises(TrajectoriesFailedError) as stopped:
         rig.roll(plan, max_failed=0.1)
     text = str(stopped.value)
     assert text.startswith(f"2 of {ROWS} trajectories broke off, 1 may (rollout_options max_failed=0.1): ")
-    assert "cannot be turned into a string: RuntimeError: no text. (" in text
+    assert "a list, of which [0] is a generator, which cannot be sent from its process." in text
     assert rig.at_rest()
     with pytest.raises(TrajectoriesFailedError, match=r"1 of .* broke off, 0 may"):
         rig.roll(plan, max_failed=0.0)

@@ -19,11 +19,11 @@ import time
 
 import psutil
 import pytest
+from trlx_hybrid.answers import UnshowableError
 from trlx_hybrid.remote_errors import RemoteError
 from trlx_hybrid_multiturn.options import MultiTurnOptions
 from trlx_hybrid_multiturn.tools.processes import ProcessWorkers
 from trlx_hybrid_multiturn.tools.threads import ToolsUnavailableError
-from trlx_hybrid_multiturn.tools.worker_process import UnshowableError
 
 PATIENCE = 60  # seconds: nothing here takes long, unless the machine is busy
 

@@ -625,19 +625,20 @@ async def lost_later():
 
 
 @pytest.mark.parametrize("mode", ["thread", "process", "main"])
-def test_a_result_without_a_text_ends_its_trajectory(pool, mode):
+def test_a_result_without_a_text_is_shown_as_an_error(pool, mode):
+    """The model may have written what was run."""
     calls = [call("add", a=1, b=2), call("unprintable"), call("add", a=1, b=2)]
-    bad, good = run_many(pool(tools=mode), [calls, calls[:1]], [add, unprintable])
+    messages, conversation = run(pool(tools=mode), calls, [add, unprintable])
     cannot = "the result, a Unprintable, cannot be turned into a string: RuntimeError: no text"
-    assert bad[0] == f"tool 'unprintable': {cannot}."
-    assert (bad[1].calls, bad[1].failed_calls) == (2, 0)
-    assert good[0][0]["content"] == "3"
+    assert [m["content"] for m in messages] == ["3", str({"error": cannot}), "3"]
+    assert (conversation.calls, conversation.failed_calls) == (3, 1)
 
 
 @pytest.mark.parametrize("mode", ["thread", "main"])
-def test_an_error_without_a_text_ends_its_trajectory(pool, mode):
-    text = "tool 'silent' raised Silent, whose text cannot be made: RuntimeError."
-    assert run(pool(tools=mode), [call("silent")], [silent])[0] == text
+def test_an_error_without_a_text_is_shown_by_its_name(pool, mode):
+    messages, conversation = run(pool(tools=mode), [call("silent")], [silent])
+    assert messages[0]["content"] == str({"error": "Silent, whose text cannot be made: RuntimeError"})
+    assert conversation.failed_calls == 1
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
@@ -662,8 +663,8 @@ def test_what_goes_wrong_on_the_event_loop_ends_one_trajectory_at_most_and_never
     batches = [[call("fetch", what="text"), call(tool.__name__)] for tool in tools[:-1]]
     found = run_many(pool(), [*batches, [call("fetch", what="text")]], tools, event_loop[0])
     assert [messages if isinstance(messages, str) else messages[1]["content"] for messages, _ in found[:-1]] == [
-        "tool 'unprintable_later': the result, a Unprintable, cannot be turned into a string: RuntimeError: no text.",
-        "tool 'silent_later' raised Silent, whose text cannot be made: RuntimeError.",
+        "{'error': 'the result, a Unprintable, cannot be turned into a string: RuntimeError: no text'}",
+        "{'error': 'Silent, whose text cannot be made: RuntimeError'}",
         "{'error': 'SystemExit: 3'}",
         "{'error': 'KeyboardInterrupt: stop'}",
         "tool 'cancelled_later' was cancelled, by itself or by something else.",
@@ -842,9 +843,12 @@ def test_a_coroutine_that_blocks_its_loop_is_given_up(pool, monkeypatch, gate):
 
 
 def test_a_coroutine_whose_turn_never_comes_is_closed(pool):
+    def cancelled():
+        raise asyncio.CancelledError("the loop has gone")
+
     with nothing_left_unawaited():
-        lost, _ = run(pool(), [call("fetch", what="text"), call("silent")], [fetch, silent])
-        assert lost == "tool 'silent' raised Silent, whose text cannot be made: RuntimeError."
+        lost, _ = run(pool(), [call("fetch", what="text"), call("cancelled")], [fetch, cancelled])
+        assert lost == "tool 'cancelled' raised CancelledError: the loop has gone."
 
 
 def test_too_many_hanging_threads_stop_the_run(gate):
@@ -886,7 +890,8 @@ def test_what_cannot_run_where_it_is_to_run_is_refused(options, message):
 
 def test_a_mode_may_be_for_a_tool_that_no_row_of_the_batch_has(monkeypatch):
     """Rows choose among environments, and a batch may hold those of one only."""
-    session = types.SimpleNamespace(ranks=types.SimpleNamespace(rank=0), args=None, on_conversation=None)
+    ranks = types.SimpleNamespace(rank=0)
+    session = types.SimpleNamespace(ranks=ranks, args=None, on_conversation=None, metrics={})
     rows = dataclasses.replace(dialogue([add]), run_tools={"add": add, "give": give, "count": Counter().count})
     limits = Limits(completion_tokens=1, model_tokens=1, tool_turns=1)
     rollout = MultiTurn(session, MultiTurnOptions(tool_modes={"give": "main"}))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from trlx_hybrid.answers import described, readable
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.rollout.conversation import Message
 
@@ -93,7 +94,7 @@ class CheckedEnvironment:
         self._environment = await self._ask(self._name, self._factory)
         observation = await self._ask(f"{self._name}.reset", self._environment.reset, row)
         self._check(observation, "reset")
-        return self._cut(observation)  # type: ignore[no-any-return]
+        return self._cut(readable(observation))  # type: ignore[no-any-return]
 
     async def step(self, completion: str) -> Step:
         """Go on.
@@ -108,11 +109,11 @@ class CheckedEnvironment:
         if step.reward is not None:
             try:
                 float(step.reward)
-            except (TypeError, ValueError):
-                raise LostCallError(f"environment '{self._name}.step' gave {step.reward!r} for a reward.") from None
+            except (TypeError, ValueError, OverflowError):
+                raise LostCallError(f"environment '{self._name}.step' gave {step.reward!r:.80} for a reward.") from None
         if step.observation is None and not step.done:
             raise LostCallError(f"environment '{self._name}.step' is not done, but has nothing to show.")
-        shown = self._cut(step.observation)
+        shown = self._cut(readable(step.observation))
         return step if shown is step.observation else replace(step, observation=shown)
 
     async def close(self) -> None:
@@ -132,7 +133,7 @@ class CheckedEnvironment:
         if outcome.lost is not None:
             raise LostCallError(f"environment {outcome.lost.removeprefix('tool ')}")
         if outcome.error is not None:
-            raise LostCallError(f"environment {name!r} raised {type(outcome.error).__name__}: {outcome.error}")
+            raise LostCallError(f"environment {name!r} raised {described(outcome.error)}")
         return outcome.value
 
     def _cut(self, observation: Any) -> Any:

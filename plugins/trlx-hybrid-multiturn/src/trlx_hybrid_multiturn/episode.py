@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
+from trlx_hybrid.answers import described
 from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, Message, RequestMaker, Turn, images_of
 from trlx_hybrid.types import Completion
 
@@ -143,9 +144,18 @@ class ToolEpisode(Episode):
             completion = await self.sample(prompt, [*(dialogue.images or []), *conversation.images] or None, room)
         if not first and not completion.token_ids:
             return {}
-        message = dialogue.parse(completion.token_ids, prompt)
+        message = self._parsed(completion.token_ids, prompt)
         conversation.messages.append(message)
         return message
+
+    def _parsed(self, token_ids: list[int], prompt: list[int]) -> Message:
+        """The message of a turn: plain text where the parser raises, for the model may have written what it raised
+        at."""
+        try:
+            return self._dialogue.parse(token_ids, prompt)
+        except Exception as error:
+            self.conversation.unparsed = described(error)
+            return {"role": "assistant", "content": self._dialogue.decode(token_ids)}
 
     def _render_early(self, answers: list[Message]) -> None:
         """In the thread of the tool that gave them: the engine's thread need not do it then."""

@@ -12,6 +12,7 @@ from trlx_hybrid.errors import HybridError
 from trlx_hybrid.protocols import Run
 from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Limits, RequestMaker
 from trlx_hybrid.rollout.single_turn import SingleTurn
+from trlx_hybrid.rollout.unparsed import UNPARSED, UnparsedTurns
 
 from .episode import Episode, ToolEpisode
 from .loop import Loop, TrajectoryCoroutine
@@ -40,6 +41,7 @@ class MultiTurn(SingleTurn):
         self.options = options
         self.runner = ToolRunner(options)
         self._warned: set[str] = set()
+        self._unparsed = UnparsedTurns()
         self._visible = (
             options.progress and session.ranks.rank == 0 and not getattr(session.args, "disable_tqdm", False)
         )
@@ -51,7 +53,7 @@ class MultiTurn(SingleTurn):
 
         Raises:
             TrajectoriesFailedError: more broke off than `max_failed` allows.
-            ConfigError: a tool cannot run where it is to run.
+            ConfigError: a tool cannot run where it is to run, or no row's last turn can be parsed.
         """
         self.runner.check(
             {name: tool for d in dialogues for name, tool in d.sync_tools.items()},
@@ -69,6 +71,7 @@ class MultiTurn(SingleTurn):
         conversations = [episode.conversation for episode in episodes]
         trajectories = [_told(number, episode, session.on_conversation) for number, episode in enumerate(episodes)]
         self.run_trajectories(session, trajectories, conversations)
+        session.metrics[UNPARSED] = float(self._unparsed.ended([c.unparsed for c in conversations]))
         return conversations
 
     def run_trajectories(

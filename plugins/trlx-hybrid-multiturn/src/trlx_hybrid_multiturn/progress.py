@@ -107,6 +107,7 @@ def metrics(
         found["hybrid/tools/seconds_mean"] = sum(use.seconds for use in usage.values()) / calls
         found["hybrid/tools/seconds_max"] = max(use.slowest for use in usage.values())
         found["hybrid/tools/cut_off"] = float(sum(use.cut_off for use in usage.values()))
+        found["hybrid/tools/mended_answers"] = float(sum(c.mended_answers for c in conversations))
     if getattr(stream, "prompt_tokens", 0):
         found["hybrid/prefix_hit_rate"] = stream.cached_tokens / stream.prompt_tokens
     inflation = progress.inflation()

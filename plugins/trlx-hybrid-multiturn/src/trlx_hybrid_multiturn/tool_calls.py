@@ -12,15 +12,15 @@ import functools
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
+from trlx_hybrid.answers import described, readable
 from trlx_hybrid.rollout.conversation import Conversation, Dialogue, Message
 
 from .loop import Outcome
 from .tools.runner import ToolRunner
-from .tools.worker_process import UnshowableError
 
 
 class LostCallError(Exception):
-    """A call that could not be made, or brought what cannot be shown; ends its trajectory."""
+    """A call that could not be made, or whose result did not come back; ends its trajectory."""
 
 
 async def run_calls(
@@ -36,15 +36,15 @@ async def run_calls(
         early: may be given the messages that are going to be returned, earlier and in another thread. Must not raise.
 
     Raises:
-        LostCallError: a call could not be made, or its result cannot be brought back or turned into a string.
+        LostCallError: a call could not be made, or its result did not come back.
     """
     results: list[tuple[str, Any]] = []
     coroutines: list[tuple[str, Coroutine[Any, Any, Any]]] = []
     try:
         for call in calls:
             conversation.calls += 1
-            if call["type"] != "function":
-                error: Exception = ValueError(f"Unsupported tool call type: {call['type']}")
+            if call.get("type") != "function" or "function" not in call:
+                error: Exception = ValueError(f"Unsupported tool call type: {call.get('type')}")
                 name = call.get("name", "unknown")
                 results.append((name, _content(name, Outcome(error=error), conversation)))
                 continue
@@ -76,7 +76,7 @@ async def run_calls(
 
 
 def _message(name: str, content: Any) -> Message:
-    return {"role": "tool", "name": name, "content": content}
+    return {"role": "tool", "name": readable(name), "content": content}
 
 
 def _early(early: Callable[[list[Message]], None], name: str, value: Any) -> None:
@@ -91,17 +91,16 @@ def _content(name: str, outcome: Outcome, conversation: Conversation) -> Any:
         conversation.failed_calls += 1
         return str({"error": outcome.lost})
     if outcome.error is None:
-        return outcome.value
-    raised = f"tool {name!r} raised {type(outcome.error).__name__}"
+        shown = readable(outcome.value)
+        conversation.mended_answers += shown is not outcome.value
+        return shown
+    if isinstance(outcome.error, asyncio.CancelledError):  # of a kind that says what else was lost
+        raise LostCallError(f"tool {name!r} raised {described(outcome.error)}.")
+    conversation.failed_calls += 1
     try:
         text = str(outcome.error)
-    except Exception as error:  # the tool's own
-        raise LostCallError(f"{raised}, whose text cannot be made: {type(error).__name__}.") from error
-    if isinstance(outcome.error, UnshowableError):
-        raise LostCallError(f"tool {name!r}: {text}.")
-    if isinstance(outcome.error, asyncio.CancelledError):  # of a kind that says what else was lost
-        raise LostCallError(f"{raised}: {text}.")
-    conversation.failed_calls += 1
+    except (Exception, SystemExit):  # the tool's own, which the model may have written
+        return str({"error": described(outcome.error)})
     if not isinstance(outcome.error, Exception):  # `sys.exit()`, whose text is a number or nothing
         text = f"{type(outcome.error).__name__}: {text}"
     return str({"error": text})

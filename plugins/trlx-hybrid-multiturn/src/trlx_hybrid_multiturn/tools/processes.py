@@ -23,12 +23,13 @@ from typing import Any
 
 import cloudpickle  # type: ignore[import-untyped]
 from trlx_hybrid import plain_data, process_tree, remote_errors
+from trlx_hybrid.answers import UnshowableError
 from trlx_hybrid.excerpt import CHARACTERS
 
 from ..loop import Outcome
 from . import worker_process
 from .threads import ToolCall, ToolWorkers
-from .worker_process import ANSWER_BYTES, FUNCTIONS, PLAIN, TooLongError, UnshowableError, receive, send
+from .worker_process import ANSWER_BYTES, FUNCTIONS, PLAIN, TooLongError, receive, send
 
 START_SECONDS = 60.0  # for the interpreter, and for the imports of a tool's module; no tool's deadline counts them
 CRASH_SECONDS = 5.0  # between the end of a process's socket and its own end, with all that it started

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from trlx_hybrid.answers import as_content
 from trlx_hybrid.errors import ConfigError, did_you_mean
 from trlx_hybrid.excerpt import excerpt
 
@@ -24,7 +25,6 @@ from ..options import Mode, MultiTurnOptions
 from .event_loop import DaemonLoop, gathered
 from .processes import ProcessWorkers
 from .threads import ThreadWorkers, ToolCall, performed
-from .worker_process import as_shown
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class ToolRunner:
 
     def shown(self, result: Any) -> Any:
         """What the model is shown of a tool's result."""
-        return self.cut(as_shown(result))
+        return self.cut(as_content(result))
 
     def cut(self, answer: Any) -> Any:
         """A text or a list as it is, or the beginning of one that is too long, with a note."""

@@ -35,10 +35,6 @@ ANSWER_BYTES = 64 << 20  # of one answer; images are most of it, as texts are cu
 HEADER = struct.Struct("!QQ")  # number and length
 
 
-class UnshowableError(Exception):
-    """A tool's result cannot be turned into a string, so the model cannot be shown it."""
-
-
 class TooLongError(Exception):
     """A message is longer than its reader takes."""
 
@@ -133,8 +129,10 @@ class Worker:
         except Exception as error:
             self._leave_if_forked(error)
             return "refused", f"cannot be given its arguments in a process: {_described(error)}. Run it in threads."
+        from trlx_hybrid.answers import UnshowableError, as_content  # here, as plain_data below
+
         try:
-            return "value", as_shown(function(**arguments))
+            return "value", as_content(function(**arguments))
         except UnshowableError as error:
             return "unshowable", str(error)
         except BaseException as error:  # a tool's own SystemExit is its error, not the end of this process
@@ -173,20 +171,8 @@ def loaded(pickled: bytes) -> Callable[..., Any]:
     return pickle.loads(pickled)  # type: ignore[no-any-return]
 
 
-def as_shown(value: Any) -> Any:
-    """A tool's result as TRL shows it to the model: content blocks as they are, all else as a string."""
-    if isinstance(value, list):
-        return value
-    try:
-        return str(value)
-    except Exception as error:
-        raise UnshowableError(
-            f"the result, a {type(value).__qualname__}, cannot be turned into a string: {type(error).__name__}: {error}"
-        ) from error
-
-
 def _packed(kind: str, content: Any) -> bytes:
-    from trlx_hybrid import plain_data
+    from trlx_hybrid import plain_data  # here: where it lies is known from the trainer's path
 
     # The content by itself, so that an error names a part of it.
     return b'{"kind": "%b", "content": %b}' % (kind.encode(), plain_data.dumps(content, classes=False))

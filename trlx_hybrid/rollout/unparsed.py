@@ -1,0 +1,99 @@
+"""Turns that a parser raises at: plain text and counted, unless it raises at all of them.
+
+A model may write what makes a parser raise: 1,000 brackets are a RecursionError of Python's JSON. TRL 1.16 reads a turn
+as plain text where `parse_response` raises a ValueError or a TypeError, and ends the run at all else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..answers import described
+from ..errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+UNPARSED = "hybrid/turns/unparsed"
+"""The metric: turns of a batch, per rank."""
+
+FEWEST = 2
+"""Rows in succession that say that the parser is broken: one row alone may be the model's doing."""
+
+
+class UnparsedTurns:
+    """Counts the rows of a run whose turn no parser took."""
+
+    def __init__(self) -> None:
+        self._in_succession, self._warned = 0, False
+
+    def ended(self, reasons: Sequence[str | None]) -> int:
+        """Return how many rows of a batch were not parsed.
+
+        Args:
+            reasons: the exception of each row's parser, None where it was parsed.
+
+        Raises:
+            ConfigError: no row of the batch was, nor any of the batches right before it, two rows at least together.
+        """
+        raised = [reason for reason in reasons if reason is not None]
+        self._in_succession = self._in_succession + len(raised) if len(raised) == len(reasons) else 0
+        if self._in_succession >= FEWEST:
+            causes = "; ".join(f"{reason:.200} ({n} times)" for reason, n in Counter(raised).most_common(3))
+            raise ConfigError(
+                f"The parser of the model's turns raised at all {len(reasons)} rows of a batch: {causes}. It is the "
+                "tokenizer's `response_template` (or `response_schema`), which trl.chat_template_utils."
+                "add_response_schema sets for the templates that TRL knows. Give the processing class one that fits "
+                "its chat template."
+            )
+        if raised and not self._warned:
+            self._warned = True
+            logger.warning(
+                "A turn cannot be parsed and is taken as plain text, without tool calls: %.200s. Such turns are "
+                "counted as hybrid/turns/unparsed from here on.",
+                raised[0],
+            )
+        return len(raised)
+
+
+class ParsingTokenizer:
+    """A tokenizer for TRL's `parse_response`, which reads turns as plain text where this one's parser raises.
+
+    Attributes:
+        tokenizer: the one that it stands for, in all else, too.
+        reasons: of each turn that was parsed, the exception, or None.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.reasons: list[str | None] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Encode."""
+        return self.tokenizer(*args, **kwargs)
+
+    def __len__(self) -> int:
+        return len(self.tokenizer)
+
+    def parse_response(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the tokenizer's message.
+
+        Raises:
+            ValueError: the parser raised, whatever it was.
+        """
+        parse: Callable[..., Any] = self.tokenizer.parse_response
+        try:
+            message = parse(*args, **kwargs)
+        except (ValueError, TypeError):  # TRL knows these: a malformed call
+            self.reasons.append(None)
+            raise
+        except Exception as error:
+            self.reasons.append(described(error))
+            raise ValueError(described(error)) from error
+        self.reasons.append(None)
+        return message

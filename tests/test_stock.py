@@ -95,6 +95,14 @@ def test_a_plugin_may_replace_the_advantages_and_the_header_says_so(run, capsys)
     assert "advantages=plugin Advice-0 (this script)" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("trainer", ["GRPO", "RLOO"])
+def test_the_table_of_completions_shows_the_advantages_that_are_trained_with(run, trainer):
+    counted = Advice(lambda stock: torch.arange(len(stock)) + 100.0)
+    given = {"config_class": getattr(trl, f"{trainer}Config"), "plugins": [counted], "max_steps": 1, "beta": 0.0}
+    ours = run(getattr(trlx_hybrid, f"{trainer}Trainer"), **given)
+    assert list(ours.trainer._logs["advantages"]) == [100.0 + row for row in range(8)]
+
+
 def test_of_two_plugins_with_advantages_none_is_taken(run):
     with pytest.raises(PluginError, match=r"'Advice-0' \(this script -\) and 'Advice-1' .*Disable all but one"):
         run(trlx_hybrid.GRPOTrainer, plugins=[Advice(torch.zeros_like), Advice(torch.ones_like)], train=False)

@@ -136,3 +136,14 @@ def replaced(session: Session, batch: Mapping[str, Any], rewards: Tensor | None)
         raise session.host.fault(plugin, HOOK, TypeError(f"it returned {problem}"))
     replacement: Tensor = advantages.to(stock)
     return replacement
+
+
+def tabulate(trainer: Any, advantages: Tensor) -> None:
+    """Show in TRL's table of completions the advantages that are trained with. Collective.
+
+    Args:
+        advantages: (B,), of this rank's rows.
+    """
+    every, shown = trainer.accelerator.gather(advantages).tolist(), trainer._logs["advantages"]
+    for place in range(1, min(len(every), len(shown)) + 1):  # it keeps those of the last rows
+        shown[-place] = every[-place]

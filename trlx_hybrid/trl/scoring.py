@@ -32,9 +32,10 @@ from ..kept_tokens import BOUNDS, WORDS, KeptTokens, tensors_of
 from ..protocols import Rows, Scores
 from ..weights.policy import transformers_model
 from ..weights.verify import noise
-from . import over_support
+from . import micro_batches, over_support
 from .joined import WIDE, JoinedPass, joinable, tokens_of
 from .kept_log_probs import scoring_over
+from .micro_batches import regrouped
 from .routing import DIFFERENCE, EXPERTS, aligned, experts_of
 from .unscored import UNSCORED, left_out, unscored
 
@@ -76,6 +77,7 @@ class Scored:
 
     _skips_old = False  # the next rows to be scored are those of the old log-probs, which are left out
     _micro_batch: dict[str, Any] | None = None  # whose loss is being computed
+    _logs_again = False  # that loss was computed before, of the same scores
     _terms_added = False  # to the loss of that micro-batch, by algorithms
     _loss_scores: Scores | None = None  # of that micro-batch, where algorithms add to its loss
     _loss_tokens = 0  # that the model was given to compute losses from, padding included
@@ -232,6 +234,7 @@ class Scored:
         images = any(isinstance(value, list) for value in drawn[0].values())  # which are not one to a row
         if images or self._bound is not None or not self._in_one_step():
             return inputs
+        micro_batches.number(drawn)
         tokens = torch.cat([(micro["prompt_mask"].sum(1) + micro["completion_mask"].sum(1)) for micro in drawn])
         prompts = torch.cat([micro["prompt_ids"].masked_fill(micro["prompt_mask"] == 0, -1) for micro in drawn])
         trainer._buffered_inputs = regrouped(drawn, scoring.micro_batches(prompts, tokens.tolist(), len(drawn)))
@@ -257,9 +260,28 @@ class Scored:
         self._micro_batch = inputs
         try:
             loss = super()._compute_loss(model, inputs, *others)  # type: ignore[misc]
+            if micro_batches.ROW in inputs:
+                self._log_as_drawn(model)
             return loss if self._loss_scores is None else loss + self._added_loss(self._loss_scores, inputs)
         finally:
             self._micro_batch = self._loss_scores = None
+
+    @torch.no_grad()
+    def _log_as_drawn(self, model: Any) -> None:
+        """With the last micro-batch of regrouped rows: TRL's metrics of its own micro-batches. Collective."""
+        trainer: Any = self
+        computed = trainer._buffered_inputs
+        if trainer._step % len(computed) != len(computed) - 1:
+            return
+        metrics = trainer._metrics["train"]
+        drawn, lengths = micro_batches.as_drawn(computed), {name: len(values) for name, values in metrics.items()}
+        self._logs_again = True
+        try:
+            for self._micro_batch in drawn:
+                super()._compute_loss(model, self._micro_batch)  # type: ignore[misc]
+        finally:
+            self._logs_again = False
+        micro_batches.replace_last(metrics, lengths, len(drawn))
 
     def _added_loss(self, scores: Scores, inputs: dict[str, Any]) -> Any:
         """What the run's algorithms add to a micro-batch's loss, divided as TRL divides its own. Collective."""
@@ -289,6 +311,8 @@ class Scored:
         if "session" not in self.__dict__:
             given = input_ids, attention_mask, logits_to_keep, batch_size, compute_entropy, compute_aux_loss
             return stock(model, *given, **images)
+        if self._logs_again and self._micro_batch is not None:
+            return micro_batches.kept(self._micro_batch)
         skipped = of_old = False
         if not self._generating:  # else these are not the rows that the flags are about
             skipped, self._skips_old = self._skips_old, False
@@ -360,6 +384,8 @@ class Scored:
         if self._micro_batch is not None and NUMBER in self._micro_batch:
             deferred = self._deferred["train" if trainer.model.training else "eval"]
             deferred.fill(trainer, self._micro_batch, scores.log_probs.detach())
+        if self._micro_batch is not None and not reference:
+            micro_batches.keep(self._micro_batch, scores)
         if self._micro_batch is not None and experts is not None:
             self._log_difference()
         if self._micro_batch is not None and kept is not None:
@@ -579,33 +605,6 @@ def bound_together(trainer: Any) -> str | None:
     if args.gradient_accumulation_steps % args.steps_per_generation:
         return "two optimizer steps share a rollout."
     return None
-
-
-def regrouped(micro_batches: list[dict[str, Any]], groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """The same rows in other micro-batches.
-
-    Args:
-        groups: the rows of each, counted through all the micro-batches as they were.
-
-    Raises:
-        ComponentError: they do not hold each row once, or not equally many.
-    """
-    size = len(micro_batches[0]["prompt_ids"])
-    rows, sizes = size * len(micro_batches), [len(group) for group in groups]
-    if sorted(row for group in groups for row in group) != list(range(rows)) or set(sizes) != {size}:
-        raise ComponentError(
-            f"The scoring put the {rows} rows of {len(micro_batches)} micro-batches into groups of "
-            f"{', '.join(map(str, sizes))}, where each row once and {size} to a group were expected. Report it to its "
-            "author."
-        )
-    whole: dict[str, Any] = {}
-    for name, value in micro_batches[0].items():
-        if isinstance(value, Tensor) and value.ndim:
-            whole[name] = torch.cat([micro[name] for micro in micro_batches])
-    return [
-        {name: whole[name][list(group)] if name in whole else value for name, value in micro_batches[0].items()}
-        for group in groups
-    ]
 
 
 class Deferred:

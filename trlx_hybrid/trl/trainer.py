@@ -58,7 +58,7 @@ from .early_rewards import begun_early
 from .generation import Generation, trajectories_of
 from .recording import Recording
 from .replay import Replayed
-from .rewards import HOOK, checking, refuse_missing_package, replaced, without_masked
+from .rewards import HOOK, checking, refuse_missing_package, replaced, tabulate, without_masked
 from .scoring import SCORER, Scored, overriding, scores_apart
 from .step_metrics import Metered, StepMetrics
 from .truncation import BY_TOKEN, MASKS, Truncation, by_last_token, correct_metrics, rule_of, truncated_rows
@@ -448,6 +448,8 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         if "advantages" in batch:
             batch["advantages"] = self._advised(batch["advantages"])
             batch["advantages"] = replaced(session, batch, self._rewards)
+            if self._groups is not None or session.adviser is not None:
+                tabulate(trainer, batch["advantages"])
         session.host.call("trlx_rollout_end", session=session, trajectories=self._trajectories())
         metrics = trainer._metrics["train" if session.training else "eval"]
         for name, value in session.metrics.items():
@@ -462,10 +464,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         advantages = self.session.algorithms.advantages(self._groups) if self._groups is not None else None
         if advantages is None:
             return stock
-        every, first = advantages.flatten().tolist(), self.session.ranks.rank * len(stock)
-        logged = self._logs["advantages"]  # type: ignore[attr-defined]
-        for place in range(1, min(len(every), len(logged)) + 1):
-            logged[-place] = every[-place]
+        first = self.session.ranks.rank * len(stock)
         return advantages.flatten()[first : first + len(stock)].to(stock)
 
     def _check_sampled(self, batch: Mapping[str, Any]) -> None:

@@ -2,14 +2,12 @@
 
 import json
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 from trlx_hybrid import GRPOTrainer
 from trlx_hybrid.config import RESUME_VARIABLE
-from trlx_hybrid.errors import ConfigError
-from trlx_hybrid.trl.checkpoint import checkpoint_to_resume, newest_checkpoint, resumed
+from trlx_hybrid.trl.checkpoint import checkpoint_to_resume, newest_checkpoint
 
 
 @pytest.fixture(autouse=True)
@@ -25,6 +23,8 @@ def save(tmp_path):
         for rank in range(ranks if generators else 0):
             name = "rng_state.pth" if ranks == 1 else f"rng_state_{rank}.pth"
             torch.save({"cpu": torch.random.get_rng_state()}, folder / name)
+            torch.save({}, folder / "optimizer.pt")
+            torch.save({}, folder / "pytorch_model.bin")
         if state:
             (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
         return folder
@@ -46,7 +46,7 @@ def test_one_that_was_cut_short_is_passed_over(tmp_path, save):
     truncated.write_bytes(truncated.read_bytes()[:100])
     (save(8, ranks=2) / "rng_state_0.pth").unlink()
     (save(10, ranks=2) / "trainer_state.json").write_text('{"global_st')
-    assert newest_checkpoint(tmp_path, ranks=2) == whole
+    assert newest_checkpoint(tmp_path) == whole
 
 
 def test_one_without_training_state_counts(tmp_path, save):
@@ -54,7 +54,7 @@ def test_one_without_training_state_counts(tmp_path, save):
     assert newest_checkpoint(tmp_path / "nowhere") is None
     assert newest_checkpoint(tmp_path) is None
     weights_only = save(3, generators=False)
-    assert newest_checkpoint(tmp_path, ranks=4) == weights_only
+    assert newest_checkpoint(tmp_path) == weights_only
 
 
 def test_a_first_start_resumes_nothing(tmp_path, save, monkeypatch):
@@ -109,11 +109,3 @@ def test_what_the_script_says_itself_counts(run, tmp_path, monkeypatch, capsys):
     again = run(GRPOTrainer, resume=False, **settings)
     assert "started again" not in capsys.readouterr().err
     assert again.recorder.completions == first.recorder.completions
-
-
-def test_ranks_that_see_different_checkpoints_are_refused(tmp_path, save, monkeypatch):
-    monkeypatch.setenv(RESUME_VARIABLE, "1")
-    save(5, ranks=2)
-    apart = SimpleNamespace(rank=0, world=2, gather=lambda found: [found, None])
-    with pytest.raises(ConfigError, match=r"\(rank 0: checkpoint-5, rank 1: none\).*folder that all nodes share"):
-        resumed(apart, tmp_path)

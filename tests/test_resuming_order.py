@@ -158,5 +158,6 @@ def test_a_rollout_that_is_torn_ends_the_resume_with_the_name_of_its_file(run, t
     run(GRPOTrainer, output_dir=str(tmp_path / "whole"), **settings)
     file = tmp_path / "whole" / "checkpoint-1" / "trlx_hybrid_rollout_0.pt"
     file.write_bytes(file.read_bytes()[:100])
+    (file.parent / "trlx_hybrid_manifest.json").unlink()  # which would tell before the model is loaded
     with pytest.raises(ConfigError, match=r"trlx_hybrid_rollout_0\.pt cannot be read"):
         run(GRPOTrainer, resume=str(file.parent), **settings)

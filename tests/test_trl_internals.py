@@ -21,7 +21,9 @@ METHODS = (
     "_load_best_model",
     "_load_from_checkpoint",
     "_load_optimizer_and_scheduler",
+    "_push_from_checkpoint",
     "_run_epoch",
+    "_save",
     "_save_checkpoint",
 )
 

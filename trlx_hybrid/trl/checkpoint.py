@@ -2,35 +2,69 @@
 
 from __future__ import annotations
 
-import json
+import functools
+import logging
 import os
-import re
-import sys
-import zipfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ..config import RESUME_VARIABLE
 from ..errors import ConfigError, listed
+from . import manifest, restart
+from .run_identity import RunIdentity, new_identity, read_identity, write_identity
 
 if TYPE_CHECKING:
-    from ..ranks import Ranks
     from ..session import Session
+
+logger = logging.getLogger(__name__)
 
 
 class Checkpointing:
     """Stands between `HybridTrainer` and TRL's trainer."""
 
     session: Session
+    _identity: RunIdentity | None = None  # of the run, in all of its starts
+    _open_save: Path | None = None  # a checkpoint whose save has not ended
+    _limit: int | None = None  # save_total_limit, while that is so
+    _taken_over_said = False
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """As in TRL; where a launcher has started the run again and nothing is said here, from its last checkpoint."""
+        return super().train(self._start_from(resume_from_checkpoint), *args, **kwargs)  # type: ignore[misc]
+
+    def _start_from(self, given: str | bool | None) -> str | bool | None:
+        """Take an identity, and return what TRL resumes from. Collective.
+
+        Args:
+            given: what `train` was told: a checkpoint, True for the newest, False for none, None for a restart's.
+        """
         trainer: Any = self
-        if resume_from_checkpoint is None and trainer.state.global_step == 0:
-            resume_from_checkpoint = resumed(self.session.ranks, trainer.args.output_dir)
-        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+        ranks, output_dir = self.session.ranks, Path(trainer.args.output_dir)
+        again = given is None and trainer.state.global_step == 0 and os.environ.get(RESUME_VARIABLE) == "1"
+        if not again and not given and self._identity is not None:
+            return given  # a further call of `train`
+        if again or given is True:
+            choose = functools.partial(restart.newest_start, output_dir)
+        elif given:
+            choose = functools.partial(restart.named_start, output_dir, Path(str(given)))
+        else:
+            choose = functools.partial(restart.first_start, output_dir)
+        writes = str(getattr(trainer.args.save_strategy, "value", trainer.args.save_strategy)) != "no"
+        start = restart.started(ranks, output_dir, choose, saves=bool(trainer.args.should_save), writes=writes)
+        self._identity = start.identity
+        if ranks.rank == 0 and (again or start.passed):
+            restart.announce(start, trainer.args.output_dir)
+        if ranks.rank == 0:
+            restart.warn(start, ranks.world)
+        if given is True and start.checkpoint is None and start.passed:
+            raise ConfigError(
+                f"No checkpoint in {output_dir} can be resumed from: {listed(list(start.passed), 8)}. Name one, or "
+                "start over with resume_from_checkpoint=False."
+            )
+        found = start.checkpoint if again or given is True else None
+        return given if found is None else str(found)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
         """Not after the last step: transformers 5.17 takes one more where it resumes a run that had ended."""
@@ -55,70 +89,97 @@ class Checkpointing:
             self.session.load_state(Path(checkpoint), trainer.state.global_step)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As in TRL, between the two versions of a manifest. Older checkpoints go when the last one is written."""
         trainer: Any = self
-        if trainer.args.should_save and not (self.session.selection.stock and not self.session.algorithms):
-            folder = Path(trainer._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}"
-            folder.mkdir(parents=True, exist_ok=True)
-            self.session.save_state(folder)  # first: what is written last tells that all of it is there
-        super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        if "session" not in self.__dict__:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            return
+        args, output_dir = trainer.args, Path(trainer._get_output_dir(trial=trial))
+        self._begin_save(output_dir / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
+        self._limit, args.save_total_limit = args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        finally:
+            args.save_total_limit = self._limit
+        self._end_save()
+        if args.should_save:
+            best = trainer.state.best_model_checkpoint
+            rotate_checkpoints(str(output_dir), args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
 
+    def _save(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, which saves the arguments, too: those that the user gave."""
+        trainer: Any = self
+        held_back = trainer.args.save_total_limit
+        if self._open_save is not None:
+            trainer.args.save_total_limit = self._limit
+        try:
+            return super()._save(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            trainer.args.save_total_limit = held_back
 
-CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """As in transformers, with the manifest."""
+        self._end_save()
+        super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
+    def _begin_save(self, checkpoint: Path) -> None:
+        """Open a manifest, and write the session's state. Collective: no rank writes before the folder is clean."""
+        trainer: Any = self
+        self._open_save = checkpoint
+        self._identity = identity = self._identity or self.session.ranks.broadcast(new_identity())
+        if trainer.args.should_save:
+            self._see_whose_folder(Path(trainer.args.output_dir), identity)
+            manifest.begin(checkpoint, identity.run, self.session.ranks.world)
+            if not (self.session.selection.stock and not self.session.algorithms):
+                self.session.save_state(checkpoint)
+        trainer.accelerator.wait_for_everyone()
 
-def resumed(ranks: Ranks, output_dir: str | Path) -> str | None:
-    """The checkpoint that a trainer goes on from which was not told one. Collective where a launcher asks for it.
+    def _end_save(self) -> None:
+        """Write the manifest, when all ranks have written what is in it. Collective."""
+        trainer: Any = self
+        if self._open_save is None or self._identity is None:
+            return
+        trainer.accelerator.wait_for_everyone()
+        if trainer.args.should_save:
+            manifest.end(self._open_save, self._identity.run, self.session.ranks.world)
+        self._open_save = None
 
-    None at a run's first start, and where nothing was saved yet: the run then starts over, and says so.
-
-    Raises:
-        ConfigError: ranks see different checkpoints, so part of them would start over.
-    """
-    if os.environ.get(RESUME_VARIABLE) != "1":
-        return None
-    found = ranks.gather(newest_checkpoint(output_dir, ranks.world))
-    if len(set(found)) > 1:
-        seen = [f"rank {rank}: {path.name if path else 'none'}" for rank, path in enumerate(found)]
-        raise ConfigError(
-            f"The ranks see different checkpoints in {os.path.abspath(output_dir)} ({listed(seen, 8)}), so this run "
-            "cannot go on from one. Let output_dir be a folder that all nodes share."
-        )
-    checkpoint = found[0]
-    if ranks.rank == 0:
-        goes_on = f"going on from {checkpoint}" if checkpoint else f"no whole checkpoint in {output_dir}: starting over"
-        print(f"trlx_hybrid: started again, {goes_on}", file=sys.stderr, flush=True)
-    return None if checkpoint is None else str(checkpoint)
+    def _see_whose_folder(self, output_dir: Path, identity: RunIdentity) -> None:
+        """Write down whose folder it is where nobody has; warn, once, where another process has begun in it since."""
+        try:
+            known = read_identity(output_dir)
+        except ConfigError:  # torn: it is written anew
+            known = None
+        if known is None:
+            write_identity(output_dir, identity)
+        elif known.process != identity.process and not self._taken_over_said:
+            self._taken_over_said = True
+            which = "this run again" if known.run == identity.run else "another run"
+            logger.warning(
+                "Another process has started %s in %s since this one began, and both write checkpoints there. End one "
+                "of them, or give it an output_dir of its own.",
+                which,
+                output_dir,
+            )
 
 
 def checkpoint_to_resume(output_dir: str | Path) -> str | None:
-    """The same for a trainer of another kind: what to pass to `trainer.train(resume_from_checkpoint=...)`."""
+    """Return what to pass to `trainer.train(resume_from_checkpoint=...)` of a trainer of another kind.
+
+    None at a run's first start, and where nothing was saved yet.
+    """
     if os.environ.get(RESUME_VARIABLE) != "1":
         return None
-    newest = newest_checkpoint(output_dir, ranks=int(os.environ.get("WORLD_SIZE", "1")))
-    return None if newest is None else str(newest)
+    start = restart.newest_start(Path(output_dir))
+    if os.environ.get("RANK", "0") == "0":
+        restart.announce(start, output_dir)
+        restart.warn(start, int(os.environ.get("WORLD_SIZE", "1")))
+    return None if start.checkpoint is None else str(start.checkpoint)
 
 
-def newest_checkpoint(output_dir: str | Path, ranks: int = 1) -> Path | None:
-    """The newest checkpoint that was written to its end; None if there is none.
+def newest_checkpoint(output_dir: str | Path) -> Path | None:
+    """Return the newest whole checkpoint of the run that a folder belongs to; None if there is none.
 
-    transformers takes the one with the highest number, and a run that is killed while it saves leaves one that cannot
-    be loaded: every restart would fail on it. Rank 0 writes `trainer_state.json` last, each rank its generators.
+    transformers takes the one with the highest number, which may be cut short, or another run's.
     """
-    folder = Path(output_dir)
-    numbered = {
-        int(match[1]): path
-        for path in (folder.iterdir() if folder.is_dir() else ())
-        if (match := CHECKPOINT.fullmatch(path.name)) and path.is_dir()
-    }
-    return next((numbered[step] for step in sorted(numbered, reverse=True) if _complete(numbered[step], ranks)), None)
-
-
-def _complete(checkpoint: Path, ranks: int) -> bool:
-    try:
-        json.loads((checkpoint / "trainer_state.json").read_text())
-    except (OSError, ValueError):
-        return False
-    generators = list(checkpoint.glob("rng_state*.pth"))
-    if not generators:  # saved with save_only_model
-        return True
-    return len(generators) >= ranks and all(zipfile.is_zipfile(path) for path in generators)
+    return restart.newest_start(Path(output_dir)).checkpoint

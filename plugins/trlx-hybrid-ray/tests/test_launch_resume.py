@@ -25,7 +25,7 @@ class Killer(threading.Thread):
 
     def run(self):
         while not self.over.wait(0.01):
-            newest = newest_checkpoint(self.folder / "run", ranks=2)
+            newest = newest_checkpoint(self.folder / "run")
             if newest is not None and newest.name == self.checkpoint:
                 os.kill(json.loads(self.mark.read_text())["pid"], signal.SIGKILL)
                 return

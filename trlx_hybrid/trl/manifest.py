@@ -1,0 +1,147 @@
+"""The manifest of a checkpoint: whose it is, and which files it has to hold.
+
+    trlx_hybrid_manifest.json    {"run": "5f0c…", "ranks": 2, "ended": true,
+                                  "files": {"model.safetensors": [1048576, "9a3e11f0"], …}}    bytes, and digest
+
+Its first version is written when a save begins, with `"ended": false`, so that a save that was killed can be told. The
+last one is written when all ranks have written their files. Either replaces the file at once: none is half a manifest.
+
+A digest is a CRC-32, which finds what a crash or a full disk leaves, and is no proof against a forger. Of a large file
+it reads both ends and pieces between them: to read all of it would cost a tenth of the save.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from transformers.trainer import TRAINER_STATE_NAME
+
+MANIFEST_FILE = "trlx_hybrid_manifest.json"
+SENTINEL_FILE = "checkpoint-is-incomplete.txt"
+"""The file that transformers' `JITCheckpointCallback` removes when its save is over."""
+
+WHOLE = 16 << 20  # bytes; a file of so many is read to its end
+END = 1 << 20  # bytes at each end of a larger one
+PIECE, STRIDE = 64 << 10, 16 << 20  # bytes of each piece between them, and from one to the next
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """Facts of a checkpoint, written with it.
+
+    Attributes:
+        run: identity of the run that saved it.
+        ranks: how many ranks it had.
+        ended: whether the save came to its end.
+        files: bytes and digest of each file, by its path in the checkpoint.
+    """
+
+    run: str
+    ranks: int
+    ended: bool = False
+    files: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+
+def begin(checkpoint: Path, run: str, ranks: int) -> None:
+    """Note that a save begins, in a folder that is made for it.
+
+    What another run has left in this folder, or a save that was killed, is removed: it would be taken for a part of
+    this checkpoint.
+    """
+    try:
+        before = read(checkpoint)
+        left = before is not None and not (before.ended and before.run == run)
+    except ValueError:
+        left = True
+    if left or (not (checkpoint / MANIFEST_FILE).exists() and (checkpoint / TRAINER_STATE_NAME).exists()):
+        shutil.rmtree(checkpoint)
+    checkpoint.mkdir(parents=True, exist_ok=True)
+    _write(checkpoint, Manifest(run=run, ranks=ranks))
+
+
+def end(checkpoint: Path, run: str, ranks: int) -> None:
+    """Write down what the checkpoint holds. After all ranks have written their files, and before older ones go."""
+    files = {path.relative_to(checkpoint).as_posix(): digest(path) for path in _files(checkpoint)}
+    _write(checkpoint, Manifest(run=run, ranks=ranks, ended=True, files=files))
+
+
+def read(checkpoint: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint; None where it has none.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        text = (checkpoint / MANIFEST_FILE).read_text()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{MANIFEST_FILE} cannot be read ({error})") from error
+    try:
+        found = json.loads(text)
+        files = {str(name): (int(size), str(digest)) for name, (size, digest) in found.pop("files").items()}
+        return Manifest(**found, files=files)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST_FILE} cannot be read ({error!r:.80})") from error
+
+
+def fault(checkpoint: Path, manifest: Manifest) -> str | None:
+    """Hold a checkpoint against its manifest; return the first thing that differs, None where nothing does."""
+    if not manifest.ended:
+        return "its save did not come to its end"
+    if (checkpoint / SENTINEL_FILE).exists():
+        return f"{SENTINEL_FILE} says that its save did not come to its end"
+    for name, (size, then) in sorted(manifest.files.items()):
+        try:
+            now, found = digest(checkpoint / name)
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read ({error})"
+        if now != size:
+            return f"{name} has {now:,} bytes, and was saved with {size:,}"
+        if found != then:
+            return f"{name} holds other bytes than were saved"
+    return None
+
+
+def digest(file: Path) -> tuple[int, str]:
+    """Return a file's size in bytes, and the CRC-32 of the parts that `parts` names, in hexadecimal digits."""
+    found = 0
+    with file.open("rb", buffering=0) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        for start, length in parts(size):
+            opened.seek(start)
+            while length > 0 and (read := opened.read(length)):
+                found = zlib.crc32(read, found)
+                length -= len(read)
+    return size, f"{found:08x}"
+
+
+def parts(size: int) -> Iterator[tuple[int, int]]:
+    """Yield begin and length in bytes of the parts of a file that its digest reads."""
+    if size <= WHOLE:
+        yield 0, size
+        return
+    yield 0, END
+    yield from ((start, PIECE) for start in range(STRIDE, size - END, STRIDE))
+    yield size - END, END
+
+
+def _files(checkpoint: Path) -> Iterator[Path]:
+    """Yield the files of a checkpoint, those of its folders included, without what another save is about to rename."""
+    for path in sorted(checkpoint.rglob("*")):
+        if path.is_file() and path.name not in (MANIFEST_FILE, SENTINEL_FILE) and path.suffix != ".part":
+            yield path
+
+
+def _write(checkpoint: Path, manifest: Manifest) -> None:
+    part = checkpoint / f"{MANIFEST_FILE}.{os.getpid()}.part"
+    part.write_text(json.dumps(asdict(manifest), indent=1))
+    part.replace(checkpoint / MANIFEST_FILE)

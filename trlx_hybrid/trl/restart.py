@@ -1,0 +1,224 @@
+"""The place where a run begins: at its beginning, or at the newest whole checkpoint of its own."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..errors import ConfigError, listed
+from . import file_formats, manifest
+from .run_identity import RunIdentity, new_identity, read_identity, write_identity
+
+if TYPE_CHECKING:
+    from ..ranks import Ranks
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+WAY_OUT = f"Resume from another one, or remove its {manifest.MANIFEST_FILE} to have it loaded as it is."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Where a run begins, and as which run.
+
+    Attributes:
+        identity: of the run.
+        checkpoint: what it goes on from; None at its beginning.
+        saved_by: how many ranks saved that; None where nothing tells.
+        known: whether it has a manifest.
+        passed: newer checkpoints that are not taken, each with the reason.
+    """
+
+    identity: RunIdentity
+    checkpoint: Path | None = None
+    saved_by: int | None = None
+    known: bool = True
+    passed: tuple[str, ...] = ()
+
+
+def numbered(output_dir: Path) -> list[Path]:
+    """Return the checkpoints in a folder, whole or not, the newest first."""
+    found = {
+        int(match[1]): path
+        for path in (output_dir.iterdir() if output_dir.is_dir() else ())
+        if (match := CHECKPOINT.fullmatch(path.name)) and path.is_dir()
+    }
+    return [found[step] for step in sorted(found, reverse=True)]
+
+
+def examined(checkpoint: Path, identity: RunIdentity | None) -> tuple[manifest.Manifest | None, str | None]:
+    """Return a checkpoint's manifest, None where it has none, and why this run cannot go on from it, if it cannot.
+
+    Args:
+        identity: of the run; None where a checkpoint of any run will do.
+    """
+    try:
+        known = manifest.read(checkpoint)
+    except ValueError as error:
+        return None, str(error)
+    if known is None:
+        foreign = identity is not None and checkpoint.name in identity.foreign
+        return None, "it was there before this run began" if foreign else file_formats.fault(checkpoint)
+    if identity is not None and known.run != identity.run:
+        return known, f"another run saved it ({known.run}; this one is {identity.run})"
+    return known, manifest.fault(checkpoint, known)
+
+
+def newest_start(output_dir: Path) -> Start:
+    """Return the newest whole checkpoint of the run that a folder belongs to, and its identity.
+
+    A folder that nobody has said the run of belongs to the run of its newest whole checkpoint.
+
+    Raises:
+        ConfigError: the folder's identity cannot be read.
+    """
+    identity, passed = read_identity(output_dir), list[str]()
+    for checkpoint in numbered(output_dir):
+        known, reason = examined(checkpoint, identity)
+        if reason is not None:
+            passed.append(f"{checkpoint.name}: {reason}")
+            continue
+        return Start(
+            identity=_of_this_start(output_dir, identity, known.run if known is not None else None, checkpoint),
+            checkpoint=checkpoint,
+            saved_by=_ranks_of(checkpoint, known),
+            known=known is not None,
+            passed=tuple(passed),
+        )
+    return Start(identity=_of_this_start(output_dir, identity, None, None), passed=tuple(passed))
+
+
+def first_start(output_dir: Path) -> Start:
+    """Return the start of a new run, to which nothing in the folder belongs."""
+    return Start(identity=_of_this_start(output_dir, None, None, None))
+
+
+def named_start(output_dir: Path, checkpoint: Path) -> Start:
+    """Return the start at a checkpoint that a script names: of its run, where it lies in the run's own folder.
+
+    Raises:
+        ConfigError: the checkpoint is not what was saved.
+    """
+    known, reason = examined(checkpoint, None) if checkpoint.is_dir() else (None, None)  # TRL says that it is nowhere
+    if reason is not None and (checkpoint / manifest.MANIFEST_FILE).exists():
+        raise ConfigError(f"{checkpoint} is not whole: {reason}. {WAY_OUT}")
+    own = known is not None and checkpoint.resolve().parent == output_dir.resolve()
+    identity = read_identity(output_dir) if own else None
+    if known is not None and identity is not None and identity.run != known.run:
+        identity = None
+    return Start(
+        identity=_of_this_start(output_dir, identity, known.run if own and known is not None else None, checkpoint),
+        checkpoint=checkpoint,
+        saved_by=_ranks_of(checkpoint, known) if checkpoint.is_dir() else None,
+    )
+
+
+def _ranks_of(checkpoint: Path, known: manifest.Manifest | None) -> int | None:
+    return known.ranks if known is not None else file_formats.generators(checkpoint)
+
+
+def _of_this_start(
+    output_dir: Path, identity: RunIdentity | None, run: str | None, checkpoint: Path | None
+) -> RunIdentity:
+    """Return the identity of this process's start: of a known run, of a checkpoint's, or of a new one."""
+    if identity is not None:
+        return new_identity(identity.foreign, identity.run)
+    others = [path for path in numbered(output_dir) if path != checkpoint]
+    return new_identity((path.name for path in others if not (path / manifest.MANIFEST_FILE).exists()), run)
+
+
+# --- all ranks ----------------------------------------------------------------------------------------------------
+
+
+def started(ranks: Ranks, output_dir: Path, choose: Callable[[], Start], *, saves: bool, writes: bool) -> Start:
+    """Choose where a run begins, and write down whose folder it is. Collective.
+
+    Rank 0 chooses, as does each rank that saves on a disk of its own. The others look whether they see what was chosen.
+
+    Args:
+        saves: whether this rank writes checkpoints.
+        writes: whether the run writes any.
+
+    Raises:
+        ConfigError: what `choose` raises on a rank, or ranks see different checkpoints: part of them would start over.
+    """
+    own, problem = None, None
+    try:
+        own = choose() if saves or ranks.rank == 0 else None
+    except ConfigError as error:
+        problem = str(error)
+    first: Start | None = ranks.broadcast(own)
+    seen = (own if own is not None else first) if saves or first is None or _sees(first) else None
+    name = seen.checkpoint.name if seen is not None and seen.checkpoint is not None else None
+    if own is not None and first is not None and saves:
+        foreign = own.identity.foreign
+        own = replace(own, identity=replace(first.identity, foreign=foreign))
+        try:
+            if writes or read_identity(output_dir) is not None or numbered(output_dir):
+                write_identity(output_dir, own.identity)
+        except ConfigError as error:
+            problem = str(error)
+    names, problems = zip(*ranks.gather((name, problem)), strict=True)
+    for found in filter(None, problems):
+        raise ConfigError(found)
+    assert first is not None
+    if len(set(names)) > 1:
+        texts = [f"rank {rank}: {found or 'none'}" for rank, found in enumerate(names)]
+        raise ConfigError(
+            f"The ranks see different checkpoints in {output_dir.absolute()} ({listed(texts, 8)}), so this run "
+            "cannot go on from one. Let output_dir be a folder that all nodes share."
+        )
+    return own if own is not None else first
+
+
+def _sees(start: Start) -> bool:
+    return start.checkpoint is None or start.checkpoint.is_dir()
+
+
+def announce(start: Start, output_dir: str | Path) -> None:
+    """Say where a run goes on that was started again, what it passes over, and why. For rank 0."""
+    for passed in start.passed:
+        _say(f"passed over {passed}")
+    none = f"no whole checkpoint{' of this run' if start.passed else ''} in {output_dir}: starting over"
+    _say(f"started again, {none if start.checkpoint is None else f'going on from {start.checkpoint}'}")
+
+
+def warn(start: Start, ranks: int) -> None:
+    """Warn of what is not known of a checkpoint that is gone on from, and of another number of ranks. For rank 0."""
+    if start.checkpoint is not None and not start.known:
+        logger.warning(
+            "%s has no manifest, as one of stock TRL or of an older version: whose it is, and whether its files are "
+            "those that were saved, nobody can tell. It is taken because their form is right.",
+            start.checkpoint,
+        )
+    if start.checkpoint is not None and start.saved_by not in (None, ranks):
+        logger.warning("%s", world_text(start.checkpoint, start.saved_by or 0, ranks))
+
+
+def world_text(checkpoint: Path, then: int, now: int) -> str:
+    """Say what another number of ranks means for a run that goes on from a checkpoint."""
+    if then == 1 or now == 1:  # transformers names the files otherwise
+        lost = "no rank takes up the states of its random generators"
+    elif now > then:
+        lost = f"the random generators of ranks {then} to {now - 1} begin anew"
+    else:
+        lost = f"the states of the random generators of ranks {now} to {then - 1} are left out"
+    text = f"{checkpoint} was saved by {ranks_text(then)}, and goes on with {ranks_text(now)}: {lost}"
+    if next(checkpoint.glob("global_step*"), None) is not None:
+        text += f", and DeepSpeed's files are for {then} ranks"
+    return f"{text}. Where the batch size changes with it, steps get other prompts."
+
+
+def ranks_text(count: int) -> str:
+    """Return "1 rank", "2 ranks"."""
+    return f"{count} rank{'s' if count > 1 else ''}"
+
+
+def _say(text: str) -> None:
+    print(f"trlx_hybrid: {text}", file=sys.stderr, flush=True)

@@ -368,10 +368,11 @@ def test_what_cannot_be_played_by_hand_is_said(offering, capsys):
             lambda: EnvironmentArguments(rollout_func=episodes(Game), train_dataset=broken),
             "raised OSError: no such server",
         ),
-        (broken, "raised OSError: no such server"),
+        (broken, "failed in `factory`: OSError: no such server"),
     ):
         offering(lambda session, options, made=made: made())
         assert main(["environments", "try", "mine"]) == 1
         told = capsys.readouterr().err
         assert message in told
-        assert ("#configerror" if "factory" in message else "#mistakeerror") in told
+        ends = "#componenterror" if "failed" in message else "#configerror" if "factory" in message else "#mistakeerror"
+        assert ends in told

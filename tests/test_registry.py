@@ -12,7 +12,7 @@ from trlx_hybrid.plugins.registry import BRINGS
 from trlx_hybrid.plugins.selection import TrainerArguments, select
 from trlx_hybrid.protocols import Engine, WeightSync
 from trlx_hybrid.trl.arguments import trainer_arguments
-from trlx_hybrid.types import Completion
+from trlx_hybrid.types import Completion, Request, Sampling
 from trlx_hybrid.weights.sync import choose
 
 
@@ -66,9 +66,11 @@ def test_an_unknown_engine_suggests_and_names_no_distribution_but_ours():
         chosen(host_with(), HybridConfig(engine="vlm"))
     with pytest.raises(ComponentError, match=r"'remote'. It comes with trlx-hybrid-ray: `pip install trlx-hybrid-ray`"):
         chosen(host_with(), HybridConfig(engine="remote"))
-    with pytest.raises(ComponentError, match="'mine'") as unknown:
+    with pytest.raises(
+        ComponentError, match=r"'mine'.*none \(`pip install trlx-hybrid-vllm` brings 'vllm'; "
+    ) as unknown:
         chosen(host_with(), HybridConfig(engine="mine"))
-    assert "pip install" not in str(unknown.value)
+    assert "It comes with" not in str(unknown.value)
 
 
 def test_what_our_distributions_bring_is_what_they_offer():
@@ -258,10 +260,11 @@ def test_a_built_component_is_held_against_its_protocol():
 def test_what_an_engine_generates_is_one_completion_per_request():
     component = component_of(Whole)
     completion = Completion(token_ids=[1])
-    assert component.completions([completion], 1) == [completion]
-    for sampled, found in [([completion] * 3, "list of 3"), (None, "NoneType"), ([[1]] * 4, "list of other things")]:
+    sampling, requests = Sampling(max_tokens=1), [Request(prompt_ids=[5], seed=0)] * 4
+    assert component.completions([completion], requests[:1], sampling) == [completion]
+    for sampled, found in [([completion] * 3, "list of 3"), (None, "NoneType"), ([[1]] * 4, "list with a list in it")]:
         with pytest.raises(ComponentError, match=rf"plugin 'mine', trlx-mine 1.2\) returned a {found} for 4 requests"):
-            component.completions(sampled, 4)
+            component.completions(sampled, requests, sampling)
 
 
 def test_trls_arguments_that_say_nothing_leave_an_engines_own_defaults(tmp_path):

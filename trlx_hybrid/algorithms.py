@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from .errors import ComponentError, ConfigError
+from .plugins.blame import blaming
+from .plugins.members import overrides
 from .protocols import Algorithm, Groups, Scores
 
 if TYPE_CHECKING:
@@ -47,6 +49,11 @@ class Algorithms:
                     f"HybridConfig.algorithm: {' and '.join(map(repr, several))} both decide about "
                     f"{'prompts' if method == 'draw' else method}. Leave all but one of them out."
                 )
+        for component, algorithm in self._built:
+            for name in ("rounds", "oversampling"):
+                number = getattr(algorithm, name)
+                if not isinstance(number, int | float) or number < 1:
+                    raise ComponentError(f"The {component} has {name}={number!r}, and it is a number of 1 or more.")
         self.rounds = max([1, *(algorithm.rounds for _, algorithm in self._built)])
         self.oversampling = max([1.0, *(algorithm.oversampling for _, algorithm in self._built)])
         self._drawn = (-1, 0)  # how often prompts were drawn at random, of which weight version
@@ -55,8 +62,7 @@ class Algorithms:
         return bool(self._built)
 
     def _having(self, method: str) -> list[tuple[Component, Algorithm]]:
-        stub = getattr(Algorithm, method)
-        return [(c, a) for c, a in self._built if getattr(type(a), method) is not stub]
+        return [(c, a) for c, a in self._built if overrides(a, method, Algorithm)]
 
     @functools.cached_property
     def draws(self) -> bool:
@@ -92,7 +98,9 @@ class Algorithms:
             ComponentError: they are not `count` rows of a dataset of `size`.
         """
         for component, algorithm in self._having("draw"):
-            drawn = algorithm.draw(count, size)
+            drawn = _asked(component, algorithm, "draw", count, size)
+            if drawn is not None and not isinstance(drawn, Iterable):
+                raise _fault(component, "draw", repr(drawn), f"{count} row numbers below {size}")
             rows = None if drawn is None else [getattr(row, "item", lambda row=row: row)() for row in drawn]
             self._agree(component, "draw", rows)
             if rows is None:
@@ -117,8 +125,8 @@ class Algorithms:
 
     def observe(self, groups: Groups) -> None:
         """Show all of them what a round has sampled."""
-        for _, algorithm in self._having("observe"):
-            algorithm.observe(groups)
+        for component, algorithm in self._having("observe"):
+            _asked(component, algorithm, "observe", groups)
 
     def keep(self, groups: Groups) -> list[bool]:
         """Which groups all of them keep; those without any reward never are. Collective.
@@ -128,7 +136,10 @@ class Algorithms:
         """
         kept = (~groups.totals.isnan()).any(dim=1).tolist()
         for component, algorithm in self._having("keep"):
-            answer = list(algorithm.keep(groups))
+            found = _asked(component, algorithm, "keep", groups)
+            if not isinstance(found, Iterable):
+                raise _fault(component, "keep", repr(found), "True or False for each group")
+            answer = list(found)
             if other := [flag for flag in answer if not isinstance(flag, bool)]:
                 raise _fault(component, "keep", repr(other[0]), "True or False for each group")
             self._agree(component, "keep", answer)
@@ -145,7 +156,8 @@ class Algorithms:
         """
         for component, algorithm in self._having("rewards"):
             given = groups.rewards
-            rewards = _shaped(component, "rewards", algorithm.rewards(groups), given, ~given.isnan())
+            found = _asked(component, algorithm, "rewards", groups)
+            rewards = _shaped(component, "rewards", found, given, ~given.isnan())
             rewards = rewards.masked_fill(given.isnan(), math.nan)
             groups = Groups(rewards, groups.weights, groups.lengths, groups.truncated, groups.rows)
         return groups
@@ -157,7 +169,8 @@ class Algorithms:
             ComponentError: a tensor of another shape, or something else than finite numbers.
         """
         for component, algorithm in self._having("advantages"):
-            advantages, scored = algorithm.advantages(groups), ~groups.totals.isnan()
+            advantages = _asked(component, algorithm, "advantages", groups)
+            scored = ~groups.totals.isnan()
             if advantages is not None:
                 advantages = _shaped(component, "advantages", advantages, groups.totals, scored)
                 return advantages.masked_fill(~scored, 0.0)
@@ -171,7 +184,7 @@ class Algorithms:
         """
         terms: dict[str, Tensor | None] = {}
         for component, algorithm in self._having("loss"):
-            term: Any = algorithm.loss(scores, batch)
+            term = _asked(component, algorithm, "loss", scores, batch)
             if term is not None and (not isinstance(term, Tensor) or term.ndim):
                 found = f"a tensor of shape {tuple(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
                 raise _fault(component, "loss", found, "a scalar tensor")
@@ -192,20 +205,26 @@ class Algorithms:
 
     def notes(self) -> list[str]:
         """What the header says of them."""
-        notes = [(component.name, algorithm.note()) for component, algorithm in self._built]
+        notes = [(component.name, _asked(component, algorithm, "note")) for component, algorithm in self._built]
         return [f"{name}: {note}" for name, note in notes if note is not None]
 
     def state(self) -> dict[str, Any]:
         """Of each that has one, by name."""
-        states = {component.name: dict(algorithm.state()) for component, algorithm in self._built}
-        return {name: state for name, state in states.items() if state}
+        states = {component.name: _asked(component, algorithm, "state") for component, algorithm in self._built}
+        return {name: dict(state) for name, state in states.items() if state}
 
     def load_state(self, states: Mapping[str, Any]) -> None:
         """Go on from those of a checkpoint; one that it does not have starts anew."""
         self._drawn = (-1, 0)
         for component, algorithm in self._built:
             if component.name in states:
-                algorithm.load_state(states[component.name])
+                _asked(component, algorithm, "load_state", states[component.name])
+
+
+def _asked(component: Component, algorithm: Algorithm, method: str, *given: Any) -> Any:
+    """What a method of an algorithm returns; what it raises names it."""
+    with blaming(component, method):
+        return getattr(algorithm, method)(*given)
 
 
 def _shaped(component: Component, method: str, found: Any, like: Tensor, needed: Tensor) -> Tensor:
@@ -223,7 +242,7 @@ def _shaped(component: Component, method: str, found: Any, like: Tensor, needed:
 
 def _fault(component: Component, method: str, found: str, wanted: str) -> ComponentError:
     return ComponentError(
-        f"The {component} returned {found} from `{method}`, where {wanted} was expected. Report it to its author."
+        f"The {component} returned {found} from `{method}`, where {wanted} was expected. {component.way_out}"
     )
 
 

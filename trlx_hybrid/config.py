@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from .errors import ConfigError, did_you_mean
 
@@ -155,6 +155,13 @@ class HybridConfig:
     disable_plugins: list[str] | None = field(
         default=None, metadata={"help": "Plugins to disable, besides those in TRLX_HYBRID_DISABLE."}
     )
+
+    def __new__(cls, *args: Any, **given: Any) -> Self:
+        """Refuse what is no setting, with the nearest one that is."""
+        if args:
+            raise ConfigError(f"HybridConfig takes its settings by name, as engine='vllm'; got {args[0]!r:.60}.")
+        check_keys(given, [f.name for f in dataclasses.fields(cls)], cls.__name__)
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         slots = ("engine", "weights", "rollout", "scoring", "algorithm", "environment", "plugin")

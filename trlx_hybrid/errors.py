@@ -94,9 +94,9 @@ def listed(names: Sequence[str], limit: int = 5) -> str:
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The nearest of the known names, or "" where none is near."""
-    return next(iter(difflib.get_close_matches(name, list(known), n=1)), "")
+def nearest(name: str, known: Iterable[str], alike: float = 0.6) -> str:
+    """The nearest of the known names, or "" where none is as much `alike` as that, from 0 to 1."""
+    return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=alike)), "")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from .errors import ComponentError, EngineError
@@ -533,25 +533,3 @@ class EnvironmentArguments:
     def __post_init__(self) -> None:
         if (self.rollout_func is None) == (self.environment_factory is None):
             raise ComponentError("EnvironmentArguments takes either rollout_func or environment_factory.")
-
-
-OPTIONAL = {
-    "Engine": {"peers_lost", "untested", "stream", "regions", "weights_written", "leave"},
-    "WeightSync": {"keeps_weights", "open", "note", "put_back", "forget", "check", "release"},
-    "Rollout": {"converses", "tells", "converse", "close"},
-    "Scoring": {"deferred", "balanced", "joins", "micro_batches", "joined", "note", "close"},
-    "Algorithm": {name for name in vars(Algorithm) if not name.startswith("_")},
-    "EnvironmentArguments": {field.name for field in fields(EnvironmentArguments)},
-}
-"""Members that a component of that protocol may inherit; an engine may be without them as well."""
-
-
-def missing_members(built: object, protocol: type[Any]) -> list[str]:
-    """What the protocol requires and the object lacks. What it inherits from the protocol itself, it lacks, unless that
-    is optional."""
-    stubs = {name: value for name, value in vars(protocol).items() if not name.startswith("_")}
-    optional = OPTIONAL.get(protocol.__name__, set())
-    required = {*protocol.__annotations__, *stubs} - optional
-    stubbed = {name for name in required & stubs.keys() if getattr(type(built), name, None) is stubs[name]}
-    expected = required if protocol is Engine else required | optional
-    return sorted(stubbed | {name for name in expected if not hasattr(built, name)})

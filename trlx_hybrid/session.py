@@ -20,8 +20,9 @@ import torch
 from .algorithms import Algorithms
 from .config import HybridConfig
 from .doctor import package_version
-from .errors import ComponentError, StaleWeightsError
+from .errors import ComponentError, PluginError, StaleWeightsError
 from .memory.trainer_memory import TrainerMemory
+from .plugins.blame import blaming
 from .plugins.registry import BUILTIN
 from .rollout.endings import Endings
 from .rollout.sampler import Sampler
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from .plugins.host import Host, PluginInfo
-    from .plugins.selection import Selection
+    from .plugins.selection import Choice, Selection
     from .protocols import Engine, Rollout, Scoring, WeightSync
     from .ranks import Ranks
     from .rollout.conversation import Conversation, Dialogue, Limits
@@ -247,12 +248,17 @@ class Session:
 
         Raises:
             StaleWeightsError: as in `generate`.
+            ComponentError: the rollout failed, or returned something else than a conversation per dialogue.
         """
         self._require_current()
         assert self.rollout is not None
         request = self.sampler.converse(self.live_engine, [d.prompt_ids for d in dialogues], num_generations)
-        conversations = self.rollout.converse(self, dialogues, limits, request)
-        for dialogue, conversation in zip(dialogues, conversations, strict=False):
+        source = self.sampler.source
+        assert source is not None
+        with blaming(source, "converse"):
+            returned = self.rollout.converse(self, dialogues, limits, request)
+        conversations = source.conversations(returned, len(dialogues))
+        for dialogue, conversation in zip(dialogues, conversations, strict=True):
             self.endings.add(dialogue.prompt_ids, conversation.completion_ids, conversation.finish_reason)
             self.supports.add(dialogue.prompt_ids, conversation.completion_ids, conversation.support)
         return conversations
@@ -315,9 +321,7 @@ class Session:
                     Session._holder = weakref.ref(self)
                     self._leave_at_exit()
                     self.memory.return_after_build(self.engine)
-                    self.weights, self.weights_why = choose(
-                        self.selection, lambda c: c.component.build(self, c.options)
-                    )
+                    self.weights, self.weights_why = choose(self.selection, self._weights_of)
                     self.weights.open()
                 finally:
                     self.memory.unpark_policy()
@@ -326,6 +330,12 @@ class Session:
         if not self._announced:
             self._announced = True
             self._announce()
+
+    def _weights_of(self, choice: Choice) -> WeightSync:
+        """Make a weight sync. The last that is made is the one that is taken."""
+        self.versions.source = choice.component
+        made: WeightSync = choice.component.build(self, choice.options)
+        return made
 
     def header(self) -> list[str]:
         """What runs here and why, in one line; memory; what weight sync and plugins add. Collective."""
@@ -349,8 +359,21 @@ class Session:
             lines.append(f"scoring: old log-probs take a forward pass of their own: {self.scores_apart}")
         lines += [*self.algorithms.notes(), *self.notes]
         for added in self.host.call("trlx_report_header", session=self):
-            lines += [added] if isinstance(added, str) else list(added)
+            lines += self._added(added)
         return lines
+
+    def _added(self, lines: Any) -> list[str]:
+        """What a plugin's `trlx_report_header` returned, as lines."""
+        if isinstance(lines, str):
+            return [lines]
+        if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
+            return lines
+        hook = "trlx_report_header"
+        plugins = ", ".join(plugin.name for plugin in self.host.plugins if hook in plugin.hooks)
+        raise PluginError(
+            f"A plugin returned {lines!r:.80} from {hook}: one of {plugins}. Return a line, a list of lines, or None.",
+            hook=hook,
+        )
 
     def _announce(self) -> None:
         """Print the header, on rank 0, to stderr: stdout belongs to the script."""

@@ -184,6 +184,8 @@ class Completion:
             experts. None where `HybridConfig.router_replay` does not ask for them.
         support: the ids that each token was sampled from, where the run scores tokens over these (`Run.over_support`);
             None says nothing of them.
+        row: `Request.row` of what it was sampled for, by which a rollout that returns completions in another order is
+            noticed; None where the engine does not say it.
     """
 
     token_ids: list[int]
@@ -192,6 +194,7 @@ class Completion:
     finish_reason: str | None = None
     experts: np.ndarray[Any, Any] | None = field(default=None, repr=False, compare=False)
     support: Support | None = field(default=None, repr=False, compare=False)
+    row: int | None = field(default=None, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ import pluggy
 
 from ..errors import ConfigError, HybridError, PluginError, did_you_mean
 from . import builtin, hookspecs
-from .registry import BUILTIN, Registry
+from .registry import BUILTIN, SCRIPT, Registry
 
 API_VERSION = 1
 """Of hooks, protocols and what they mention, see docs/compatibility.md."""
@@ -28,7 +28,6 @@ ENTRY_POINT_GROUP = "trlx_hybrid"
 OTHER_VERSION = re.compile(rf"{ENTRY_POINT_GROUP}\.v(?!{API_VERSION}$)\d+")
 
 DISABLE_VARIABLE = "TRLX_HYBRID_DISABLE"
-SCRIPT = "this script"  # in the place of a distribution
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +83,14 @@ class Host:
                 )
         for name in sorted(set(claims) - set(host.disabled)):
             host._load(name, claims[name])
+        if not isinstance(plugins, Iterable) or isinstance(plugins, str):
+            raise ConfigError(
+                f"plugins= takes a list of objects with hook implementations, got {plugins!r:.80}. Put it into a list."
+            )
         for index, plugin in enumerate(plugins):
             name = f"{type(plugin).__name__}-{index}"
             if name not in host.disabled:
+                _refuse_without_hooks(plugin, index)
                 host.register(plugin, name)
         return host
 
@@ -244,6 +248,36 @@ class Host:
             plugin=info.name,
             hook=hook,
         )
+
+
+def _refuse_without_hooks(plugin: object, index: int) -> None:
+    """Refuse what a script hands over in the place of a plugin, and what would take part in nothing.
+
+    Raises:
+        PluginError: names the thing, and what to hand over instead.
+    """
+    where, name = f"plugins[{index}]", getattr(plugin, "__name__", type(plugin).__name__)
+    problem = None
+    if inspect.isclass(plugin):
+        problem = f"{where} is the class {name}, whose hooks have no object to be called on. Hand over one: {name}()"
+    elif inspect.isroutine(plugin):
+        problem = (
+            f"{where} is the function {name}, and a hook is found by its name on an object or a module. Hand over an "
+            f"object that has it: types.SimpleNamespace({name}={name}), with {name} marked by @trlx_hybrid.hookimpl"
+        )
+    elif isinstance(plugin, str):
+        problem = (
+            f"{where} is the text {plugin!r:.60}, and takes an object with hook implementations. Installed plugins "
+            "take part without being named"
+        )
+    elif not any(member.startswith("trlx_") for member in dir(plugin)):
+        problem = (
+            f"{where}, a {name}, has no hook, so it would take part in nothing. Its methods that are hooks have their "
+            "names (trlx_register, trlx_rollout_end, ...; `trlx_hybrid.plugins.hookspecs` lists them) and the marker "
+            "@trlx_hybrid.hookimpl"
+        )
+    if problem is not None:
+        raise PluginError(f"{problem}.", plugin=name)
 
 
 def _origin(entry_point: EntryPoint) -> str:

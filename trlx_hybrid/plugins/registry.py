@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ..errors import ComponentError, nearest
-from ..protocols import Algorithm, Engine, EnvironmentArguments, Rollout, Scoring, WeightSync, missing_members
-from ..types import Completion
+from ..errors import ComponentError, did_you_mean, nearest
+from ..protocols import Algorithm, Engine, EnvironmentArguments, Rollout, Scoring, WeightSync
+from ..rollout.completions import wrong_completions, wrong_conversations
+from ..rollout.conversation import Conversation
+from ..types import Completion, Request, Sampling
+from .blame import blaming
+from .members import accepts, described, missing_members, mistaken_members
 
 Slot = Literal["engine", "weights", "rollout", "scoring", "algorithm", "environment", "server"]
 SLOTS: tuple[Slot, ...] = get_args(Slot)
 BUILTIN = "builtin"
+SCRIPT = "this script"  # in the place of a distribution
 
 BRINGS: dict[Slot, dict[str, str]] = {
     "engine": {"vllm": "trlx-hybrid-vllm", "remote": "trlx-hybrid-ray"},
@@ -83,38 +88,61 @@ class Component:
     def __str__(self) -> str:
         return f"{self.slot} {self.name!r} (plugin {self.plugin!r}, {self.distribution})"
 
+    @property
+    def way_out(self) -> str:
+        """What a user does about a fault of it, in a sentence."""
+        if self.distribution.startswith(SCRIPT):
+            return "Mend it in this script, or leave it out."
+        return "Report it to its author, or choose another."
+
     def build(self, session: Any, options: Any) -> Any:
         """The live object.
 
         Raises:
-            ComponentError: it lacks what the slot's protocol requires.
+            ComponentError: its factory failed; it lacks what the slot's protocol requires, takes other arguments, or
+                has members that nothing would read.
         """
-        built = self.factory(session, options)
+        with blaming(self, "factory"):
+            built = self.factory(session, options)
         protocol = _protocol(self.slot)
-        missing = missing_members(built, protocol)
+        missing, name = missing_members(built, protocol), f"`{protocol.__module__}.{protocol.__name__}`"
         if missing:
             raise ComponentError(
-                f"The {self} made a {type(built).__name__} without {', '.join(missing)}, which "
-                f"`{protocol.__module__}.{protocol.__name__}` requires. Report it to its author, or choose another."
+                f"The {self} made a {type(built).__name__} without {', '.join(missing)}, which {name} requires. "
+                f"{self.way_out}"
             )
+        mistake = mistaken_members(built, protocol) if protocol in WRITTEN else None
+        if mistake is not None:
+            raise ComponentError(f"The {self} made a {type(built).__name__} with {mistake}; see {name}. {self.way_out}")
         return built
 
-    def completions(self, sampled: Any, requests: int) -> list[Completion]:
+    def completions(self, sampled: Any, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
         """What an engine or a rollout sampled, one completion per request.
+
+        Raises:
+            ComponentError: it returned something else, or the completions in another order.
+        """
+        problem = wrong_completions(sampled, requests, sampling)
+        if problem is not None:
+            raise ComponentError(f"The {self} returned {problem} {self.way_out}")
+        found: list[Completion] = sampled
+        return found
+
+    def conversations(self, returned: Any, dialogues: int) -> list[Conversation]:
+        """What a rollout made of that many dialogues.
 
         Raises:
             ComponentError: it returned something else.
         """
-        if not isinstance(sampled, list) or not all(isinstance(c, Completion) for c in sampled):
-            found = type(sampled).__name__ if not isinstance(sampled, list) else "list of other things"
-        elif len(sampled) != requests:
-            found = f"list of {len(sampled)}"
-        else:
-            return sampled
-        raise ComponentError(
-            f"The {self} returned a {found} for {requests} requests, where a list with one Completion for each was "
-            "expected. Report it to its author."
-        )
+        problem = wrong_conversations(returned, dialogues)
+        if problem is not None:
+            raise ComponentError(f"The {self} returned {problem} {self.way_out}")
+        found: list[Conversation] = returned
+        return found
+
+
+WRITTEN = (Engine, WeightSync, Rollout, Scoring, Algorithm)
+"""Protocols of which authors write a class; the others are classes of this package."""
 
 
 def _protocol(slot: Slot) -> type[Any]:
@@ -137,11 +165,22 @@ class Registry:
         """Offer a component under `name`; `declared` is whatever else `Component` says of one.
 
         Raises:
-            ComponentError: unknown slot, or the name is taken by another plugin.
+            ComponentError: unknown slot, a factory that cannot be called as it will be, or the name is taken by another
+                plugin.
             TypeError: something else is declared.
         """
         if slot not in self._components:
-            raise ComponentError(f"There is no slot {slot!r}. Slots: {', '.join(SLOTS)}.")
+            raise ComponentError(
+                f"Plugin {self._offering!r} ({self._distribution}) offers {name!r} for a slot {slot!r}, which there is "
+                f"not.{did_you_mean(slot, SLOTS)} Slots: {', '.join(SLOTS)}."
+            )
+        if not callable(factory) or not accepts(factory, None, None):
+            found = f"takes {described(factory)}" if callable(factory) else f"is a {type(factory).__name__}"
+            raise ComponentError(
+                f"Plugin {self._offering!r} ({self._distribution}) offers {slot} {name!r} with a factory that {found}. "
+                "It is called with the session and the options, and returns the component: "
+                "`lambda session, options: ...`."
+            )
         taken = self._components[slot].get(name)
         if taken is not None:
             raise ComponentError(
@@ -171,7 +210,7 @@ class Registry:
         if name == "auto":
             external = [c for c in self.components(slot) if c.plugin != BUILTIN and not c.by_name]
             if len(external) != 1:
-                found = " and ".join(f"{c.name!r} (plugin {c.plugin!r})" for c in external) or "none"
+                found = " and ".join(f"{c.name!r} (plugin {c.plugin!r})" for c in external) or _none(slot)
                 raise ComponentError(
                     f"{slot}='auto' needs exactly one plugin that offers an {slot}; found {found}. "
                     f"Choose with HybridConfig({slot}=...) or --{slot}."
@@ -197,6 +236,15 @@ class Registry:
                 "(TRLX_HYBRID_DISABLE, disable_plugins)."
             )
         return (
-            f"No plugin offers {slot} {name!r}.{hint} Offered: {', '.join(sorted(offered)) or 'none'}. "
+            f"No plugin offers {slot} {name!r}.{hint} Offered: {', '.join(sorted(offered)) or _none(slot)}. "
             f"`trlx-hybrid plugins` lists what is loaded."
         )
+
+
+def _none(slot: Slot) -> str:
+    """Of a slot that no plugin fills: what does, as far as it is ours."""
+    brings: dict[str, list[str]] = {}
+    for name, distribution in BRINGS[slot].items():
+        brings.setdefault(distribution, []).append(repr(name))
+    ours = [f"`pip install {distribution}` brings {', '.join(names)}" for distribution, names in brings.items()]
+    return f"none ({'; '.join(ours) or f'`trlx-hybrid new NAME --kind {slot}` writes one'})"

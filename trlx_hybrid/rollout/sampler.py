@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from ..errors import ComponentError, EngineError
+from ..plugins.blame import blaming
 from ..types import Completion, Request, Sampling
 from .seeding import RowTracker, preserved_generators, request_seed
 
@@ -29,13 +30,16 @@ class Sampler:
         sampling: how to sample; a `seed` among its extras replaces the run's seed.
         run_seed: TRL's `seed`.
         source: whose completions they are: a plugin's rollout, or the engine that the built-in one hands them on from.
+
+    Attributes:
+        source: the same.
     """
 
     def __init__(self, ranks: Ranks, sampling: Sampling, run_seed: int, source: Component | None) -> None:
         extra = dict(sampling.extra)
         self._run_seed = int(extra.pop("seed", run_seed))
         self.sampling = dataclasses.replace(sampling, extra=extra)
-        self._ranks, self._source = ranks, source
+        self._ranks, self.source = ranks, source
         self._tracker: RowTracker | None = None
         self._conversing = 0  # rows that converse in this batch
         self._group = 1  # size of a group, as the first turn says: TRL's later turns are asked for one by one
@@ -79,8 +83,12 @@ class Sampler:
             sampling: how to sample this once, where not as the run does.
 
         Raises:
-            EngineError: a prompt leaves no room for a completion.
+            EngineError: a prompt is empty, or leaves no room for a completion.
+            ComponentError: the component failed, or returned something else than one completion per prompt.
         """
+        assert self.source is not None
+        source, sampling = self.source, sampling or self.sampling
+        _refuse_empty(prompts)
         _refuse_long(prompts, engine.max_model_len)
         if self._tracker is None:
             self._tracker, self._group = RowTracker(self._first_row(len(prompts))), num_generations
@@ -95,10 +103,10 @@ class Sampler:
             )
             for i, (row, turn) in enumerate(places)
         ]
-        with preserved_generators(), timer or nullcontext():
-            sampled = run(requests, sampling or self.sampling)
-        assert self._source is not None
-        completions = self._source.completions(sampled, len(requests))
+        method = "generate" if source.slot == "engine" else "run"
+        with preserved_generators(), timer or nullcontext(), blaming(source, method):
+            sampled = run(requests, sampling)
+        completions = source.completions(sampled, requests, sampling)
         self._tracker.extend(places, prompts, [c.token_ids for c in completions])
         return completions
 
@@ -111,7 +119,7 @@ class Sampler:
         found = [completion.experts for completion in completions]
         if any(experts is None for experts in found):
             raise ComponentError(
-                f"The {self._source} returned completions without `experts`, which HybridConfig.router_replay needs. "
+                f"The {self.source} returned completions without `experts`, which HybridConfig.router_replay needs. "
                 "It must hand on those of the engine's completions: report it, or leave router_replay out."
             )
         return [experts for experts in found if experts is not None]
@@ -147,6 +155,15 @@ class Sampler:
     def _seed(self, row: int, turn: int) -> int:
         prompt, generation = divmod(row, self._group)
         return request_seed(self._run_seed, self._stream, self._version, prompt, generation, turn=turn)
+
+
+def _refuse_empty(prompts: Sequence[list[int]]) -> None:
+    for index, prompt in enumerate(prompts):
+        if len(prompt) == 0:
+            raise EngineError(
+                f"Prompt {index} of this batch has no tokens: there is nothing to continue. Filter such rows from the "
+                "dataset, or give them a text."
+            )
 
 
 def _refuse_long(prompts: Sequence[list[int]], max_model_len: int) -> None:

@@ -6,10 +6,12 @@ import argparse
 import dataclasses
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
+from ..config import HybridConfig
 from ..errors import ConfigError, did_you_mean
+from ..plugins.blame import blaming
 from ..plugins.selection import Choice, TrainerArguments
 from ..protocols import EnvironmentArguments
 from ..types import Sampling
@@ -66,7 +68,10 @@ def environment_arguments(choice: Choice, given: Mapping[str, Any], trainer: typ
             "Train with GRPOTrainer, or leave the environment out."
         )
     missing = {argument: value for argument, value in brought.items() if given.get(argument) is None}
-    return {a: value() if a in ("train_dataset", "eval_dataset") else value for a, value in missing.items()}
+    for argument in {"train_dataset", "eval_dataset"} & missing.keys():
+        with blaming(choice.component, argument):
+            missing[argument] = missing[argument]()
+    return missing
 
 
 @functools.cache
@@ -79,11 +84,32 @@ def selecting(base: type[Any]) -> type[Any]:
 
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
         start = functools.partial(base.__init__, self)
-        given = inspect.signature(start).bind_partial(*args, **kwargs)
+        taken = inspect.signature(start)
+        _refuse_unknown(type(self).__name__, kwargs, taken.parameters)
+        given = taken.bind_partial(*args, **kwargs)
         given.arguments |= self._select(given.arguments)
         start(*given.args, **given.kwargs)
 
     return type(base.__name__, (base,), {"__module__": __name__, "__init__": initialize})
+
+
+def _refuse_unknown(trainer: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse an argument that no trainer takes; one of ours has another place.
+
+    Raises:
+        ConfigError: names it, and where it belongs.
+    """
+    settings = [field.name for field in dataclasses.fields(HybridConfig)]
+    for name, value in given.items():
+        if name in known:
+            continue
+        if name in settings:
+            way_out = f"It is a setting of HybridConfig: {trainer}(..., hybrid=HybridConfig({name}={value!r:.60}))."
+        else:
+            way_out = did_you_mean(name, [*known, "hybrid", "plugins"]).strip() or (
+                "Settings of a run belong into args=, those of this package into hybrid=HybridConfig(...)."
+            )
+        raise ConfigError(f"{trainer} takes no argument {name!r}. {way_out}")
 
 
 def suggesting(parser: type[Any]) -> type[Any]:

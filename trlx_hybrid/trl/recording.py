@@ -16,6 +16,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from .. import plain_data
 from ..doctor import package_version
-from ..errors import ConfigError, listed
+from ..errors import ConfigError, HybridError, listed
 from .over_support import FACT
 from .truncation import BY_TOKEN, MASKS, rule_of
 
@@ -94,6 +95,22 @@ class RecordedBatch:
     threads: int = 0
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Inside, a file of a recording is written.
+
+    Raises:
+        HybridError: it cannot be; names it. A recording with holes is none, so the run stops.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise HybridError(
+            f"HybridConfig.record cannot write {path}: {error}. What was recorded before stays. Make room or choose "
+            "another folder, and resume from a checkpoint, or leave record out."
+        ) from error
+
+
 class Recording:
     """One rank's part of the folder.
 
@@ -126,7 +143,8 @@ class Recording:
 
     def begin(self, facts: Mapping[str, Any], step: int) -> None:
         """Batches from that step on will come: those that a run had recorded further on, before it was resumed, go."""
-        self._here.mkdir(parents=True, exist_ok=True)
+        with writing(self._here):
+            self._here.mkdir(parents=True, exist_ok=True)
         self._written = 0
         for (mode, at, _), path in self._files().items():
             if at > step or (at == step and mode == "train"):
@@ -135,8 +153,9 @@ class Recording:
                 self._written += mode == "train"
         if self.rank == 0:
             part = self.folder / f"{FILE}.part"
-            part.write_text(json.dumps(facts, indent=1))
-            part.replace(self.folder / FILE)
+            with writing(part):
+                part.write_text(json.dumps(facts, indent=1))
+                part.replace(self.folder / FILE)
         self.__dict__.pop("facts", None)  # which were None before
 
     def write(self, batch: RecordedBatch) -> None:
@@ -144,6 +163,7 @@ class Recording:
 
         Raises:
             ConfigError: it holds something else than tensors and plain data.
+            HybridError: the file cannot be written, on a full disk for one.
         """
         batch.index = self._written
         tensors = {f"batch.{name}": value for name, value in batch.values.items() if isinstance(value, Tensor)}
@@ -160,8 +180,9 @@ class Recording:
             raise ConfigError(f"HybridConfig.record cannot keep this batch: it is {error}.") from error
         path = self._path(batch.mode, batch.step, batch.number)
         part = path.with_name(f"{path.name}.part")
-        save_file(tensors, part, metadata={"batch": text})
-        part.replace(path)
+        with writing(path):
+            save_file(tensors, part, metadata={"batch": text})
+            part.replace(path)
         self._written += batch.mode == "train"
 
     def inspect(self) -> str | None:

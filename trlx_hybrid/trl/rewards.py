@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import inspect
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +37,53 @@ def refuse_missing_package(functions: Any) -> None:
             )
 
 
+GIVEN = ("prompts", "completions", "completion_ids")
+"""Arguments by which TRL calls every reward function, beside the dataset's columns."""
+
+GIVEN_BY_SOME = ("trainer_state", "log_extra", "log_metric", "environments")
+"""Further ones, which not every trainer has."""
+
+
+def refuse_other_arguments(functions: Any, dataset: Any, adds: bool) -> None:
+    """Refuse a reward function that cannot be called as TRL is going to. It would fail when the engine has sampled.
+
+    Args:
+        functions: what the trainer was given as `reward_funcs`.
+        dataset: its `train_dataset`.
+        adds: whether a `rollout_func` may hand over further arguments.
+
+    Raises:
+        RewardError: names the function, and the arguments.
+    """
+    columns = getattr(dataset, "column_names", None)
+    if not isinstance(columns, list):  # a stream need not know them
+        return
+    given = [*GIVEN, *(name for name in columns if name not in ("prompt", "completion"))]
+    for function in functions if isinstance(functions, list | tuple) else [functions]:
+        if hasattr(function, "parameters") or not callable(function):  # a reward model, or nothing
+            continue
+        problem = _other_arguments(function, given, adds)
+        if problem is not None:
+            raise RewardError(
+                f"Reward function {_name_of(function)!r} {problem}. It is called with {', '.join(given)}, each by its "
+                "name."
+            )
+
+
+def _other_arguments(function: Any, given: Sequence[str], adds: bool) -> str | None:
+    """Say what a function does not take, or takes and is not given; None where it can be called."""
+    try:
+        takes = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    named = {p.name: p for p in takes if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    unknown = [name for name in given if name not in named]
+    if unknown and not any(p.kind is p.VAR_KEYWORD for p in takes):
+        return f"does not take {', '.join(unknown)}: add **kwargs to its arguments"
+    lacking = [n for n, p in named.items() if p.default is p.empty and n not in (*given, *GIVEN_BY_SOME)]
+    return f"takes {', '.join(lacking)}, and the dataset has no such column" if lacking and not adds else None
+
+
 @contextmanager
 def checking(trainer: Any) -> Iterator[None]:
     """Inside, what reward functions return is checked; outside, the trainer has the user's own objects."""
@@ -56,7 +103,7 @@ def checked_reward(function: Any) -> Any:
     """
     if hasattr(function, "parameters") or not callable(function):  # a reward model
         return function
-    name = getattr(function, "__name__", type(function).__name__)
+    name = _name_of(function)
     called = function
     while isinstance(called, functools.partial):
         called = called.func
@@ -64,26 +111,66 @@ def checked_reward(function: Any) -> Any:
 
         @functools.wraps(function)
         async def reward_async(*args: Any, **kwargs: Any) -> Any:
-            return _checked(await function(*args, **kwargs), name)
+            with _naming(name, kwargs):
+                returned = await function(*args, **kwargs)
+            return _checked(returned, name)
 
         return reward_async
 
     @functools.wraps(function)
     def reward(*args: Any, **kwargs: Any) -> Any:
-        return _checked(function(*args, **kwargs), name)
+        with _naming(name, kwargs):
+            returned = function(*args, **kwargs)
+        return _checked(returned, name)
 
     return reward
 
 
-def _checked(returned: Iterable[Any], name: str) -> list[Any]:
-    rewards = list(returned)  # TRL takes any iterable, an iterator can be read once
+def _name_of(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+@contextmanager
+def _naming(name: str, given: Mapping[str, Any]) -> Iterator[None]:
+    """Leave what a function raises as it is, for scripts that catch it; a note names the function."""
+    try:
+        yield
+    except Exception as error:
+        rows = len(given.get("completions") or ())
+        error.add_note(f"Raised by reward function {name!r} for {rows} completions, with {', '.join(given)}.")
+        raise
+
+
+def _checked(returned: Any, name: str) -> list[Any]:
+    """Rewards as a list: TRL takes any iterable, and an iterator can be read once."""
+    try:
+        rewards = None if isinstance(returned, str | Mapping) else list(returned)
+    except TypeError:  # no iterable
+        rewards = None
+    if rewards is None:
+        raise RewardError(
+            f"Reward function {name!r} returned {_shown(returned)}. Return a list with one finite number for each "
+            "completion, or None where the reward does not apply."
+        )
     for index, value in enumerate(rewards):
-        if value is not None and not math.isfinite(value):
+        if value is not None and not _is_finite(value):
             raise RewardError(
-                f"Reward function {name!r} returned {value} for completion {index} of its batch. Return a finite "
-                "number, or None where the reward does not apply."
+                f"Reward function {name!r} returned {_shown(value)} for completion {index} of its batch. Return a "
+                "finite number, or None where the reward does not apply."
             )
     return rewards
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError, RuntimeError):  # a text, a list, a tensor of several numbers
+        return False
+
+
+def _shown(value: Any) -> str:
+    """A number as it is, anything else with its type."""
+    return str(value) if isinstance(value, float) else f"{value!r:.60} ({type(value).__name__})"
 
 
 HOOK = "trlx_advantages"

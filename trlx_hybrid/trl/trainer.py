@@ -56,9 +56,18 @@ from .checkpoint import Checkpointing
 from .data_order import Ordered
 from .early_rewards import begun_early
 from .generation import Generation, trajectories_of
+from .prompts import refuse_missing_prompts, reset_that_failed
 from .recording import Recording
 from .replay import Replayed
-from .rewards import HOOK, checking, refuse_missing_package, replaced, tabulate, without_masked
+from .rewards import (
+    HOOK,
+    checking,
+    refuse_missing_package,
+    refuse_other_arguments,
+    replaced,
+    tabulate,
+    without_masked,
+)
 from .scoring import SCORER, Scored, overriding, scores_apart
 from .step_metrics import Metered, StepMetrics
 from .truncation import BY_TOKEN, MASKS, Truncation, by_last_token, correct_metrics, rule_of, truncated_rows
@@ -178,6 +187,10 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
             refuse_reserved(getattr(given.get("args"), "generation_kwargs", None))
             self._check_sampling(given.get("args"))
             refuse_missing_package(given.get("reward_funcs"))
+            refuse_other_arguments(
+                given.get("reward_funcs"), given.get("train_dataset"), given.get("rollout_func") is not None
+            )
+            refuse_missing_prompts(given.get("train_dataset"), "train_dataset")
         return brought
 
     def _check_sampling(self, args: Any) -> None:
@@ -440,6 +453,10 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         self._rolls_out = True
         try:
             batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+        except Exception as error:
+            if (note := reset_that_failed(error)) is not None:
+                error.add_note(note)
+            raise
         finally:
             self._rolls_out = False
             for name, value in changed.items():
@@ -473,7 +490,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         session = self.session
         if session.selection.stock or not {"old_per_token_logps", "sampling_per_token_logps"} <= batch.keys():
             return
-        custom = getattr(trainer, "rollout_func", None)
+        custom, source = getattr(trainer, "rollout_func", None), session.sampler.source
         session.versions.check_batch(
             session.live_engine,
             batch["sampling_per_token_logps"],
@@ -484,6 +501,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
             step=session.step,
             own_sampler=custom is not None and not getattr(custom, "samples_from_session", False),
             over_support=self._left_out_by is not None,
+            rollout=source if source is not None and source.slot == "rollout" else None,
         )
 
     def _trajectories(self) -> Any:

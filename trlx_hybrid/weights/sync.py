@@ -6,13 +6,15 @@ import logging
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import ComponentError, PolicyError, SyncError
+from ..plugins.blame import blaming
 from ..rollout.seeding import preserved_generators
-from ..types import SyncPlan, SyncReport
+from ..types import LoadReport, SyncPlan, SyncReport
 from . import verify
 
 if TYPE_CHECKING:
@@ -32,6 +34,11 @@ logger = logging.getLogger(__name__)
 ENGINE = (
     "Training on it would be off policy, so the run stops. The engine holds other weights than the trainer, or "
     "computes something else with them. Report it with `trlx-hybrid env`; weights='gather' may serve meanwhile."
+)
+ROLLOUT = (
+    "The log-probs are those that the {rollout} returned, and engine and trainer agreed on a probe after the first "
+    "weight sync. So look there first: completions belong in the order of their requests, and `logprobs[i]` to "
+    "`token_ids[i]`; `trlx_hybrid.testing.conformance.check_rollout` shows its author more. {way_out}"
 )
 OWN_SAMPLER = (
     "The log-probs are those that rollout_func returned. If it samples from this run's engine, the engine holds other "
@@ -57,6 +64,7 @@ class WeightVersions:
     Attributes:
         version: of the policy; grows with every optimizer step, checkpoint load and adapter load.
         engine_version: of what the engine holds, None when it holds nothing to be sampled from.
+        source: what offers the weight sync, where that is known.
         fingerprint_seconds: seconds that the last `sync` spent on looking whether the weights changed.
     """
 
@@ -81,6 +89,7 @@ class WeightVersions:
         self.fingerprint_seconds = 0.0
         self._syncs = 0
         self._names: list[str] = []
+        self.source: Component | None = None
         self._told = False  # that batches are not compared
 
     def changed(self) -> None:
@@ -120,7 +129,7 @@ class WeightVersions:
         self.forget()
         with preserved_generators():
             started = time.perf_counter()
-            loaded = weights.sync()
+            loaded = self._brought(engine, weights)
             seconds = time.perf_counter() - started
             verified = self._check_bits(engine, weights, full)
             self._fingerprint = self._taken()
@@ -138,6 +147,24 @@ class WeightVersions:
         )
         self._call("trlx_sync_end", report=report)
         return report
+
+    def _brought(self, engine: Engine, weights: WeightSync) -> LoadReport:
+        """Let the weight sync do its work, and see that it has left a report and an engine with weights."""
+        source = self.source or f"weights {weights.name!r}"
+        with nullcontext() if self.source is None else blaming(self.source, "sync"):
+            loaded: Any = weights.sync()
+        if not isinstance(loaded, LoadReport):
+            raise ComponentError(
+                f"The {source} returned a {type(loaded).__name__} from `sync`, where a LoadReport was expected: return "
+                "what `engine.load_weights` returns, or one of your own."
+            )
+        if engine.weights_lost:
+            raise SyncError(
+                f"The {source} has brought no weights: after its `sync` the engine has none to sample with. Have it "
+                "call `engine.load_weights(policy.full_weights())`, or write all of `engine.regions(policy)` and call "
+                "`engine.weights_written()`."
+            )
+        return loaded
 
     def _taken(self) -> int:
         """Return the policy's fingerprint, and count what it takes."""
@@ -162,6 +189,7 @@ class WeightVersions:
         step: int,
         own_sampler: bool,
         over_support: bool = False,
+        rollout: Component | None = None,
     ) -> None:
         """Hold what the trainer scored against what the engine sampled with. Collective; computes nothing anew.
 
@@ -171,6 +199,7 @@ class WeightVersions:
             step: optimizer steps done.
             own_sampler: whether a user's `rollout_func` named the log-probs: such a run is warned, once, and goes on.
             over_support: whether the trainer scored over the ids that the engine kept.
+            rollout: the plugin's rollout that returned the log-probs, where it is one.
 
         Raises:
             PolicyError: the trainer's are no numbers, on some rank.
@@ -196,7 +225,8 @@ class WeightVersions:
         if found is not None:
             text = f"At step {step}, engine and trainer disagree on what was sampled: {found}. "
             if not own_sampler:
-                raise SyncError(f"{text}{ENGINE} If it is rounding, raise HybridConfig.max_logprob_gap.")
+                told = ENGINE if rollout is None else ROLLOUT.format(rollout=rollout, way_out=rollout.way_out)
+                raise SyncError(f"{text}{told} If it is rounding, raise HybridConfig.max_logprob_gap.")
             if not self._told and ranks.rank == 0:
                 logger.warning("%s%s", text, OWN_SAMPLER)
             self._told = True
@@ -208,7 +238,8 @@ class WeightVersions:
         policy = self._policy
         if not self._names:
             self._names = policy.checkpoint_names()
-        return verify.check_bits(engine, policy, None if full else verify.sampled_names(self._names, self.version))
+        names = None if full else verify.sampled_names(self._names, self.version)
+        return verify.check_bits(engine, policy, names, f"the sync of the {self.source or weights.name}")
 
     def _check_log_probs(self, engine: Engine) -> float:
         """Engine and policy in turn where memory does not hold both: the probe samples first and is scored after."""
@@ -235,7 +266,7 @@ def choose(selection: Selection, build: Callable[[Choice], WeightSync]) -> tuple
     chosen = selection.weights
     if chosen is not None:
         sync = build(chosen)
-        reason = sync.refuses()
+        reason = _refused(sync, chosen)
         if reason is not None:
             told = f"weights={sync.name!r} cannot serve this run: {reason.rstrip('.')}."
             raise ComponentError(f"{told} Or let weights='auto' choose.")
@@ -245,11 +276,23 @@ def choose(selection: Selection, build: Callable[[Choice], WeightSync]) -> tuple
         reason = path.component.unavailable()
         if reason is None:
             sync = build(path)
-            reason = sync.refuses()
+            reason = _refused(sync, path)
             if reason is None:
                 return sync, "; ".join(["auto", *refusals])
         refusals.append(f"not {path.component.name}: {reason}")
     raise ComponentError("No weight sync can serve this run. " + " ".join(refusals))
+
+
+def _refused(sync: WeightSync, choice: Choice) -> str | None:
+    """Why a weight sync cannot serve the run, by itself."""
+    with blaming(choice.component, "refuses"):
+        reason: Any = sync.refuses()
+    if reason is not None and not isinstance(reason, str):
+        raise ComponentError(
+            f"The {choice.component} returned {reason!r} from `refuses`, where None or the reason, a text, was "
+            f"expected. {choice.component.way_out}"
+        )
+    return reason
 
 
 def _on_some_rank(ranks: Ranks, found: str | None) -> str | None:

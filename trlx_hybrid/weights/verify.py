@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PolicyError, SyncError, listed
+from ..plugins.blame import blaming
 from ..types import Completion, Request, Sampling
 from .policy import modules_of
 
@@ -40,11 +41,12 @@ a few. A batch has tens of thousands of tokens and the tolerance is the probe's,
 0.01 to 0.02 nats on average, and single improbable tokens by more than 0.5. Wrong weights show at most tokens."""
 
 
-def check_bits(engine: Engine, policy: Policy, only: Set[str] | None = None) -> int:
+def check_bits(engine: Engine, policy: Policy, only: Set[str] | None = None, by: str = "the weight sync") -> int:
     """Compare the engine's memory with the policy's weights, bit for bit in the engine's dtype.
 
     Args:
         only: checkpoint names to compare; None compares all.
+        by: what has brought the weights, for the message.
 
     Returns:
         How many checkpoint tensors were compared.
@@ -63,7 +65,7 @@ def check_bits(engine: Engine, policy: Policy, only: Set[str] | None = None) -> 
     differing = engine.differing(counted())
     if differing:
         raise SyncError(
-            f"After the weight sync the engine holds other bits than the policy in {listed(differing)}. Sampling would "
+            f"After {by} the engine holds other bits than the policy in {listed(differing)}. Sampling would "
             "be off policy without a trace, so the run stops. Report it with `trlx-hybrid env`; another path may serve "
             "meanwhile (HybridConfig.weights)."
         )
@@ -73,10 +75,13 @@ def check_bits(engine: Engine, policy: Policy, only: Set[str] | None = None) -> 
 def sample_probe(engine: Engine, policy: Policy, component: Component) -> tuple[list[int], Completion]:
     """A short prompt and what the engine samples from it. Collective."""
     vocabulary = policy.base.config.get_text_config().vocab_size
-    prompt = [(7919 * i + 11) % vocabulary for i in range(1, PROBE_TOKENS + 1)]
+    length = max(1, min(PROBE_TOKENS, engine.max_model_len // 2))  # a short context still leaves room to sample
+    prompt = [(7919 * i + 11) % vocabulary for i in range(1, length + 1)]
     sampling = Sampling(max_tokens=PROBE_TOKENS, logprobs=0, extra={"ignore_eos": True})
-    sampled = engine.generate([Request(prompt_ids=prompt, seed=0)], sampling)
-    return prompt, component.completions(sampled, 1)[0]
+    requests = [Request(prompt_ids=prompt, seed=0)]
+    with blaming(component, "generate"):
+        sampled = engine.generate(requests, sampling)
+    return prompt, component.completions(sampled, requests, sampling)[0]
 
 
 def check_log_probs(engine: Engine, policy: Policy, prompt: list[int], completion: Completion, allowed: float) -> float:

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...errors import ComponentError
 from ...rollout.conversation import Dialogue, Limits
-from ...types import Request
+from ...types import Completion, Request
 from ...weights.verify import allowed_gap
-from .findings import require, require_completions, require_log_probs
+from .findings import ConformanceError, require, require_completions, require_log_probs
 from .runs import PROMPTS, run_with
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def _batches(name: str, session: Session) -> None:
     seen = []
     for _ in range(2):
         with session.rollout_phase(True), _told(name, session, "on_completion", len(given)):
-            completions = require_completions(session.generate(list(PROMPTS)), given, name)
+            completions = require_completions(_generated(session), given, name)
         allowed = allowed_gap(session.live_engine, session.policy, torch.float32)[0]
         require_log_probs(session.policy, given, completions, allowed, of=name)
         seen.append([completion.token_ids for completion in completions])
@@ -70,12 +71,23 @@ def _batches(name: str, session: Session) -> None:
     )
 
 
+def _generated(session: Session) -> list[Completion]:
+    """What a run itself takes of it."""
+    try:
+        return session.generate(list(PROMPTS))
+    except ComponentError as error:
+        raise ConformanceError(str(error)) from error
+
+
 def _conversations(name: str, session: Session) -> None:
     """Every dialogue to its end; what was sampled and what was observed are told apart."""
     limits = Limits(completion_tokens=64, model_tokens=128, tool_turns=TURNS - 1)
     dialogues = [_dialogue(prompt) for prompt in PROMPTS]
     with session.rollout_phase(True), _told(name, session, "on_conversation", len(dialogues)):
-        conversations = session.converse(dialogues, limits)
+        try:
+            conversations = session.converse(dialogues, limits)
+        except ComponentError as error:
+            raise ConformanceError(str(error)) from error
     require(
         len(conversations) == len(dialogues),
         f"{name}: `converse` returned {len(conversations)} conversations for {len(dialogues)} dialogues.",

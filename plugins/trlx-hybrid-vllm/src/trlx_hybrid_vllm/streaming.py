@@ -47,11 +47,12 @@ class _Partial:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[np.ndarray[Any, Any]] = field(default_factory=list)
     prompt_tokens: int = 0
+    row: int = 0  # the request's
     experts: list[np.ndarray[Any, Any]] = field(default_factory=list)  # as vLLM returns them, if it does
 
     def completion(self, finish_reason: str) -> Completion:
         if not self.logprobs:
-            return Completion(token_ids=self.token_ids, finish_reason=finish_reason)
+            return Completion(token_ids=self.token_ids, finish_reason=finish_reason, row=self.row)
         values = np.concatenate(self.logprobs)
         logprobs: list[list[float | None]] = [[value] for value in values.tolist()]
         for index in np.flatnonzero(np.isnan(values)).tolist():
@@ -62,6 +63,7 @@ class _Partial:
             logprobs=logprobs,
             logprob_token_ids=ids,
             finish_reason=finish_reason,
+            row=self.row,
         )
 
 
@@ -117,7 +119,7 @@ class EngineStream:
         """
         request_id = self._queue(request)
         key, self._next = self._next, self._next + 1
-        self._arriving[request_id] = _Partial(key, prompt_tokens=len(request.prompt_ids))
+        self._arriving[request_id] = _Partial(key, prompt_tokens=len(request.prompt_ids), row=request.row)
         if self._text:
             self._outside[self._engine.output_processor.request_states[request_id].external_req_id] = request_id
         self._ids[key] = request_id
@@ -206,7 +208,7 @@ class EngineStream:
             arriving = self._arriving.get(request_id or "")
             if request_id is not None and arriving is not None and output.finished:
                 done = output.outputs[0]
-                completion, experts = completion_of(done), done.routed_experts
+                completion, experts = replace(completion_of(done), row=arriving.row), done.routed_experts
                 completion = self._with_more(request_id, completion, arriving.prompt_tokens, experts)
                 completions.append((arriving.key, completion))
                 self.cached_tokens += output.num_cached_tokens or 0

@@ -7,12 +7,13 @@ BIN := .venv/bin
 CPU := HF_HUB_OFFLINE=1 VLLM_LOGGING_LEVEL=ERROR TORCH_CPP_LOG_LEVEL=ERROR TOKENIZERS_PARALLELISM=false
 LAUNCH := --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no
 
-.PHONY: help quickstart test test-slow test-gpu test-faults test-versions test-vision test-4bit models lint types docs bench check clean
+.PHONY: help quickstart test test-slow test-gpu test-faults test-kills test-versions test-vision test-4bit models lint types docs bench check clean
 
 help:
 	@echo "make quickstart   install, then train a small model with GRPO through vLLM; ARGS='--seed 1' passes flags"
 	@echo "make test         install, then run the tests"
 	@echo "make test-slow    larger worlds of the same tests; make test-faults, tools and ranks that hang and crash"
+	@echo "make test-kills   a table of 60 runs on two ranks that are killed and started again, each against an undisturbed one"
 	@echo "make test-gpu     on a GPU machine: whole user scripts on one, two and four GPUs, and docs/tested.md of them"
 	@echo "make test-versions   tests of engine, packed rows and seam on the newest vLLM and transformers that are served"
 	@echo "make test-vision  models that see images"
@@ -61,6 +62,10 @@ test-faults: .venv/dev
 	FAULT_SEEDS=20 $(CPU) $(BIN)/python -m pytest plugins/trlx-hybrid-multiturn/tests/test_faults.py $(ARGS)
 	FAULT_SEEDS=50 $(CPU) $(BIN)/python -m pytest -m "slow or not slow" \
 		$(patsubst %,plugins/trlx-hybrid-ray/tests/test_%.py,launch_faults remote_faults remote_engine_faults) $(ARGS)
+
+# An hour on two cores: 60 runs on two ranks that are killed, stopped, or whose files and disks fail.
+test-kills: .venv/dev
+	$(CPU) $(BIN)/python -m tests.whole_runs.kills $(ARGS)
 
 # A few distributions in front of those that `make test` runs on. AT_START is run as Python starts.
 .venv-newest/run .venv-vision/run .venv-4bit/run .venv-deepspeed/run: .venv-%/run: requirements/%.lock .venv/dev

@@ -209,9 +209,9 @@ def test_the_probe_after_a_sync_is_held_to_the_coarsest_arithmetic_too():
     sampled = Completion(token_ids=[3], logprobs=[[-1.0]], logprob_token_ids=[[3]])
     parts = {"dtype": torch.float32, "dtypes": [torch.float32], "quantized": False, "has_experts": False}
     part = SimpleNamespace(**parts, wake=lambda what: None, log_probs=lambda prompt, ids: torch.tensor([-1.05]))
-    component = SimpleNamespace(completions=lambda completions, number: completions)
+    component = SimpleNamespace(completions=lambda completions, requests, sampling: completions)
     part.base = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: SimpleNamespace(vocab_size=9)))
-    part.generate = lambda requests, sampling: [sampled]
+    part.generate, part.max_model_len = lambda requests, sampling: [sampled], 64
     memory = SimpleNamespace(make_room=lambda owners: 0)
 
     def versions(autocast):

@@ -8,10 +8,12 @@ from __future__ import annotations
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..support import Support
 from ..types import Completion, Request
+
+if TYPE_CHECKING:  # numpy comes with it, and not with the host
+    from ..support import Support
 
 Message = dict[str, Any]
 """A chat message, as transformers' templates take it."""
@@ -137,8 +139,8 @@ class Conversation:
         if known is None:
             return
         if self.support is None:
-            self.support = Support.unsampled(len(self.completion_ids), known.vocabulary)
-        self.support += Support.unsampled(tokens, known.vocabulary) if support is None else support
+            self.support = known.unsampled(len(self.completion_ids), known.vocabulary)
+        self.support += known.unsampled(tokens, known.vocabulary) if support is None else support
 
 
 RequestMaker = Callable[[int, int, list[int], list[Any] | None, int | None], Request]

@@ -264,7 +264,9 @@ def test_custom_rollouts_first_turns_are_continued(converse):
             "logprobs": [[candidates[0] for candidates in row] for row in logprobs],
         }
 
+    # without `blocks`: TRL's loop hands its lists to a template that shows nothing of them
     given = {"rollout_func": rollout, "top_k": 0, "temperature": 0.5, "max_steps": 1}
+    given["names"] = ("add", "fail", "fetch", "nothing")
     theirs = converse(trlx_hybrid.GRPOTrainer, hybrid={"rollout": "single_turn"}, **given)
     ours = converse(trlx_hybrid.GRPOTrainer, **given)
     assert max(spread(theirs[2])) > 1

@@ -110,7 +110,8 @@ def test_an_out_of_memory_error_says_who_held_what(run):
             use_vllm=True,
             reward_funcs=exhausting,
         )
-    note = caught.value.__notes__[0]
+    assert caught.value.__notes__[0].startswith("Raised by reward function 'exhausting' for 8 completions")
+    note = caught.value.__notes__[1]
     assert "Memory held on cpu in phase TRAIN" in note
     assert "policy" in note
     assert "KV cache" in note

@@ -38,7 +38,7 @@ def main(out: Path, stages: int = 1) -> None:
         """
         state["calls"] += 1
         if state["breaks"]:
-            return "\ud800"  # no tokenizer takes it, so its trajectory ends
+            raise asyncio.CancelledError("its loop has gone")  # which ends its trajectory
         if first:  # draws from everybody's generators, and slowly
             torch.rand(n + 1), np.random.rand(n + 1), random.random()
             time.sleep(0.03)

@@ -181,6 +181,22 @@ def test_nothing_is_cut_from_a_file_that_holds_none(path):
     assert "sed" not in str(caught.value)
 
 
+SCRIPT = "<img src=x onerror=alert(1)>\x1b[2J"
+FIELDS = ("step", "training", "weight_version", "loss_mask", "prompt_ids", "completion_ids", "special_ids")
+
+
+@pytest.mark.parametrize("field", [*FIELDS, "reward", "logprobs"])
+def test_a_text_in_the_place_of_a_number_reaches_no_page_and_no_terminal(path, field):
+    """A recording may be somebody else's."""
+    append(path, [trajectory(logprobs=[0.0, 0.0])], CHARACTERS, step=0)
+    row = json.loads(path.read_text())
+    path.write_text(json.dumps(row | {field: [SCRIPT] * len(row[field]) if isinstance(row[field], list) else SCRIPT}))
+    with path.open("a") as file:
+        file.write("\n")
+    with pytest.raises(RecordError, match="line 1: not a recorded trajectory: "):
+        list(read(path))
+
+
 @pytest.mark.parametrize("field", ["loss_mask", "logprobs", "completion_texts", "prompt_texts"])
 def test_a_line_whose_tokens_do_not_match_is_broken(path, field):
     append(path, [trajectory(logprobs=[0.0, 0.0])], CHARACTERS, step=0)

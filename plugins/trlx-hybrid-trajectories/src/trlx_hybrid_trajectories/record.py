@@ -269,13 +269,39 @@ def _plain(value: Any, depth: int = 0) -> Any:
     return f"<{type(value).__name__}>"
 
 
+TYPES: dict[str, type] = {
+    "step": int,
+    "training": bool,
+    "weight_version": int,
+    "prompt_ids": list,
+    "prompt_texts": list,
+    "completion_ids": list,
+    "completion_texts": list,
+    "loss_mask": list,
+    "special_ids": list,
+}
+"""Fields whose type is fixed. Pages and terminals show numbers as they are: a text in their place could be a script."""
+
+ELEMENTS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("prompt_ids", "completion_ids", "loss_mask", "special_ids"), (int,)),
+    **dict.fromkeys(("prompt_texts", "completion_texts"), (str, type(None))),
+}
+
+
 def _parsed(line: str, number: int) -> Recorded | str:
     """The trajectory, or why the line is none."""
     try:
         row = json.loads(line)
         if not isinstance(row, dict):
             raise ValueError("it holds no JSON object")
-        row["reward"], row["special_ids"] = _float(row["reward"]), frozenset(row["special_ids"])
+        row["reward"] = _float(row["reward"])
+        for name, of in TYPES.items():
+            if type(row[name]) is not of:
+                raise ValueError(f"its {name} is of type {type(row[name]).__name__}, and not {of.__name__}")
+        for name, each in ELEMENTS.items():
+            if not all(type(value) in each for value in row[name]):
+                raise ValueError(f"its {name} hold other values than {' and '.join(of.__name__ for of in each)}")
+        row["special_ids"] = frozenset(row["special_ids"])
         if row["logprobs"] is not None:
             row["logprobs"] = [_float(value) for value in row["logprobs"]]
         recorded = Recorded(line=number, **row)

@@ -65,6 +65,7 @@ def test_everything_listens_on_this_machine_only(cluster, others):
 
 def test_the_token_is_the_owners_and_nothing_is_written_to_the_home(cluster, home):
     assert stat.S_IMODE(cluster.token.stat().st_mode) == 0o600
+    assert stat.S_IMODE(cluster.token.parent.stat().st_mode) == 0o700  # else another user puts a token in its place
     assert len(cluster.token.read_text()) == 64
     assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(cluster.token)
     assert list(home.iterdir()) == []

@@ -137,7 +137,7 @@ def connect(
                 "include_dashboard": dashboard or (debugging.wanted() and not debugging.legacy()),
                 "dashboard_host": "0.0.0.0" if everywhere else "127.0.0.1",
                 "object_store_memory": object_store_memory,
-                "_temp_dir": str(folder),
+                "_temp_dir": str(folder / "r"),  # which Ray opens to everybody; the one around it is ours alone
             }
             address = stack.enter_context(_started(settings, folder))
         url = stack.enter_context(_joined(address, namespace))
@@ -361,7 +361,7 @@ def _serve(settings: dict[str, Any]) -> None:
     while os.getppid() == parent and not select.select([0], [], [], 0.5)[0]:
         pass
     ray.shutdown(wait_for_processes=True)
-    shutil.rmtree(settings["_temp_dir"], ignore_errors=True)  # with the token in it: our parent is gone
+    shutil.rmtree(Path(settings["_temp_dir"]).parent, ignore_errors=True)  # with the token in it: our parent is gone
 
 
 def _outlive_signals() -> None:

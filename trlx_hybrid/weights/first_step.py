@@ -62,8 +62,8 @@ def _is_merged(layer: Any) -> bool:
 def refuse_idle(policy: Policy, optimizer: Any) -> None:
     """Refuse a run whose optimizer would change no weight of the policy.
 
-    An optimizer of another library than torch's may hold copies of the weights; whether those are written back is seen
-    at the first step.
+    An optimizer of another library than torch's may hold copies of the weights, and DeepSpeed's holds none between its
+    steps; whether weights are written is seen at the first step.
 
     Args:
         optimizer: torch's, or accelerate's around it.
@@ -79,7 +79,7 @@ def refuse_idle(policy: Policy, optimizer: Any) -> None:
         )
     inner = getattr(optimizer, "optimizer", optimizer)
     plain = type(inner).__module__.startswith(PLAIN) and policy.fsdp_version != 1
-    if not stepped or (plain and stepped.isdisjoint(map(id, trained.values()))):
+    if plain and stepped.isdisjoint(map(id, trained.values())):
         raise ConfigError(
             f"The optimizer ({type(inner).__name__}) holds none of the policy's {len(trained)} trainable parameters, "
             "so the run would train nothing. Leave it to the trainer to make one, or make it after the model is frozen "

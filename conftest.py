@@ -199,43 +199,12 @@ def run(tmp_path: Path, prompts: Any, started_once: None) -> Iterator[Callable[.
 
 
 @pytest.fixture
-def stock_colocate(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Make TRL's own colocate path exact on a CPU: its engine keeps plain weights. TRL's code itself is untouched.
+def stock_colocate() -> Iterator[dict[str, Any]]:
+    """Make TRL's own colocate path exact on a CPU, and yield further arguments of its engine, for a test to change."""
+    from trlx_hybrid_vllm.stock_colocate import plain_colocate
 
-    vLLM's CPU build prepacks linear weights, after which TRL's in-place loading fails. Its draws from the trainer's
-    generators are undone, as ours are: they decide how TRL shuffles a batch into optimizer steps. Yields further engine
-    arguments, for a test to change.
-    """
-    import torch
-    import vllm
-    from trl.generation import vllm_generation
-    from trlx_hybrid.rollout.seeding import preserved_generators
-
-    changes: dict[str, Any] = {}
-
-    def plain_llm(**arguments: Any) -> Any:
-        arguments |= {
-            "enforce_eager": True,
-            "dtype": "float32",  # "auto" turns a float32 checkpoint into bfloat16
-            "kv_cache_memory_bytes": 64 << 20,
-            "block_size": 32,
-            "worker_cls": "trlx_hybrid_vllm.cpu_worker.PlainWeightsCPUWorker",
-        } | changes
-        with preserved_generators():
-            llm = vllm.LLM(**arguments)
-        generate = llm.generate
-
-        def neutral(*args: Any, **kwargs: Any) -> Any:
-            with preserved_generators():
-                return generate(*args, **kwargs)
-
-        llm.generate = neutral
-        return llm
-
-    monkeypatch.setattr(vllm_generation, "LLM", plain_llm)
-    torch.compiler.set_stance("force_eager")
     environment = dict(os.environ)
-    yield changes
-    torch.compiler.set_stance("default")
+    with plain_colocate() as changes:
+        yield changes
     os.environ.clear()  # TRL sets RANK and its like, and leaves them: the next accelerator would believe them
     os.environ.update(environment)

@@ -24,6 +24,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seeds", default="60", help="how many, from 0 on; or FIRST-LAST")
     parser.add_argument("--out", type=Path, help="a file that gets a line of JSON for each run")
     parser.add_argument("--folder", type=Path, help="for what the runs write; by default one that is removed")
+    parser.add_argument("--at-once", type=int, default=2, help="how many runs at a time; a stopped one mostly waits")
     given = parser.parse_args(arguments)
     first, dash, last = given.seeds.rpartition("-")
     seeds = range(int(first), int(last) + 1) if dash else range(int(last))
@@ -144,13 +146,14 @@ def main(arguments: list[str] | None = None) -> int:
         twin = outcome(base / "twin", {}, None)
         if twin["result"] != "same":
             raise SystemExit(f"The undisturbed run failed: {twin}")
-        for seed in seeds:
-            row = outcome(base / str(seed), drawn(seed), twin["weights"])
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-            if given.out:
-                with given.out.open("a") as out:
-                    out.write(json.dumps(row) + "\n")
+        with ThreadPoolExecutor(given.at_once) as pool:
+            runs = [pool.submit(outcome, base / str(seed), drawn(seed), twin["weights"]) for seed in seeds]
+            for ended in as_completed(runs):
+                rows.append(ended.result())
+                print(json.dumps(rows[-1]), flush=True)
+                if given.out:
+                    with given.out.open("a") as out:
+                        out.write(json.dumps(rows[-1]) + "\n")
     print(table(rows))
     return 0 if all(row["result"] == "same" and not row["left"] for row in rows) else 1
 

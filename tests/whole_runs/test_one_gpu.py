@@ -154,5 +154,15 @@ def test_packed_rows(weights, model, whole, seen, tmp_path):
     seen["gap"] = whole_run.check_gap(logs)
 
 
+@pytest.mark.parametrize("scoring", [{}, PACKED], ids=["padded", "packed"])
+def test_sampling_from_a_part_of_the_vocabulary(scoring, model, whole, tmp_path):
+    settings = SMALL | scoring | {"vllm_enable_sleep_mode": True, "top_k": 20, "top_p": 0.9}
+    whole(python("grpo.py", settings, model("plain"), tmp_path / "run"), LIMIT)
+    logs = [log for log in whole_run.history(tmp_path / "run") if "loss" in log]
+    whole_run.check_training(whole_run.history(tmp_path / "run"), STEPS)
+    assert all(log["ratio/truncation"] < 0 for log in logs)
+    assert [log["sampling/importance_sampling_ratio/mean"] for log in logs] == pytest.approx([1.0] * STEPS, abs=0.1)
+
+
 def test_a_failing_reward_ends_the_run(model, whole, tmp_path):
     whole(python("fails.py", SMALL, model("plain"), tmp_path / "run"), LIMIT, check=whole_run.check_fails)

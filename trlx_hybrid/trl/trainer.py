@@ -39,7 +39,7 @@ from ..session import Session
 from ..weights.first_step import FirstStep, refuse_idle
 from ..weights.policy import Policy, transformers_model
 from ..weights.positions import Positions
-from . import resampling, routing, tool_calling
+from . import resampling, routing, tool_calling, trl_rewards
 from .arguments import (
     check_skipped,
     environment_arguments,
@@ -129,6 +129,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
     _trl = trl.trainer.utils
     _rolls_out = False  # a batch is being sampled and scored
     _in_rounds = False  # in rounds
+    _sampled_before = False
     _known_rewards: Any = None  # of the batch that rounds have sampled, until TRL asks
     _row_numbers: Any = None  # of the batch's groups in the training dataset, where somebody has chosen them
     _groups: Any = None  # of the batch, with the rewards that are trained on
@@ -353,6 +354,10 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
             self._generated = tool_calling.with_images(self, super()._generate(prompts))  # type: ignore[misc]
         self._note_truncated()
         self._note_supports(self._generated)
+        if not self._sampled_before and not self._selection.stock and self.session.ranks.rank == 0:
+            functions, tools = getattr(trainer, "reward_funcs", ()), bool(getattr(trainer, "tools", None))
+            trl_rewards.warn(functions, self._generated[0], trainer.processing_class, parse_response, tools)
+        self._sampled_before = True
         return self._generated
 
     def _note_truncated(self) -> None:

@@ -58,7 +58,7 @@ class EventLog:
         self._lines = OptionalLines(
             folder_of(session) / f"rank{rank}.jsonl",
             "Events of the run report",
-            note=lambda count: _line({"event": "lost", "time": round(time.time(), 4), "count": count}),
+            note=_lost,
         )
         self._error = getattr(sys, "last_value", None)  # of an earlier cell of a notebook
         self._header_written = rank != 0
@@ -96,10 +96,15 @@ class EventLog:
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         told = None if error is None or error is self._error else f"{type(error).__name__}: {error}"
         self.write("end", error=told)
+        self._lines.close()
 
 
 def _line(row: dict[str, Any]) -> str:
     return json.dumps(row, allow_nan=False, separators=(",", ":"))
+
+
+def _lost(count: int) -> str:
+    return _line({"event": "lost", "time": round(time.time(), 4), "count": count})
 
 
 def _facts(session: Run) -> dict[str, Any]:

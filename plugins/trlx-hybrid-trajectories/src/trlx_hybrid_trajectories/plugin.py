@@ -127,7 +127,9 @@ def trlx_log(session: Run, metrics: dict[str, float]) -> None:
 @hookimpl
 def trlx_unconfigure(session: Run) -> None:
     """The run is over."""
-    _files.pop(session, None)
+    file = _files.pop(session, None)
+    if file is not None:
+        file.close()
     log = _logs.pop(session, None)
     if log is not None:
         log.end()

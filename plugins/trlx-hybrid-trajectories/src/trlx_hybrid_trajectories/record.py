@@ -7,6 +7,7 @@ import errno
 import json
 import logging
 import math
+import os
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 from trlx_hybrid.errors import HybridError
 
 if TYPE_CHECKING:
-    import os
     from io import FileIO
 
     from trlx_hybrid.types import Trajectory
@@ -125,19 +125,24 @@ def add_lines(path: str | os.PathLike[str], lines: Sequence[str]) -> None:
     Raises:
         RecordError: it cannot be written to.
     """
+    with opened(path) as file:
+        _append(file, path, lines)
+
+
+def _append(file: FileIO, path: str | os.PathLike[str], lines: Sequence[str]) -> None:
+    """Append lines to a file that `opened` has opened: all, or none."""
     try:
-        with opened(path) as file:
-            end = file.seek(0, 2)
-            cut = end > 0 and (file.seek(-1, 2), file.read(1))[1] != b"\n"
-            # A run that was killed while writing left half a line, which must not spoil ours. One write, for readers.
-            left = memoryview(b"\n" * cut + "".join(f"{line}\n" for line in lines).encode())
-            try:
-                while left:
-                    left = left[file.write(left) :]
-            except OSError:
-                with contextlib.suppress(OSError):  # a device has no end to be cut
-                    file.truncate(end)
-                raise
+        end = file.seek(0, 2)
+        cut = end > 0 and (file.seek(-1, 2), file.read(1))[1] != b"\n"
+        # A run that was killed while writing left half a line, which must not spoil ours. One write, for readers.
+        left = memoryview(b"\n" * cut + "".join(f"{line}\n" for line in lines).encode())
+        try:
+            while left:
+                left = left[file.write(left) :]
+        except OSError:
+            with contextlib.suppress(OSError):  # a device has no end to be cut
+                file.truncate(end)
+            raise
     except OSError as error:
         raise RecordError(f"cannot write to {path}: {error.strerror}. Make room, or name another file.") from error
 
@@ -158,6 +163,9 @@ def opened(path: str | os.PathLike[str]) -> FileIO:
 class OptionalLines:
     """A file of JSON lines that training does without: where the disk is full, lines are lost and counted.
 
+    It stays open, for on a disk that many nodes share each opening is a call to its server. Lines are handed to the
+    system as they come, so that a run which is killed keeps them. A forked process and a copy open it for themselves.
+
     Args:
         path: the file, made when missing, with its folders.
         what: what its lines are, for the warning.
@@ -173,8 +181,10 @@ class OptionalLines:
     def __init__(self, path: str | os.PathLike[str], what: str, note: Callable[[int], str] | None = None) -> None:
         self._path, self._what, self._note = path, what, note
         self.lost, self._told = 0, 0
+        self._file: FileIO | None = None
+        self._opened_by = 0  # the process
         try:
-            opened(path).close()
+            self._open()
         except RecordError as error:
             if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in FULL:
                 raise
@@ -186,12 +196,34 @@ class OptionalLines:
         missing = self.lost - self._told
         told = [self._note(missing)] if self._note is not None and missing else []
         try:
-            add_lines(self._path, [*told, *lines])
+            _append(self._open(), self._path, [*told, *lines])
             self._told = self.lost
         except RecordError as error:  # the other ranks would wait for this one if it ended
+            self.close()
             if self.lost == 0:
                 self._warn(error)
             self.lost += len(lines)
+
+    def close(self) -> None:
+        """Close the file. A later line opens it again."""
+        if self._file is not None:
+            self._file.close()
+        self._file = None
+
+    def _open(self) -> FileIO:
+        """Return the file, opened anew in another process, and where somebody has removed it."""
+        if self._opened_by != os.getpid() or (self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0):
+            self.close()
+        if self._file is None:
+            self._file, self._opened_by = opened(self._path), os.getpid()
+        return self._file
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_file": None}
+
+    def __del__(self) -> None:
+        if "_file" in vars(self):
+            self.close()
 
     def _warn(self, error: RecordError) -> None:
         logger.warning("%s are lost from here on, and training goes on without: %s", self._what, error)

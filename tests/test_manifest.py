@@ -1,11 +1,13 @@
 """A restart takes the newest whole checkpoint of its own run, and says what it passes over."""
 
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 import trl
 from trlx_hybrid import GRPOTrainer
 from trlx_hybrid.config import RESUME_VARIABLE
@@ -281,3 +283,77 @@ def test_ranks_that_see_different_checkpoints_are_refused(saved):
     apart = SimpleNamespace(rank=0, broadcast=lambda own: own, gather=lambda own: [own, (None, None)])
     with pytest.raises(ConfigError, match=r"\(rank 0: checkpoint-1, rank 1: none\).*folder that all nodes share"):
         started(apart, folder, lambda: newest_start(folder), saves=True, writes=True)
+
+
+OPENED: list[list[str]] = []  # of the test that counts at the moment; a hook stays as long as its process
+
+
+def note(event, arguments):
+    if event == "open" and OPENED and str(arguments[0]).endswith(".pth"):
+        OPENED[-1].append(Path(str(arguments[0])).name)
+
+
+sys.addaudithook(note)
+
+
+def of_1000_ranks(checkpoint):
+    """Make it one that 1,000 ranks saved, with a file of generators each."""
+    for rank in range(1000):
+        shutil.copy(checkpoint / "rng_state.pth", checkpoint / f"rng_state_{rank}.pth")
+    (checkpoint / "rng_state.pth").unlink()
+    if (checkpoint / "trlx_hybrid_manifest.json").exists():
+        from trlx_hybrid.trl import manifest
+
+        manifest.end(checkpoint, manifest.read(checkpoint).run, 1000)
+
+
+def test_at_a_restart_a_rank_opens_its_own_generators_only(run, saved, monkeypatch):
+    """Rank 0 opens the files of all 1,000 ranks, and tells the others which checkpoint is whole."""
+    folder, _ = saved(max_steps=1)
+    of_1000_ranks(folder / "checkpoint-1")
+    trainer = run(GRPOTrainer, output_dir=str(folder), train=False).trainer
+    monkeypatch.setenv(RESUME_VARIABLE, "1")
+    monkeypatch.setattr(transformers.Trainer, "train", lambda self, resume, *rest: self._load_rng_state(resume))
+    monkeypatch.setattr(transformers.TrainingArguments, "world_size", 1000)
+    sent, opened = [], {}
+    for rank in (0, 7):
+        monkeypatch.setattr(transformers.TrainingArguments, "process_index", rank)
+        trainer.session.ranks = SimpleNamespace(
+            rank=rank,
+            world=1000,
+            broadcast=lambda own: sent.append(own) or sent[0],
+            gather=lambda own: [own] * 1000,
+        )
+        OPENED.append([])
+        trainer.train()
+        opened[rank] = set(OPENED.pop())
+    assert len(opened[0]) == 1000
+    assert len(opened[7]) == 1
+    assert opened[7] == {"rng_state_7.pth"}
+
+
+def test_in_a_script_with_a_process_group_one_rank_looks_at_checkpoints(saved, monkeypatch, capsys):
+    folder, _ = saved(max_steps=1)
+    of_1000_ranks(folder / "checkpoint-1")
+    monkeypatch.setenv(RESUME_VARIABLE, "1")
+    monkeypatch.setenv("WORLD_SIZE", "1000")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    sent, opened = [], {}
+
+    def broadcast_object_list(held, src=0):
+        sent.extend(held)
+        held[:] = sent[:1]
+
+    monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast_object_list)
+    for rank in (0, 7):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        OPENED.append([])
+        assert checkpoint_to_resume(folder) == str(folder / "checkpoint-1")
+        opened[rank] = OPENED.pop()
+    assert len(opened[7]) == 0
+    assert len(opened[0]) == 1000
+    assert "going on from" in capsys.readouterr().err
+    shutil.rmtree(folder)
+    with pytest.raises(ConfigError, match=r"rank 7 does not see .*checkpoint-1, from which rank 0 goes on"):
+        checkpoint_to_resume(folder)

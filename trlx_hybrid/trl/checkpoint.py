@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ..config import RESUME_VARIABLE
@@ -166,11 +167,25 @@ class Checkpointing:
 def checkpoint_to_resume(output_dir: str | Path) -> str | None:
     """Return what to pass to `trainer.train(resume_from_checkpoint=...)` of a trainer of another kind.
 
-    None at a run's first start, and where nothing was saved yet.
+    None at a run's first start, and where nothing was saved yet. Where torch has a process group this is collective:
+    rank 0 alone reads the checkpoints, each of which may hold a file of every rank, and the others take what it found.
+
+    Raises:
+        ConfigError: the folder's identity cannot be read, or this rank does not see what rank 0 has found.
     """
     if os.environ.get(RESUME_VARIABLE) != "1":
         return None
-    start = restart.newest_start(Path(output_dir))
+    grouped = dist.is_available() and dist.is_initialized()
+    start = restart.newest_start(Path(output_dir)) if not grouped or dist.get_rank() == 0 else None
+    if grouped:
+        dist.broadcast_object_list(held := [start], src=0)
+        (start,) = held
+    assert start is not None
+    if start.checkpoint is not None and not start.checkpoint.is_dir():
+        raise ConfigError(
+            f"In this run rank {dist.get_rank()} does not see {start.checkpoint}, from which rank 0 goes on. Let "
+            "output_dir be a folder that all nodes share."
+        )
     if os.environ.get("RANK", "0") == "0":
         restart.announce(start, output_dir)
         restart.warn(start, int(os.environ.get("WORLD_SIZE", "1")))

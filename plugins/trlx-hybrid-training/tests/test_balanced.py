@@ -8,7 +8,7 @@ import trlx_hybrid
 from trl import RLOOConfig
 from trlx_hybrid.errors import ComponentError
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid.trl.micro_batches import regrouped
+from trlx_hybrid.trl.scoring import regrouped
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted import STEPS, difference, lora

@@ -602,12 +602,13 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
         """Open it: the model is prepared, sharded, its checkpoint loaded."""
         session = self._session
-        trains = not session.selection.stock and not session.config.rollout_only
+        trains = not session.config.rollout_only
         if trains:
             refuse_idle(session.policy, kwargs["optimizer"])
         self._starts(state.global_step)
         session.open()
-        self._first = FirstStep(session.policy, session.ranks) if trains else None
+        followed = trains and not session.selection.stock
+        self._first = FirstStep(session.policy, session.ranks) if followed else None
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Note what the first steps start from."""

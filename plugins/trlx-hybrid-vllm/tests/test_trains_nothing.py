@@ -73,6 +73,13 @@ def test_a_run_that_trains_nothing_is_refused_before_its_first_rollout(run, save
     raised.match(f"would train nothing.*{said}")
 
 
+def test_a_run_that_trains_nothing_is_refused_where_transformers_samples(run, saved):
+    started = run(trlx_hybrid.GRPOTrainer, model=frozen(saved), beta=0.1, train=False)
+    with pytest.raises(trlx_hybrid.errors.ConfigError, match=IDLE["loaded for inference"][1]):
+        started.trainer.train()
+    assert started.recorder.prompts == []
+
+
 def test_an_optimizer_of_another_copy_of_the_model_is_refused_before_the_first_rollout(run):
     class Mistaken(trl.GRPOTrainer):
         def create_optimizer(self, *args, **kwargs):

@@ -31,6 +31,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from trlx_hybrid.testing.launched import FSDP2_FILE
 from whole_run import SCRIPTS, Ended, run
 
 PHASES = ("save", "rollout", "sync", "backward", "tool")
@@ -40,23 +41,6 @@ DELAYS = {"save": 0.6, "rollout": 0.4, "sync": 0.05, "backward": 0.05, "tool": 0
 STARTS = 3  # the first, one after the fault, and one to spare where a launcher's own restart met the same full disk
 LIMIT = 400.0  # seconds a start may take
 DISK = 64  # MiB
-FSDP2 = {
-    "compute_environment": "LOCAL_MACHINE",
-    "distributed_type": "FSDP",
-    "use_cpu": True,
-    "mixed_precision": "no",
-    "num_machines": 1,
-    "num_processes": 2,
-    "machine_rank": 0,
-    "fsdp_config": {
-        "fsdp_version": 2,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer",
-        "fsdp_reshard_after_forward": True,
-        "fsdp_state_dict_type": "FULL_STATE_DICT",
-        "fsdp_cpu_ram_efficient_loading": False,
-    },
-}
 
 
 def drawn(seed: int) -> dict[str, Any]:
@@ -84,7 +68,7 @@ def disk(folder: Path, size: int) -> Iterator[None]:
 def start(folder: Path, fault: dict[str, Any], again: bool) -> Ended:
     """Start the script under the launcher; `again`, as a scheduler does that knows nothing of the first start."""
     config = folder / "accelerate.yaml"
-    config.write_text(json.dumps(FSDP2))
+    config.write_text(json.dumps(FSDP2_FILE))
     launcher = ["-m", "trlx_hybrid", "launch", "--cpu", "--processes-per-node", "2", "--restart", "1"]
     options = [f"{name}={value}" for name, value in fault.items()]
     command = [sys.executable, *launcher, "--config_file", config, SCRIPTS / "struck.py", folder, *options]

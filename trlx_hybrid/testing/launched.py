@@ -18,6 +18,25 @@ FSDP2 = {
 }
 """What `accelerate launch` would set for a `tiny_model` under FSDP2; `use_fsdp_on_cpu` comes with it."""
 
+FSDP2_FILE = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "FSDP",
+    "use_cpu": True,
+    "mixed_precision": "no",
+    "num_machines": 1,
+    "num_processes": 2,
+    "machine_rank": 0,
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer",
+        "fsdp_reshard_after_forward": True,
+        "fsdp_state_dict_type": "FULL_STATE_DICT",
+        "fsdp_cpu_ram_efficient_loading": False,
+    },
+}
+"""The same for two processes, as `accelerate launch --config_file` reads it; JSON is YAML, too."""
+
 
 def use_fsdp_on_cpu() -> None:
     """Honour accelerate's FSDP setting on a CPU, where 1.15 turns it into DDP in silence. FSDP2 over gloo is real."""

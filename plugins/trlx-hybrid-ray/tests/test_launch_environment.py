@@ -13,22 +13,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import OBEDIENT, launch
 from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.testing.launched import FSDP2_FILE
 from trlx_hybrid_ray.launch import Job, accelerate_arguments, variables
 
-CONFIGS = {
-    "fsdp": {
-        "distributed_type": "FSDP",
-        "mixed_precision": "bf16",
-        "fsdp_config": {
-            "fsdp_version": 2,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer",
-            "fsdp_reshard_after_forward": True,
-            "fsdp_state_dict_type": "FULL_STATE_DICT",
-            "fsdp_cpu_ram_efficient_loading": False,
-        },
-    },
-}
 PROCESS = {
     # one run's, or one process's
     "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "PYTEST_CURRENT_TEST", "PWD", "OLDPWD", "SHLVL", "_",
@@ -48,13 +35,9 @@ def compared(variables):
 
 @pytest.fixture
 def config(tmp_path):
-    def write(name):
-        given = {"compute_environment": "LOCAL_MACHINE", "use_cpu": True, "num_machines": 1, "machine_rank": 0}
-        given |= {"num_processes": 2} | CONFIGS[name]
-        (tmp_path / f"{name}.yaml").write_text(json.dumps(given))
-        return str(tmp_path / f"{name}.yaml")
-
-    return write
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(json.dumps(FSDP2_FILE | {"mixed_precision": "bf16"}))
+    return str(path)
 
 
 def test_both_launchers_set_the_same(two_nodes, capfd, tmp_path, config, monkeypatch):
@@ -64,12 +47,12 @@ def test_both_launchers_set_the_same(two_nodes, capfd, tmp_path, config, monkeyp
         folder = tmp_path / launcher
         folder.mkdir()
         if launcher == "accelerate":
-            command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config("fsdp")]
+            command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
             command += ["--main_process_port", "0", OBEDIENT, "look", str(folder)]
             done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=240)
             assert done.returncode == 0, done.stderr
         else:
-            done = launch(capfd, tmp_path, OBEDIENT, "look", folder, processes_per_node=2, config_file=config("fsdp"))
+            done = launch(capfd, tmp_path, OBEDIENT, "look", folder, processes_per_node=2, config_file=config)
             assert done.code == 0, done.err
         seen[launcher] = [json.loads((folder / f"seen.{rank}").read_text()) for rank in range(2)]
     for accelerate, ray in zip(seen["accelerate"], seen["ray"], strict=True):

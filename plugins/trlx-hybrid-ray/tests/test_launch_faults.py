@@ -21,7 +21,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import OBEDIENT, SCRIPTS, Segments, launch, nothing_left
-from test_launch_grpo import CONFIG
+from trlx_hybrid.testing.launched import FSDP2_FILE
 from trlx_hybrid_ray.placement import alive_nodes
 
 SEEDS = int(os.environ.get("FAULT_SEEDS", "3"))
@@ -97,7 +97,7 @@ def roomy(session_cluster):
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     path = tmp_path_factory.mktemp("config") / "accelerate.yaml"
-    path.write_text(json.dumps(CONFIG))
+    path.write_text(json.dumps(FSDP2_FILE))
     return str(path)
 
 

@@ -10,31 +10,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import SCRIPTS, Segments, launch, nothing_left, reports, without_ray
+from trlx_hybrid.testing.launched import FSDP2_FILE
 
 GRPO = SCRIPTS / "launched_grpo.py"
-CONFIG = {
-    "compute_environment": "LOCAL_MACHINE",
-    "distributed_type": "FSDP",
-    "use_cpu": True,
-    "mixed_precision": "no",
-    "num_machines": 1,
-    "num_processes": 2,
-    "machine_rank": 0,
-    "fsdp_config": {
-        "fsdp_version": 2,
-        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-        "fsdp_transformer_layer_cls_to_wrap": "Qwen3DecoderLayer",
-        "fsdp_reshard_after_forward": True,
-        "fsdp_state_dict_type": "FULL_STATE_DICT",
-        "fsdp_cpu_ram_efficient_loading": False,
-    },
-}
 
 
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "accelerate.yaml"
-    path.write_text(json.dumps(CONFIG))
+    path.write_text(json.dumps(FSDP2_FILE))
     return str(path)
 
 

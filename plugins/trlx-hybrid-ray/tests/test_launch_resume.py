@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import SCRIPTS, Segments, launch, nothing_left, reports, without_ray
-from test_launch_grpo import CONFIG
+from trlx_hybrid.testing.launched import FSDP2_FILE
 from trlx_hybrid.trl.checkpoint import newest_checkpoint
 
 
@@ -35,7 +35,7 @@ class Killer(threading.Thread):
 def test_a_run_that_is_killed_at_a_step_ends_as_if_nothing_had_happened(two_nodes, capfd, tmp_path):
     segments = Segments()
     config = tmp_path / "accelerate.yaml"
-    config.write_text(json.dumps(CONFIG))
+    config.write_text(json.dumps(FSDP2_FILE))
     script, options = SCRIPTS / "launched_grpo.py", ("save=1", "steps=4", "pause=0.3")
     folders = {name: tmp_path / name for name in ("undisturbed", "killed")}
     for folder in folders.values():

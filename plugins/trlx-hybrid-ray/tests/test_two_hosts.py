@@ -21,7 +21,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from launching import OBEDIENT, SCRIPTS
-from test_launch_grpo import CONFIG, GRPO
+from test_launch_grpo import GRPO
+from trlx_hybrid.testing.launched import FSDP2_FILE
 
 PICTURES = Path(__file__).parents[2] / "trlx-hybrid-reshard/tests/scripts/images.py"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
@@ -229,7 +230,7 @@ def test_a_trainer_samples_from_an_engine_on_the_other_host(hosts):
 
 def test_one_engine_over_both_hosts_trains(hosts, tmp_path):
     """There is no route to the internet, by which vLLM would look for the address where its ranks meet."""
-    (tmp_path / "accelerate.yaml").write_text(json.dumps(CONFIG))
+    (tmp_path / "accelerate.yaml").write_text(json.dumps(FSDP2_FILE))
     own = ["--processes-per-node", 1, "--config_file", tmp_path / "accelerate.yaml"]
     done = launch(hosts[0], *own, GRPO, tmp_path)
     assert done.returncode == 0, done.stderr[-4000:]

@@ -5,7 +5,10 @@ import random
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid.weights import verify
 from trlx_hybrid.weights.policy import Policy
 
 SMALL = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -162,3 +165,94 @@ def test_weights_that_nobody_trains_are_noticed_as_those_that_are_trained():
             missed.append(name)
         before = after
     assert missed == []
+
+
+@torch.no_grad()
+def set_on_its_module(model):
+    norm = model.get_base_model().model.norm
+    norm.weight = nn.Parameter(norm.weight.clone(), requires_grad=False)
+
+
+@torch.no_grad()
+def set_on_an_adapter(model):
+    b = model.get_base_model().model.layers[1].mlp.up_proj.lora_B["default"]
+    b.weight = nn.Parameter(b.weight * 1.001)
+
+
+def registered(model):
+    model.get_base_model().model.norm.register_parameter("bias", nn.Parameter(torch.ones(3)))
+
+
+def deleted(model):
+    del model.get_base_model().model.layers[1].mlp.up_proj.lora_B["default"].weight
+
+
+def other_data(model):
+    b = model.get_base_model().model.layers[1].mlp.up_proj.lora_B["default"].weight
+    b.data = b.data * 1.001
+
+
+def frozen_data(model):
+    norm = model.get_base_model().model.norm
+    norm.weight.data = norm.weight.data.clone()
+
+
+@pytest.mark.parametrize("change", [set_on_its_module, set_on_an_adapter, registered, deleted, other_data, frozen_data])
+def test_another_parameter_in_the_place_of_one_is_noticed_without_a_look_at_the_modules(change):
+    model = model_of(2, "all-linear")
+    policy = policy_of(model)
+    before = policy.fingerprint()
+    change(model)
+    assert policy.fingerprint() != before
+    assert [*map(id, policy.parameters)] == [*map(id, model.parameters())]
+
+
+@torch.no_grad()
+def test_a_frozen_weight_with_gaps_in_memory_is_sampled_at_its_own_elements():
+    model = model_of(2, "all-linear")
+    weight = model.get_base_model().model.embed_tokens.weight
+    weight.data = weight.data.t().contiguous().t()
+    policy = policy_of(model)
+    before = policy.fingerprint()
+    weight.data[0, 0] += 1
+    assert policy.fingerprint() != before
+
+
+class Operations(TorchDispatchMode):
+    """Counts torch's operations."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), named=None):
+        self.count += 1
+        return function(*arguments, **(named or {}))
+
+
+def test_a_fingerprint_of_an_adapter_takes_one_operation_for_each_tensor():
+    """An operation takes a GPU's host longer than the GPU: three for each tensor were most of a fingerprint."""
+    model = model_of(8, "all-linear")
+    policy = policy_of(model)
+    policy.fingerprint()
+    with Operations() as operations:
+        policy.fingerprint()
+    tensors = len([*model.parameters()])
+    assert tensors > 200
+    assert operations.count <= tensors + 50
+
+
+def test_the_checks_of_a_step_walk_over_no_modules_once_these_were_looked_for(monkeypatch):
+    model = model_of(2, "all-linear").train()
+    policy = policy_of(model)
+    policy.look()
+    walks, named_modules, named_members = [], nn.Module.named_modules, nn.Module._named_members
+
+    def noted(walk):
+        return lambda *arguments, **named: walks.append(walk) or walk(*arguments, **named)
+
+    monkeypatch.setattr(nn.Module, "named_modules", noted(named_modules))
+    monkeypatch.setattr(nn.Module, "_named_members", noted(named_members))
+    policy.fingerprint()
+    policy.adapter_states()
+    assert verify.noise(policy.module, policy.modules) is None
+    assert policy.dtypes == [torch.float32]
+    assert walks == []

@@ -7,10 +7,12 @@ rows and of its columns depend on what stands where. The sums are few, and are m
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 SIDE = 2047
@@ -19,21 +21,22 @@ the number of rows is: an even number of equal changes of the highest bit, the s
 SQUARE = 8 * SIDE * SIDE  # bytes
 SMALL = 1 << 21  # bytes: smaller tensors are copied into a square together
 SAMPLED = 64  # elements of each tensor that is sampled
+PLAIN = (Tensor, torch.nn.Parameter)
 FACTORS = (-7046029254386353131, -4658895280553007687)  # of splitmix64, as signed integers
 
 
 @torch.no_grad()
-def fingerprint(tensors: Iterable[Tensor]) -> int:
+def fingerprint(*groups: Iterable[Tensor]) -> int:
     """Return a number over all bits of the tensors and their order. Reads each tensor once, and waits once per device.
 
     One changed element always changes two sums. What leaves the sums of all rows and columns as they were is missed:
     four elements at the corners of a rectangle that trade two values.
 
     Args:
-        tensors: of any dtype, shape and device. Shapes and dtypes do not count.
+        groups: tensors of any dtype, shape and device. Shapes and dtypes do not count. No two groups share a square.
     """
     sums: dict[torch.device, list[Tensor]] = {}
-    for square in _squares(tensors):
+    for square in itertools.chain.from_iterable(map(_squares, groups)):
         sums.setdefault(square.device, []).extend(_sums(square))
     return hash(tuple(int(_mixed(torch.cat(found))) for found in sums.values()))
 
@@ -45,7 +48,10 @@ def sample(tensors: Iterable[Tensor]) -> list[Tensor]:
     for tensor in tensors:
         count = tensor.numel()
         if count and not tensor.is_meta:
-            part = tensor.reshape(-1)[:: max(1, count // SAMPLED)]
+            step = max(1, count // SAMPLED)
+            # one operation for a plain tensor without gaps: there are hundreds
+            whole = type(tensor) in PLAIN and tensor.is_contiguous()
+            part = tensor.as_strided((-(-count // step),), (step,)) if whole else tensor.reshape(-1)[::step]
             groups.setdefault((tensor.device, tensor.dtype), []).append(part)
     return [torch.cat(parts) for parts in groups.values()]
 
@@ -54,7 +60,7 @@ def _squares(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the tensors as 64-bit words, at most a square's at a time; small tensors of a dtype share one.
 
     An adapter has hundreds of small tensors, and each operation on one takes longer to launch than to run: so they are
-    joined first, with one operation for each, and viewed as words afterwards.
+    joined first, by one call for all, and viewed as words afterwards.
     """
     waiting: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     held: dict[tuple[torch.device, torch.dtype], int] = {}
@@ -64,12 +70,12 @@ def _squares(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             yield from torch.split(_words(tensor), SIDE * SIDE)
             continue
         if held.get(kind, 0) + size > SQUARE:
-            yield _words(torch.cat(waiting.pop(kind)))
+            yield _words(_flatten_dense_tensors(waiting.pop(kind)))  # type: ignore[no-untyped-call]
             held[kind] = 0
-        waiting.setdefault(kind, []).append(tensor.reshape(-1))
+        waiting.setdefault(kind, []).append(tensor)
         held[kind] = held.get(kind, 0) + size
     for parts in waiting.values():
-        yield _words(torch.cat(parts))
+        yield _words(_flatten_dense_tensors(parts))  # type: ignore[no-untyped-call]
 
 
 def _words(tensor: Tensor) -> Tensor:

@@ -182,15 +182,15 @@ def noise(module: nn.Module, modules: Iterable[nn.Module] | None = None) -> str 
     for child in modules_of(module) if modules is None else modules:
         if not child.training:
             continue
-        kind, held = type(child), vars(child)
-        drops = isinstance(child, nn.modules.dropout._DropoutNd) or "Dropout" in kind.__name__
-        for key in _noisy(drops, tuple(held)):
+        held = vars(child)
+        names, draws = _noisy(type(child), tuple(held))  # type: ignore[arg-type]
+        for key in names:
             value = held[key]
             for each in value.values() if isinstance(value, dict) else (value,):  # of each adapter
                 if isinstance(each, int | float) and each is not True and each > 0:
                     return f"{_name_of(child, module)}.{key}={each}"
-        if kind.__module__.startswith(DRAWING_ADAPTERS):
-            return f"{_name_of(child, module)} ({kind.__module__}.{kind.__name__})"
+        if draws:
+            return f"{_name_of(child, module)} ({type(child).__module__}.{type(child).__name__})"
     return None
 
 
@@ -200,12 +200,13 @@ def _name_of(child: nn.Module, module: nn.Module) -> str:
 
 
 @functools.lru_cache(1024)
-def _noisy(drops: bool, names: tuple[str, ...]) -> list[str]:
-    """Which attributes of a module, of a dropout layer or of another, are amounts of noise. Thousands of modules have a
-    few dozen sets of them."""
-    if drops:
-        return [name for name in names if name == "p"]
-    return [name for name in names if any(word in name for word in ("drop", "jitter", "noise"))]
+def _noisy(kind: type[nn.Module], names: tuple[str, ...]) -> tuple[list[str], bool]:
+    """Which attributes of a module of a class are amounts of noise, and whether it draws whatever they say. Thousands
+    of modules have a few dozen classes and sets of attributes."""
+    drops = issubclass(kind, nn.modules.dropout._DropoutNd) or "Dropout" in kind.__name__
+    words = ("drop", "jitter", "noise")
+    found = [name for name in names if (name == "p" if drops else any(word in name for word in words))]
+    return found, kind.__module__.startswith(DRAWING_ADAPTERS)
 
 
 def disagreement(

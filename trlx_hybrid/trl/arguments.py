@@ -88,7 +88,8 @@ def selecting(base: type[Any]) -> type[Any]:
         _refuse_unknown(type(self).__name__, kwargs, taken.parameters)
         given = taken.bind_partial(*args, **kwargs)
         given.arguments |= self._select(given.arguments)
-        start(*given.args, **given.kwargs)
+        with self._referring(given.arguments):
+            start(*given.args, **given.kwargs)
 
     return type(base.__name__, (base,), {"__module__": __name__, "__init__": initialize})
 

@@ -14,6 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from ..config import RESUME_VARIABLE
 from ..errors import ConfigError, listed
 from . import manifest, restart
+from .reference import adapters_kept, load_default
 from .run_identity import RunIdentity, new_identity, read_identity, write_identity
 
 if TYPE_CHECKING:
@@ -75,8 +76,13 @@ class Checkpointing:
         else:
             trainer.control.should_training_stop = True
 
-    def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_checkpoint(*args, **kwargs)  # type: ignore[misc]
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """As in transformers, which of several adapters loads some, and leaves one active."""
+        trainer: Any = self
+        with adapters_kept(adapted := trainer.model if model is None else model):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            if not trainer.is_fsdp_enabled:
+                load_default(adapted, Path(resume_from_checkpoint))
         self.session.weights_changed()
 
     def _load_best_model(self) -> None:

@@ -36,6 +36,7 @@ from . import micro_batches, over_support
 from .joined import WIDE, JoinedPass, joinable, tokens_of
 from .kept_log_probs import scoring_over
 from .micro_batches import regrouped
+from .reference import activate_copies
 from .routing import DIFFERENCE, EXPERTS, aligned, experts_of
 from .unscored import UNSCORED, left_out, unscored
 
@@ -322,6 +323,7 @@ class Scored:
 
         attention_mask = trainer._attended(attention_mask, logits_to_keep)
         reference = model is trainer.ref_model
+        activate_copies(self.session.policy.module)
         experts = None
         if self.session.router_replay is not None and self._micro_batch is not None and not reference:
             experts = experts_of(self._micro_batch)

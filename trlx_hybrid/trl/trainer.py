@@ -39,6 +39,7 @@ from ..session import Session
 from ..weights.first_step import FirstStep, refuse_idle
 from ..weights.policy import Policy, transformers_model
 from ..weights.positions import Positions
+from ..weights.verify import autocast_dtype
 from . import resampling, routing, tool_calling, trl_rewards
 from .arguments import (
     check_skipped,
@@ -58,6 +59,7 @@ from .early_rewards import begun_early
 from .generation import Generation, trajectories_of
 from .prompts import refuse_missing_prompts, reset_that_failed
 from .recording import Recording
+from .reference import adapters_kept, check_reference, reference_of_active, refuse_tied_token_rows
 from .replay import Replayed
 from .rewards import (
     HOOK,
@@ -194,6 +196,25 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
             refuse_missing_prompts(given.get("train_dataset"), "train_dataset")
         return brought
 
+    def _referring(self, given: Mapping[str, Any]) -> Any:
+        """Where TRL's `__init__` runs, with those arguments: its reference is that of the adapters that are active."""
+        return nullcontext() if self._selection.stock else reference_of_active(given.get("model"), given.get("args"))
+
+    @property
+    def _refers(self) -> bool:
+        """Whether rows are also scored by a reference that is the policy with other adapters, or without."""
+        trainer: Any = self
+        without = getattr(trainer, "ref_model", None) is None and getattr(trainer, "beta", 0) != 0
+        return not self._selection.stock and without and trainer._base_name in SCORING
+
+    def _starts(self, step: int) -> None:
+        """Training starts; before the engine does, a fresh run's reference is held against its policy."""
+        super()._starts(step)
+        trainer: Any = self
+        session = self.session
+        if step == 0 and session.weight_version == 0 and self._refers and not session.config.rollout_only:
+            check_reference(session.policy, autocast_dtype(trainer.args))
+
     def _check_sampling(self, args: Any) -> None:
         """Have the trainer score what the engine samples from, or refuse it. Before TRL reads the temperature."""
         if args is not None and self._base_name in SCORING:
@@ -215,6 +236,8 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
             fsdp_version=backend.fsdp_version,
             gather=backend.gather_params,
         )
+        if trainer._base_name in SCORING:
+            refuse_tied_token_rows(policy)
         over_support, note = self._scores_over_support(sampling := sampling_of(args, trainer._base_name))
         self.session = Session(
             host,
@@ -457,7 +480,8 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         }
         self._rolls_out = True
         try:
-            batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
+            with adapters_kept(session.policy.module) if self._refers else nullcontext():
+                batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         except Exception as error:
             if (note := reset_that_failed(error)) is not None:
                 error.add_note(note)

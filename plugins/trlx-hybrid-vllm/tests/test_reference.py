@@ -1,0 +1,128 @@
+"""The reference of `beta > 0` where the policy is an adapter: a copy of what training starts from."""
+
+import pytest
+import torch
+import trlx_hybrid
+from peft import LoraConfig, PeftModel, get_peft_model
+from trlx_hybrid.testing.models import tiny_model
+
+ADAPTER = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+
+
+def lora(**given):
+    return LoraConfig(**ADAPTER | {"init_lora_weights": False} | given)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Two adapters as supervised training leaves them, the first with its rank, in folders."""
+    folders = []
+    for seed, rank in enumerate((4, 2)):
+        torch.manual_seed(seed)
+        folders.append(tmp_path_factory.mktemp("adapter"))
+        get_peft_model(tiny_model(), lora(r=rank)).save_pretrained(folders[-1])
+    return folders
+
+
+def loaded(saved, *names):
+    model = PeftModel.from_pretrained(tiny_model(), saved[0], adapter_name=names[0], is_trainable=True)
+    if len(names) > 1:
+        model.load_adapter(saved[1], adapter_name=names[1], is_trainable=True)
+    return model
+
+
+def active(saved, names, which):
+    model = loaded(saved, *names)
+    model.base_model.set_adapter(which)
+    return model
+
+
+def adapting(**given):
+    torch.manual_seed(0)
+    return get_peft_model(tiny_model(), lora(**given))
+
+
+BUILDS = {
+    "of another name": lambda saved: loaded(saved, "policy"),
+    "two at once": lambda saved: active(saved, ("default", "other"), ["default", "other"]),
+    "two of other names": lambda saved: active(saved, ("first", "second"), ["second", "first"]),
+    "beside an idle default": lambda saved: active(saved, ("default", "other"), "other"),
+    "of the embeddings": lambda saved: adapting(target_modules=["embed_tokens", "q_proj"]),
+    "that writes to the base": lambda saved: adapting(init_lora_weights="pissa"),
+}
+
+
+def factors(model):
+    """Each adapter's parameters by its name."""
+    found = {}
+    for name, p in model.named_parameters():
+        for adapter in model.peft_config:
+            if adapter in name.split("."):
+                found.setdefault(adapter, []).append(p.detach().clone())
+    return found
+
+
+@pytest.mark.parametrize("case", BUILDS)
+def test_a_policy_starts_as_its_reference_and_stays_active(run, saved, case):
+    model = BUILDS[case](saved)
+    names = list(model.active_adapters)
+    before = factors(model)
+    base = {n: p.detach().clone() for n, p in model.named_parameters() if "lora_" not in n}
+    finished = run(trlx_hybrid.GRPOTrainer, model=model, beta=0.1, use_vllm=True, max_steps=2)
+    after = factors(model)
+    assert abs(finished.logs[0]["kl"]) < 1e-6
+    assert finished.logs[1]["kl"] > 1e-6
+    assert model.active_adapters == names
+    for name, held in before.items():
+        moved = any(bool((a != b).any()) for a, b in zip(held, after[name], strict=True))
+        assert moved == (name in names), name
+    for name, frozen in zip(names, ["ref", *(f"ref_of_{name}" for name in names[1:])], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(before[name], after[frozen], strict=True))
+    assert all(torch.equal(p, base[n]) for n, p in model.named_parameters() if n in base)
+
+
+RESUMED = {"the default": ("default",), "of another name": ("policy",), "two at once": ("default", "other")}
+
+
+@pytest.mark.parametrize(("case", "beta"), [(case, 0.1) for case in RESUMED] + [("of another name", 0.0)])
+def test_adapters_resume_as_they_were_saved(run, saved, prompts, tmp_path, case, beta):
+    names = RESUMED[case]
+    given = {"beta": beta, "use_vllm": True, "eval_dataset": prompts.select(range(8)), "eval_strategy": "steps"}
+    given |= {"eval_steps": 1, "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    whole = run(
+        trlx_hybrid.GRPOTrainer, model=active(saved, names, list(names)), output_dir=str(tmp_path / "out"), **given
+    )
+    expected = whole.weights()
+    whole.close()
+    resumed = run(
+        trlx_hybrid.GRPOTrainer,
+        model=active(saved, names, list(names)),
+        output_dir=str(tmp_path / "out"),
+        resume=str(tmp_path / "out" / "checkpoint-1"),
+        **given,
+    )
+    differing = [name for name, p in resumed.weights().items() if not torch.equal(p, expected[name])]
+    assert differing == []
+    assert resumed.trainer.model.active_adapters == list(names)
+
+
+@pytest.mark.parametrize("start", ["pissa", False])
+def test_a_reference_that_is_not_what_training_starts_from_is_refused_before_the_first_rollout(run, start):
+    config = lora(init_lora_weights=start)
+    started = run(trlx_hybrid.GRPOTrainer, peft_config=config, beta=0.1, use_vllm=True, train=False)
+    with pytest.raises(Exception) as raised:  # noqa: PT011
+        started.trainer.train()
+    assert started.recorder.prompts == []
+    assert isinstance(raised.value, trlx_hybrid.errors.ConfigError)
+    raised.match(r"reference of beta > 0 is another model .* nats a token.*get_peft_model\(model, peft_config\)")
+
+
+def test_token_rows_of_tied_embeddings_are_refused_before_the_first_rollout(run):
+    config = LoraConfig(**ADAPTER, trainable_token_indices=[5, 20])
+    with pytest.raises(trlx_hybrid.errors.ConfigError, match=r"trainable_token_indices.*tie_word_embeddings=False"):
+        run(trlx_hybrid.GRPOTrainer, model=tiny_model(tie_word_embeddings=True), peft_config=config, use_vllm=True)
+
+
+def test_an_adapter_that_has_the_references_name_is_refused(run, saved):
+    with pytest.raises(trlx_hybrid.errors.ConfigError, match=r"adapter named 'ref'.*adapter_name="):
+        run(trlx_hybrid.GRPOTrainer, model=loaded(saved, "ref"), beta=0.1, use_vllm=True)

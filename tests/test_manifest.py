@@ -13,6 +13,7 @@ from trlx_hybrid import GRPOTrainer
 from trlx_hybrid.config import RESUME_VARIABLE
 from trlx_hybrid.errors import ConfigError
 from trlx_hybrid.trl.checkpoint import checkpoint_to_resume, newest_checkpoint
+from trlx_hybrid.trl.run_identity import IDENTITY_FILE
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SAVING = {"save_strategy": "steps", "save_steps": 1}
@@ -354,6 +355,14 @@ def test_in_a_script_with_a_process_group_one_rank_looks_at_checkpoints(saved, m
     assert len(opened[7]) == 0
     assert len(opened[0]) == 1000
     assert "going on from" in capsys.readouterr().err
+    found = list(sent)
+    (folder / IDENTITY_FILE).write_text("{")
+    sent.clear()
+    for rank in (0, 7):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        with pytest.raises(ConfigError, match=f"{IDENTITY_FILE} cannot be read"):
+            checkpoint_to_resume(folder)
+    sent[:] = found
     shutil.rmtree(folder)
     with pytest.raises(ConfigError, match=r"rank 7 does not see .*checkpoint-1, from which rank 0 goes on"):
         checkpoint_to_resume(folder)

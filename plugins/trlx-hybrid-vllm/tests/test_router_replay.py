@@ -1,5 +1,8 @@
 """Router replay: the trainer's forward passes take the experts that vLLM chose, and what is left is rounding."""
 
+import sys
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,11 +10,12 @@ import trl
 import trlx_hybrid
 from transformers import AutoConfig, AutoModelForImageTextToText
 from trlx_hybrid.errors import ComponentError, ConfigError
-from trlx_hybrid.plugins.hookspecs import hookimpl
-from trlx_hybrid.protocols import Rollout, Scoring
 from trlx_hybrid.testing.chat import chat_tokenizer
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.trl.routing import DIFFERENCE, EXPERTS, ROUTERS, RouterReplay, aligned, routers_of
+
+sys.path.insert(0, str(Path(__file__).parent))
+from dropping import Offers
 
 LAYERS, CHOSEN = 2, 4
 BLOCK = LAYERS * 2 * 2 * 32 * 32 * 4  # bytes of 32 tokens' keys and values, 2 heads of 32 each, in fp32
@@ -301,35 +305,6 @@ def test_a_run_that_cannot_replay_is_refused_before_an_engine_is_built(run, said
     hybrid = {"engine": "vllm", "router_replay": True} | made.pop("hybrid", {})
     with pytest.raises(ConfigError, match=said):
         run(trainer, train=False, hybrid=hybrid, **{"model": routed()} | made)
-
-
-class Forgetful(Rollout):
-    """Hands on completions without their experts."""
-
-    name, converses = "forgetful", False
-
-    def run(self, session, requests, sampling):
-        sampled = session.live_engine.generate(requests, sampling)
-        return [
-            type(c)(token_ids=c.token_ids, logprobs=c.logprobs, logprob_token_ids=c.logprob_token_ids) for c in sampled
-        ]
-
-
-class Careless(Scoring):
-    """Scores rows without their experts."""
-
-    name = "careless"
-
-    def score(self, rows):
-        labels = rows.input_ids.roll(-1, dims=1)
-        return rows.forward(labels, input_ids=rows.input_ids, attention_mask=rows.attention_mask)
-
-
-class Offers:
-    @hookimpl
-    def trlx_register(self, registry):
-        registry.offer("rollout", "forgetful", lambda session, options: Forgetful())
-        registry.offer("scoring", "careless", lambda session, options: Careless())
 
 
 @pytest.mark.parametrize(

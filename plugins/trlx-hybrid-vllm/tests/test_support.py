@@ -2,6 +2,7 @@
 
 import copy
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 import trlx_hybrid
 from trlx_hybrid.errors import ComponentError, ConfigError, SyncError
 from trlx_hybrid.plugins.hookspecs import hookimpl
-from trlx_hybrid.protocols import Rollout, Scoring
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid.testing.processes import rank_reports
+
+sys.path.insert(0, str(Path(__file__).parent))
+from dropping import Offers
 
 GAP = "sampling/sampling_logp_difference/max"
 RATIO = "sampling/importance_sampling_ratio"
@@ -186,35 +189,6 @@ def test_rows_of_several_rounds_keep_their_support(run, prompts):
 
 
 # --- what is not known is an error ------------------------------------------------------------------------------------
-
-
-class Forgetful(Rollout):
-    """Hands on completions without their support."""
-
-    name, converses = "forgetful", False
-
-    def run(self, session, requests, sampling):
-        sampled = session.live_engine.generate(requests, sampling)
-        return [
-            type(c)(token_ids=c.token_ids, logprobs=c.logprobs, logprob_token_ids=c.logprob_token_ids) for c in sampled
-        ]
-
-
-class Careless(Scoring):
-    """Scores rows without their support."""
-
-    name = "careless"
-
-    def score(self, rows):
-        labels = rows.input_ids.roll(-1, dims=1)
-        return rows.forward(labels, input_ids=rows.input_ids, attention_mask=rows.attention_mask)
-
-
-class Offers:
-    @hookimpl
-    def trlx_register(self, registry):
-        registry.offer("rollout", "forgetful", lambda session, options: Forgetful())
-        registry.offer("scoring", "careless", lambda session, options: Careless())
 
 
 @pytest.mark.parametrize(

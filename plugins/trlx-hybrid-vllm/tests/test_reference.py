@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import trl
 import trlx_hybrid
 from peft import LoraConfig, PeftModel, get_peft_model
 from trlx_hybrid.testing.models import tiny_model
@@ -79,6 +80,17 @@ def test_a_policy_starts_as_its_reference_and_stays_active(run, saved, case):
     for name, frozen in zip(names, ["ref", *(f"ref_of_{name}" for name in names[1:])], strict=True):
         assert all(torch.equal(a, b) for a, b in zip(before[name], after[frozen], strict=True))
     assert all(torch.equal(p, base[n]) for n, p in model.named_parameters() if n in base)
+
+
+def test_rloo_leaves_two_adapters_active(run, saved):
+    model = active(saved, ("default", "other"), ["default", "other"])
+    before = factors(model)
+    run(trlx_hybrid.RLOOTrainer, config_class=trl.RLOOConfig, model=model, beta=0.1, use_vllm=True, max_steps=2)
+    after = factors(model)
+    assert model.active_adapters == ["default", "other"]
+    for name, frozen in (("default", "ref"), ("other", "ref_of_other")):
+        assert not all(torch.equal(a, b) for a, b in zip(before[name], after[name], strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(before[name], after[frozen], strict=True))
 
 
 RESUMED = {"the default": ("default",), "of another name": ("policy",), "two at once": ("default", "other")}

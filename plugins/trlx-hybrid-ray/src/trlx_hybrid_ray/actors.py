@@ -19,7 +19,7 @@ from typing import Any
 from trlx_hybrid import plain_data, remote_errors
 from trlx_hybrid.errors import ConfigError, listed
 
-from . import debugging, internals
+from . import debugging, internals, reaper
 from .cluster import ADDRESS, LOCAL, NAMESPACE, connect
 from .errors import brief
 from .placement import Placement, PlacementRequest, reserve
@@ -31,6 +31,7 @@ DEADLINE = 600.0
 """Seconds that a batch of rewards, or a call of an environment, may take unless told otherwise."""
 START_SECONDS = 120.0
 """Seconds that the workers of a reward or an environment may take to start unless told otherwise."""
+GRACE = 1.0  # seconds that what an actor's user started has to end by itself, once the actor is gone
 RETURNED, RAISED, NOT_PLAIN = b"v", b"e", b"n"  # what a reply begins with
 
 
@@ -316,11 +317,19 @@ class ActorPool:
 
 
 class PoolActor:
-    """Base of actors in a `UserPool`. Loads what the user wrote when it starts; `ready` tells what came of that."""
+    """Base of actors in a `UserPool`. Loads what the user wrote when it starts; `ready` tells what came of that.
+
+    However an actor ends, on Linux nothing that it started outlives it, daemons included.
+    """
 
     def __init__(self, pickled: Pickled, settings: Sequence[Any]) -> None:
         see_own_gpus()
-        self._started = reply_of(lambda: self.load(pickled.load(), *settings))
+        self._started = reply_of(lambda: self._start(pickled, settings))
+
+    def _start(self, pickled: Pickled, settings: Sequence[Any]) -> None:
+        if sys.platform == "linux":
+            self._reaper = reaper.Reaper(GRACE, segments=False)  # first: what the user wrote may start something
+        self.load(pickled.load(), *settings)
 
     def load(self, loaded: Any, *settings: Any) -> None:
         """Take what the user wrote."""

@@ -5,6 +5,10 @@ orphans), which a cluster that is joined may not have, and which do not reach wh
 their own. Nor do they end anything when the raylet itself is killed. So a small process beside the one that starts
 others waits until that one is gone, or asks for the end. It is a child of neither that process nor the raylet. Linux
 only.
+
+What a process started is known by two marks, which the system hands down to its children, and they to theirs. A name
+in the environment is one; a program that is started with another environment loses it. A resource limit is the other,
+and stays with daemons, which have no parent and a session of their own.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import ctypes
 import json
 import os
 import re
+import resource
 import secrets
 import select
 import shutil
@@ -27,6 +32,9 @@ import psutil  # type: ignore[import-untyped]
 
 OWNER_VARIABLE = "TRLX_HYBRID_OWNER"
 """In the environment of everything that a process with a reaper starts."""
+MARKED_LIMIT = 10
+"""RLIMIT_LOCKS of `setrlimit(2)`, which limits nothing since Linux 2.4.25: its soft value is the owner's number."""
+SHOWN_AS = b"Max file locks"  # that limit in /proc/PID/limits; its soft value is the next word
 SHARED_MEMORY = "/dev/shm/"
 SEGMENT = re.compile(r"psm_[0-9a-f]+|torch_\d+_\d+_\d+|nccl-\w+|sem\.(mp|loky)-.+|.+-cpushm.*")
 """Names of segments that Python, torch, NCCL and vLLM make. Other files there are somebody's, and stay."""
@@ -38,28 +46,30 @@ KILL_SECONDS = 5.0  # from SIGKILL until a process counts as one that cannot be 
 
 
 class Reaper:
-    """A reaper for this process. What this process starts from now on is known by its environment.
+    """A reaper for this process. What this process starts from now on bears its marks.
 
     Args:
         grace: seconds that descendants have to end by themselves.
         folder: to be removed when they have ended.
+        segments: look after shared memory, which takes some processor time. Without, the reaper sleeps until the end.
 
     Attributes:
-        owner: what `OWNER_VARIABLE` is set to; no other process of this machine has the same.
+        owner: a number that no other process of this machine has: the value of `OWNER_VARIABLE` and `MARKED_LIMIT`.
 
     Raises:
         OSError, subprocess.SubprocessError: it does not start.
     """
 
-    def __init__(self, grace: float = GRACE, folder: str = "") -> None:
+    def __init__(self, grace: float = GRACE, folder: str = "", *, segments: bool = True) -> None:
         # Not at the top: the process that cleans up needs nothing of the host.
         from trlx_hybrid.deadline import granted
 
-        self.owner = secrets.token_hex(8)
+        self.owner = str(1 + secrets.randbits(62))
+        _mark(int(self.owner))
         environment = {name: value for name, value in os.environ.items() if name != OWNER_VARIABLE}
         os.environ[OWNER_VARIABLE] = self.owner
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(os.getpid()), self.owner, str(grace), folder],
+            [sys.executable, "-m", __name__, str(os.getpid()), self.owner, str(grace), folder, str(int(segments))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -83,21 +93,38 @@ class Reaper:
         return self._process.stdout.readline() if ready else b""
 
 
-def descendants(owner: str, pid: int) -> list[psutil.Process]:
-    """Processes that bear this owner's name in their environment, or are in the process group or session of `pid`.
+def _mark(number: int | None) -> None:
+    """Mark this process, and all that it starts from now on, with an owner's number; None takes the mark away."""
+    _, most = resource.getrlimit(MARKED_LIMIT)
+    with suppress(ValueError):  # a host that allows less: what is known by its environment or session is still found
+        resource.setrlimit(MARKED_LIMIT, (most if number is None else number, most))
 
-    A forked child that starts no program has the environment that its parent was started with, which may not name the
-    owner yet. It stays in the parent's group or session, unless it leaves both. Without `pid` itself (0: no such one).
+
+def descendants(owner: str, pid: int) -> list[psutil.Process]:
+    """Processes that bear one of this owner's marks, or are in the process group or session of `pid`.
+
+    Without `pid` itself (0: no such one), and without this process.
     """
-    marker, found = f"{OWNER_VARIABLE}={owner}".encode(), []
+    found = []
     for one in {*psutil.pids()} - {pid, os.getpid()}:
         with suppress(psutil.Error, OSError):  # gone, or somebody else's
             process = psutil.Process(one)
-            mine = pid > 0 and pid in (os.getpgid(one), os.getsid(one))
-            mine = mine or marker in Path(f"/proc/{one}/environ").read_bytes().split(b"\0")  # psutil's takes far longer
+            mine = (pid > 0 and pid in (os.getpgid(one), os.getsid(one))) or _bears(one, owner.encode())
             if mine and state(one) is not None:
                 found.append(process)
     return found
+
+
+def _bears(pid: int, owner: bytes) -> bool:
+    """Whether a process bears a mark of this owner. psutil takes far longer to read environments.
+
+    Raises:
+        OSError: it is gone, or somebody else's.
+    """
+    limits = Path(f"/proc/{pid}/limits").read_bytes()
+    if limits.partition(SHOWN_AS)[2].split(None, 1)[:1] == [owner]:
+        return True
+    return OWNER_VARIABLE.encode() + b"=" + owner in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
 
 
 def state(pid: int) -> str | None:
@@ -211,8 +238,9 @@ def take_priority_back() -> None:
         os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
-def main(pid: int, owner: str, grace: float, folder: str) -> None:
+def main(pid: int, owner: str, grace: float, folder: str, with_segments: bool) -> None:
     """Wait until the owner is gone or writes to us, then end what it started."""
+    _mark(None)  # the owner may end all that bears its mark while we go on
     process = os.pidfd_open(pid)
     if os.fork():
         os._exit(0)
@@ -222,15 +250,18 @@ def main(pid: int, owner: str, grace: float, folder: str) -> None:
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 2)
     take_priority_back()  # or on a busy machine we would look too late
-    segments, rest = Segments(owner, pid), 0.0
+    segments, rest = Segments(owner, pid) if with_segments else None, 0.0
     os.write(1, b"ready\n")
-    while not (select.select([process, 0], [], [], rest)[0] or segments.wait([process, 0], TICK)):
-        began = time.process_time()
+    if segments is None:
+        select.select([process, 0], [], [])
+    else:
+        while not (select.select([process, 0], [], [], rest)[0] or segments.wait([process, 0], TICK)):
+            began = time.process_time()
+            segments.look()
+            rest = 5 * (time.process_time() - began)  # at most a sixth of a core
         segments.look()
-        rest = 5 * (time.process_time() - began)  # at most a sixth of a core
-    segments.look()
     left = [f"process {one}" for one in end(owner, pid, grace)]
-    left += [f"{SHARED_MEMORY}{name}" for name in segments.remove()]
+    left += [f"{SHARED_MEMORY}{name}" for name in (segments.remove() if segments else ())]
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):  # nobody reads it where the owner is gone
@@ -238,4 +269,4 @@ def main(pid: int, owner: str, grace: float, folder: str) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4])
+    main(int(sys.argv[1]), sys.argv[2], float(sys.argv[3]), sys.argv[4], bool(int(sys.argv[5])))

@@ -281,7 +281,7 @@ def test_ranks_that_see_different_checkpoints_are_refused(saved):
     from trlx_hybrid.trl.restart import newest_start, started
 
     folder, _ = saved(max_steps=1)
-    apart = SimpleNamespace(rank=0, broadcast=lambda own: own, gather=lambda own: [own, (None, None)])
+    apart = SimpleNamespace(rank=0, by_first=lambda work: work(), gather=lambda own: [own, (None, None)])
     with pytest.raises(ConfigError, match=r"\(rank 0: checkpoint-1, rank 1: none\).*folder that all nodes share"):
         started(apart, folder, lambda: newest_start(folder), saves=True, writes=True)
 
@@ -317,12 +317,18 @@ def test_at_a_restart_a_rank_opens_its_own_generators_only(run, saved, monkeypat
     monkeypatch.setattr(transformers.Trainer, "train", lambda self, resume, *rest: self._load_rng_state(resume))
     monkeypatch.setattr(transformers.TrainingArguments, "world_size", 1000)
     sent, opened = [], {}
+
+    def by_first(work):
+        if trainer.session.ranks.rank == 0:
+            sent.append(work())
+        return sent[0]
+
     for rank in (0, 7):
         monkeypatch.setattr(transformers.TrainingArguments, "process_index", rank)
         trainer.session.ranks = SimpleNamespace(
             rank=rank,
             world=1000,
-            broadcast=lambda own: sent.append(own) or sent[0],
+            by_first=by_first,
             gather=lambda own: [own] * 1000,
         )
         OPENED.append([])
@@ -343,7 +349,7 @@ def test_in_a_script_with_a_process_group_one_rank_looks_at_checkpoints(saved, m
 
     def broadcast_object_list(held, src=0):
         sent.extend(held)
-        held[:] = sent[:1]
+        held[:] = sent[: len(held)]
 
     monkeypatch.setattr(torch.distributed, "broadcast_object_list", broadcast_object_list)
     for rank in (0, 7):

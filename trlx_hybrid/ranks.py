@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import wait
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .deadline import in_thread
+from .errors import HybridError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -58,12 +59,42 @@ class Ranks:
         broadcast_object_list(held)
         return held[0]  # type: ignore[return-value]
 
+    def by_first(self, work: Callable[[], T]) -> T:
+        """As the function `by_first`, of these processes."""
+        return by_first(work)
+
 
 def gathered(value: T) -> list[T]:
     """One value per process, in rank order, on every process. Any picklable object. Collective."""
     from accelerate.utils import gather_object
 
     return list(gather_object([value]))
+
+
+def by_first(work: Callable[[], T]) -> T:
+    """Have rank 0 do something, and return what it returned on every process. Any picklable object. Collective, in
+    torch's default process group; without one, this process is the first.
+
+    Raises:
+        HybridError: what `work` raised, on every process. Of another error, which may not be sent, the other ranks get
+            the text.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return work()
+    held: list[Any] = [None, None]
+    failed: Exception | None = None
+    if dist.get_rank() == 0:
+        try:
+            held[0] = work()
+        except Exception as error:  # whatever it is, the other ranks wait for it
+            failed = error
+            held[1] = error if isinstance(error, HybridError) else HybridError(f"{type(error).__name__}: {error}")
+    dist.broadcast_object_list(held, src=0)
+    if failed is not None:
+        raise failed
+    if held[1] is not None:
+        raise held[1]
+    return held[0]  # type: ignore[no-any-return]
 
 
 def abort(groups: Iterable[Any], seconds: float = 0.0) -> None:

@@ -13,6 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ..config import RESUME_VARIABLE
 from ..errors import ConfigError, listed
+from ..ranks import by_first
 from . import manifest, restart
 from .reference import adapters_kept, load_default
 from .run_identity import RunIdentity, new_identity, read_identity, write_identity
@@ -170,22 +171,6 @@ class Checkpointing:
             )
 
 
-def _found_by_first_rank(output_dir: Path) -> restart.Start:
-    """Return `restart.newest_start` of rank 0, or raise its error on all ranks; without a process group, this one's."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return restart.newest_start(output_dir)
-    held: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            held[0] = restart.newest_start(output_dir)
-        except ConfigError as error:  # the other ranks wait for this one
-            held[0] = error
-    dist.broadcast_object_list(held, src=0)
-    if isinstance(held[0], ConfigError):
-        raise held[0]
-    return held[0]  # type: ignore[no-any-return]
-
-
 def checkpoint_to_resume(output_dir: str | Path) -> str | None:
     """Return what to pass to `trainer.train(resume_from_checkpoint=...)` of a trainer of another kind.
 
@@ -197,7 +182,7 @@ def checkpoint_to_resume(output_dir: str | Path) -> str | None:
     """
     if os.environ.get(RESUME_VARIABLE) != "1":
         return None
-    start = _found_by_first_rank(Path(output_dir))
+    start = by_first(functools.partial(restart.newest_start, Path(output_dir)))
     if start.checkpoint is not None and not start.checkpoint.is_dir():
         raise ConfigError(
             f"In this run rank {dist.get_rank()} does not see {start.checkpoint}, from which rank 0 goes on. Let "

@@ -148,26 +148,21 @@ def started(ranks: Ranks, output_dir: Path, choose: Callable[[], Start], *, save
     Raises:
         ConfigError: what `choose` raises on a rank, or ranks see different checkpoints: part of them would start over.
     """
-    own, problem = None, None
+    first = ranks.by_first(choose)
+    own, problem = first if ranks.rank == 0 else None, None
     try:
-        own = choose() if saves or ranks.rank == 0 else None
-    except ConfigError as error:
-        problem = str(error)
-    first: Start | None = ranks.broadcast(own)
-    seen = (own if own is not None else first) if saves or first is None or _sees(first) else None
-    name = seen.checkpoint.name if seen is not None and seen.checkpoint is not None else None
-    if own is not None and first is not None and saves:
-        foreign = own.identity.foreign
-        own = replace(own, identity=replace(first.identity, foreign=foreign))
-        try:
+        if saves:
+            own = own if own is not None else choose()
+            own = replace(own, identity=replace(first.identity, foreign=own.identity.foreign))
             if writes or read_identity(output_dir) is not None or numbered(output_dir):
                 write_identity(output_dir, own.identity)
-        except ConfigError as error:
-            problem = str(error)
+    except ConfigError as error:
+        problem = str(error)
+    seen = own if own is not None else first if _sees(first) else None
+    name = seen.checkpoint.name if seen is not None and seen.checkpoint is not None else None
     names, problems = zip(*ranks.gather((name, problem)), strict=True)
     for found in filter(None, problems):
         raise ConfigError(found)
-    assert first is not None
     if len(set(names)) > 1:
         texts = [f"rank {rank}: {found or 'none'}" for rank, found in enumerate(names)]
         raise ConfigError(

@@ -86,7 +86,7 @@ def test_1100_ranks_that_wait_do_not_hold_up_the_look_for_dead_engines(session_c
     from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(sys.modules[__name__])
-    ranks = SimpleNamespace(rank=0, world=1100, gather=lambda value: [value], broadcast=lambda value: value)
+    ranks = SimpleNamespace(rank=0, world=1100, gather=lambda value: [value], by_first=lambda work: work())
     pool = EnginePool(IdlePlan(), RemoteOptions(replicas=1, gpus=0, cpus=0.1), ranks, {})
     try:
         pool.restore()

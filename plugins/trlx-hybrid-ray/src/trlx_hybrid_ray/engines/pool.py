@@ -5,9 +5,10 @@ The other ranks hold handles of the same actors, sent to them as they are: nothi
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trlx_hybrid.errors import EngineError, HybridError, listed
 
@@ -89,19 +90,7 @@ class EnginePool:
             EngineError: none lives and none can be started, or more died than may be replaced.
         """
         seen = self._ranks.gather(dict(self._seen_dying))
-        found: dict[int, Worker] | Exception | None = None
-        if self._ranks.rank == 0:
-            try:
-                for theirs in seen:
-                    for number, cause in theirs.items():
-                        self.lose(number, cause)
-                found = self._completed()
-            except Exception as error:  # whatever it is, the other ranks wait for it
-                found = error if isinstance(error, HybridError) else EngineError(brief(error))
-        told: Any = self._ranks.broadcast(found)
-        if isinstance(told, Exception):
-            raise told
-        self.replicas = dict(told)
+        self.replicas = dict(self._ranks.by_first(lambda: self._restored(seen)))
         self._seen_dying.clear()
 
     def close(self) -> None:
@@ -114,6 +103,17 @@ class EnginePool:
         self.replicas = {}
 
     # --- rank 0 -----------------------------------------------------------------------------------------------------
+
+    def _restored(self, seen: Sequence[Mapping[int, str]]) -> dict[int, Worker]:
+        """Return the living engines, by number, when those that ranks have seen die are replaced."""
+        try:
+            for number, cause in itertools.chain.from_iterable(theirs.items() for theirs in seen):
+                self.lose(number, cause)
+            return self._completed()
+        except HybridError:
+            raise
+        except Exception as error:
+            raise EngineError(brief(error)) from error
 
     def _completed(self) -> dict[int, Worker]:
         from ray.exceptions import GetTimeoutError

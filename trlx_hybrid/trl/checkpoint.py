@@ -14,8 +14,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 from ..config import RESUME_VARIABLE
 from ..errors import ConfigError, listed
 from ..ranks import by_first
+from ..weights.adapters import adapters_kept
 from . import manifest, restart
-from .reference import adapters_kept, load_default
+from .reference import load_default
 from .run_identity import RunIdentity, new_identity, read_identity, write_identity
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ writes to the base, and comes back to one adapter alone.
 from __future__ import annotations
 
 import copy
-import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError
+from ..weights.adapters import adapter_layers, adapters_kept, held_by, tuned
 from ..weights.verify import PROBE_TOKENS, TOLERANCE, coarsest
 
 if TYPE_CHECKING:
@@ -34,16 +35,6 @@ TRLS = "default"
 """The name of the adapter that TRL copies."""
 
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
-
-
-def tuned(model: Any) -> bool:
-    """Whether a model is a PEFT model whose layers are adapted: prompt learning adapts none."""
-    if "peft" not in sys.modules or not hasattr(model, "peft_config"):
-        return False
-    from peft import PeftModel
-    from peft.tuners.tuners_utils import BaseTuner
-
-    return isinstance(model, PeftModel) and isinstance(model.base_model, BaseTuner)
 
 
 @contextmanager
@@ -104,51 +95,17 @@ def _copy_all(model: Any, active: list[str], again: bool) -> None:
     copies = {active[0]: REFERENCE} | {name: FURTHER + name for name in active[1:]}
     for name in active[1:]:
         model.add_adapter(FURTHER + name, _plain(model.peft_config[name]))
-    for layer in _layers(model):
+    for layer in adapter_layers(model.modules()):
         scaling = getattr(layer, "scaling", {})
+        held = defaultdict[str, list[Tensor]](list)
+        for name, parameter in held_by(layer):
+            held[name].append(parameter)
         for name, frozen in copies.items():
             if name in scaling:
                 scaling[frozen] = scaling[name]
-            for theirs, ours in zip(_parameters(layer, name), _parameters(layer, frozen), strict=True):
+            for theirs, ours in zip(held[name], held[frozen], strict=True):
                 ours.data.copy_(theirs.data)
                 ours.requires_grad_(False)
-
-
-def _layers(model: Any) -> list[Any]:
-    """Return PEFT's layers and wrappers in a model."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
-    return [m for m in model.modules() if isinstance(m, BaseTunerLayer | AuxiliaryTrainingWrapper)]
-
-
-def _parameters(layer: Any, adapter: str) -> Iterator[Tensor]:
-    """Yield the parameters that one adapter has in a layer itself, always in the same order."""
-    for attribute in layer.adapter_layer_names:
-        held = getattr(layer, attribute, None)  # a wrapper names those of its inner layer with a dot: that has its turn
-        if isinstance(held, nn.ModuleDict | nn.ParameterDict) and adapter in held:
-            part = held[adapter]
-            yield from part.parameters() if isinstance(part, nn.Module) else [part]
-
-
-@contextmanager
-def adapters_kept(model: Any) -> Iterator[None]:
-    """Leave a PEFT model's adapters as they were: which are active, and which of its parameters require gradients."""
-    if not tuned(model):
-        yield
-        return
-    layers = [(layer, copy.copy(layer._active_adapter)) for layer in _layers(model)]
-    names = model.active_adapter, copy.copy(model.base_model.active_adapter)
-    trained = [(p, p.requires_grad) for p in model.parameters()]
-    try:
-        yield
-    finally:
-        model.active_adapter, model.base_model.active_adapter = names
-        for layer, active in layers:
-            layer._active_adapter = active
-        for p, required in trained:
-            if p.requires_grad is not required:
-                p.requires_grad_(required)
 
 
 def activate_copies(model: Any) -> None:
@@ -180,7 +137,7 @@ def check_reference(policy: Policy, autocast: torch.dtype) -> None:
     ids = [(7919 * i + 11) % vocabulary for i in range(1, 2 * PROBE_TOKENS + 1)]
     probe = ids[:PROBE_TOKENS], ids[PROBE_TOKENS:]
     ours = policy.log_probs(*probe)
-    with adapters_kept(model):
+    with adapters_kept(model, policy.modules):
         if REFERENCE in model.peft_config:
             model.set_adapter(REFERENCE)
             activate_copies(model)

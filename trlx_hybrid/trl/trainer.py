@@ -36,6 +36,7 @@ from ..plugins.selection import TrainerArguments, choose_algorithms, choose_envi
 from ..ranks import Ranks
 from ..rollout.unparsed import UnparsedTurns
 from ..session import Session
+from ..weights.adapters import adapters_kept
 from ..weights.first_step import FirstStep, refuse_idle
 from ..weights.policy import Policy, transformers_model
 from ..weights.positions import Positions
@@ -59,7 +60,7 @@ from .early_rewards import begun_early
 from .generation import Generation, trajectories_of
 from .prompts import refuse_missing_prompts, reset_that_failed
 from .recording import Recording
-from .reference import adapters_kept, check_reference, reference_of_active, refuse_tied_token_rows
+from .reference import check_reference, reference_of_active, refuse_tied_token_rows
 from .replay import Replayed
 from .rewards import (
     HOOK,
@@ -206,6 +207,14 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         trainer: Any = self
         without = getattr(trainer, "ref_model", None) is None and getattr(trainer, "beta", 0) != 0
         return not self._selection.stock and without and trainer._base_name in SCORING
+
+    def _adapters_kept(self) -> Any:
+        """Where a rollout is scored by such a reference: the adapters are afterwards as they were."""
+        if not self._refers:
+            return nullcontext()
+        policy = self.session.policy
+        policy.look()
+        return adapters_kept(policy.module, policy.modules)
 
     def _starts(self, step: int) -> None:
         """Training starts; before the engine does, a fresh run's reference is held against its policy."""
@@ -480,7 +489,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         }
         self._rolls_out = True
         try:
-            with adapters_kept(session.policy.module) if self._refers else nullcontext():
+            with self._adapters_kept():
                 batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         except Exception as error:
             if (note := reset_that_failed(error)) is not None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import ConfigError, SyncError, listed
+from .adapters import adapter_layers, held_by
 from .sharded import is_sharded
 from .step_size import StepSizes
 
@@ -37,22 +38,16 @@ def trained_parameters(policy: Policy) -> dict[str, nn.Parameter]:
 
     Those of adapters that are inactive, disabled or merged into the base are left out.
     """
-    idle = {id(p) for module in policy.modules for p in _idle(module)}
+    idle = {id(p) for layer in adapter_layers(policy.modules) for p in _idle(layer)}
     named = policy.module.named_parameters()
     return {name: p for name, p in named if p.requires_grad and id(p) not in idle}
 
 
-def _idle(module: nn.Module) -> Iterator[nn.Parameter]:
+def _idle(layer: Any) -> Iterator[Tensor]:
     """Yield the parameters of a PEFT layer's or wrapper's adapters that change nothing now."""
-    adapters = getattr(module, "adapter_layer_names", None)
-    if adapters is None or not hasattr(module, "disable_adapters"):
-        return
-    off = bool(module.disable_adapters) or _is_merged(module)
-    active: Any = () if off else module.active_adapters
-    for held in (getattr(module, name, None) for name in adapters):
-        for adapter, part in held.items() if isinstance(held, nn.ModuleDict | nn.ParameterDict) else ():
-            if adapter not in active:
-                yield from part.parameters() if isinstance(part, nn.Module) else [part]
+    off = bool(layer.disable_adapters) or _is_merged(layer)
+    active: Any = () if off else layer.active_adapters
+    return (p for adapter, p in held_by(layer) if adapter not in active)
 
 
 def _is_merged(layer: Any) -> bool:
@@ -94,7 +89,7 @@ def _why(policy: Policy) -> str:
             "All of its weights are frozen, as `merge_and_unload()` leaves them. Either train them all "
             "(`model.requires_grad_(True)`), or give the trainer a `peft_config`, which adds an adapter to train."
         )
-    layers: list[Any] = [m for m in policy.modules if hasattr(m, "adapter_layer_names")]
+    layers = adapter_layers(policy.modules)
     if any(bool(layer.disable_adapters) for layer in layers):
         return (
             "The layers of its adapter are disabled. Either enable them (`model.base_model.enable_adapter_layers()`), "

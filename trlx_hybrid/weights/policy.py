@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import quantised
+from .adapters import adapter_layers
 from .fingerprint import BITS, fingerprint, sample
 from .merging import AdaptedModule, adapted, parted_head
 from .sharded import full, is_sharded
@@ -275,15 +276,6 @@ class Policy:
         """Of each of PEFT's layers and wrappers in the model: what is active, merged or disabled, and its factors."""
         if not self.adapters:
             return ()
-        from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils.other import AuxiliaryTrainingWrapper
-
-        modules = self.modules
-        # asked once of each class: of each module it would take 1 ms for adapters in 28 layers
-        kinds = {
-            kind for kind in set(map(type, modules)) if issubclass(kind, BaseTunerLayer | AuxiliaryTrainingWrapper)
-        }
-        layers: Iterator[Any] = (layer for layer in modules if type(layer) in kinds)
         return tuple(
             (
                 *layer.active_adapters,
@@ -291,7 +283,7 @@ class Policy:
                 *getattr(layer, "merged_adapters", ()),
                 *getattr(layer, "scaling", {}).items(),
             )
-            for layer in layers
+            for layer in adapter_layers(self.modules)
         )
 
     def digest(self, parameters: Iterable[nn.Parameter] | None = None) -> int:

@@ -13,7 +13,7 @@ NAMES = sorted(path.stem for path in Path(__file__).parent.glob("[a-z]*.py") if 
 
 def compared(name):
     """A row of the table, and whether what trlx_hybrid makes of it is right."""
-    script = importlib.import_module(f"tests.beside_trl.{name}")
+    script = importlib.import_module(f".{name}", __package__)
     found = {library: script.measure(library) for library in ("trl", "trlx_hybrid")}
     row = f"| {script.NUMBER} | {shown(found['trl'])} | {shown(found['trlx_hybrid'])} | `{name}` |"
     return row, script.right(found["trlx_hybrid"])

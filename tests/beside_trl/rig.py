@@ -13,7 +13,7 @@ from trlx_hybrid.testing.launched import sorting_prompts, tiny_grpo
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.testing.processes import free_port
 from trlx_hybrid_vllm.engine import shut_down
-from trlx_hybrid_vllm.stock_colocate import plain_colocate
+from trlx_hybrid_vllm.testing.stock_colocate import plain_colocate
 
 TRAINERS = {"trl": trl.GRPOTrainer, "trlx_hybrid": trlx_hybrid.GRPOTrainer}
 OWN = ("processing_class", "train_dataset", "reward_funcs", "tools")

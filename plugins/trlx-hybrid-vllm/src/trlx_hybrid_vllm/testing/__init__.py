@@ -1,0 +1,1 @@
+"""For tests: comparisons with stock TRL."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from accelerate.utils import load_fsdp_model, save_fsdp_model
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ..config import RESUME_VARIABLE
@@ -16,7 +18,7 @@ from ..errors import ConfigError, listed
 from ..ranks import by_first
 from ..weights.adapters import adapters_kept
 from . import manifest, restart
-from .reference import load_default
+from .adapter_checkpoints import load_adapters, load_default, one_by_one
 from .run_identity import RunIdentity, new_identity, read_identity, write_identity
 
 if TYPE_CHECKING:
@@ -81,15 +83,39 @@ class Checkpointing:
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """As in transformers, which of several adapters loads some, and leaves one active."""
         trainer: Any = self
-        with adapters_kept(adapted := trainer.model if model is None else model):
+        adapted = trainer.model if model is None else model
+        with adapters_kept(adapted), self._all_adapters(load_fsdp_model, adapted, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
             if not trainer.is_fsdp_enabled:
                 load_default(adapted, Path(resume_from_checkpoint))
         self.session.weights_changed()
 
     def _load_best_model(self) -> None:
-        super()._load_best_model()  # type: ignore[misc]
+        """As in transformers, which of an adapter that is not "default" finds nothing, and of several loads one."""
+        trainer: Any = self
+        model, best = trainer.model, trainer.state.best_model_checkpoint
+        with adapters_kept(model), self._all_adapters(load_fsdp_model, model, best):
+            apart = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+            if apart or not load_adapters(model, Path(best)):
+                super()._load_best_model()  # type: ignore[misc]
         self.session.weights_changed()
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """As in transformers, which here saves FSDP's shards of the model, too: those of all active adapters."""
+        trainer: Any = self
+        with self._all_adapters(save_fsdp_model, trainer.model, output_dir):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+    def _all_adapters(self, move: Callable[..., object], model: Any, folder: str) -> Any:
+        """Where one active adapter is saved to FSDP's shards or loaded from them: `move` does so with the others."""
+        trainer: Any = self
+        accelerator = trainer.accelerator
+        plugin = accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+        return one_by_one(
+            model,
+            plugin,
+            lambda number: move(plugin, accelerator, model, folder, model_index=number, adapter_only=True),
+        )
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]

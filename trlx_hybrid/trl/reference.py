@@ -12,7 +12,6 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,8 +32,6 @@ FURTHER = "ref_of_"
 
 TRLS = "default"
 """The name of the adapter that TRL copies."""
-
-ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 @contextmanager
@@ -180,15 +177,3 @@ def refuse_tied_token_rows(policy: Policy) -> None:
             "Leave trainable_token_indices out, or load a model whose head is not tied (tie_word_embeddings=False, its "
             "head a copy of the embeddings)."
         )
-
-
-def load_default(model: Any, checkpoint: Path) -> None:
-    """Load the adapter "default" of a checkpoint that has others beside it: transformers loads those in folders of
-    their own, as "ref" is, and leaves out the one that lies beside them."""
-    if not tuned(model) or TRLS not in model.peft_config:
-        return
-    lies_there = any((checkpoint / name).is_file() for name in ADAPTER_FILES)
-    if lies_there and any(
-        (checkpoint / other / name).is_file() for other in model.peft_config for name in ADAPTER_FILES
-    ):
-        model.load_adapter(str(checkpoint), TRLS, is_trainable=True)

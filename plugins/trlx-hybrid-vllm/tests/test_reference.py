@@ -1,10 +1,13 @@
 """The reference of `beta > 0` where the policy is an adapter: a copy of what training starts from."""
 
+import itertools
+
 import pytest
 import torch
 import trl
 import trlx_hybrid
 from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import TrainerCallback
 from trlx_hybrid.testing.models import tiny_model
 
 ADAPTER = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
@@ -116,6 +119,44 @@ def test_adapters_resume_as_they_were_saved(run, saved, prompts, tmp_path, case,
     differing = [name for name, p in resumed.weights().items() if not torch.equal(p, expected[name])]
     assert differing == []
     assert resumed.trainer.model.active_adapters == list(names)
+
+
+class WeightsAtStep1(TrainerCallback):
+    """Copies the weights after the first step."""
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 1:
+            self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("case", ["of another name", "two at once", "beside an idle default"])
+def test_the_best_adapters_are_loaded_at_the_end(run, saved, prompts, case):
+    first = WeightsAtStep1()
+    calls = itertools.count()
+
+    def worse_at_each_call(completions, **_):
+        number = next(calls)
+        return [sum(c.isdigit() for c in text) - 100.0 * number for text in completions]
+
+    model = BUILDS[case](saved)
+    names = list(model.active_adapters)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    given = {"eval_dataset": prompts.select(range(8)), "eval_strategy": "steps", "eval_steps": 1}
+    given |= {"save_strategy": "steps", "save_steps": 1, "load_best_model_at_end": True}
+    given |= {"metric_for_best_model": "eval_reward", "greater_is_better": True}
+    finished = run(
+        trlx_hybrid.GRPOTrainer,
+        model=model,
+        use_vllm=True,
+        max_steps=2,
+        reward_funcs=worse_at_each_call,
+        callbacks=[first],
+        **given,
+    )
+    assert finished.trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    assert [name for name, p in finished.weights().items() if not torch.equal(p, first.weights[name])] == []
+    assert model.active_adapters == names
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == trained
 
 
 @pytest.mark.parametrize("start", ["pissa", False])

@@ -35,6 +35,9 @@ class EngineServer(Protocol):
     async def generate(self, request: Request, sampling: Sampling) -> Completion:
         """Sample one completion; many at once. Cancelling it frees what the request holds.
 
+        A server that was offered with `keeps=True` names the ids that tokens were sampled from (`Completion.support`)
+        where the session is `over_support` and the sampling leaves some out.
+
         Raises:
             ServerDiedError: the engine is gone.
             EngineError: this request cannot be served.

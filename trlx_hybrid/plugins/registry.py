@@ -54,7 +54,7 @@ class Component:
             returns why it cannot serve this model, or None.
         streams: of an engine: whether it serves requests one at a time (`Engine.stream`).
         routes: of an engine: whether its completions can name the experts of their tokens (`Completion.experts`).
-        keeps: of an engine: whether its completions can name the ids that tokens were sampled from
+        keeps: of an engine or a server: whether its completions can name the ids that tokens were sampled from
             (`Completion.support`).
         needs: what it asks of the engine: "streams" (a rollout), "lora_slots" (a weight sync: memory in the engine for
             the policy's adapters), or whatever an engine knows. Engines read it before they are built.

@@ -21,7 +21,7 @@ STEPS = 2
 class Trained:
     """A trainer that has trained, and what its reward function saw."""
 
-    def __init__(self, folder, hybrid, **settings):
+    def __init__(self, folder, hybrid, plugins=(), **settings):
         self.completions, self.rewards = [], []
         self.trainer = GRPOTrainer(
             model=tiny_model(),
@@ -48,6 +48,7 @@ class Trained:
             train_dataset=sorting_prompts(),
             processing_class=character_tokenizer(),
             hybrid=hybrid,
+            plugins=plugins,
         )
         self.trainer.train()
         self.session = self.trainer.session

@@ -1,5 +1,6 @@
 """Two engines in actors, held against one in the trainer: the same tokens, whoever samples and whoever dies."""
 
+import copy
 import os
 import random
 import signal
@@ -17,12 +18,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from remote_training import STEPS, Trained, gone, pids, requests_of, tokens
 
 GREEDY = Sampling(max_tokens=16, temperature=0.0)
+TRUNCATED = {"top_k": 40, "top_p": 0.9}
+"""What both runs sample with; of 92 ids."""
 
 
 @pytest.fixture(scope="module")
 def local(session_cluster, tmp_path_factory):
     """First: an engine that is built in this process ends every other trainer's."""
-    trained = Trained(tmp_path_factory.mktemp("local"), HybridConfig(engine="vllm"))
+    trained = Trained(tmp_path_factory.mktemp("local"), HybridConfig(engine="vllm"), **TRUNCATED)
     with trained.session.rollout_phase(training=False):
         trained.greedy = tokens(trained.session.live_engine.generate(requests_of(12), GREEDY))
     trained.session.close()
@@ -32,7 +35,8 @@ def local(session_cluster, tmp_path_factory):
 @pytest.fixture(scope="module")
 def remote(local, tmp_path_factory):
     options = {"replicas": 2, "restarts": 0}  # a replacement takes as long to start as these two
-    trained = Trained(tmp_path_factory.mktemp("remote"), HybridConfig(engine="remote", engine_options=options))
+    hybrid = HybridConfig(engine="remote", engine_options=options)
+    trained = Trained(tmp_path_factory.mktemp("remote"), hybrid, **TRUNCATED)
     yield trained
     started = pids(trained.session.live_engine)
     trained.session.close()
@@ -72,6 +76,43 @@ def test_log_probs_are_the_policys(remote, engine):
         expected = remote.session.policy.log_probs(request.prompt_ids, completion.token_ids, temperature=0.7)
         assert [p[0] for p in completion.logprobs] == pytest.approx(expected.tolist(), abs=1e-5)
         assert [ids[0] for ids in completion.logprob_token_ids] == completion.token_ids
+
+
+def test_the_trainer_scores_over_the_ids_that_remote_engines_kept(remote, local):
+    """Over all ids, the ratio of these rows was 5e-6."""
+    logs = [[log for log in run.trainer.state.log_history if "loss" in log] for run in (remote, local)]
+    for mine, theirs in zip(*logs, strict=True):
+        assert mine["sampling/importance_sampling_ratio/min"] == pytest.approx(1, abs=1e-3)
+        assert mine["sampling/sampling_logp_difference/max"] < 1e-4
+        assert mine["ratio/truncation"] == pytest.approx(theirs["ratio/truncation"], abs=1e-5)
+        assert mine["ratio/truncation"] < -0.1
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_k": 20},
+        {"top_p": 0.8, "temperature": 0.7},
+        {"min_p": 0.3},
+        {"regex": "[0-9a-f]{3,9}"},
+        {"extra": {"min_tokens": 6, "logit_bias": dict.fromkeys(range(20, 60), -100.0)}},
+        {"top_k": 30, "extra": {"stop": ["7", "e"]}},
+    ],
+    ids=lambda settings: ", ".join(settings),
+)
+def test_completions_name_the_ids_that_their_tokens_were_sampled_from(remote, engine, settings):
+    sampling, requests = Sampling(max_tokens=10, logprobs=0, **settings), requests_of(8)
+    model = copy.deepcopy(remote.trainer.model).double()
+    for request, completion in zip(requests, engine.generate(requests, sampling), strict=True):
+        ids, start = request.prompt_ids + completion.token_ids, len(request.prompt_ids)
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids])).logits[0, start - 1 : -1] / sampling.temperature
+        assert len(completion.support) == len(completion.token_ids)
+        for token, (sampled, row) in enumerate(zip(completion.token_ids, logits, strict=True)):
+            kept = torch.tensor(completion.support.ids(token))
+            assert len(kept) < len(row)
+            exact = row[sampled] - row[kept].logsumexp(0)
+            assert completion.logprobs[token][0] == pytest.approx(float(exact), abs=1e-4)
 
 
 def test_every_engine_holds_the_policys_bits(remote, engine):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 from trlx_hybrid import HybridConfig
 from trlx_hybrid.errors import ComponentError, ConfigError
+from trlx_hybrid.plugins.hookspecs import hookimpl
 from trlx_hybrid_ray.engines.options import RemoteOptions
 from trlx_hybrid_ray.engines.pool import reserved
 from trlx_hybrid_ray.errors import PlacementError
@@ -47,6 +48,30 @@ def test_what_cannot_be_had_is_refused_with_the_table(session_cluster, tmp_path,
 def test_settings_that_cannot_work_are_refused_before_anything_is_built(tmp_path, hybrid, error, message):
     with pytest.raises(error, match=message):
         Trained(tmp_path, HybridConfig(engine="remote", **hybrid))
+
+
+class Silent:
+    """Offers a server that says nothing of the ids that it keeps."""
+
+    @hookimpl
+    def trlx_register(self, registry):
+        registry.offer("server", "silent", lambda session, options: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"server": "silent"}, "server 'silent' does not say which ids it kept, and top_k=20 leaves some out"),
+        (
+            {"server_options": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}},
+            "with speculative_config vLLM does not say which ids it kept, and top_k=20",
+        ),
+    ],
+    ids=["a server of somebody else's", "speculation"],
+)
+def test_servers_that_cannot_say_what_they_kept_are_refused(tmp_path, options, message):
+    with pytest.raises(ComponentError, match=message):
+        Trained(tmp_path, HybridConfig(engine="remote", engine_options=options), [Silent()], top_k=20)
 
 
 def test_engines_get_no_gpu_that_a_trainer_outside_of_ray_uses(two_nodes):

@@ -28,10 +28,10 @@ SAMPLING = Sampling(max_tokens=40, logprobs=0, extra={"ignore_eos": True})
 
 def test_tensor_parallel_engines_sample_what_others_do(session_cluster, tmp_path):
     segments = Segments()
-    other = Trained(tmp_path / "inside", HybridConfig(engine="vllm"))
+    other = Trained(tmp_path / "inside", HybridConfig(engine="vllm"), top_k=40)
     other.session.close()  # an engine that is built ends the others of this process
     options = {"tensor_parallel_size": 2}
-    one = Trained(tmp_path / "remote", HybridConfig(engine="remote", engine_options=options))
+    one = Trained(tmp_path / "remote", HybridConfig(engine="remote", engine_options=options), top_k=40)
     engine, requests = one.session.live_engine, requests_of(24)
     assert engine.plan.ranks == 2
     assert one.completions == other.completions
@@ -118,6 +118,7 @@ def test_multi_turn_episodes_are_those_of_the_engine_inside(session_cluster, run
             max_completion_length=200,
             max_steps=1,
             vllm_max_model_length=400,
+            top_k=40,
         )
         done.close()
     prompt_ids, completion_ids, masks = zip(*(batches[name][:3] for name in ("vllm", "remote")))

@@ -6,6 +6,7 @@ import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -18,8 +19,14 @@ from trlx_hybrid_vllm.options import TransferOptions
 from trlx_hybrid_vllm.server.gloo import in_threads, messages, packed, unpacked
 from trlx_hybrid_vllm.server.sender import GroupClient, backend_of, init_info, nccl_missing
 from trlx_hybrid_vllm.server.server import VLLMServer
+from trlx_hybrid_vllm.server.support import ReturnedIds
 from trlx_hybrid_vllm.server.worker import Routes, differing, digest
+from vllm import SamplingParams
 from vllm.distributed.weight_transfer import ParamMeta
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.outputs import SamplingMaskLists
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
@@ -250,3 +257,54 @@ def test_an_engine_core_that_died_is_told_from_one_that_fails():
     with pytest.raises(EngineError, match="could not answer: ValueError: no such tensor") as caught:
         asyncio.run(server.check())
     assert not isinstance(caught.value, ServerDiedError)
+
+
+# --- the ids that tokens were sampled from ----------------------------------------------------------------------------
+
+
+def test_ids_that_vllm_returns_with_each_token_are_taken_before_it_makes_lists_of_them():
+    """vLLM returns them on GPUs only; what takes its outputs apart is the same code on CPUs."""
+    params = SamplingParams(max_tokens=2, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    processor = OutputProcessor(None, log_stats=False)
+    ids = ReturnedIds(
+        SimpleNamespace(model_config=SimpleNamespace(get_vocab_size=lambda: 92), output_processor=processor)
+    )
+    for name in ("0", "1"):
+        processor.add_request(
+            EngineCoreRequest(
+                request_id=f"{name}-{name * 8}",
+                external_req_id=name,
+                prompt_token_ids=[5, 6],
+                mm_features=None,
+                sampling_params=params,
+                pooling_params=None,
+                arrival_time=0.0,
+                lora_request=None,
+                cache_salt=None,
+                data_parallel_rank=None,
+            ),
+            None,
+        )
+        asyncio.run(ids.open(name, [9]))
+
+    def outputs(token, *kept, finished=None):
+        return [
+            EngineCoreOutput(
+                f"{name}-{name * 8}",
+                [token],
+                new_sampling_mask=SamplingMaskLists(np.array(kept, np.int32)),
+                finish_reason=finished,
+            )
+            for name in ("0", "1")
+        ]
+
+    processor.process_outputs(outputs(7, 3, 7, 9))
+    processor.abort_requests(["1"], internal=False)
+    ids.close("1")
+    (done,) = processor.process_outputs(outputs(8, 8, finished=FinishReason.LENGTH)).request_outputs
+    assert done.outputs[0].token_ids == [7, 8]
+    assert done.outputs[0].sampling_mask is None
+    support = asyncio.run(ids.take("0", 2, 2))
+    assert [support.ids(token).tolist() for token in range(2)] == [[3, 7], [8]]
+    with pytest.raises(EngineError, match="did not say which ids it kept for token 0"):
+        asyncio.run(ids.take("1", 2, 2))

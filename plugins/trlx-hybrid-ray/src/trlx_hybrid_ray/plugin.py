@@ -27,7 +27,14 @@ def _refuses(session: Session, options: RemoteOptions) -> str | None:
     from .engines.engine import served_by
 
     component, server_options = served_by(session, options)
-    return component.refuses(session, server_options)
+    reason = component.refuses(session, server_options)
+    setting = session.sampling.truncated_by() if session.over_support else None
+    if reason is None and setting is not None and not component.keeps:
+        return (
+            f"server {component.name!r} does not say which ids it kept, and {setting} leaves some out. Leave the "
+            "setting out, or set vllm_importance_sampling_correction=False to train without the correction."
+        )
+    return reason
 
 
 @hookimpl
@@ -40,6 +47,7 @@ def trlx_register(registry: Registry) -> None:
         options=RemoteOptions,
         refuses=_refuses,
         streams=True,
+        keeps=True,
         remote=True,
         by_name=True,
         summary="engines in Ray actors, on GPUs of their own or on other nodes",

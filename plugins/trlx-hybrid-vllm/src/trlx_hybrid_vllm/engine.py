@@ -159,9 +159,12 @@ class VLLMEngine:
 
     def _kept_ids(self, session: Session) -> KeptIds | None:
         """What keeps the ids that tokens are sampled from, where the run scores over these."""
+        vocabulary: int = self.llm.llm_engine.model_config.get_vocab_size()
         if self._returns_masks:
-            return KeptIds(self.llm)
-        return CapturedIds(self.llm) if session.over_support and returns_no_masks() else None
+            return KeptIds(vocabulary)
+        if session.over_support and returns_no_masks():
+            return CapturedIds(internals.runner_of(self.llm), vocabulary)
+        return None
 
     def _support_of(self, sampling: Sampling) -> KeptIds | None:
         """The same for requests, if some ids are left out."""

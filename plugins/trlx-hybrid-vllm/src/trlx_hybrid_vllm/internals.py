@@ -32,12 +32,17 @@ logger = logging.getLogger(__name__)
 
 def model_of(llm: Any) -> torch.nn.Module:
     """The model inside an in-process engine."""
-    return llm.llm_engine.model_executor.driver_worker.model_runner.model  # type: ignore[no-any-return]
+    return runner_of(llm).model  # type: ignore[no-any-return]
+
+
+def runner_of(llm: Any) -> Any:
+    """The model runner of an in-process engine."""
+    return llm.llm_engine.model_executor.driver_worker.model_runner
 
 
 def kv_caches(llm: Any) -> list[torch.Tensor]:
     """The KV cache's tensors; several may share a storage."""
-    return flat(llm.llm_engine.model_executor.driver_worker.model_runner.kv_caches)
+    return flat(runner_of(llm).kv_caches)
 
 
 def flat(caches: Iterable[Any]) -> list[torch.Tensor]:
@@ -133,6 +138,32 @@ def add_like(llm: Any, pattern: Any, prompt_ids: list[int], params: Any, now: fl
     engine.output_processor.add_request(request, None, None, 0)
     engine.engine_core.add_request(request)
     return request_id
+
+
+def outside(request_id: str) -> str:
+    """The id that a request was given, from the one that vLLM works with: it appends random characters."""
+    return request_id.rpartition("-")[0] or request_id
+
+
+def hand_over_masks(llm: Any, returned: Callable[[str, int, Any], None]) -> None:
+    """Hand over the ids that tokens were sampled from as they come, before vLLM makes a list of each.
+
+    Args:
+        llm: an `AsyncLLM`.
+        returned: called with the request's id, 0, and the ids of its next token: (n,) int32, ascending.
+    """
+    processor = llm.output_processor
+    process = processor.process_outputs
+
+    def without_masks(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        for output in outputs:
+            if output.new_sampling_mask is not None:
+                if output.request_id in processor.request_states:  # else it was aborted
+                    returned(output.request_id, 0, output.new_sampling_mask.token_ids)
+                output.new_sampling_mask = None
+        return process(outputs, *args, **kwargs)
+
+    processor.process_outputs = without_masks
 
 
 def keep_expanded_prompts(llm: Any) -> None:

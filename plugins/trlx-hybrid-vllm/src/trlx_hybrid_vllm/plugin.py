@@ -68,12 +68,18 @@ def _engine(session: Session, options: VLLMOptions) -> VLLMEngine:
 
 
 def _refuses(session: Session, options: VLLMOptions) -> str | None:
-    from .arguments import refuses, refuses_routing, refuses_support
+    from .arguments import refuses, refuses_routing
 
     reason = refuses(session.policy, session.ranks.world, options)
     reason = reason or (refuses_routing(options) if session.config.router_replay else None)
+    return reason or _refuses_support(session, options)
+
+
+def _refuses_support(session: Session, options: VLLMOptions) -> str | None:
+    from .arguments import refuses_support
+
     setting = session.sampling.truncated_by() if session.over_support else None
-    return reason or (refuses_support(options, setting) if setting is not None else None)
+    return refuses_support(options, setting) if setting is not None else None
 
 
 def _shared(alias: bool) -> Callable[[Session, Any], WeightSync]:
@@ -110,7 +116,8 @@ def _server_refuses(session: Session, options: VLLMOptions) -> str | None:
         return "remote engines have memory of their own and do not sleep. Leave enable_sleep_mode out."
     if options.pipeline_parallel_size > 1:
         return "remote engines have no pipeline stages. Leave pipeline_parallel_size out."
-    return refuses(session.policy, options.tensor_parallel_size, options, slots=False)
+    reason = refuses(session.policy, options.tensor_parallel_size, options, slots=False)
+    return reason or _refuses_support(session, options)
 
 
 def _transfer(session: Session, options: TransferOptions) -> WeightSync:
@@ -176,5 +183,6 @@ def trlx_register(registry: Registry) -> None:
         options=VLLMOptions,
         unavailable=unavailable,
         refuses=_server_refuses,
+        keeps=True,
         summary="separate vLLM processes, for engine=remote",
     )

@@ -7,7 +7,7 @@ one runs; the log-probs that its sampler has computed after all processing are m
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,15 +23,16 @@ class KeptIds:
     """Keeps which ids each token of unfinished requests was sampled from, as vLLM returns them.
 
     Args:
-        llm: with an in-process engine core.
+        vocabulary: number of ids that vLLM samples from.
+        name: of a request, from the id that vLLM works with; by default that id.
 
     Attributes:
         forbidden: ids that a bias forbids, which vLLM does not leave out by itself.
     """
 
-    def __init__(self, llm: Any) -> None:
+    def __init__(self, vocabulary: int, name: Callable[[str], str] = str) -> None:
         self.forbidden: Sequence[int] = ()
-        self._vocabulary: int = llm.llm_engine.model_config.get_vocab_size()
+        self._vocabulary, self._name = vocabulary, name
         self._words: defaultdict[str, dict[int, Words]] = defaultdict(dict)  # by request and place in its sequence
 
     def open(self, forbidden: Sequence[int]) -> None:
@@ -44,10 +45,15 @@ class KeptIds:
 
     def returned(self, request_id: str, prompt_tokens: int, ids: Any) -> None:
         """Note what vLLM returned for a request's next token: (n,) int32, ascending."""
-        known = self._words[request_id]
+        known = self._words[self._name(request_id)]
         if self.forbidden:
             ids = np.setdiff1d(ids, self.forbidden, assume_unique=True)
         known[prompt_tokens + len(known)] = words_of_ids(np.asarray(ids), self._vocabulary)
+
+    def forget_but(self, requests: Collection[str]) -> None:
+        """Forget what nobody will take: all but these requests'."""
+        for request_id in self._words.keys() - requests:
+            del self._words[request_id]
 
     def take(self, request_id: str, prompt_tokens: int, tokens: int) -> Support:
         """Return the support of a request that is done.
@@ -69,11 +75,15 @@ class KeptIds:
 
 
 class CapturedIds(KeptIds):
-    """The same where vLLM does not return them. Needs log-probs of the processed logits."""
+    """The same where vLLM does not return them. Needs log-probs of the processed logits.
 
-    def __init__(self, llm: Any) -> None:
-        super().__init__(llm)
-        runner = llm.llm_engine.model_executor.driver_worker.model_runner
+    Args:
+        runner: vLLM's model runner, in whose process this is.
+        vocabulary, name: as of `KeptIds`.
+    """
+
+    def __init__(self, runner: Any, vocabulary: int, name: Callable[[str], str] = str) -> None:
+        super().__init__(vocabulary, name)
         self._runner, self._active = runner, False
         self._places: dict[str, int] = {}  # by request, where in its sequence the token of this step stands
         runner.execute_model = partial(self._execute, runner.execute_model)
@@ -103,5 +113,7 @@ class CapturedIds(KeptIds):
             kept = (logprobs > -torch.inf).numpy()
             kept[:, list(self.forbidden)] = False
             for key, row in zip(self._runner.input_batch.req_ids, kept, strict=True):
-                self._words[key][self._places[key]] = words_of(row)  # one that was preempted comes twice, alike
+                self._words[self._name(key)][self._places[key]] = words_of(
+                    row
+                )  # one that was preempted comes twice, alike
         return sampled, logprobs

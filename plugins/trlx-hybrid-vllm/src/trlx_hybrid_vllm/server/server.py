@@ -7,7 +7,7 @@ import itertools
 import os
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from trlx_hybrid.types import Completion, Request, Sampling
 
 from ..arguments import (
     CPU_KV_CACHE_LIMIT,
+    MASKS,
     UNCHECKED,
     context_length,
     engine_dtype,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from trlx_hybrid.session import Session
 
     from ..options import VLLMOptions
+    from .support import ServedIds
 
 SHARE = 0.9  # of each GPU: an engine of its own has it to itself
 FOLLOWING = ("VLLM_", "HF_", FLOAT32_PRODUCTS)
@@ -50,6 +52,7 @@ class VLLMServerPlan:
         environment: variables to set before vLLM is imported.
         backend: of the weight transfer, as vLLM's factories know it.
         ranks: tensor-parallel size.
+        keeps: whether completions name the ids that tokens were sampled from.
     """
 
     architecture: str
@@ -60,6 +63,7 @@ class VLLMServerPlan:
     max_model_len: int
     dtype: torch.dtype
     quantized: bool
+    keeps: bool = False
     files: Mapping[str, bytes] = field(repr=False)
     environment: Mapping[str, str] = field(repr=False)
 
@@ -99,6 +103,7 @@ def server_plan(session: Session, options: VLLMOptions) -> VLLMServerPlan:
         max_model_len=context_length(session, options),
         dtype=dtype,
         quantized=options.quantization is not None,
+        keeps=session.over_support and session.sampling.truncated_by() is not None,
         files=_folder(session),
         environment=_environment(cpu, size, dtype),
     )
@@ -132,6 +137,7 @@ class VLLMServer:
     def __init__(self, plan: VLLMServerPlan) -> None:
         self._plan = plan
         self._llm: Any = None
+        self._ids: ServedIds | None = None
         self._numbers = itertools.count()
         self._updating = False
         self._pictures: list[str | None] | None = None  # what each worker has against them
@@ -167,6 +173,7 @@ class VLLMServer:
                 arguments = AsyncEngineArgs(model=folder, **self._plan.arguments)
                 self._llm = AsyncLLM.from_engine_args(arguments)
                 keep_expanded_prompts(self._llm)
+                self._ids = self._kept_ids()
             except Exception as error:
                 raise EngineError(
                     f"vLLM could not build an engine for {self._plan.architecture}: {str(error)[:500]} The actor's log "
@@ -178,6 +185,7 @@ class VLLMServer:
         """Sample one completion. Its tokens depend on the request alone: it brings its own seed."""
         from ..sampling import (
             completion_of,
+            forbidden,
             prompt_of,
             refuse_another_prompt,
             sampling_params,
@@ -185,19 +193,39 @@ class VLLMServer:
             without_placeholders,
         )
 
-        params = with_seed(without_placeholders(sampling_params(sampling), self._llm.vllm_config), request)
+        masks = bool(getattr(self._llm.model_config, MASKS, False))
+        shared = without_placeholders(sampling_params(sampling, masks), self._llm.vllm_config)
+        params, request_id = with_seed(shared, request), str(next(self._numbers))
         final: Any = None
+        ids = None if sampling.truncated_by() is None else self._ids
         try:
+            if ids is not None:
+                await ids.open(request_id, forbidden(shared))
             if request.images is not None and (reason := await self._causal_pictures()) is not None:
                 raise EngineError(reason)
-            async for output in self._llm.generate(prompt_of(request), params, str(next(self._numbers))):
+            async for output in self._llm.generate(prompt_of(request), params, request_id):
                 final = output
+            refuse_another_prompt(request, final.prompt_token_ids)
+            completion = completion_of(final.outputs[0])
+            if ids is None:
+                return completion
+            support = await ids.take(request_id, len(request.prompt_ids), len(completion.token_ids))
+            return replace(completion, support=support)
         except EngineError:
             raise
         except Exception as error:
             raise self._explained(error, "sample") from error
-        refuse_another_prompt(request, final.prompt_token_ids)
-        return completion_of(final.outputs[0])
+        finally:
+            if ids is not None:
+                ids.close(request_id)
+
+    def _kept_ids(self) -> ServedIds | None:
+        """What names the ids that tokens were sampled from, where completions do."""
+        from .support import ReturnedIds, WorkersIds
+
+        if getattr(self._llm.model_config, MASKS, False):
+            return ReturnedIds(self._llm)
+        return WorkersIds(self._llm) if self._plan.keeps else None
 
     async def _causal_pictures(self) -> str | None:
         """What a worker has against pictures; asked once."""

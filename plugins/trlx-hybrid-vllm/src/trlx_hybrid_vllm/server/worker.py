@@ -15,7 +15,9 @@ import torch
 from torch import Tensor
 from trlx_hybrid.errors import SyncError, listed
 
+from ..internals import outside
 from ..loader import BITS, Route, Slice, WeightLoader, dummy_load_format
+from ..support import CapturedIds
 from . import gloo
 
 # vLLM imports this module before it loads the model and makes the worker's transfer engine.
@@ -58,6 +60,23 @@ class ServedWorker:
         from ..sampling import causal_pictures
 
         return causal_pictures(self.vllm_config)  # type: ignore[attr-defined]
+
+    def served_keep(self, forbidden: Sequence[int]) -> None:
+        """From now on, keep the ids that tokens are sampled from, without those that a bias forbids."""
+        if not hasattr(self, "_served_ids"):
+            vocabulary = self.vllm_config.model_config.get_vocab_size()  # type: ignore[attr-defined]
+            self._served_ids = CapturedIds(self.model_runner, vocabulary, outside)  # type: ignore[attr-defined]
+        self._served_ids.open(forbidden)
+
+    def served_kept(self, request_id: str, prompt_tokens: int, tokens: int, live: Sequence[str]) -> list[bytes]:
+        """Return what was kept of a request that is done: the words and bounds of a `Support`.
+
+        Args:
+            live: requests whose ids will be asked for; those of others are forgotten.
+        """
+        support = self._served_ids.take(request_id, prompt_tokens, tokens)
+        self._served_ids.forget_but(live)
+        return [support.words.tobytes(), support.bounds.tobytes()]
 
     def served_digests(self, names: Sequence[str]) -> list[list[int]]:
         """By tensor, the digest of what lies at the end of each of its routes."""

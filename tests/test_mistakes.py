@@ -15,14 +15,13 @@ from trl import GRPOConfig
 from trlx_hybrid import GRPOTrainer, HybridConfig, hookimpl
 from trlx_hybrid.errors import EngineError, HybridError
 from trlx_hybrid.hybrid_engine import HybridEngine
-from trlx_hybrid.protocols import Algorithm, EnvironmentArguments, Rollout
+from trlx_hybrid.protocols import Algorithm, EnvironmentArguments, Rollout, Scores, Scoring
 from trlx_hybrid.testing.chat import chat_tokenizer
 from trlx_hybrid.testing.conformance import check_algorithm
 from trlx_hybrid.testing.launched import tiny_grpo
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid.trl.recording import RecordedBatch, Recording
 from trlx_hybrid.types import LoadReport
-from trlx_hybrid.weights.gather import GatherSync
 
 ENGINE = {"max_model_len": 64, "max_num_seqs": 8, "enable_sleep_mode": True}
 PROMPTS = Dataset.from_dict({"prompt": ["1 + 1 =", "2 + 30 ="] * 4})
@@ -67,6 +66,7 @@ def two_stars(*given):
 
 ALGORITHM = HybridConfig(algorithm=["mine"])
 MINE = HybridConfig(engine="vllm", rollout="mine", engine_options=ENGINE)
+SCORING = HybridConfig(scoring="mine")
 
 WHEN_MADE = {
     # --- plugins= -----------------------------------------------------------------------------------------------
@@ -168,6 +168,42 @@ WHEN_MADE = {
         ["algorithm_options", "'mine' has no setting 'x'"],
     ),
     # --- other components ---------------------------------------------------------------------------------------
+    "an `unavailable` that raises": (
+        {"plugins": [offer("scoring", "mine", two_stars, unavailable=lambda: {}["cuda"])], "hybrid": SCORING},
+        ["scoring 'mine' (plugin 'SimpleNamespace-0'", "failed in `unavailable`: KeyError: 'cuda'", "Mend it in this"],
+    ),
+    "an `unavailable` that takes the machine": (
+        {"plugins": [offer("scoring", "mine", two_stars, unavailable=lambda machine: None)], "hybrid": SCORING},
+        ["scoring 'mine'", "failed in `unavailable`: TypeError", "'machine'", "Mend it in this script"],
+    ),
+    "an `unavailable` that says False": (
+        {"plugins": [offer("scoring", "mine", two_stars, unavailable=lambda: False)], "hybrid": SCORING},
+        ["scoring 'mine'", "returned False from `unavailable`", "None or a text", "Mend it in this script"],
+    ),
+    "a `refuses` that raises": (
+        {
+            "plugins": [offer("scoring", "mine", two_stars, refuses=lambda session, options: options.experts)],
+            "hybrid": SCORING,
+            "model": None,
+        },
+        ["scoring 'mine'", "failed in `refuses`: AttributeError", "'experts'", "Mend it in this script"],
+    ),
+    "a `refuses` without the options": (
+        {
+            "plugins": [offer("scoring", "mine", two_stars, refuses=lambda session: None)],
+            "hybrid": SCORING,
+            "model": None,
+        },
+        ["scoring 'mine'", "failed in `refuses`: TypeError", "positional argument", "Mend it in this script"],
+    ),
+    "a `refuses` that says True": (
+        {
+            "plugins": [offer("scoring", "mine", two_stars, refuses=lambda session, options: True)],
+            "hybrid": SCORING,
+            "model": None,
+        },
+        ["scoring 'mine'", "returned True from `refuses`", "None or a text", "Mend it in this script"],
+    ),
     "an environment with both functions": (
         {
             "plugins": [
@@ -261,7 +297,8 @@ WHEN_MADE = {
 def trainer_of(folder, **given):
     """A trainer that generates as TRL does, unless it is told otherwise."""
     settings = {"max_steps": 1, "per_device_train_batch_size": 4, "num_generations": 2, "use_vllm": False}
-    settings |= {name: given.pop(name) for name in ("use_vllm", "vllm_mode") if name in given}
+    of_config = {"use_vllm", "vllm_mode", "per_device_train_batch_size", "gradient_accumulation_steps"}
+    settings |= {name: given.pop(name) for name in of_config & given.keys()}
     arguments = {"model": NO_MODEL, "reward_funcs": digits, "train_dataset": PROMPTS} | given
     arguments.setdefault("processing_class", character_tokenizer())
     if arguments["model"] is None:
@@ -314,9 +351,28 @@ def sampled(session, requests, sampling):
     return session.live_engine.generate(requests, sampling)
 
 
-class MineSync(GatherSync):
+class Misled:
+    """What another component has built, but for methods of which the row says what they do, each under a prefix."""
+
+    def __init__(self, part, prefix=""):
+        self.part, self.prefix = part, prefix
+
+    def __getattr__(self, name):
+        found = getattr(self.part, name)
+        if not callable(found):
+            return found
+        return lambda *given, **named: SAID.get(f"{self.prefix}{name}", found)(*given, **named)
+
+
+class MineScoring(Scoring):
     name = "mine"
-    sync = said("sync", GatherSync.sync)
+    balanced = property(lambda self: "micro_batches" in SAID)
+    joins = property(lambda self: "joined" in SAID)
+    score = said("score", lambda self, rows: rows.padded())
+    micro_batches = said("micro_batches", Scoring.micro_batches)
+    joined = said("joined", Scoring.joined)
+    note = said("scoring_note", Scoring.note)
+    close = said("scoring_close", Scoring.close)
 
 
 class MineAlgorithm(Algorithm):
@@ -326,16 +382,28 @@ class MineAlgorithm(Algorithm):
     rewards = said("rewards", Algorithm.rewards)
     loss = said("loss", Algorithm.loss)
     advantages = said("advantages", Algorithm.advantages)
+    state = said("state", Algorithm.state)
 
 
 class Hooked:
-    """Offers the two, a rollout, and the hooks that rows misuse."""
+    """Offers components of each kind that a run asks, and the hooks that rows misuse."""
 
     @hookimpl
     def trlx_register(self, registry):
-        registry.offer("weights", "mine", lambda session, options: MineSync(session.policy, session.live_engine))
+        gather = registry.choose("weights", "gather")
+        registry.offer("weights", "mine", lambda session, options: Misled(gather.factory(session, options)))
         registry.offer("algorithm", "mine", lambda session, options: MineAlgorithm())
-        rollout = type("Mine", (Rollout,), {"name": "mine", "run": said("run", lambda self, *given: sampled(*given))})
+        registry.offer("scoring", "mine", lambda session, options: MineScoring())
+        vllm = registry.choose("engine", "vllm")
+        made = {"options": vllm.options, "refuses": vllm.refuses, "streams": vllm.streams}
+        registry.offer(
+            "engine", "mine", lambda session, options: Misled(vllm.factory(session, options), "engine_"), **made
+        )
+        members = {
+            "run": said("run", lambda self, *given: sampled(*given)),
+            "close": said("rollout_close", Rollout.close),
+        }
+        rollout = type("Mine", (Rollout,), {"name": "mine", **members})
         registry.offer("rollout", "mine", lambda session, options: rollout())
 
     @hookimpl
@@ -354,10 +422,11 @@ def reward(completions, **given):
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory, started_once):
     """The one trainer with an engine, a step of which takes a tenth of a second."""
-    hybrid = HybridConfig(engine="vllm", weights="mine", rollout="mine", algorithm=["mine"], engine_options=ENGINE)
-    trainer = trainer_of(
-        tmp_path_factory.mktemp("shared"), model=None, hybrid=hybrid, plugins=[Hooked()], reward_funcs=reward
-    )
+    chosen = dict.fromkeys(("engine", "weights", "rollout", "scoring"), "mine")
+    hybrid = HybridConfig(**chosen, algorithm=["mine"], engine_options=ENGINE)
+    given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}  # which may be regrouped, or joined
+    folder = tmp_path_factory.mktemp("shared")
+    trainer = trainer_of(folder, model=None, hybrid=hybrid, plugins=[Hooked()], reward_funcs=reward, **given)
     SAID.clear()
     trainer.train()  # which shows that without a mistake there is no error
     yield trainer
@@ -372,6 +441,15 @@ def changed(**fields):
 OF_ALGORITHM = "algorithm 'mine' (plugin 'Hooked-0', this script"
 OF_ROLLOUT = "rollout 'mine' (plugin 'Hooked-0', this script"
 OF_SYNC = "weights 'mine' (plugin 'Hooked-0', this script"
+OF_SCORING = "scoring 'mine' (plugin 'Hooked-0', this script"
+OF_THE_ENGINE = "engine 'mine' (plugin 'Hooked-0', this script"
+
+
+def broken(*given, **named):
+    return {}["x"]
+
+
+BROKEN = "failed in `{}`: KeyError: 'x'. Mend it in this script"
 
 IN_A_RUN = {
     # --- rollouts -----------------------------------------------------------------------------------------------
@@ -415,6 +493,57 @@ IN_A_RUN = {
     ),
     "a sync that returns nothing": ({"sync": lambda: None}, [OF_SYNC, "returned a NoneType from `sync`", "LoadReport"]),
     "a sync that raises": ({"sync": lambda: {}["x"]}, [OF_SYNC, "failed in `sync`: KeyError: 'x'", "Mend it"]),
+    "a check that raises": ({"check": broken}, [OF_SYNC, BROKEN.format("check")]),
+    "a check without its argument": (
+        {"check": lambda: 1},
+        [OF_SYNC, "failed in `check`: TypeError", "Mend it in this"],
+    ),
+    "a check that says False": (
+        {"check": lambda full: False},
+        [OF_SYNC, "returned False from `check`", "the number of tensors that were compared"],
+    ),
+    "a put_back that raises": ({"put_back": broken}, [OF_SYNC, BROKEN.format("put_back")]),
+    "a put_back that says nothing": (
+        {"put_back": lambda: None},
+        [OF_SYNC, "returned None from `put_back`", "a bool, whether the engine lost weights"],
+    ),
+    # --- engines ------------------------------------------------------------------------------------------------
+    "an engine that cannot wake": ({"engine_wake": broken}, [OF_THE_ENGINE, BROKEN.format("wake")]),
+    "an engine that cannot sleep": ({"engine_sleep": broken}, [OF_THE_ENGINE, BROKEN.format("sleep")]),
+    "an engine that cannot load": ({"engine_load_weights": broken}, [OF_THE_ENGINE, BROKEN.format("load_weights")]),
+    "an engine that cannot compare": ({"engine_differing": broken}, [OF_THE_ENGINE, BROKEN.format("differing")]),
+    "an engine that compares and says nothing": (
+        {"engine_differing": lambda weights: None},
+        [OF_THE_ENGINE, "returned a NoneType from `differing`", "a list of names"],
+    ),
+    "an engine that does not know what it holds": (
+        {"engine_resident": broken},
+        [OF_THE_ENGINE, BROKEN.format("resident")],
+    ),
+    "an engine that holds bytes": (
+        {"engine_resident": lambda what: [3]},
+        [OF_THE_ENGINE, "returned [3] from `resident`", "a list of tensors"],
+    ),
+    # --- scorings -----------------------------------------------------------------------------------------------
+    "a scoring that raises": ({"score": broken}, [OF_SCORING, BROKEN.format("score")]),
+    "a scoring whose forward pass fails": (
+        {"score": lambda rows: rows.forward(torch.ones(1, 3, dtype=torch.int64), input_ids="x")},
+        [f"Raised in what the {OF_SCORING}", "called in its `score`"],
+    ),
+    "a scoring that returns nothing": ({"score": lambda rows: None}, [OF_SCORING, "a NoneType from `score`", "Scores"]),
+    "a scoring that scores prompts as well": (
+        {"score": lambda rows: Scores(torch.zeros(rows.input_ids.shape), None, None)},
+        [OF_SCORING, "log_probs of shape (4, ", "a tensor of shape (4, 8)"],
+    ),
+    "a scoring without entropies": (
+        {"score": lambda rows: rows.padded()._replace(entropies=None)},
+        [OF_SCORING, "entropies of type NoneType from `score`", "a tensor of shape (2, 8)"],
+    ),
+    "joined passes that raise": ({"joined": broken}, [OF_SCORING, BROKEN.format("joined")]),
+    "joined passes of no micro-batch": (
+        {"joined": lambda tokens: None},
+        [OF_SCORING, "returned None from `joined`", "1 or more"],
+    ),
     # --- algorithms ---------------------------------------------------------------------------------------------
     "advantages of another shape": (
         {"advantages": lambda groups: groups.totals.mean(1)},
@@ -445,7 +574,7 @@ IN_A_RUN = {
     "a row drawn as a number": ({"draw": lambda count, size: 3}, [OF_ALGORITHM, "3 from `draw`", "2 row numbers"]),
     "a loss of each row": (
         {"loss": lambda scores, batch: batch["advantages"]},
-        [OF_ALGORITHM, "a tensor of shape (4,) from `loss`", "a scalar"],
+        [OF_ALGORITHM, "a tensor of shape (2,) from `loss`", "a scalar"],
     ),
     # --- hooks --------------------------------------------------------------------------------------------------
     "a hook that raises": (
@@ -507,12 +636,104 @@ IN_A_RUN = {
 @pytest.mark.parametrize("mistake", IN_A_RUN)
 def test_a_mistake_is_named_in_a_run(mistake, shared, monkeypatch):
     behaviour, words = IN_A_RUN[mistake]
+    shared.session.weights_changed()  # so that each run begins with a sync
     for name, function in behaviour.items():
         monkeypatch.setitem(SAID, name, function)
     with pytest.raises(Exception) as caught:  # noqa: PT011 - what it says is the matter
         shared.train()
     missing = [word for word in words if word not in told(caught.value)]
     assert not missing, told(caught.value)
+
+
+BETWEEN_RUNS = {
+    "a refuses that raises": ({"refuses": broken}, [OF_SYNC, BROKEN.format("refuses")]),
+    "an open that raises": ({"open": broken}, [OF_SYNC, BROKEN.format("open")]),
+    "a forget that raises": ({"forget": broken}, [OF_SYNC, BROKEN.format("forget")]),
+    "a release that raises": ({"release": broken}, [OF_SYNC, BROKEN.format("release")]),
+    "a note that raises": ({"note": broken}, [OF_SYNC, BROKEN.format("note")]),
+    "a note that is a number": ({"note": lambda: 3}, [OF_SYNC, "returned 3 from `note`", "None or a text"]),
+    "a scoring's note that raises": ({"scoring_note": broken}, [OF_SCORING, BROKEN.format("note")]),
+    "an engine that does not close": ({"engine_close": broken}, [OF_THE_ENGINE, BROKEN.format("close")]),
+    "a rollout that does not close": ({"rollout_close": broken}, [OF_ROLLOUT, BROKEN.format("close")]),
+}
+
+
+@pytest.mark.parametrize("mistake", BETWEEN_RUNS)
+def test_a_mistake_is_named_between_runs(mistake, shared, monkeypatch):
+    """What is asked once in the life of an engine; whatever is not closed, the rest is, and the next engine works."""
+    session, (behaviour, words) = shared.session, BETWEEN_RUNS[mistake]
+    with pytest.raises(Exception) as caught, monkeypatch.context() as patched:  # noqa: PT011, PT012
+        for name, function in behaviour.items():
+            patched.setitem(SAID, name, function)
+        session.weights_changed()
+        session.release_engine()
+        session.open()
+        session.header()
+    missing = [word for word in words if word not in told(caught.value)]
+    assert not missing, told(caught.value)
+    if mistake.endswith("close") or "release" in mistake:
+        assert (session.engine, session.weights, session.rollout) == (None, None, None)
+    session.open()
+
+
+@pytest.mark.parametrize(
+    ("state", "words"),
+    [
+        (lambda: None, ["returned a NoneType from `state`", "a mapping", "Mend it in this script"]),
+        (
+            lambda: {"x": torch.ones(1)},
+            ["failed in `state`: TypeError: Object of type Tensor", "Mend it in this script"],
+        ),
+    ],
+)
+def test_a_state_that_no_checkpoint_can_hold_is_named(state, words, shared, monkeypatch, tmp_path):
+    monkeypatch.setitem(SAID, "state", state)
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - what it says is the matter
+        shared.session.save_state(tmp_path)
+    missing = [word for word in [OF_ALGORITHM, *words] if word not in told(caught.value)]
+    assert not missing, told(caught.value)
+
+
+OF_MICRO_BATCHES = {
+    "micro-batches that raise": ({"micro_batches": broken}, [OF_SCORING, BROKEN.format("micro_batches")]),
+    "micro-batches that are none": (
+        {"micro_batches": lambda prompts, tokens, count: None},
+        [OF_SCORING, "returned None from `micro_batches`", "2 lists of row numbers"],
+    ),
+    "micro-batches that leave out a row": (
+        {"micro_batches": lambda prompts, tokens, count: [[0, 1], [2, 2]]},
+        [OF_SCORING, "put the 4 rows of 2 micro-batches into groups of 2, 2", "each row once"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def regrouping(tmp_path_factory):
+    """A trainer without an engine whose scoring may choose which rows to train together."""
+    folder = tmp_path_factory.mktemp("regrouping")
+    given = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    trainer = trainer_of(folder, model=None, hybrid=SCORING, plugins=[Hooked()], **given)
+    yield trainer
+    trainer.session.close()
+
+
+@pytest.mark.parametrize("mistake", OF_MICRO_BATCHES)
+def test_a_mistake_in_micro_batches_is_named(mistake, regrouping, monkeypatch):
+    behaviour, words = OF_MICRO_BATCHES[mistake]
+    monkeypatch.setitem(SAID, "micro_batches", behaviour["micro_batches"])
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - what it says is the matter
+        regrouping.train()
+    missing = [word for word in words if word not in told(caught.value)]
+    assert not missing, told(caught.value)
+
+
+def test_a_scoring_that_does_not_close_is_named(regrouping, monkeypatch):
+    monkeypatch.setitem(SAID, "scoring_close", broken)
+    regrouping.session.header()  # which asks the scoring
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - what it says is the matter
+        regrouping.session.close()
+    assert OF_SCORING in told(caught.value), told(caught.value)
+    assert BROKEN.format("close") in told(caught.value)
 
 
 def test_a_prompt_that_fills_the_context_or_none_of_it(shared, monkeypatch):

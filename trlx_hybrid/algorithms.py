@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import ComponentError, ConfigError
-from .plugins.blame import blaming
+from .plugins.blame import asked, asked_text, blaming, fault
 from .plugins.members import overrides
 from .protocols import Algorithm, Groups, Scores
 
@@ -98,15 +99,15 @@ class Algorithms:
             ComponentError: they are not `count` rows of a dataset of `size`.
         """
         for component, algorithm in self._having("draw"):
-            drawn = _asked(component, algorithm, "draw", count, size)
+            drawn = asked(component, algorithm, "draw", count, size)
             if drawn is not None and not isinstance(drawn, Iterable):
-                raise _fault(component, "draw", repr(drawn), f"{count} row numbers below {size}")
+                raise fault(component, "draw", repr(drawn), f"{count} row numbers below {size}")
             rows = None if drawn is None else [getattr(row, "item", lambda row=row: row)() for row in drawn]
             self._agree(component, "draw", rows)
             if rows is None:
                 continue
             if len(rows) != count or not all(isinstance(row, int) and 0 <= row < size for row in rows):
-                raise _fault(component, "draw", f"{rows!r:.80}", f"{count} row numbers below {size}")
+                raise fault(component, "draw", f"{rows!r:.80}", f"{count} row numbers below {size}")
             return rows
         return None
 
@@ -126,7 +127,7 @@ class Algorithms:
     def observe(self, groups: Groups) -> None:
         """Show all of them what a round has sampled."""
         for component, algorithm in self._having("observe"):
-            _asked(component, algorithm, "observe", groups)
+            asked(component, algorithm, "observe", groups)
 
     def keep(self, groups: Groups) -> list[bool]:
         """Which groups all of them keep; those without any reward never are. Collective.
@@ -136,15 +137,15 @@ class Algorithms:
         """
         kept = (~groups.totals.isnan()).any(dim=1).tolist()
         for component, algorithm in self._having("keep"):
-            found = _asked(component, algorithm, "keep", groups)
+            found = asked(component, algorithm, "keep", groups)
             if not isinstance(found, Iterable):
-                raise _fault(component, "keep", repr(found), "True or False for each group")
+                raise fault(component, "keep", repr(found), "True or False for each group")
             answer = list(found)
             if other := [flag for flag in answer if not isinstance(flag, bool)]:
-                raise _fault(component, "keep", repr(other[0]), "True or False for each group")
+                raise fault(component, "keep", repr(other[0]), "True or False for each group")
             self._agree(component, "keep", answer)
             if len(answer) != len(groups):
-                raise _fault(component, "keep", f"{len(answer)} values", f"one for each of {len(groups)} groups")
+                raise fault(component, "keep", f"{len(answer)} values", f"one for each of {len(groups)} groups")
             kept = [both and flag for both, flag in zip(kept, answer, strict=True)]
         return kept
 
@@ -156,7 +157,7 @@ class Algorithms:
         """
         for component, algorithm in self._having("rewards"):
             given = groups.rewards
-            found = _asked(component, algorithm, "rewards", groups)
+            found = asked(component, algorithm, "rewards", groups)
             rewards = _shaped(component, "rewards", found, given, ~given.isnan())
             rewards = rewards.masked_fill(given.isnan(), math.nan)
             groups = Groups(rewards, groups.weights, groups.lengths, groups.truncated, groups.rows)
@@ -169,7 +170,7 @@ class Algorithms:
             ComponentError: a tensor of another shape, or something else than finite numbers.
         """
         for component, algorithm in self._having("advantages"):
-            advantages = _asked(component, algorithm, "advantages", groups)
+            advantages = asked(component, algorithm, "advantages", groups)
             scored = ~groups.totals.isnan()
             if advantages is not None:
                 advantages = _shaped(component, "advantages", advantages, groups.totals, scored)
@@ -184,10 +185,10 @@ class Algorithms:
         """
         terms: dict[str, Tensor | None] = {}
         for component, algorithm in self._having("loss"):
-            term = _asked(component, algorithm, "loss", scores, batch)
+            term = asked(component, algorithm, "loss", scores, batch)
             if term is not None and (not isinstance(term, Tensor) or term.ndim):
                 found = f"a tensor of shape {tuple(term.shape)}" if isinstance(term, Tensor) else type(term).__name__
-                raise _fault(component, "loss", found, "a scalar tensor")
+                raise fault(component, "loss", found, "a scalar tensor")
             terms[component.name] = term
         return terms
 
@@ -205,45 +206,45 @@ class Algorithms:
 
     def notes(self) -> list[str]:
         """What the header says of them."""
-        notes = [(component.name, _asked(component, algorithm, "note")) for component, algorithm in self._built]
+        notes = [(component.name, asked_text(component, algorithm, "note")) for component, algorithm in self._built]
         return [f"{name}: {note}" for name, note in notes if note is not None]
 
     def state(self) -> dict[str, Any]:
-        """Of each that has one, by name."""
-        states = {component.name: _asked(component, algorithm, "state") for component, algorithm in self._built}
-        return {name: dict(state) for name, state in states.items() if state}
+        """Of each that has one, by name.
+
+        Raises:
+            ComponentError: one is no mapping, or holds what JSON does not have.
+        """
+        states: dict[str, Any] = {}
+        for component, algorithm in self._built:
+            state = asked(component, algorithm, "state")
+            if not isinstance(state, Mapping):
+                raise fault(component, "state", f"a {type(state).__name__}", "a mapping")
+            with blaming(component, "state"):
+                json.dumps(dict(state))
+            if state:
+                states[component.name] = dict(state)
+        return states
 
     def load_state(self, states: Mapping[str, Any]) -> None:
         """Go on from those of a checkpoint; one that it does not have starts anew."""
         self._drawn = (-1, 0)
         for component, algorithm in self._built:
             if component.name in states:
-                _asked(component, algorithm, "load_state", states[component.name])
-
-
-def _asked(component: Component, algorithm: Algorithm, method: str, *given: Any) -> Any:
-    """What a method of an algorithm returns; what it raises names it."""
-    with blaming(component, method):
-        return getattr(algorithm, method)(*given)
+                asked(component, algorithm, "load_state", states[component.name])
 
 
 def _shaped(component: Component, method: str, found: Any, like: Tensor, needed: Tensor) -> Tensor:
     """What was returned, if it is a tensor of that shape with finite numbers where they are needed."""
     wanted = f"a tensor of finite numbers, of shape {tuple(like.shape)}"
     if not isinstance(found, Tensor):
-        raise _fault(component, method, type(found).__name__, wanted)
+        raise fault(component, method, type(found).__name__, wanted)
     if found.shape != like.shape:
-        raise _fault(component, method, f"a tensor of shape {tuple(found.shape)}", wanted)
+        raise fault(component, method, f"a tensor of shape {tuple(found.shape)}", wanted)
     if not found[needed].isfinite().all():
         place = tuple((needed & ~found.isfinite()).nonzero()[0].tolist())
-        raise _fault(component, method, f"{found[place].item()} at {place}", wanted)
+        raise fault(component, method, f"{found[place].item()} at {place}", wanted)
     return found.to(like)
-
-
-def _fault(component: Component, method: str, found: str, wanted: str) -> ComponentError:
-    return ComponentError(
-        f"The {component} returned {found} from `{method}`, where {wanted} was expected. {component.way_out}"
-    )
 
 
 def groups_of(

@@ -149,7 +149,7 @@ def _doctor(options: Any) -> int:
     print(f"engine     {STOCK:{wide}} available: TRL's own generation")
     for slot in SLOTS:
         for component in host.registry.components(slot):
-            reason = component.unavailable()
+            reason = component.out_of_place()
             print(f"{slot:10} {component.name:{wide}} {'available' if reason is None else f'not available: {reason}'}")
     if told:
         print("\n".join(told))

@@ -98,7 +98,7 @@ def _list(options: Any) -> int:
 
     found = Host.load().registry.components("environment")
     for component in found:
-        reason = component.unavailable()
+        reason = component.out_of_place()
         print(f"{component.name:14} {component.summary} (plugin {component.plugin}, {component.distribution})")
         if reason is not None:
             print(f"{'':14} not available: {reason}")

@@ -22,7 +22,7 @@ from .config import HybridConfig
 from .doctor import package_version
 from .errors import ComponentError, PluginError, StaleWeightsError
 from .memory.trainer_memory import TrainerMemory
-from .plugins.blame import blaming
+from .plugins.blame import asked, asked_text, fault
 from .plugins.registry import BUILTIN
 from .rollout.endings import Endings
 from .rollout.sampler import Sampler
@@ -109,14 +109,16 @@ class Session:
         self.header_lines: list[str] = []
         self._scoring: Scoring | None = None
         self.phase = Phase.TRAIN
+        engine, rollout = selection.engine, selection.rollout
+        self._engine_source = engine.component if engine else None
         self.memory = TrainerMemory(
             policy,
             optimizer,
             optimizer_name=_optimizer_name(args),
             offload=config.offload,
             phase=lambda: self.phase,
+            source=self._engine_source,
         )
-        engine, rollout = selection.engine, selection.rollout
         built_in = rollout is None or rollout.component.plugin == BUILTIN
         source = engine if built_in else rollout
         self.sampler = Sampler(ranks, sampling, args.seed, source.component if source else None)
@@ -125,7 +127,7 @@ class Session:
             ranks,
             self.memory,
             config,
-            engine=engine.component if engine else None,
+            engine=self._engine_source,
             sampling=lambda: self.sampler.sampling,
             autocast=autocast_dtype(args),
             call=functools.partial(host.call, session=self),
@@ -199,12 +201,12 @@ class Session:
     def _bring_up(self, engine: Engine) -> None:
         assert self.weights is not None
         self.memory.make_room()
-        engine.wake("weights")
+        asked(self._engine_source, engine, "wake", "weights")
         if engine.weights_lost:
             self.versions.forget()
         report = self.versions.sync(engine, self.weights)
         self.memory.make_room(["policy"])
-        engine.wake("kv_cache")
+        asked(self._engine_source, engine, "wake", "kv_cache")
         self.metrics["hybrid/weight_version"] = float(self.versions.version)
         self.metrics["hybrid/fingerprint_seconds"] = self.versions.fingerprint_seconds
         self.metrics |= self.memory.ledger.metrics(Phase.ROLLOUT)
@@ -213,9 +215,12 @@ class Session:
 
     def _put_down(self, engine: Engine) -> None:
         assert self.weights is not None
-        if self.weights.put_back():
+        lost = asked(self.versions.source, self.weights, "put_back")
+        if not isinstance(lost, bool):
+            raise fault(self.versions.source, "put_back", f"{lost!r:.80}", "a bool, whether the engine lost weights,")
+        if lost:
             self.versions.forget()
-        engine.sleep(keep_weights=self.weights.keeps_weights)
+        asked(self._engine_source, engine, "sleep", keep_weights=self.weights.keeps_weights)
         self.memory.come_back()
         self.metrics |= self.memory.ledger.metrics(Phase.TRAIN)
 
@@ -255,8 +260,7 @@ class Session:
         request = self.sampler.converse(self.live_engine, [d.prompt_ids for d in dialogues], num_generations)
         source = self.sampler.source
         assert source is not None
-        with blaming(source, "converse"):
-            returned = self.rollout.converse(self, dialogues, limits, request)
+        returned = asked(source, self.rollout, "converse", self, dialogues, limits, request)
         conversations = source.conversations(returned, len(dialogues))
         for dialogue, conversation in zip(dialogues, conversations, strict=True):
             self.endings.add(dialogue.prompt_ids, conversation.completion_ids, conversation.finish_reason)
@@ -322,7 +326,7 @@ class Session:
                     self._leave_at_exit()
                     self.memory.return_after_build(self.engine)
                     self.weights, self.weights_why = choose(self.selection, self._weights_of)
-                    self.weights.open()
+                    asked(self.versions.source, self.weights, "open")
                 finally:
                     self.memory.unpark_policy()
             self.memory.predict_live(self.live_engine, self.weights.keeps_weights)
@@ -354,7 +358,9 @@ class Session:
             slots.append(f"advantages=plugin {self.adviser.name} ({self.adviser.distribution})")
         lines = [" · ".join([f"trlx_hybrid {package_version()}", f"plugins: {plugins}", *slots])]
         lines += self.memory.table()
-        lines += filter(None, [self.weights.note() if self.weights else None, self.scoring.note()])
+        if self.weights is not None:
+            lines += filter(None, [asked_text(self.versions.source, self.weights, "note")])
+        lines += filter(None, [asked_text(selection.scoring.component, self.scoring, "note")])
         if self.scoring.deferred and self.scores_apart is not None:
             lines.append(f"scoring: old log-probs take a forward pass of their own: {self.scores_apart}")
         lines += [*self.algorithms.notes(), *self.notes]
@@ -386,9 +392,9 @@ class Session:
         for choice in filter(
             None, (self.selection.engine, self.selection.rollout, self.selection.scoring, *self.selection.algorithms)
         ):
-            reason = choice.component.refuses(self, choice.options)
+            component = choice.component
+            reason = component.refusal(self, choice.options)
             if reason is not None:
-                component = choice.component
                 raise ComponentError(f"{component.slot} {component.name!r} cannot serve this run: {reason}")
 
     def _evict_other(self) -> None:
@@ -410,7 +416,7 @@ class Session:
         """The policy's weights changed, frozen ones perhaps: the next rollout syncs all. Call it on every rank."""
         self.versions.changed()
         if self.weights is not None:
-            self.weights.forget()
+            asked(self.versions.source, self.weights, "forget")
 
     # --- life -------------------------------------------------------------------------------------------------------
 
@@ -435,12 +441,19 @@ class Session:
     def release_engine(self) -> None:
         """Close the engine and free its memory; the next rollout builds it again."""
         self.memory.settle()
-        if self.rollout is not None:
-            self.rollout.close()
-        if self.engine is not None:
-            self.engine.close()
-        if self.weights is not None:
-            self.weights.release()
+        with ExitStack() as ending:  # the last that is told first, and each, whichever fails
+            ending.callback(self._forget_engine)
+            if self.weights is not None:
+                ending.callback(asked, self.versions.source, self.weights, "release")
+            if self.engine is not None:
+                ending.callback(asked, self._engine_source, self.engine, "close")
+            self._end_rollout(ending)
+
+    def _end_rollout(self, ending: ExitStack) -> None:
+        if self.rollout is not None and self.selection.rollout is not None:
+            ending.callback(asked, self.selection.rollout.component, self.rollout, "close")
+
+    def _forget_engine(self) -> None:
         self.engine = self.memory.engine = self.weights = self.rollout = None
         self.memory.reclaim()
         self.versions.forget()
@@ -457,26 +470,26 @@ class Session:
         Session._open.discard(self)
         if self._left:
             return
-        try:
-            self._stack.close()
-        finally:
-            for part in (self._scoring, self.router_replay, self.positions):
+        with ExitStack() as ending:  # as in `release_engine`
+            ending.callback(self.memory.close)
+            ending.callback(self.release_engine)
+            for part in (self.positions, self.router_replay):
                 if part is not None:
-                    part.close()
-            self.release_engine()
-            self.memory.close()
+                    ending.callback(part.close)
+            if self._scoring is not None:
+                ending.callback(asked, self.selection.scoring.component, self._scoring, "close")
+            ending.callback(self._stack.close)
 
     def leave(self) -> None:
         """The process ends, perhaps after an error, and nobody closed the run: tell the plugins, let go of what would
         keep the process, and wait for no other rank. Memory goes with the process."""
         self._left = True
-        try:
-            self._stack.close()
-        finally:
-            if self.rollout is not None:
-                self.rollout.close()
+        with ExitStack() as ending:
             if self.engine is not None:
-                getattr(self.engine, "leave", self.engine.close)()
+                method = "leave" if hasattr(self.engine, "leave") else "close"
+                ending.callback(asked, self._engine_source, self.engine, method)
+            self._end_rollout(ending)
+            ending.callback(self._stack.close)
 
 
 def _optimizer_name(args: Any) -> str:

@@ -11,6 +11,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from ..errors import ConfigError
+from ..plugins.blame import asked, fault
 from ..types import Phase
 from ..weights.quantised import elements
 from .arena import Arena
@@ -35,6 +36,7 @@ from .ledger import (
 from .offload import Offload, guard
 
 if TYPE_CHECKING:
+    from ..plugins.registry import Component
     from ..protocols import Engine
     from ..weights.policy import Policy
 
@@ -50,6 +52,7 @@ class TrainerMemory:
         optimizer_name: TRL's `optim`, to predict its state by before there is one.
         offload: `HybridConfig.offload`.
         phase: returns whose memory it is now.
+        source: what offers the engine.
 
     Attributes:
         engine: the engine of the run; None until it is built, and again when it was closed.
@@ -65,10 +68,12 @@ class TrainerMemory:
         optimizer_name: str,
         offload: str,
         phase: Callable[[], Phase],
+        source: Component | None = None,
     ) -> None:
         self._policy, self._optimizer, self._phase = policy, optimizer, phase
         self._optimizer_name, self._mode = optimizer_name, offload
         self.engine: Engine | None = None
+        self._source = source
         self.device: torch.device = policy.device
         self._arena = Arena(self.device)
         tensors: dict[str, Callable[[], Any]] = {
@@ -89,7 +94,12 @@ class TrainerMemory:
         self._unused: int | None = None  # in private pools, until the engine is another
 
     def _resident(self, what: str) -> list[torch.Tensor]:
-        return self.engine.resident(what) if self.engine is not None else []
+        if self.engine is None:
+            return []
+        found = asked(self._source, self.engine, "resident", what)
+        if not isinstance(found, list) or not all(isinstance(tensor, torch.Tensor) for tensor in found):
+            raise fault(self._source, "resident", f"{found!r:.80}", "a list of tensors")
+        return found
 
     def _allocated(self) -> int:
         """What torch counts as allocated, less what vLLM's sleep has unmapped under it."""
@@ -164,7 +174,7 @@ class TrainerMemory:
     def return_after_build(self, engine: Engine) -> None:
         """What left comes back; the KV cache makes room in turn, as at each weight sync."""
         if not all(offload.resident for offload in self._offloads.values()):
-            engine.sleep(keep_weights=True)
+            asked(self._source, engine, "sleep", keep_weights=True)
             self.come_back()
 
     def park_policy(self) -> None:
@@ -220,7 +230,7 @@ class TrainerMemory:
         """Predict from the engine that was built; whether its weights stay during TRAIN is the weight sync's word."""
         self._unused = None
         held = self.ledger.measure()
-        whole = sum(storage.nbytes() for storage in storages(engine.resident("weights")))
+        whole = sum(storage.nbytes() for storage in storages(self._resident("weights")))
         shared = held["engine weights"] < whole / 2
         asleep = () if not engine.sleeps else ENGINES[1:] if keeps_weights else ENGINES
         kv_cache = held["KV cache"] + engine.asleep_bytes  # nothing else has gone to sleep by now

@@ -29,7 +29,9 @@ def trlx_register(registry: Registry) -> None:
     registry.offer(
         "weights",
         "gather",
-        lambda session, options: GatherSync(session.policy, session.live_engine),
+        lambda session, options: GatherSync(
+            session.policy, session.live_engine, session.selection.engine and session.selection.engine.component
+        ),
         order=100,
         summary="all-gathers full tensors and loads them with the engine's weight loader; always available",
     )

@@ -11,7 +11,7 @@ from ..protocols import Algorithm, Engine, EnvironmentArguments, Rollout, Scorin
 from ..rollout.completions import wrong_completions, wrong_conversations
 from ..rollout.conversation import Conversation
 from ..types import Completion, Request, Sampling
-from .blame import blaming
+from .blame import asked_text, blaming
 from .members import accepts, described, missing_members, mistaken_members
 
 Slot = Literal["engine", "weights", "rollout", "scoring", "algorithm", "environment", "server"]
@@ -94,6 +94,22 @@ class Component:
         if self.distribution.startswith(SCRIPT):
             return "Mend it in this script, or leave it out."
         return "Report it to its author, or choose another."
+
+    def out_of_place(self) -> str | None:
+        """Why it cannot work on this machine, or None.
+
+        Raises:
+            ComponentError: its `unavailable` failed, or returned something else.
+        """
+        return asked_text(self, self, "unavailable")
+
+    def refusal(self, session: Any, options: Any) -> str | None:
+        """Why it cannot serve this run, as far as it knows before it is built; or None.
+
+        Raises:
+            ComponentError: its `refuses` failed, or returned something else.
+        """
+        return asked_text(self, self, "refuses", session, options)
 
     def build(self, session: Any, options: Any) -> Any:
         """The live object.
@@ -219,7 +235,7 @@ class Registry:
         if name not in offered:
             raise ComponentError(self._missing(slot, name, offered))
         component = offered[name]
-        reason = component.unavailable()
+        reason = component.out_of_place()
         if reason is not None:
             raise ComponentError(f"{slot} {name!r} (plugin {component.plugin!r}) cannot be used here: {reason}")
         return component

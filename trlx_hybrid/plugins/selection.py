@@ -138,7 +138,7 @@ def _paths(registry: Registry, options: Mapping[str, Any]) -> list[Choice]:
 def _rollout(config: HybridConfig, arguments: TrainerArguments, registry: Registry, streams: bool) -> Choice:
     """As set; else one that converses, where there are tools, it is installed and the engine serves it."""
     offered = registry.components("rollout")
-    conversing = [c for c in offered if c.converses and not c.by_name and c.unavailable() is None]
+    conversing = [c for c in offered if c.converses and not c.by_name and c.out_of_place() is None]
     served = [c for c in conversing if streams or "streams" not in c.needs]
     why = "default"
     if config.rollout is not None:

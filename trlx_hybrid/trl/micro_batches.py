@@ -25,11 +25,14 @@ LOG_PROBS, ENTROPIES = "drawn_log_probs", "drawn_entropies"
 """In such a batch whose loss was computed: what it was computed from, (b, T) float, without a graph."""
 
 
-def regrouped(micro_batches: Sequence[dict[str, Any]], groups: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+def regrouped(
+    micro_batches: Sequence[dict[str, Any]], groups: Sequence[Sequence[int]], by: str = "scoring"
+) -> list[dict[str, Any]]:
     """Return the same rows in other micro-batches.
 
     Args:
         groups: the rows of each, counted through all the micro-batches as they were.
+        by: who chose them.
 
     Raises:
         ComponentError: they do not hold each row once, or not equally many.
@@ -38,7 +41,7 @@ def regrouped(micro_batches: Sequence[dict[str, Any]], groups: Sequence[Sequence
     rows, sizes = size * len(micro_batches), [len(group) for group in groups]
     if sorted(row for group in groups for row in group) != list(range(rows)) or set(sizes) != {size}:
         raise ComponentError(
-            f"The scoring put the {rows} rows of {len(micro_batches)} micro-batches into groups of "
+            f"The {by} put the {rows} rows of {len(micro_batches)} micro-batches into groups of "
             f"{', '.join(map(str, sizes))}, where each row once and {size} to a group were expected. Report it to its "
             "author."
         )

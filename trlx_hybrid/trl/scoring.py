@@ -29,13 +29,13 @@ from torch import Tensor, nn
 
 from ..errors import ComponentError, ConfigError, StaleWeightsError
 from ..kept_tokens import BOUNDS, WORDS, KeptTokens, tensors_of
+from ..plugins.blame import called_back
 from ..protocols import Rows, Scores
 from ..weights.policy import transformers_model
 from ..weights.verify import noise
-from . import micro_batches, over_support
+from . import asked_scoring, micro_batches, over_support
 from .joined import WIDE, JoinedPass, joinable, tokens_of
 from .kept_log_probs import scoring_over
-from .micro_batches import regrouped
 from .reference import activate_copies
 from .routing import DIFFERENCE, EXPERTS, aligned, experts_of
 from .unscored import UNSCORED, left_out, unscored
@@ -238,7 +238,7 @@ class Scored:
         micro_batches.number(drawn)
         tokens = torch.cat([(micro["prompt_mask"].sum(1) + micro["completion_mask"].sum(1)) for micro in drawn])
         prompts = torch.cat([micro["prompt_ids"].masked_fill(micro["prompt_mask"] == 0, -1) for micro in drawn])
-        trainer._buffered_inputs = regrouped(drawn, scoring.micro_batches(prompts, tokens.tolist(), len(drawn)))
+        trainer._buffered_inputs = asked_scoring.grouped(self.session, drawn, prompts, tokens.tolist())
         return trainer._buffered_inputs[trainer._step % len(drawn)]
 
     @functools.cached_property
@@ -345,7 +345,7 @@ class Scored:
             count(ids.numel())
             before = None if over is None else over.but_last()
             scored = completions_of(mask, logits_to_keep)[:, :-1]
-            with self._replaying(chosen), scoring_over(before, scored, masses, self._trl):
+            with called_back(), self._replaying(chosen), scoring_over(before, scored, masses, self._trl):
                 return Scores(
                     *stock(model, ids, mask, logits_to_keep, at_once, compute_entropy, compute_aux_loss, **images)
                 )
@@ -362,7 +362,7 @@ class Scored:
             if compute_aux_loss:
                 inputs["output_router_logits"] = True
             over = scoring_over(support, labels != IGNORED, masses, self._trl)
-            with self._replaying(experts), over, trainer.accelerator.autocast():
+            with called_back(), self._replaying(experts), over, trainer.accelerator.autocast():
                 outputs = model(**inputs, shift_labels=labels, fused_lm_head=True)
             entropies = outputs.entropy if compute_entropy else None
             return Scores(outputs.log_probs, entropies, outputs.aux_loss if compute_aux_loss else None)
@@ -382,7 +382,8 @@ class Scored:
         )
         pictured = any(value is not None for value in images.values())
         joins = not (self._own_loss or reference or compute_aux_loss or pictured)
-        scores = (self._scored_together(rows, padded) if joins else None) or self.session.scoring.score(rows)
+        scores = self._scored_together(rows, padded, compute_entropy) if joins else None
+        scores = scores or asked_scoring.scored(self.session, rows, compute_entropy)
         if self._micro_batch is not None and NUMBER in self._micro_batch:
             deferred = self._deferred["train" if trainer.model.training else "eval"]
             deferred.fill(trainer, self._micro_batch, scores.log_probs.detach())
@@ -444,7 +445,10 @@ class Scored:
             trainer._metrics[mode][DIFFERENCE].append(differing / max(compared, 1))
 
     def _scored_together(
-        self, rows: Rows, padded: Callable[[Tensor, Tensor, None, Tensor | None, KeptTokens | None], Scores]
+        self,
+        rows: Rows,
+        padded: Callable[[Tensor, Tensor, None, Tensor | None, KeptTokens | None], Scores],
+        entropies: bool,
     ) -> Scores | None:
         """The rows of the micro-batch whose loss is computed, scored in one pass with those that follow; None where
         they have a pass of their own. Collective.
@@ -452,14 +456,15 @@ class Scored:
         Args:
             padded: scores ids with a mask, experts and a support as TRL does, all at once: sharded ranks take equally
                 many forward passes.
+            entropies: whether they are asked for.
         """
         trainer: Any = self
-        micro_batch, scoring = self._micro_batch, self.session.scoring
-        if micro_batch is None or not (torch.is_grad_enabled() and trainer.model.training and scoring.joins):
+        micro_batch, joins = self._micro_batch, self.session.scoring.joins
+        if micro_batch is None or not (torch.is_grad_enabled() and trainer.model.training and joins):
             return None
         if self._joined is None:
             ahead = joinable(trainer, micro_batch, self._window[1])
-            count = scoring.joined(tokens_of(ahead))
+            count = asked_scoring.joined(self.session, tokens_of(ahead))
             if count == 1:
                 return None
             prompts, prompt_mask, completions, mask = (torch.cat([m[name] for m in ahead[:count]]) for name in WIDE)
@@ -478,7 +483,7 @@ class Scored:
                 support=kept,
                 padded=functools.partial(padded, ids, attended, None, chosen, kept),
             )
-            self._joined = JoinedPass(scoring.score(every), ahead[:count])
+            self._joined = JoinedPass(asked_scoring.scored(self.session, every, entropies), ahead[:count])
         return self._joined.take(micro_batch)
 
     def _defers(self) -> bool:

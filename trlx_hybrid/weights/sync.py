@@ -6,13 +6,12 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..errors import ComponentError, PolicyError, SyncError
-from ..plugins.blame import blaming
+from ..plugins.blame import asked, asked_text, fault
 from ..rollout.seeding import preserved_generators
 from ..types import LoadReport, SyncPlan, SyncReport
 from . import verify
@@ -113,7 +112,7 @@ class WeightVersions:
         before, self._adapters = self._adapters, policy.adapter_states()
         other |= before != self._adapters
         if other:
-            weights.forget()
+            asked(self.source, weights, "forget")
         if self.engine_version == self.version:
             other = other or self._fingerprint != self._taken()
             if self._ranks.any(other):
@@ -151,8 +150,7 @@ class WeightVersions:
     def _brought(self, engine: Engine, weights: WeightSync) -> LoadReport:
         """Let the weight sync do its work, and see that it has left a report and an engine with weights."""
         source = self.source or f"weights {weights.name!r}"
-        with nullcontext() if self.source is None else blaming(self.source, "sync"):
-            loaded: Any = weights.sync()
+        loaded = asked(self.source, weights, "sync")
         if not isinstance(loaded, LoadReport):
             raise ComponentError(
                 f"The {source} returned a {type(loaded).__name__} from `sync`, where a LoadReport was expected: return "
@@ -232,23 +230,27 @@ class WeightVersions:
             self._told = True
 
     def _check_bits(self, engine: Engine, weights: WeightSync, full: bool) -> int:
-        checked = weights.check(full)
+        checked = asked(self.source, weights, "check", full)
         if checked is not None:
+            if not isinstance(checked, int) or isinstance(checked, bool):  # False would pass for a proof
+                wanted = "None or the number of tensors that were compared"
+                raise fault(self.source, "check", f"{checked!r:.80}", wanted)
             return checked
         policy = self._policy
         if not self._names:
             self._names = policy.checkpoint_names()
         names = None if full else verify.sampled_names(self._names, self.version)
-        return verify.check_bits(engine, policy, names, f"the sync of the {self.source or weights.name}")
+        by = f"the sync of the {self.source or weights.name}"
+        return verify.check_bits(engine, policy, names, by, self._component)
 
     def _check_log_probs(self, engine: Engine) -> float:
         """Engine and policy in turn where memory does not hold both: the probe samples first and is scored after."""
         away = self._memory.make_room(["policy"])
-        engine.wake("kv_cache")
         assert self._component is not None
+        asked(self._component, engine, "wake", "kv_cache")
         prompt, completion = verify.sample_probe(engine, self._policy, self._component)
         if away:
-            engine.sleep(keep_weights=True)
+            asked(self._component, engine, "sleep", keep_weights=True)
             self._memory.come_back(["policy"])
         allowed, _ = verify.allowed_gap(engine, self._policy, self._autocast)
         return verify.check_log_probs(engine, self._policy, prompt, completion, allowed)
@@ -273,7 +275,7 @@ def choose(selection: Selection, build: Callable[[Choice], WeightSync]) -> tuple
         return sync, chosen.why
     refusals: list[str] = []
     for path in selection.paths:
-        reason = path.component.unavailable()
+        reason = path.component.out_of_place()
         if reason is None:
             sync = build(path)
             reason = _refused(sync, path)
@@ -285,14 +287,7 @@ def choose(selection: Selection, build: Callable[[Choice], WeightSync]) -> tuple
 
 def _refused(sync: WeightSync, choice: Choice) -> str | None:
     """Why a weight sync cannot serve the run, by itself."""
-    with blaming(choice.component, "refuses"):
-        reason: Any = sync.refuses()
-    if reason is not None and not isinstance(reason, str):
-        raise ComponentError(
-            f"The {choice.component} returned {reason!r} from `refuses`, where None or the reason, a text, was "
-            f"expected. {choice.component.way_out}"
-        )
-    return reason
+    return asked_text(choice.component, sync, "refuses")
 
 
 def _on_some_rank(ranks: Ranks, found: str | None) -> str | None:

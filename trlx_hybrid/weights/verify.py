@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import PolicyError, SyncError, listed
-from ..plugins.blame import blaming
+from ..plugins.blame import asked, fault
 from ..types import Completion, Request, Sampling
 from .policy import modules_of
 
@@ -41,18 +41,26 @@ a few. A batch has tens of thousands of tokens and the tolerance is the probe's,
 0.01 to 0.02 nats on average, and single improbable tokens by more than 0.5. Wrong weights show at most tokens."""
 
 
-def check_bits(engine: Engine, policy: Policy, only: Set[str] | None = None, by: str = "the weight sync") -> int:
+def check_bits(
+    engine: Engine,
+    policy: Policy,
+    only: Set[str] | None = None,
+    by: str = "the weight sync",
+    component: Component | None = None,
+) -> int:
     """Compare the engine's memory with the policy's weights, bit for bit in the engine's dtype.
 
     Args:
         only: checkpoint names to compare; None compares all.
         by: what has brought the weights, for the message.
+        component: what offers the engine, where that is known.
 
     Returns:
         How many checkpoint tensors were compared.
 
     Raises:
         SyncError: names each tensor that differs.
+        ComponentError: the engine did not say which, or failed.
     """
     compared = 0
 
@@ -62,7 +70,9 @@ def check_bits(engine: Engine, policy: Policy, only: Set[str] | None = None, by:
             compared += 1
             yield name, tensor
 
-    differing = engine.differing(counted())
+    differing = asked(component, engine, "differing", counted())
+    if not isinstance(differing, list):  # None would pass for a proof
+        raise fault(component, "differing", f"a {type(differing).__name__}", "a list of names")
     if differing:
         raise SyncError(
             f"After {by} the engine holds other bits than the policy in {listed(differing)}. Sampling would "
@@ -79,8 +89,7 @@ def sample_probe(engine: Engine, policy: Policy, component: Component) -> tuple[
     prompt = [(7919 * i + 11) % vocabulary for i in range(1, length + 1)]
     sampling = Sampling(max_tokens=PROBE_TOKENS, logprobs=0, extra={"ignore_eos": True})
     requests = [Request(prompt_ids=prompt, seed=0)]
-    with blaming(component, "generate"):
-        sampled = engine.generate(requests, sampling)
+    sampled = asked(component, engine, "generate", requests, sampling)
     return prompt, component.completions(sampled, requests, sampling)[0]
 
 

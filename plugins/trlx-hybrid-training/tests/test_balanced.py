@@ -8,7 +8,7 @@ import trlx_hybrid
 from trl import RLOOConfig
 from trlx_hybrid.errors import ComponentError
 from trlx_hybrid.testing.models import tiny_model
-from trlx_hybrid.trl.scoring import regrouped
+from trlx_hybrid.trl.micro_batches import regrouped
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted import STEPS, difference, lora
@@ -40,16 +40,16 @@ BOUND_TOGETHER = {
 @pytest.fixture
 def regroupings(monkeypatch):
     """What was put where."""
-    from trlx_hybrid.trl import scoring
+    from trlx_hybrid.trl import asked_scoring
 
     seen = []
 
-    def watching(micro_batches, groups):
+    def watching(micro_batches, groups, by):
         tokens = [int(n) for m in micro_batches for n in m["prompt_mask"].sum(1) + m["completion_mask"].sum(1)]
         seen.append([sum(tokens[row] for row in group) for group in groups])
-        return regrouped(micro_batches, groups)
+        return regrouped(micro_batches, groups, by)
 
-    monkeypatch.setattr(scoring, "regrouped", watching)
+    monkeypatch.setattr(asked_scoring, "regrouped", watching)
     return seen
 
 

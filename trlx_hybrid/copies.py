@@ -4,10 +4,8 @@ nothing that is trained on, recorded or shown.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
-
-import numpy as np
-from torch import Tensor
 
 SCALARS = frozenset({int, float, bool, str, bytes, type(None)})
 """Types whose values cannot be changed."""
@@ -30,8 +28,16 @@ def copied(value: Any) -> Any:
         return [copied(entry) for entry in value]
     if isinstance(value, set | bytearray):
         return kind(value)
-    if isinstance(value, Tensor):
+    if isinstance(value, _imported("torch", "Tensor")):
         return value.detach().clone()
-    if isinstance(value, np.ndarray) or kind.__module__.startswith("PIL."):
+    if isinstance(value, _imported("numpy", "ndarray")) or kind.__module__.startswith("PIL."):
         return value.copy()
     return value
+
+
+def _imported(module: str, name: str) -> Any:
+    """A class, or no class where nobody has imported its module: then nothing is of that class.
+
+    Workers of rewards and environments make copies, too, and need not import torch for it, a second of a core.
+    """
+    return getattr(sys.modules.get(module), name, ())

@@ -128,6 +128,10 @@ class Counter:
         """Say which process this is."""
         return os.getpid()
 
+    def imported(self) -> list[str]:
+        """Say what this process has imported."""
+        return list(sys.modules)
+
 
 @pytest.fixture(scope="module")
 def counters(nodes):
@@ -162,6 +166,11 @@ def test_each_has_a_state_of_its_own(counters):
         _ = first.nothing
     with pytest.raises(AttributeError):
         first.total = 3
+
+
+def test_a_worker_imports_no_training_stack_of_its_own(counters):
+    """There may be hundreds, and each would take a second of a core and 100 MB for torch alone."""
+    assert not {"torch", "transformers", "datasets", "trl", "vllm"} & set(counters().imported())
 
 
 def test_asynchronous_calls_of_one_turn_start_in_their_order(counters):

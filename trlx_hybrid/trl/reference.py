@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from ..errors import ConfigError
 from ..weights.adapters import adapter_layers, adapters_kept, held_by, tuned
+from ..weights.policy import local
 from ..weights.verify import PROBE_TOKENS, TOLERANCE, coarsest
 
 if TYPE_CHECKING:
+    from ..ranks import Ranks
     from ..weights.policy import Policy
 
 REFERENCE = "ref"
@@ -89,20 +91,30 @@ def _copy_all(model: Any, active: list[str], again: bool) -> None:
     if again:
         model.delete_adapter(REFERENCE)
         model.add_adapter(REFERENCE, _plain(model.peft_config[active[0]]))
-    copies = {active[0]: REFERENCE} | {name: FURTHER + name for name in active[1:]}
     for name in active[1:]:
         model.add_adapter(FURTHER + name, _plain(model.peft_config[name]))
     for layer in adapter_layers(model.modules()):
         scaling = getattr(layer, "scaling", {})
-        held = defaultdict[str, list[Tensor]](list)
-        for name, parameter in held_by(layer):
-            held[name].append(parameter)
-        for name, frozen in copies.items():
+        for name, frozen in _copies(active).items():
             if name in scaling:
                 scaling[frozen] = scaling[name]
-            for theirs, ours in zip(held[name], held[frozen], strict=True):
+        for held, kept in _held_twice(layer, active):
+            for theirs, ours in zip(held, kept, strict=True):
                 ours.data.copy_(theirs.data)
                 ours.requires_grad_(False)
+
+
+def _copies(active: list[str]) -> dict[str, str]:
+    """Return the names of the frozen copies of active adapters."""
+    return {active[0]: REFERENCE} | {name: FURTHER + name for name in active[1:]}
+
+
+def _held_twice(layer: Any, active: list[str]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield the parameters that a PEFT layer has for each active adapter, and those that it has for its copy."""
+    held = defaultdict[str, list[Tensor]](list)
+    for name, parameter in held_by(layer):
+        held[name].append(parameter)
+    return ((held[name], held[frozen]) for name, frozen in _copies(active).items())
 
 
 def activate_copies(model: Any) -> None:
@@ -115,11 +127,12 @@ def activate_copies(model: Any) -> None:
         model.base_model.set_adapter([REFERENCE, *further], inference_mode=True)
 
 
-def check_reference(policy: Policy, autocast: torch.dtype) -> None:
-    """See that the policy is its reference before the first step: the means of their log-probs differ by rounding.
+def check_reference(policy: Policy, ranks: Ranks, autocast: torch.dtype) -> None:
+    """See that the policy is its reference before the first step. Collective.
 
-    Collective. Of full fine-tuning, the reference is another model, which may be another one on purpose; in ZeRO-3 no
-    pass of this kind may come before the first rollout (`Policy.in_zero3`).
+    The means of their log-probs differ by rounding. In ZeRO-3, where no pass of this kind may come before the first
+    rollout (`Policy.in_zero3`), their parameters are compared. Of full fine-tuning, the reference is another model,
+    which may be another one on purpose.
 
     Args:
         autocast: what the trainer's matrix products are computed in.
@@ -128,8 +141,48 @@ def check_reference(policy: Policy, autocast: torch.dtype) -> None:
         ConfigError: the reference is not what training starts from.
     """
     model: Any = policy.module
-    if not tuned(model) or policy.in_zero3:
+    if not tuned(model):
         return
+    if policy.in_zero3:
+        if not ranks.any(parameters_apart(policy)):
+            return
+        distance = ""
+    else:
+        gap = _gap(policy)
+        if gap <= TOLERANCE[coarsest(*policy.dtypes, autocast)] / 10:
+            return
+        distance = f", by {gap:.3g} nats a token"
+    raise ConfigError(
+        f"The reference of beta > 0 is another model than the policy before the first step{distance}: "
+        f"{_why_apart(model)}, or set beta=0."
+    )
+
+
+def parameters_apart(policy: Policy) -> bool:
+    """Whether what this rank holds of the parameters tells that an adapter is not its reference.
+
+    A frozen copy has the adapter's values. Where the reference is the model with its adapters off, a LoRA adapter
+    starts from zero, with its B. Adapters of other kinds do so in ways of their own, and are not looked at.
+    """
+    model: Any = policy.module
+    active = list(model.active_adapters)
+    if REFERENCE in model.peft_config:
+        twice = (pair for layer in adapter_layers(policy.modules) for pair in _held_twice(layer, active))
+        return any(
+            len(held) != len(kept) or not all(torch.equal(local(a), local(b)) for a, b in zip(held, kept, strict=True))
+            for held, kept in twice
+        )
+    named = ((set(name.split(".")), p) for name, p in model.named_parameters())
+    return any(
+        bool(local(p).any())
+        for parts, p in named
+        if not parts.isdisjoint(("lora_B", "lora_embedding_B")) and not parts.isdisjoint(active)
+    )
+
+
+def _gap(policy: Policy) -> float:
+    """Return how far the policy's log-probs of a short sequence are from its reference's, in nats a token."""
+    model: Any = policy.module
     vocabulary = policy.base.config.get_text_config().vocab_size
     ids = [(7919 * i + 11) % vocabulary for i in range(1, 2 * PROBE_TOKENS + 1)]
     probe = ids[:PROBE_TOKENS], ids[PROBE_TOKENS:]
@@ -143,23 +196,21 @@ def check_reference(policy: Policy, autocast: torch.dtype) -> None:
             with model.disable_adapter():
                 theirs = policy.log_probs(*probe)
     policy.reshard()
-    gap = float((ours - theirs).abs().mean())
-    if gap <= TOLERANCE[coarsest(*policy.dtypes, autocast)] / 10:
-        return
+    return float((ours - theirs).abs().mean())
+
+
+def _why_apart(model: Any) -> str:
+    """Return how a reference comes to be another model, and the way out."""
     if REFERENCE in model.peft_config:
-        why = f"TRL scores it with the adapter {REFERENCE!r}, a copy of the policy's from when the trainer was made"
-        way_out = "Load the policy's weights before the trainer is made, not after"
-    else:
-        config = model.peft_config[model.active_adapter]
-        start = getattr(config, "init_lora_weights", None)
-        why = f"TRL scores it with the adapters off, and what this adapter starts from ({start=}) is not that model"
-        way_out = (
-            "Give the trainer `model=get_peft_model(model, peft_config)` and no peft_config, of which a frozen copy is "
-            "kept (PEFT 0.20 or newer for `target_parameters`), or let the adapter start from zero"
+        return (
+            f"TRL scores it with the adapter {REFERENCE!r}, a copy of the policy's from when the trainer was made. "
+            "Load the policy's weights before the trainer is made, not after"
         )
-    raise ConfigError(
-        f"The reference of beta > 0 is another model than the policy before the first step, by {gap:.3g} nats a token: "
-        f"{why}. {way_out}, or set beta=0."
+    start = getattr(model.peft_config[model.active_adapter], "init_lora_weights", None)
+    return (
+        f"TRL scores it with the adapters off, and what this adapter starts from ({start=}) is not that model. Give "
+        "the trainer `model=get_peft_model(model, peft_config)` and no peft_config, of which a frozen copy is kept "
+        "(PEFT 0.20 or newer for `target_parameters`), or let the adapter start from zero"
     )
 
 

@@ -222,7 +222,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         trainer: Any = self
         session = self.session
         if step == 0 and session.weight_version == 0 and self._refers and not session.config.rollout_only:
-            check_reference(session.policy, autocast_dtype(trainer.args))
+            check_reference(session.policy, session.ranks, autocast_dtype(trainer.args))
 
     def _check_sampling(self, args: Any) -> None:
         """Have the trainer score what the engine samples from, or refuse it. Before TRL reads the temperature."""

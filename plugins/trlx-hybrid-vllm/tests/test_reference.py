@@ -9,6 +9,7 @@ import trlx_hybrid
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import TrainerCallback
 from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid.trl.reference import parameters_apart
 
 ADAPTER = {"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 
@@ -168,6 +169,17 @@ def test_a_reference_that_is_not_what_training_starts_from_is_refused_before_the
     assert started.recorder.prompts == []
     assert isinstance(raised.value, trlx_hybrid.errors.ConfigError)
     raised.match(r"reference of beta > 0 is another model .* nats a token.*get_peft_model\(model, peft_config\)")
+
+
+@pytest.mark.parametrize("case", ["two of other names", "of the embeddings", "from zero"])
+def test_parameters_tell_a_reference_from_another_model(run, saved, case):
+    """As ZeRO-3 is looked at, where no pass may be made."""
+    given = {"model": BUILDS[case](saved)} if case in BUILDS else {"peft_config": lora(init_lora_weights=True)}
+    policy = run(trlx_hybrid.GRPOTrainer, **given, beta=0.1, use_vllm=True, train=False).trainer.session.policy
+    assert not parameters_apart(policy)
+    trained = [p for p in policy.module.parameters() if p.requires_grad]
+    trained[-1].data[-1, -1] += 1e-3
+    assert parameters_apart(policy)
 
 
 def test_token_rows_of_tied_embeddings_are_refused_before_the_first_rollout(run):

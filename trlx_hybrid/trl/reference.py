@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..errors import ConfigError
 from ..weights.adapters import adapter_layers, adapters_kept, held_by, tuned
@@ -109,9 +109,9 @@ def _copies(active: list[str]) -> dict[str, str]:
     return {active[0]: REFERENCE} | {name: FURTHER + name for name in active[1:]}
 
 
-def _held_twice(layer: Any, active: list[str]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+def _held_twice(layer: Any, active: list[str]) -> Iterator[tuple[list[nn.Parameter], list[nn.Parameter]]]:
     """Yield the parameters that a PEFT layer has for each active adapter, and those that it has for its copy."""
-    held = defaultdict[str, list[Tensor]](list)
+    held = defaultdict[str, list[nn.Parameter]](list)
     for name, parameter in held_by(layer):
         held[name].append(parameter)
     return ((held[name], held[frozen]) for name, frozen in _copies(active).items())

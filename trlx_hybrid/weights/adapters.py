@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 
 def tuned(model: Any) -> bool:
@@ -34,7 +34,7 @@ def adapter_layers(modules: Iterable[nn.Module]) -> list[Any]:
     return [module for module in found if type(module) in kinds]
 
 
-def held_by(layer: Any) -> Iterator[tuple[str, Tensor]]:
+def held_by(layer: Any) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield each parameter that a layer itself has for an adapter, after that adapter's name.
 
     Two adapters of the same kind have theirs in the same order.

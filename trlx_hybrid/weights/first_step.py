@@ -43,7 +43,7 @@ def trained_parameters(policy: Policy) -> dict[str, nn.Parameter]:
     return {name: p for name, p in named if p.requires_grad and id(p) not in idle}
 
 
-def _idle(layer: Any) -> Iterator[Tensor]:
+def _idle(layer: Any) -> Iterator[nn.Parameter]:
     """Yield the parameters of a PEFT layer's or wrapper's adapters that change nothing now."""
     off = bool(layer.disable_adapters) or _is_merged(layer)
     active: Any = () if off else layer.active_adapters

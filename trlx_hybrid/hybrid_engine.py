@@ -23,6 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace, TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from . import disk
 from .config import HybridConfig, build
 from .errors import ConfigError, EngineError, HybridError, StaleWeightsError
 from .layouts import RolloutConfig, check_rollout, check_train, check_train_config, with_rollout
@@ -241,10 +242,18 @@ class HybridEngine:
         return {name: t.detach().clone() for name, t in self.session.policy.module.state_dict().items()}
 
     def save_state(self, folder: str | Path) -> None:
-        """Write, on rank 0, what a resume needs beside model and optimizer, which `accelerator.save_state` writes."""
+        """Write, on rank 0, what a resume needs beside model and optimizer, which `accelerator.save_state` writes.
+
+        Raises:
+            HybridError: it cannot be written there; what the folder held before stays.
+        """
         if self.session.ranks.rank == 0:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            self.session.save_state(Path(folder))
+            try:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+                self.session.save_state(Path(folder))
+            except OSError as error:
+                text = f"HybridEngine.save_state cannot write to {folder}: {disk.told(error, Path(folder))}"
+                raise HybridError(f"{text} Make room there, or name another folder.") from error
 
     def load_state(self, folder: str | Path) -> None:
         """Take up what `save_state` wrote, after the model was loaded. On every rank."""

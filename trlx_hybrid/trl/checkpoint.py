@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from ..weights.adapters import adapters_kept
 from . import manifest, restart
 from .adapter_checkpoints import load_adapters, load_default, one_by_one
 from .run_identity import RunIdentity, new_identity, read_identity, write_identity
+from .write_errors import WriteErrors
 
 if TYPE_CHECKING:
     from ..session import Session
@@ -33,6 +35,7 @@ class Checkpointing:
     session: Session
     _identity: RunIdentity | None = None  # of the run, in all of its starts
     _open_save: Path | None = None  # a checkpoint whose save has not ended
+    _write_errors: WriteErrors  # of that save, on this rank
     _limit: int | None = None  # save_total_limit, while that is so
     _taken_over_said = False
 
@@ -103,7 +106,8 @@ class Checkpointing:
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As in transformers, which here saves FSDP's shards of the model, too: those of all active adapters."""
         trainer: Any = self
-        with self._all_adapters(save_fsdp_model, trainer.model, output_dir):
+        meets = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # the other ranks in this very write
+        with self._held(meets), self._all_adapters(save_fsdp_model, trainer.model, output_dir):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def _all_adapters(self, move: Callable[..., object], model: Any, folder: str) -> Any:
@@ -133,7 +137,8 @@ class Checkpointing:
         self._begin_save(output_dir / f"{PREFIX_CHECKPOINT_DIR}-{trainer.state.global_step}")
         self._limit, args.save_total_limit = args.save_total_limit, None
         try:
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            with self._held():
+                super()._save_checkpoint(model, trial)  # type: ignore[misc]
         finally:
             args.save_total_limit = self._limit
         self._end_save()
@@ -141,16 +146,44 @@ class Checkpointing:
             best = trainer.state.best_model_checkpoint
             rotate_checkpoints(str(output_dir), args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
 
-    def _save(self, *args: Any, **kwargs: Any) -> Any:
+    def _save(self, *args: Any, **kwargs: Any) -> None:
         """As in transformers, which saves the arguments, too: those that the user gave."""
         trainer: Any = self
         held_back = trainer.args.save_total_limit
         if self._open_save is not None:
             trainer.args.save_total_limit = self._limit
         try:
-            return super()._save(*args, **kwargs)  # type: ignore[misc]
+            with self._held():
+                super()._save(*args, **kwargs)  # type: ignore[misc]
         finally:
             trainer.args.save_total_limit = held_back
+
+    def _held(self, meets: bool = False) -> AbstractContextManager[None]:
+        """Inside, a part of a checkpoint is written, and its errors are told when all ranks meet.
+
+        Args:
+            meets: whether ranks meet in the write, so that this cannot be.
+        """
+        if self._open_save is None:  # no checkpoint: what is saved at the end of a script
+            return nullcontext()
+        return self._write_errors.at_once(self._open_save) if meets else self._write_errors.held()
+
+    def _save_place(self, *args: Any, **kwargs: Any) -> None:
+        with self._held():
+            super()._save_place(*args, **kwargs)  # type: ignore[misc]
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """As in TRL."""
+        with self._held():
+            super().create_model_card(*args, **kwargs)  # type: ignore[misc]
+
+    def _save_scaler(self, output_dir: str) -> None:
+        with self._held():
+            super()._save_scaler(output_dir)  # type: ignore[misc]
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        with self._held():
+            super()._save_rng_state(output_dir)  # type: ignore[misc]
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """As in transformers, with the manifest."""
@@ -160,23 +193,35 @@ class Checkpointing:
     def _begin_save(self, checkpoint: Path) -> None:
         """Open a manifest, and write the session's state. Collective: no rank writes before the folder is clean."""
         trainer: Any = self
-        self._open_save = checkpoint
+        self._open_save, self._write_errors = checkpoint, WriteErrors()
         self._identity = identity = self._identity or self.session.ranks.broadcast(new_identity())
         if trainer.args.should_save:
-            self._see_whose_folder(Path(trainer.args.output_dir), identity)
-            manifest.begin(checkpoint, identity.run, self.session.ranks.world)
-            if not (self.session.selection.stock and not self.session.algorithms):
-                self.session.save_state(checkpoint)
-        trainer.accelerator.wait_for_everyone()
+            with self._write_errors.held(ours=True):
+                self._see_whose_folder(Path(trainer.args.output_dir), identity)
+                manifest.begin(checkpoint, identity.run, self.session.ranks.world)
+                if not (self.session.selection.stock and not self.session.algorithms):
+                    self.session.save_state(checkpoint)
+        self._meet()
+
+    def _meet(self) -> None:
+        """Wait for all ranks, and raise on all what one could not write. Collective."""
+        if self._open_save is not None:
+            try:
+                self._write_errors.tell(self.session.ranks, self._open_save)
+            except BaseException:
+                self._open_save = None
+                raise
 
     def _end_save(self) -> None:
         """Write the manifest, when all ranks have written what is in it. Collective."""
         trainer: Any = self
         if self._open_save is None or self._identity is None:
             return
-        trainer.accelerator.wait_for_everyone()
+        self._meet()
         if trainer.args.should_save:
-            manifest.end(self._open_save, self._identity.run, self.session.ranks.world)
+            with self._write_errors.held():
+                manifest.end(self._open_save, self._identity.run, self.session.ranks.world)
+        self._meet()
         self._open_save = None
 
     def _see_whose_folder(self, output_dir: Path, identity: RunIdentity) -> None:

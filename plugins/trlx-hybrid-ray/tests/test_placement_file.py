@@ -125,10 +125,15 @@ def test_what_is_set_aside_is_given_once(two_nodes, monkeypatch, gpus):
             assert again.bundles == owned.bundles
 
 
-def test_too_much_is_refused_before_anything_starts(two_nodes, capfd, tmp_path, job):
+def test_too_much_is_refused_before_anything_starts(two_nodes, capfd, tmp_path, job, monkeypatch):
     """With who holds what; nothing stays reserved."""
     from ray.util import placement_group_table
 
+    def in_a_moment(request):
+        """What cannot be had is refused after the usual seconds; the ranks' places can."""
+        return reserve(request, **{"deadline": 0.1} if request.name == "reward judge" else {})
+
+    monkeypatch.setattr("trlx_hybrid_ray.launch.reserve", in_a_moment)
     wanted = job("trainer: {replicas: 2, size: 16, gpus: 1}\nreward judge: {gpus: 1}\n")
     with pytest.raises(PlacementError, match=r"reward judge: 32 GPUs are asked for, 0 of 32 are free"):
         launch(capfd, tmp_path, PLACED, tmp_path, **settings(wanted))

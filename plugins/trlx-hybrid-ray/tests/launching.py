@@ -1,10 +1,12 @@
 """Launch a script from a test, on a cluster that the test process is connected to."""
 
+import io
 import json
 import os
 import sys
 import threading
 import time
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,6 +42,24 @@ def shells_environment():
     """That of a user who knows nothing of this process's cluster. What Ray starts does not give way to other tests."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return inherited | {"RAY_worker_niceness": "0"}
+
+
+class Captured(ExitStack):
+    """As a context, takes what is written to Python's streams: pytest's `capfd` is for single tests only."""
+
+    def __enter__(self):
+        self._streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True) for _ in range(2)]
+        for redirect, stream in zip((redirect_stdout, redirect_stderr), self._streams):
+            self.enter_context(redirect(stream))
+        return super().__enter__()
+
+    def readouterr(self):
+        """What has been written since the last time, as pytest's does."""
+        found = [stream.buffer.getvalue().decode() for stream in self._streams]
+        for stream in self._streams:
+            stream.buffer.seek(0)
+            stream.buffer.truncate()
+        return found
 
 
 def launch(capfd, folder, script, *arguments, **settings):

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from launching import OBEDIENT, Segments, launch, nothing_left
+from launching import OBEDIENT, Captured, Segments, launch, nothing_left
 from trlx_hybrid_ray.errors import LaunchError, PlacementError, ScriptError
 from trlx_hybrid_ray.monitor import LOST_PEER, LaunchFailure, first_of, last_error
 from trlx_hybrid_ray.node import NodeActor
@@ -35,11 +35,37 @@ def words(folder, name):
     return [json.loads(path.read_text()) for path in files]
 
 
-def test_ranks_meet_and_every_line_arrives_in_order(started):
-    done = started("together")
+@pytest.fixture(scope="module")
+def ended_well(session_cluster, tmp_path_factory):
+    """A launch whose ranks write a line without an end, map files that somebody staged, and then meet.
+
+    What it printed, and the files.
+    """
+    folder = tmp_path_factory.mktemp("well")
+    staged = Path(tempfile.mkdtemp(dir=SHARED_MEMORY)) / "model.safetensors"
+    loose = Path(tempfile.mkstemp(dir=SHARED_MEMORY, prefix="torch_dataset")[1])
+    try:
+        (folder / "stage").mkdir()
+        for name, path in (("model", staged), ("loose", loose)):
+            path.write_bytes(b"kept" * 1000)
+            (folder / "stage" / name).symlink_to(path)
+        segments = Segments()
+        with Captured() as captured:
+            done = launch(captured, folder, OBEDIENT, "long_line,map_files,together", folder, nodes=2)
+        assert nothing_left(str(folder), segments) == []
+        yield done, (staged, loose)
+    finally:
+        shutil.rmtree(staged.parent)
+        loose.unlink(missing_ok=True)
+
+
+def test_ranks_meet_and_every_line_arrives_in_order(ended_well):
+    done, _ = ended_well
     assert done.code == 0, done.err
     for rank in range(2):
-        assert done.lines(rank) == [*(f"line {number}" for number in range(1000)), "sum 3"]
+        lines = done.lines(rank)
+        met = lines[lines.index("mapped 2") + 1 :]
+        assert met == [*(f"line {number}" for number in range(1000)), "sum 3"]
         prefix = f"[node {rank} rank {rank}] error"
         errors = [line for line in done.err.splitlines() if line.startswith(prefix)]
         assert errors == [f"{prefix} {number}" for number in range(1000)]
@@ -47,10 +73,36 @@ def test_ranks_meet_and_every_line_arrives_in_order(started):
     assert (first[:25], second[:25]) == ("rank 0 on node 127.0.0.1 ", "rank 1 on node 127.0.0.1 ")
 
 
-def test_each_rank_sees_all_devices_of_its_node(started, tmp_path):
-    done = started("look", processes_per_node=2, gpus=True)
+def test_a_line_without_an_end_holds_up_nothing(ended_well):
+    done, _ = ended_well
     assert done.code == 0, done.err
-    seen = words(tmp_path, "seen")
+    for rank in range(2):
+        assert "after" in done.lines(rank)
+    assert done.out.count("x") == 400_000
+
+
+def test_files_that_somebody_staged_in_shared_memory_stay(ended_well):
+    done, files = ended_well
+    assert done.code == 0, done.err
+    assert done.lines(0).count("mapped 2") == 1
+    assert [path.read_bytes() for path in files] == [b"kept" * 1000] * 2
+
+
+@pytest.fixture(scope="module")
+def with_gpus(session_cluster, tmp_path_factory):
+    """A launch of two ranks with GPUs on each of two nodes, who say what they see; rank 0 starts actors. Its folder."""
+    folder, segments = tmp_path_factory.mktemp("gpus"), Segments()
+    with Captured() as captured:
+        settings = {"nodes": 2, "processes_per_node": 2, "gpus": True}
+        done = launch(captured, folder, OBEDIENT, "look,actors", folder, **settings)
+    assert nothing_left(str(folder), segments) == []
+    return done, folder
+
+
+def test_each_rank_sees_all_devices_of_its_node(with_gpus):
+    done, folder = with_gpus
+    assert done.code == 0, done.err
+    seen = words(folder, "seen")
     assert len(seen) == 4
     assert re.search(r"^rank 2-3 on node 127.0.0.1 \(\w{6}\), GPU \d+, \d+$", done.err, re.MULTILINE)
     for rank, rank_saw in enumerate(seen):
@@ -60,11 +112,21 @@ def test_each_rank_sees_all_devices_of_its_node(started, tmp_path):
         )
         assert len(variables["CUDA_VISIBLE_DEVICES"].split(",")) == 2
         assert variables["MASTER_ADDR"] == "127.0.0.1"
-        assert rank_saw["argv"] == [OBEDIENT, "look", str(tmp_path)]
-        assert rank_saw["folder"] == str(tmp_path)
+        assert rank_saw["argv"] == [OBEDIENT, "look,actors", str(folder)]
+        assert rank_saw["folder"] == str(folder)
         assert rank_saw["path"][0] == str(Path(OBEDIENT).parent)
         assert "TRLX_HYBRID_RESUME" not in variables
     assert len({rank_saw["environment"]["MASTER_PORT"] for rank_saw in seen}) == 1
+
+
+def test_actors_that_a_rank_starts_have_gpus_of_their_own(with_gpus):
+    done, folder = with_gpus
+    assert done.code == 0, done.err
+    (seen,) = words(folder, "actors")
+    theirs = [tuple(each) for each in seen["theirs"]]  # which of the nodes the rank is on, Ray cannot tell it here
+    assert len(seen["own"].split(",")) == 2
+    assert all(device.isdecimal() for _, device in theirs), theirs
+    assert len(set(theirs)) == 4, "nobody has a GPU of another"
 
 
 def test_the_rank_that_failed_first_is_named_last_with_its_traceback(started, tmp_path):
@@ -106,48 +168,12 @@ def test_an_exit_code_is_the_launchers(started):
     assert done.err.strip().endswith("the script ended with exit code 3.")
 
 
-def test_actors_that_a_rank_starts_have_gpus_of_their_own(started, tmp_path):
-    done = started("actors", nodes=1, processes_per_node=2, gpus=True)
-    assert done.code == 0, done.err
-    (seen,) = words(tmp_path, "actors")
-    theirs = [tuple(each) for each in seen["theirs"]]  # which of the nodes the rank is on, Ray cannot tell it here
-    assert len(seen["own"].split(",")) == 2
-    assert all(device.isdecimal() for _, device in theirs), theirs
-    assert len(set(theirs)) == 4, "nobody has a GPU of another"
-
-
 def test_the_text_of_a_syntax_error_is_the_last_line(capfd, two_nodes, tmp_path):
     (tmp_path / "train.py").write_text("x = = 1\n")
     done = launch(capfd, tmp_path, tmp_path / "train.py")
     assert done.code == 1
     assert "    x = = 1\n" in done.err
     assert done.err.strip().splitlines()[-1].endswith("SyntaxError: invalid syntax")
-
-
-def test_a_line_without_an_end_holds_up_nothing(started):
-    done = started("long_line")
-    assert done.code == 0, done.err
-    for rank in range(2):
-        assert "after" in done.lines(rank)
-    assert done.out.count("x") == 400_000
-
-
-def test_files_that_somebody_staged_in_shared_memory_stay(started, tmp_path):
-    folder = Path(tempfile.mkdtemp(dir=SHARED_MEMORY))
-    loose = Path(tempfile.mkstemp(dir=SHARED_MEMORY, prefix="torch_dataset")[1])
-    try:
-        for path in (folder / "model.safetensors", loose):
-            path.write_bytes(b"kept" * 1000)
-        (tmp_path / "stage").mkdir()
-        (tmp_path / "stage" / "model").symlink_to(folder / "model.safetensors")
-        (tmp_path / "stage" / "loose").symlink_to(loose)
-        done = started("map_files")
-        assert done.code == 0, done.err
-        assert done.lines(0) == ["mapped 2"]
-        assert loose.read_bytes() == (folder / "model.safetensors").read_bytes() == b"kept" * 1000
-    finally:
-        shutil.rmtree(folder)
-        loose.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize("which", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])

@@ -1,4 +1,5 @@
-"""Launched by tests: does what its first argument says, and leaves word of it in the folder that the second names."""
+"""Launched by tests: does what its first argument says, one thing after another where commas part several, and leaves
+word of it in the folder that the second names."""
 
 import json
 import os
@@ -148,4 +149,5 @@ def again():
 
 
 if __name__ == "__main__":
-    globals()[WHAT]()
+    for what in WHAT.split(","):
+        globals()[what]()

@@ -28,6 +28,9 @@ NAMESPACE = "tests"
 GPUS = 16
 CPUS = 32
 PRESTART = "RAY_prestart_worker_first_driver"  # processes that wait for work which may never come
+LOOKS = {"RAY_health_check_period_ms": "500", "RAY_health_check_initial_delay_ms": "1000"}
+"""A head takes a node for dead after five looks in vain: one at which nobody listens is found in 3 s, not in 15. One
+that is slow to answer still has 10 s each time."""
 
 
 @dataclass
@@ -84,9 +87,9 @@ def without_connection() -> Iterator[None]:
 def _simulated(nodes: tuple[dict[str, Any], ...], namespace: str) -> Iterator[Simulated]:
     folder = Path(tempfile.mkdtemp(prefix="ray-", dir="/tmp"))  # sockets need a short path
     (folder / "ray").mkdir()
-    names = ("RAY_TMPDIR", PRESTART, RAY_ADDRESS, RAY_NAMESPACE)
+    names = ("RAY_TMPDIR", PRESTART, *LOOKS, RAY_ADDRESS, RAY_NAMESPACE)
     before = {name: os.environ.get(name) for name in names}
-    os.environ |= {"RAY_TMPDIR": str(folder), PRESTART: "0"}
+    os.environ |= {"RAY_TMPDIR": str(folder), PRESTART: "0"} | LOOKS
     secret = token.make(folder)
     try:
         with token.presented(secret, everywhere=False):

@@ -84,6 +84,13 @@ def test_two_trainers_in_one_process(model, whole, tmp_path):
     whole_run.check_training(whole_run.history(tmp_path / "first"), 6)
 
 
+def test_two_trainers_that_compile_in_one_process(model, whole, tmp_path):
+    case = Case("bf16", sleep=True, graphs=True)
+    command = python("two_trainers.py", case.settings(), model("plain"), tmp_path)
+    whole(command, LIMIT, environment=case.environment(tmp_path))  # which has compiled nothing yet
+    whole_run.check_training(whole_run.history(tmp_path / "second"), STEPS)
+
+
 @pytest.mark.parametrize("sleep", ["sleep", "awake"])
 def test_a_loop_without_a_trainer(sleep, model, whole):
     ended = whole([sys.executable, SCRIPTS / "loop.py", model("plain"), sleep], LIMIT)

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,8 +20,10 @@ from trlx_hybrid.testing.processes import Script
 from trlx_hybrid.types import Phase, Request, Sampling
 from trlx_hybrid_vllm import internals, plugin
 from trlx_hybrid_vllm.arguments import serves_scheduler, shared_arguments
+from trlx_hybrid_vllm.engine import forget_traced_weights
 from trlx_hybrid_vllm.options import VLLMOptions
 from trlx_hybrid_vllm.sampling import sampling_params
+from vllm.compilation.caching import VllmSerializableFunction
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -400,3 +403,15 @@ def test_an_engine_for_conversations_records_steps_that_read_prompts(monkeypatch
         type(current_platform), "is_device_capability_family", classmethod(lambda cls, capability: capability == 80)
     )
     assert graphs() is None  # FlashAttention 2 is recorded with decode steps only
+
+
+def test_what_was_compiled_keeps_no_weights_when_its_engine_is_closed():
+    """On a CPU vLLM compiles nothing: what torch.compile left behind stands here by itself."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    left = VllmSerializableFunction(torch.fx.symbolic_trace(torch.nn.Identity()), [weight], "", torch.nn.Identity())
+    held = weakref.ref(weight)
+    del weight
+    assert held() is not None
+    forget_traced_weights()
+    assert held() is None
+    assert left(1) == 1

@@ -450,6 +450,7 @@ def _make_freeable() -> None:
 def _forget_graphs(llm: Any) -> None:
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
+    forget_traced_weights()
     if torch.cuda.is_available():
         CUDAGraphWrapper.clear_all_graphs()  # those of parts of the model
         if llm is None:
@@ -457,6 +458,20 @@ def _forget_graphs(llm: Any) -> None:
         manager = getattr(llm.llm_engine.model_executor.driver_worker.model_runner, "cudagraph_manager", None)
         if manager is not None:
             manager.graphs.clear()  # those of whole steps
+
+
+def forget_traced_weights() -> None:
+    """Drop the weights that a model was traced with.
+
+    torch.compile leaves what it compiled in the module of the model's class, as a global, and vLLM 0.31's part of it
+    keeps the inputs of the trace, all weights among them. A next engine of the process would find the first one's
+    memory in use, which vLLM refuses in sleep mode. Once compiled, the inputs serve only to be stored.
+    """
+    from vllm.compilation.caching import VllmSerializableFunction
+
+    for held in gc.get_objects():
+        if type(held) is VllmSerializableFunction:
+            held.example_inputs = []
 
 
 def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False, heap_kept: bool = False) -> None:

@@ -82,6 +82,36 @@ def test_a_run_that_died_before_its_first_checkpoint_starts_over(run, saved, mon
     assert not all(torch.equal(value, earlier.weights()[name]) for name, value in again.weights().items())
 
 
+def test_a_launch_whose_first_start_died_before_training_starts_over(run, saved, monkeypatch, capsys):
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    monkeypatch.setenv("TRLX_HYBRID_LAUNCH", "earlier")
+    folder, _ = saved(seed=1)
+    for name, value in {"TRLX_HYBRID_LAUNCH": "later", "TRLX_HYBRID_RESTART_COUNT": "1", RESUME_VARIABLE: "1"}.items():
+        monkeypatch.setenv(name, value)
+    capsys.readouterr()
+    again = run(GRPOTrainer, output_dir=str(folder), **settings)
+    said = capsys.readouterr().err
+    assert f"no whole checkpoint of this run in {folder}: starting over" in said
+    assert "passed over checkpoint-2: it is of an earlier run: no start of this launch came to train() before" in said
+    assert len(again.recorder.completions) == 2 * 8
+
+    third = run(GRPOTrainer, output_dir=str(folder), **settings)  # which the same launch starts after that one
+    assert f"going on from {folder / 'checkpoint-2'}" in capsys.readouterr().err
+    assert not third.recorder.completions
+
+
+def test_a_requeued_launch_goes_on_with_the_run_of_the_one_before(run, saved, monkeypatch, capsys):
+    monkeypatch.setenv("TRLX_HYBRID_LAUNCH", "earlier")
+    folder, _ = saved(seed=1)
+    monkeypatch.delenv("TRLX_HYBRID_LAUNCH")  # which a launcher that was told to resume does not set
+    monkeypatch.setenv(RESUME_VARIABLE, "1")
+    for count in ("0", "1"):  # the first start of it may die before training, too
+        monkeypatch.setenv("TRLX_HYBRID_RESTART_COUNT", count)
+        capsys.readouterr()
+        run(GRPOTrainer, output_dir=str(folder), save_strategy="steps", save_steps=2, max_steps=2)
+        assert f"going on from {folder / 'checkpoint-2'}" in capsys.readouterr().err
+
+
 def test_a_checkpoint_that_was_there_before_the_run_is_not_its_own(run, tmp_path, monkeypatch):
     """It has no manifest, as one of stock TRL."""
     folder = tmp_path / "run"

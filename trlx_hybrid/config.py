@@ -21,6 +21,12 @@ OFFLOAD = ("auto", "all", "none")
 RESUME_VARIABLE = "TRLX_HYBRID_RESUME"
 """Set to 1 by `trlx-hybrid launch --restart N` from the second start on; not set at the first."""
 
+STARTS_VARIABLE = "TRLX_HYBRID_RESTART_COUNT"
+"""Set by `trlx-hybrid launch`: how many starts there were before this one."""
+
+LAUNCH_VARIABLE = "TRLX_HYBRID_LAUNCH"
+"""Set by `trlx-hybrid launch`, the same at all its starts; not set where the launch itself is to resume a run."""
+
 
 @dataclass(kw_only=True)
 class HybridConfig:

@@ -54,7 +54,9 @@ class Checkpointing:
         again = given is None and trainer.state.global_step == 0 and os.environ.get(RESUME_VARIABLE) == "1"
         if not again and not given and self._identity is not None:
             return given  # a further call of `train`
-        if again or given is True:
+        if again:
+            choose = functools.partial(restart.launched_again, output_dir)
+        elif given is True:
             choose = functools.partial(restart.newest_start, output_dir)
         elif given:
             choose = functools.partial(restart.named_start, output_dir, Path(str(given)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..config import LAUNCH_VARIABLE, STARTS_VARIABLE
 from ..errors import ConfigError, listed
 from . import file_formats, manifest
 from .run_identity import RunIdentity, new_identity, read_identity, write_identity
@@ -92,6 +94,22 @@ def newest_start(output_dir: Path) -> Start:
             passed=tuple(passed),
         )
     return Start(identity=_of_this_start(output_dir, identity, None, None), passed=tuple(passed))
+
+
+def launched_again(output_dir: Path) -> Start:
+    """Return the start of a process that a launcher has started again.
+
+    Where that launch has begun no run in the folder, its first start died before: nothing there belongs to it.
+
+    Raises:
+        ConfigError: the folder's identity cannot be read.
+    """
+    launch = os.environ.get(LAUNCH_VARIABLE) if os.environ.get(STARTS_VARIABLE, "0") != "0" else None
+    identity = read_identity(output_dir)
+    if launch is None or identity is None or identity.launch == launch:
+        return newest_start(output_dir)
+    why = "it is of an earlier run: no start of this launch came to train() before"
+    return replace(first_start(output_dir), passed=tuple(f"{path.name}: {why}" for path in numbered(output_dir)))
 
 
 def first_start(output_dir: Path) -> Start:

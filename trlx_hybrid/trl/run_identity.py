@@ -1,6 +1,6 @@
 """The identity of a run: a number in its output folder, and in the manifest of each of its checkpoints.
 
-    trlx_hybrid_run.json    {"run": "5f0c…", "process": "77ab…", "foreign": ["checkpoint-10"]}
+    trlx_hybrid_run.json    {"run": "5f0c…", "process": "77ab…", "foreign": ["checkpoint-10"], "launch": "c1e0…"}
 
 A run gets it when it starts first, and keeps it when it is started again, by a launcher or by a queue: the folder is
 what both starts share. A run that starts first in a folder that held another one gets a new identity.
@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ..config import LAUNCH_VARIABLE
 from ..errors import ConfigError
 
 IDENTITY_FILE = "trlx_hybrid_run.json"
@@ -28,16 +29,23 @@ class RunIdentity:
         run: the identity, which all starts of a run share.
         process: of the latest start.
         foreign: names of checkpoints without a manifest that were in the folder before the run began.
+        launch: of `trlx-hybrid launch`, which that start belongs to; None of another.
     """
 
     run: str
     process: str
     foreign: tuple[str, ...] = ()
+    launch: str | None = None
 
 
 def new_identity(foreign: Iterable[str] = (), run: str | None = None) -> RunIdentity:
     """Return the identity of a start: of a new run, or of one that is known."""
-    return RunIdentity(run=run or secrets.token_hex(8), process=secrets.token_hex(8), foreign=tuple(foreign))
+    return RunIdentity(
+        run=run or secrets.token_hex(8),
+        process=secrets.token_hex(8),
+        foreign=tuple(foreign),
+        launch=os.environ.get(LAUNCH_VARIABLE),
+    )
 
 
 def read_identity(output_dir: Path) -> RunIdentity | None:

@@ -78,6 +78,9 @@ def test_what_describes_this_machine_stays_here(monkeypatch):
     assert (told["WANDB_PROJECT"], told["NCCL_SOCKET_IFNAME"]) == ("rl", "eth1")
     assert "TRLX_HYBRID_RESUME" not in told
     assert variables(job(), "run", 1)["TRLX_HYBRID_RESUME"] == "1"
+    assert [variables(job(), "run", start)["TRLX_HYBRID_LAUNCH"] for start in (0, 1)] == ["run", "run"]
+    monkeypatch.setenv("TRLX_HYBRID_RESUME", "1")  # a launch that a scheduler has started again
+    assert "TRLX_HYBRID_LAUNCH" not in variables(job(), "run", 1)
 
 
 def test_what_the_launcher_was_told_reaches_no_other_node(two_nodes, capfd, tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trlx_hybrid.config import RESUME_VARIABLE
+from trlx_hybrid.config import LAUNCH_VARIABLE, RESUME_VARIABLE, STARTS_VARIABLE
 from trlx_hybrid.errors import ConfigError, listed
 
 from . import debugging, placement_file
@@ -46,7 +46,7 @@ MACHINE = {
     *("DISPLAY", "XAUTHORITY", "SHELL", "SHLVL", "PWD", "OLDPWD", "_", "TERM", "COLUMNS", "LINES"),
     *("VLLM_HOST_IP", "HOST_IP", "NODE_IP", "NODE_NAME", "POD_IP", "POD_NAME", "MY_POD_IP"),
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    RESUME_VARIABLE,
+    *(RESUME_VARIABLE, LAUNCH_VARIABLE),
 }
 """Variables that describe a machine, a login or a process, and not a run: each node keeps its own."""
 MACHINE_PREFIXES = (
@@ -346,7 +346,9 @@ def _check_settings(settings: tuple[str, ...]) -> None:
 def variables(job: Job, run_id: str, start: int) -> dict[str, str]:
     """What the ranks are told of this process's environment, and of the run."""
     told = {n: v for n, v in os.environ.items() if n not in MACHINE and not n.startswith(MACHINE_PREFIXES)}
-    told |= {"PET_RDZV_ID": run_id, "TRLX_HYBRID_RESTART_COUNT": str(start)}
+    told |= {"PET_RDZV_ID": run_id, STARTS_VARIABLE: str(start)}
+    if os.environ.get(RESUME_VARIABLE) != "1":  # else the first start, too, goes on with a run of another launch
+        told[LAUNCH_VARIABLE] = run_id
     told |= debugging.variables()
     if not job.gpus and job.config_file is None:
         told["ACCELERATE_USE_CPU"] = "true"

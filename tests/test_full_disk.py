@@ -38,28 +38,29 @@ WRITERS = {
 
 
 @contextmanager
-def no_room():
-    """Inside, no file of this process grows beyond a few bytes."""
+def no_room(size=16):
+    """Inside, no file of this process grows beyond so many bytes."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def fill(patch, writer, when=lambda: True):
+def fill(patch, writer, when=lambda: True, size=16):
     """Have this one write to a full disk, whenever `when` says so.
 
     Args:
         patch: pytest's `monkeypatch`.
+        size: bytes that a file may have.
     """
     within, _, name = WRITERS[writer].rpartition(".")
     owner = pkgutil.resolve_name(within)
     written = getattr(owner, name)
 
     def with_no_room(*given, **named):
-        with no_room() if when() else nullcontext():
+        with no_room(size) if when() else nullcontext():
             return written(*given, **named)
 
     patch.setattr(owner, name, with_no_room)
@@ -115,6 +116,16 @@ def test_a_full_disk_is_named_with_the_way_out_and_the_checkpoint_before_stays(w
         assert words in str(caught.value)
     assert isinstance(caught.value, HybridError)
     assert newest_checkpoint(folder) == folder / "checkpoint-1"
+
+
+def test_a_full_disk_is_named_before_the_checkpoint_is_pushed(saved_once, monkeypatch):
+    """Its text has safetensors' words for an error of the system, and is no such error itself."""
+    trainer, _ = saved_once
+    fill(monkeypatch, "the weights", size=8192)  # room for the model's configuration, and not for its weights
+    monkeypatch.setattr(trainer.state, "global_step", 2)
+    monkeypatch.setattr(trainer.args, "push_to_hub", True)
+    with pytest.raises(HybridError, match=r"checkpoint-2 could not be saved: .*\(os error \d+\)"):
+        trainer._save_checkpoint(trainer.model, trial=None)
 
 
 def test_what_is_no_checkpoint_keeps_its_own_error(saved_once, monkeypatch, tmp_path):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from .errors import HybridError
+
 REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
 """By which a system says that a file cannot grow, whatever its name."""
 
@@ -18,6 +20,8 @@ OF_TORCH = ("inline_container", "PytorchStreamWriter")  # of `torch.save`, which
 
 def unwritten(error: BaseException) -> bool:
     """Return whether an error is of a file that could not be written."""
+    if isinstance(error, HybridError):  # whose text may hold the words of the error that it tells of
+        return False
     if isinstance(error, OSError):  # of which those of a connection have neither
         return error.errno in REFUSALS or error.filename is not None
     if isinstance(error, RuntimeError) and any(word in str(error) for word in OF_TORCH):

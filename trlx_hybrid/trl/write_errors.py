@@ -1,4 +1,4 @@
-"""What could not be written of a checkpoint: held on its rank until all ranks meet, and raised on all of them."""
+"""Errors of writing a checkpoint: held on their rank until all ranks meet, and raised on all of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class WriteErrors:
-    """Those of this rank in the save that is open.
+    """Errors that this rank meets as it writes its part of the checkpoint whose save is open.
 
     Within a save ranks wait for each other. A rank that raised there would leave the others waiting, so it goes on, and
     what it has written is no checkpoint: its manifest does not say that the save came to its end.
@@ -28,7 +28,7 @@ class WriteErrors:
 
     @contextmanager
     def held(self, ours: bool = False) -> Iterator[None]:
-        """Inside, files are written. An error of it is held.
+        """Hold the error of a file that cannot be written inside. Other errors are raised.
 
         Args:
             ours: whether errors of this package are held as well.
@@ -42,8 +42,8 @@ class WriteErrors:
 
     @contextmanager
     def at_once(self, checkpoint: Path) -> Iterator[None]:
-        """Inside, this rank's part of a write is one that others wait for: an error is raised where it is met, and ends
-        the process, and the launcher the others.
+        """Raise an error where it is met: inside is a write that other ranks wait for. The error ends this process, and
+        the launcher ends the others.
 
         Raises:
             HybridError: the part cannot be written.
@@ -56,7 +56,7 @@ class WriteErrors:
             raise HybridError(_text(error, checkpoint)) from error
 
     def tell(self, ranks: Ranks, checkpoint: Path) -> None:
-        """All ranks meet. Collective.
+        """Meet the other ranks, and raise what could not be written on one of them. Collective.
 
         Raises:
             HybridError: on each of them, where one has an error. Names the checkpoint, what is free on its disk, and

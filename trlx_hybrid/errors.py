@@ -70,7 +70,8 @@ class StaleWeightsError(SyncError):
 
 
 class PolicyError(HybridError):
-    """The policy itself gives log-probs that are no numbers: an optimizer step, or its arithmetic, broke it."""
+    """The policy's own log-probs are no numbers, since an optimizer step or its arithmetic broke it; or they are others
+    beside other rows than alone."""
 
 
 class RewardError(HybridError, ValueError):

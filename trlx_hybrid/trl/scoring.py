@@ -18,10 +18,10 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
 
 import torch
@@ -33,7 +33,7 @@ from ..plugins.blame import called_back
 from ..protocols import Rows, Scores
 from ..weights.policy import transformers_model
 from ..weights.verify import noise
-from . import asked_scoring, micro_batches, over_support
+from . import asked_scoring, micro_batches, over_support, shape
 from .joined import WIDE, JoinedPass, joinable, tokens_of
 from .kept_log_probs import scoring_over
 from .reference import activate_copies
@@ -89,6 +89,9 @@ class Scored:
     _left_out_by: str | None = None  # the setting by which the rollout that is trained on misses some ids
     _supports: list[Support] | None = None  # of the rows of the rollout that is scored
     _kept: dict[str, Tensor] | None = None  # the same as tensors
+    _scores_alone = False  # the rows that are scored are one, for the second time
+    _sampled_at: int | None = None  # the weight version of the rollout that is trained on
+    _to_measure: dict[str, Any] | None = None  # the micro-batch of which a row is to be scored alone
     _scores_old = False  # the next rows to be scored are those of the old log-probs, with the rollout's experts
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -126,6 +129,8 @@ class Scored:
         self._window = step, self._window[1] + 1
         if self._joined is not None and self._joined.taken:
             self._end_joined(self._joined)
+        if self._to_measure is not None and self._joined is None:
+            self._measure_shape(self._to_measure)
         return loss
 
     def _end_joined(self, joined: JoinedPass) -> None:
@@ -230,6 +235,8 @@ class Scored:
         inputs = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
         drawn: Any = getattr(trainer, "_buffered_inputs", None)
         scoring = self.session.scoring if "session" in self.__dict__ else None
+        if drawn is not known and scoring is not None:
+            self._sampled_at = self.session.weight_version
         if drawn is known or len(drawn) == 1 or scoring is None or not scoring.balanced:
             return inputs
         images = any(isinstance(value, list) for value in drawn[0].values())  # which are not one to a row
@@ -263,9 +270,67 @@ class Scored:
             loss = super()._compute_loss(model, inputs, *others)  # type: ignore[misc]
             if micro_batches.ROW in inputs:
                 self._log_as_drawn(model)
+            self._note_to_measure(inputs)
             return loss if self._loss_scores is None else loss + self._added_loss(self._loss_scores, inputs)
         finally:
             self._micro_batch = self._loss_scores = None
+
+    def _note_to_measure(self, micro_batch: dict[str, Any]) -> None:
+        """Have a row of the first micro-batch of a rollout scored alone, at every so many steps."""
+        sampled_at, self._sampled_at = self._sampled_at, None
+        session, trainer = self.__dict__.get("session"), cast(Any, self)
+        if sampled_at is None or session is None or session.weight_version != sampled_at:
+            return
+        if session.step % shape.EVERY == 0 and trainer.model.training and self._compares(micro_batch):
+            self._to_measure = micro_batch
+
+    def _compares(self, batch: Mapping[str, Any]) -> bool:
+        """Whether rows of a batch can be scored alone, and are the engine's to rounding."""
+        session, trainer = self.session, cast(Any, self)
+        return (
+            (not session.selection.stock or trainer._replay is not None)
+            and session.config.max_logprob_gap != math.inf
+            and not trainer._names_own_log_probs
+            and shape.measurable(batch)
+            and not trainer.is_deepspeed_enabled  # whose backward pass steps, too
+            and overriding(self, (SCORER,)) is None
+            and session.versions.incomparable(trainer.temperature, self._left_out_by is not None) is None
+        )
+
+    def _measure_shape(self, micro_batch: Mapping[str, Any]) -> None:
+        """Log how far the shape of a micro-batch parts the trainer from itself, by its first row. Collective."""
+        trainer: Any = self
+        self._to_measure = None
+        one = shape.alone(micro_batch, 0)
+        found = shape.parts(one, self._scored_alone(one))
+        shape.log(trainer._metrics["train"], trainer.accelerator.gather(found[None]))
+
+    def _rescoring(self, batch: Mapping[str, Any]) -> Callable[[tuple[float, float]], str | None] | None:
+        """What tells whether the shape of a micro-batch parts trainer and engine, see `WeightVersions.check_batch`."""
+
+        def again(allowed: tuple[float, float]) -> str | None:
+            row = shape.furthest(batch, allowed[0])
+            one = shape.alone(batch, row)
+            return shape.fault(one, self._scored_alone(one), row, allowed)
+
+        return again if self._compares(batch) else None
+
+    def _scored_alone(self, one: dict[str, Any]) -> Tensor:
+        """(1, T): log-probs of a row that is a batch of its own. Collective."""
+        trainer: Any = self
+        outer, self._micro_batch, self._scores_alone = self._micro_batch, one, True
+        ids = torch.cat([one["prompt_ids"], one["completion_ids"]], dim=1)
+        mask = torch.cat([one["prompt_mask"], one["completion_mask"]], dim=1)
+        try:
+            with torch.no_grad(), trainer._without_checkpointing():
+                length = one["completion_ids"].shape[1]
+                scored = self._get_per_token_logps_and_entropies(trainer.model, ids, mask, length, batch_size=1)
+        finally:
+            self._micro_batch, self._scores_alone = outer, False
+            if self.session.router_replay is not None:
+                self.session.router_replay.difference()  # these tokens were counted before
+        found: Tensor = scored[0]
+        return found
 
     @torch.no_grad()
     def _log_as_drawn(self, model: Any) -> None:
@@ -389,9 +454,9 @@ class Scored:
             deferred.fill(trainer, self._micro_batch, scores.log_probs.detach())
         if self._micro_batch is not None and not reference:
             micro_batches.keep(self._micro_batch, scores)
-        if self._micro_batch is not None and experts is not None:
+        if self._micro_batch is not None and experts is not None and not self._scores_alone:
             self._log_difference()
-        if self._micro_batch is not None and kept is not None:
+        if self._micro_batch is not None and kept is not None and not self._scores_alone:
             self._log_truncation(masses)
         first = self._micro_batch is not None and self._loss_scores is None
         adds = trainer.model.training and self.session.algorithms.loses is not None
@@ -672,15 +737,15 @@ class Deferred:
             without = self._sampled.isnan() & self._mask.bool()
             micro_batch["importance_sampling_ratio"] = left_out(ratio, without)[rows]
         if self._waiting == 0:
-            self._finish(trainer, self._old, ratio)
+            self._finish(trainer, self._old, ratio, micro_batch)
 
-    def _finish(self, trainer: Any, old: Tensor, ratio: Tensor | None) -> None:
+    def _finish(self, trainer: Any, old: Tensor, ratio: Tensor | None, micro_batch: Mapping[str, Any]) -> None:
         if ratio is not None and self._sampled is not None:
             log_divergence(trainer, trainer._metrics[self._mode], old, self._sampled, self._mask.bool(), ratio)
         batch = {"old_per_token_logps": old, "completion_mask": self._mask, "completion_ids": self._ids}
         if self._sampled is not None:
             batch["sampling_per_token_logps"] = self._sampled
-        trainer._check_sampled(batch)
+        trainer._check_sampled(batch, micro_batch)
         self._old = self._sampled = None  # a rollout's worth of memory, until the next
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from numbers import Number
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from transformers import TrainerCallback
 from trl.chat_template_utils import add_response_schema, get_training_chat_template, parse_response
 from trl.distributed import DistributedBackend
 from trl.extras.profiling import profiling_context
+from trl.models.utils import disable_gradient_checkpointing
 
 from ..config import HybridConfig
 from ..copies import copied
@@ -522,13 +523,17 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         first = self.session.ranks.rank * len(stock)
         return advantages.flatten()[first : first + len(stock)].to(stock)
 
-    def _check_sampled(self, batch: Mapping[str, Any]) -> None:
-        """Hold the engine's log-probs against the trainer's, where both are in the batch, this rank's rows."""
+    def _check_sampled(self, batch: Mapping[str, Any], whole: Mapping[str, Any] | None = None) -> None:
+        """Hold the engine's log-probs against the trainer's, where both are in the batch, this rank's rows.
+
+        Args:
+            whole: rows of it with all that it takes to score them again; by default those of the batch.
+        """
         trainer: Any = self
         session = self.session
         if session.selection.stock or not {"old_per_token_logps", "sampling_per_token_logps"} <= batch.keys():
             return
-        custom, source = getattr(trainer, "rollout_func", None), session.sampler.source
+        source = session.sampler.source
         session.versions.check_batch(
             session.live_engine,
             batch["sampling_per_token_logps"],
@@ -537,10 +542,22 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
             batch["completion_ids"],
             temperature=trainer.temperature,
             step=session.step,
-            own_sampler=custom is not None and not getattr(custom, "samples_from_session", False),
+            own_sampler=self._names_own_log_probs,
             over_support=self._left_out_by is not None,
             rollout=source if source is not None and source.slot == "rollout" else None,
+            again=self._rescoring(batch if whole is None else whole),
         )
+
+    @property
+    def _names_own_log_probs(self) -> bool:
+        """Whether a user's `rollout_func` samples, and names the log-probs."""
+        custom = getattr(self, "rollout_func", None)
+        return custom is not None and not getattr(custom, "samples_from_session", False)
+
+    def _without_checkpointing(self) -> AbstractContextManager[None]:
+        """Inside, no layer is recomputed, as in TRL's own passes without gradients."""
+        trainer: Any = self
+        return disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs)  # type: ignore[no-any-return]
 
     def _trajectories(self) -> Any:
         trainer: Any = self

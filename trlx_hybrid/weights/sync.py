@@ -39,6 +39,12 @@ ROLLOUT = (
     "weight sync. So look there first: completions belong in the order of their requests, and `logprobs[i]` to "
     "`token_ids[i]`; `trlx_hybrid.testing.conformance.check_rollout` shows its author more. {way_out}"
 )
+BY_SHAPE = (
+    "the trainer's log-probs depend on the micro-batch that a row is scored in: {found}. The engine agrees with the "
+    "row alone, so it is the trainer's forward pass: a model whose rows or padding see each other, or kernels that "
+    "are chosen by the number of tokens. Try another attn_implementation, or another HybridConfig.scoring. If it is "
+    "rounding, raise HybridConfig.max_logprob_gap."
+)
 OWN_SAMPLER = (
     "The log-probs are those that rollout_func returned. If it samples from this run's engine, the engine holds other "
     "weights than the trainer; else they are not those of its completion_ids at the trainer's temperature, without "
@@ -188,8 +194,10 @@ class WeightVersions:
         own_sampler: bool,
         over_support: bool = False,
         rollout: Component | None = None,
+        again: Callable[[tuple[float, float]], str | None] | None = None,
     ) -> None:
-        """Hold what the trainer scored against what the engine sampled with. Collective; computes nothing anew.
+        """Hold what the trainer scored against what the engine sampled with. Collective; computes nothing anew unless
+        they differ.
 
         Args:
             sampled, scored, mask, ids: as in `verify.disagreement`.
@@ -198,9 +206,12 @@ class WeightVersions:
             own_sampler: whether a user's `rollout_func` named the log-probs: such a run is warned, once, and goes on.
             over_support: whether the trainer scored over the ids that the engine kept.
             rollout: the plugin's rollout that returned the log-probs, where it is one.
+            again: called with what rounding explains (`verify.allowed_gap`) where they differ; scores the row that is
+                furthest from the engine alone, and says how that shows that the trainer differs from itself, or None.
+                Collective.
 
         Raises:
-            PolicyError: the trainer's are no numbers, on some rank.
+            PolicyError: the trainer's are no numbers, on some rank, or depend on the shape of a micro-batch.
             SyncError: they differ by more than rounding explains, on some rank.
         """
         ranks, config = self._ranks, self._config
@@ -209,8 +220,7 @@ class WeightVersions:
             raise PolicyError(f"At step {step}, the trainer's own log-probs are no numbers: {broken}")
         if config.max_logprob_gap == math.inf:
             return
-        reason = self._sampling().reshaped_by(temperature, over_support)
-        reason = reason or verify.noise(self._policy.module, self._policy.modules)
+        reason = self.incomparable(temperature, over_support)
         if reason is not None:
             if not self._told and ranks.rank == 0:
                 logger.warning("Engine and trainer are not compared token by token: %s makes them differ.", reason)
@@ -223,11 +233,19 @@ class WeightVersions:
         if found is not None:
             text = f"At step {step}, engine and trainer disagree on what was sampled: {found}. "
             if not own_sampler:
+                by_shape = None if again is None else _on_some_rank(ranks, again(allowed))
+                if by_shape is not None:
+                    raise PolicyError(f"At step {step}, {BY_SHAPE.format(found=by_shape)}")
                 told = ENGINE if rollout is None else ROLLOUT.format(rollout=rollout, way_out=rollout.way_out)
                 raise SyncError(f"{text}{told} If it is rounding, raise HybridConfig.max_logprob_gap.")
             if not self._told and ranks.rank == 0:
                 logger.warning("%s%s", text, OWN_SAMPLER)
             self._told = True
+
+    def incomparable(self, temperature: float, over_support: bool) -> str | None:
+        """Return why engine and trainer differ by design over sampled tokens, or None; see `check_batch`."""
+        reason = self._sampling().reshaped_by(temperature, over_support)
+        return reason or verify.noise(self._policy.module, self._policy.modules)
 
     def _check_bits(self, engine: Engine, weights: WeightSync, full: bool) -> int:
         checked = asked(self.source, weights, "check", full)

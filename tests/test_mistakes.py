@@ -645,6 +645,16 @@ def test_a_mistake_is_named_in_a_run(mistake, shared, monkeypatch):
     assert not missing, told(caught.value)
 
 
+def test_an_error_of_the_policy_is_not_the_engines(shared, monkeypatch):
+    """What an engine is given to read fails while it reads."""
+    monkeypatch.setattr(shared.session.policy, "_materialise", lambda tensor: 1 / 0)
+    shared.session.weights_changed()
+    with pytest.raises(ZeroDivisionError) as caught:
+        shared.train()
+    assert "Raised in what the engine 'mine'" in told(caught.value)
+    assert "called in its `load_weights`" in told(caught.value)
+
+
 BETWEEN_RUNS = {
     "a refuses that raises": ({"refuses": broken}, [OF_SYNC, BROKEN.format("refuses")]),
     "an open that raises": ({"open": broken}, [OF_SYNC, BROKEN.format("open")]),

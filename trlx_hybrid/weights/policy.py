@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..plugins.blame import called_back
 from . import quantised
 from .adapters import adapter_layers
 from .fingerprint import BITS, fingerprint, sample
@@ -184,13 +185,14 @@ class Policy:
         base = self.base
         convert = _conversion(base)
         weights = _saved(base, self._merged if merge else None)
-        for layer, group in itertools.groupby(weights, key=lambda weight: _layer_of(weight[0])):
-            if only is not None and self._names_of.get(layer, only).isdisjoint(only):
-                continue
-            tensors = {name: self._materialise(read()) for name, read in group}
-            tensors = convert(tensors) if convert else tensors
-            self._names_of[layer] = self._names_of.get(layer, frozenset()) | frozenset(tensors)
-            yield from ((name, tensor) for name, tensor in tensors.items() if only is None or name in only)
+        with called_back():  # whoever reads them is not to blame for what fails here
+            for layer, group in itertools.groupby(weights, key=lambda weight: _layer_of(weight[0])):
+                if only is not None and self._names_of.get(layer, only).isdisjoint(only):
+                    continue
+                tensors = {name: self._materialise(read()) for name, read in group}
+                tensors = convert(tensors) if convert else tensors
+                self._names_of[layer] = self._names_of.get(layer, frozenset()) | frozenset(tensors)
+                yield from ((name, tensor) for name, tensor in tensors.items() if only is None or name in only)
 
     def base_parameters(self) -> dict[str, nn.Parameter]:
         """The base model's own parameters by their in-memory name, tied ones once, adapters left out."""

@@ -51,11 +51,17 @@ def test_settings_that_cannot_work_are_refused_before_anything_is_built(tmp_path
 
 
 class Silent:
-    """Offers a server that says nothing of the ids that it keeps."""
+    """Offers a server that says nothing of the ids that it keeps, and one that cannot say what it refuses."""
 
     @hookimpl
     def trlx_register(self, registry):
         registry.offer("server", "silent", lambda session, options: None)
+        registry.offer("server", "broken", lambda session, options: None, refuses=lambda session, options: 1 / 0)
+
+
+def test_a_server_that_fails_to_say_what_it_refuses_is_named(tmp_path):
+    with pytest.raises(ComponentError, match=r"The server 'broken' .* failed in `refuses`: ZeroDivisionError"):
+        Trained(tmp_path, HybridConfig(engine="remote", engine_options={"server": "broken"}), [Silent()])
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def _refuses(session: Session, options: RemoteOptions) -> str | None:
     from .engines.engine import served_by
 
     component, server_options = served_by(session, options)
-    reason = component.refuses(session, server_options)
+    reason = component.refusal(session, server_options)
     setting = session.sampling.truncated_by() if session.over_support else None
     if reason is None and setting is not None and not component.keeps:
         return (

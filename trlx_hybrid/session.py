@@ -111,6 +111,7 @@ class Session:
         self.phase = Phase.TRAIN
         engine, rollout = selection.engine, selection.rollout
         self._engine_source = engine.component if engine else None
+        self._half_closed: list[Engine] = []
         self.memory = TrainerMemory(
             policy,
             optimizer,
@@ -446,8 +447,15 @@ class Session:
             if self.weights is not None:
                 ending.callback(asked, self.versions.source, self.weights, "release")
             if self.engine is not None:
-                ending.callback(asked, self._engine_source, self.engine, "close")
+                ending.callback(self._close_engine, self.engine)
             self._end_rollout(ending)
+
+    def _close_engine(self, engine: Engine) -> None:
+        try:
+            asked(self._engine_source, engine, "close")
+        except BaseException:
+            self._half_closed.append(engine)  # what remains of it is left at the end of the process
+            raise
 
     def _end_rollout(self, ending: ExitStack) -> None:
         if self.rollout is not None and self.selection.rollout is not None:
@@ -485,9 +493,9 @@ class Session:
         keep the process, and wait for no other rank. Memory goes with the process."""
         self._left = True
         with ExitStack() as ending:
-            if self.engine is not None:
-                method = "leave" if hasattr(self.engine, "leave") else "close"
-                ending.callback(asked, self._engine_source, self.engine, method)
+            for engine in (*self._half_closed, *filter(None, [self.engine])):
+                method = "leave" if hasattr(engine, "leave") else "close"
+                ending.callback(asked, self._engine_source, engine, method)
             self._end_rollout(ending)
             ending.callback(self._stack.close)
 

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import json
-import weakref
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,10 +19,8 @@ from trlx_hybrid.testing.processes import Script
 from trlx_hybrid.types import Phase, Request, Sampling
 from trlx_hybrid_vllm import internals, plugin
 from trlx_hybrid_vllm.arguments import serves_scheduler, shared_arguments
-from trlx_hybrid_vllm.engine import forget_traced_weights
 from trlx_hybrid_vllm.options import VLLMOptions
 from trlx_hybrid_vllm.sampling import sampling_params
-from vllm.compilation.caching import VllmSerializableFunction
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -360,6 +357,12 @@ def test_closing_an_engine_unfreezes_what_vllm_froze_and_nothing_else(ended):
     assert abs(after - while_open) < 1_000  # none of the engine's is among them
 
 
+def test_what_was_compiled_keeps_no_weights_when_its_engine_is_closed(ended):
+    """Neither where vLLM has frozen it, nor where the user's heap is frozen."""
+    _, report = ended["left"]
+    assert report["weights kept"] == [0, 0, 0]
+
+
 def test_an_engine_for_conversations_records_steps_that_read_prompts(monkeypatch):
     """On a GPU with FlashAttention 3; an engine on a CPU records nothing."""
     from vllm.platforms import current_platform
@@ -403,15 +406,3 @@ def test_an_engine_for_conversations_records_steps_that_read_prompts(monkeypatch
         type(current_platform), "is_device_capability_family", classmethod(lambda cls, capability: capability == 80)
     )
     assert graphs() is None  # FlashAttention 2 is recorded with decode steps only
-
-
-def test_what_was_compiled_keeps_no_weights_when_its_engine_is_closed():
-    """On a CPU vLLM compiles nothing: what torch.compile left behind stands here by itself."""
-    weight = torch.nn.Parameter(torch.ones(2))
-    left = VllmSerializableFunction(torch.fx.symbolic_trace(torch.nn.Identity()), [weight], "", torch.nn.Identity())
-    held = weakref.ref(weight)
-    del weight
-    assert held() is not None
-    forget_traced_weights()
-    assert held() is None
-    assert left(1) == 1

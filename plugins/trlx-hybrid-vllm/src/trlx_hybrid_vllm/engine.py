@@ -450,7 +450,6 @@ def _make_freeable() -> None:
 def _forget_graphs(llm: Any) -> None:
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
-    forget_traced_weights()
     if torch.cuda.is_available():
         CUDAGraphWrapper.clear_all_graphs()  # those of parts of the model
         if llm is None:
@@ -460,12 +459,13 @@ def _forget_graphs(llm: Any) -> None:
             manager.graphs.clear()  # those of whole steps
 
 
-def forget_traced_weights() -> None:
+def _forget_traced_weights() -> None:
     """Drop the weights that a model was traced with.
 
     torch.compile leaves what it compiled in the module of the model's class, as a global, and vLLM 0.31's part of it
     keeps the inputs of the trace, all weights among them. A next engine of the process would find the first one's
-    memory in use, which vLLM refuses in sleep mode. Once compiled, the inputs serve only to be stored.
+    memory in use, which vLLM refuses in sleep mode. Once compiled, the inputs serve only to be stored. Python does not
+    list objects that are frozen, as vLLM's are until it shuts down.
     """
     from vllm.compilation.caching import VllmSerializableFunction
 
@@ -491,6 +491,7 @@ def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False, heap
     core.structured_output_manager.clear_backend()
     with internals.frozen_heap(heap_kept):
         core.model_executor.shutdown()  # unfreezes the heap: engine and trainer could not be collected
+    _forget_traced_weights()
     core.scheduler.shutdown()
     if peers_lost:
         abort(list(_device_groups()), ABORT_SECONDS)

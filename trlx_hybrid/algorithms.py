@@ -210,7 +210,7 @@ class Algorithms:
         return [f"{name}: {note}" for name, note in notes if note is not None]
 
     def state(self) -> dict[str, Any]:
-        """Of each that has one, by name.
+        """Return the state of each that has one, by name.
 
         Raises:
             ComponentError: one is no mapping, or holds what JSON does not have.

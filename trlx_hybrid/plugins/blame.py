@@ -62,7 +62,7 @@ def asked(component: Component | None, part: object, method: str, *given: Any, *
 
 
 def asked_text(component: Component | None, part: object, method: str, *given: Any) -> str | None:
-    """The same of a method that answers with a text or None.
+    """Call a method that answers with a text or None, and return its answer.
 
     Raises:
         ComponentError: as in `blaming`, or the answer is something else.

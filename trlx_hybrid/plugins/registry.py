@@ -96,7 +96,7 @@ class Component:
         return "Report it to its author, or choose another."
 
     def out_of_place(self) -> str | None:
-        """Why it cannot work on this machine, or None.
+        """Return why it cannot work on this machine, or None.
 
         Raises:
             ComponentError: its `unavailable` failed, or returned something else.
@@ -104,7 +104,7 @@ class Component:
         return asked_text(self, self, "unavailable")
 
     def refusal(self, session: Any, options: Any) -> str | None:
-        """Why it cannot serve this run, as far as it knows before it is built; or None.
+        """Return why it cannot serve this run, or None, as far as it knows before it is built.
 
         Raises:
             ComponentError: its `refuses` failed, or returned something else.

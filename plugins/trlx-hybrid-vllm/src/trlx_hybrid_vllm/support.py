@@ -113,7 +113,6 @@ class CapturedIds(KeptIds):
             kept = (logprobs > -torch.inf).numpy()
             kept[:, list(self.forbidden)] = False
             for key, row in zip(self._runner.input_batch.req_ids, kept, strict=True):
-                self._words[self._name(key)][self._places[key]] = words_of(
-                    row
-                )  # one that was preempted comes twice, alike
+                # a token of a request that was preempted comes twice, alike
+                self._words[self._name(key)][self._places[key]] = words_of(row)
         return sampled, logprobs

@@ -1,11 +1,13 @@
 """The architecture's walls: who may import whom, and when."""
 
 import ast
+import gc
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import trlx_hybrid
 from trlx_hybrid.plugins.host import Host
 from trlx_hybrid.plugins.registry import SLOTS
 
@@ -40,6 +42,18 @@ def test_loading_every_plugin_leaves_the_backends_out():
     )
     names = ["algorithms", "cure", "multiturn", "ray", "reshard", "training", "trajectories", "vllm"]
     assert in_fresh_python(code) == f"{names} []"
+
+
+@pytest.mark.parametrize("name", ["GRPOTrainer", "HybridEngine"])
+@pytest.mark.parametrize("collecting", [True, False])
+def test_garbage_is_collected_after_an_import_as_before(name, collecting):
+    try:
+        if not collecting:
+            gc.disable()
+        assert getattr(trlx_hybrid, name).__name__ == name
+        assert gc.isenabled() == collecting
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("file", HOST, ids=lambda f: str(f.relative_to(ROOT)))

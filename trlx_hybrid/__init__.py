@@ -6,6 +6,9 @@ trainers bring trl.
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from .config import HybridConfig
@@ -29,13 +32,26 @@ __all__ = [
 ]
 
 
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """While the stack is imported, which takes a sixth longer with it: almost all that imports make stays."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
 def __getattr__(name: str) -> Any:
     if name == "HybridEngine":
         from .hybrid_engine import HybridEngine
 
         return HybridEngine
     if name in __all__:
-        from .trl import trainer
+        with _no_garbage_collection():
+            from .trl import trainer
 
         return getattr(trainer, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 pytest_plugins = ["trlx_hybrid.testing.fixtures"]
 
@@ -98,6 +99,24 @@ def prompts() -> Any:
     from datasets import Dataset
 
     return Dataset.from_dict({"prompt": [f"sort {i * 7919 % 1000}=" for i in range(32)], "index": list(range(32))})
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """`made_once(name, make)`: a folder that `make(folder)` has filled, once for all processes of xdist."""
+    base = tmp_path_factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+    def find(name: str, make: Callable[[Path], None]) -> Path:
+        folder, whole = base / name, base / f"{name}.whole"
+        with FileLock(base / f"{name}.lock"):
+            if not whole.exists():
+                folder.mkdir(exist_ok=True)
+                make(folder)
+                whole.touch()
+        return folder
+
+    return find
 
 
 @pytest.fixture(scope="session")

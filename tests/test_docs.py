@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -27,8 +28,11 @@ TESTS = [
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("site")
+def site(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
+    return made_once("site", build)
+
+
+def build(folder: Path) -> None:
     done = subprocess.run(  # never with --quiet: strict counts only the warnings that are logged
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
         cwd=ROOT,
@@ -39,7 +43,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return folder
 
 
 def section(page: str, hook: str) -> str:

@@ -28,13 +28,15 @@ TURNS = [" 1", " 2", " 3", " 4"]  # tokens of their own, beside those of single 
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
+def wheel(made_once):
+    (built,) = made_once("guess", build).glob("*.whl")
+    return built
+
+
+def build(folder):
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--isolated", "wheel", "-q", "--no-index")
     project = ROOT / "examples" / "environment_guess"
     subprocess.run([*pip, "--no-deps", "--no-build-isolation", "-w", folder, project], check=True, timeout=300)
-    (built,) = folder.glob("*.whl")
-    return built
 
 
 @pytest.fixture

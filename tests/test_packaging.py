@@ -9,6 +9,7 @@ import tarfile
 import tomllib
 import venv
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,12 @@ def run(*command: object, cwd: Path, **variables: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     """A folder with an sdist of each distribution, and the wheel that is built from the sdist."""
-    folder = tmp_path_factory.mktemp("built")
+    return made_once("built", build)
+
+
+def build(folder: Path) -> None:
     for project in FOLDERS:
         run(sys.executable, "-m", "hatchling", "build", "-t", "sdist", "-d", folder, cwd=project)
     for archive in folder.glob("*.tar.gz"):
@@ -46,7 +50,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
             opened.extractall(folder / "unpacked", filter="data")
     for unpacked in (folder / "unpacked").iterdir():
         run(sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder, cwd=unpacked)
-    return folder
 
 
 def requirements(project: dict) -> list[Requirement]:

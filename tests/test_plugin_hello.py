@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,9 +27,12 @@ def run(*command: object, cwd: Path) -> subprocess.CompletedProcess:
 
 
 @pytest.fixture(scope="module")
-def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def installed(made_once: Callable[[str, Callable[[Path], None]], Path]) -> Path:
     """The interpreter of an environment that has the wheel of the page's files on top of what is installed here."""
-    folder = tmp_path_factory.mktemp("hello")
+    return made_once("hello", install) / "env" / "bin" / "python"
+
+
+def install(folder: Path) -> None:
     example = folder / "as on the page"
     for title, source in re.findall(r'title="(.*?)"\n--8<-- "(.*?)"\n', PLUGIN_PAGE.read_text()):
         (example / title).parent.mkdir(parents=True, exist_ok=True)
@@ -43,7 +47,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     here = sysconfig.get_path("purelib")  # addsitedir, not a bare path: editable installs are .pth files themselves
     Path(purelib, "outer.pth").write_text(f"import site; site.addsitedir({here!r})\n")
     run(*pip, "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
-    return python
 
 
 def test_listed(installed: Path, tmp_path: Path) -> None:

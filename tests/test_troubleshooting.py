@@ -34,8 +34,8 @@ ROW = re.compile(r"^\| (?!-|message)(.*?) \| ", re.MULTILINE)
 HOOKS = [name for name in vars(hookspecs) if name.startswith("trlx_")]
 
 
-@functools.cache
 def tree(path: Path) -> ast.Module:
+    """Not kept: a million nodes would be in the way of each garbage collection of the tests that follow."""
     return ast.parse(path.read_text())
 
 
@@ -234,34 +234,40 @@ def test_a_hook_is_used_by_a_plugin(hook: str) -> None:
     assert any(hook in implemented(path.read_text()) for path in (*USERS, *TEMPLATES)), f"no plugin implements {hook}"
 
 
-def offered(path: Path) -> Iterator[str]:
-    """Slots that a source offers components for."""
-    for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Call) and name_of(node.func) == "offer" and isinstance(node.args[0], ast.Constant):
-            yield node.args[0].value
+@functools.cache
+def offered() -> set[str]:
+    """Slots that the sources offer components for."""
+    return {
+        node.args[0].value
+        for path in USERS
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and name_of(node.func) == "offer" and isinstance(node.args[0], ast.Constant)
+    }
 
 
 @pytest.mark.parametrize("slot", SLOTS)
 def test_a_slot_is_documented_and_filled_by_a_plugin(slot: str) -> None:
     assert re.search(rf"^\| [^|]* \| slot `{slot}` \|", (ROOT / "docs" / "plugins.md").read_text(), re.MULTILINE)
-    assert any(slot in offered(path) for path in USERS), f"no plugin offers {slot}"
+    assert slot in offered(), f"no plugin offers {slot}"
 
 
-def caught(path: Path) -> set[str]:
-    """Classes that a test expects: by `pytest.raises(X)`, by `except X`, or by its section in what a command prints."""
+@functools.cache
+def caught() -> set[str]:
+    """Classes that tests expect: by `pytest.raises(X)`, by `except X`, or by its section in what a command prints."""
     found: set[str] = set()
-    for node in ast.walk(tree(path)):
+    sections_of = {f"#{name.lower()}": name for name in public_errors()}
+    for node in (node for path in TESTS for node in ast.walk(tree(path))):
         expected: list[ast.AST] = []
         if isinstance(node, ast.Call) and name_of(node.func) == "raises":
             expected = list(node.args[:1])
         elif isinstance(node, ast.ExceptHandler) and node.type is not None:
             expected = [node.type]
-        elif isinstance(node, ast.Constant) and str(node.value).startswith("#"):
-            found |= {name for name in public_errors() if node.value == f"#{name.lower()}"}
+        elif isinstance(node, ast.Constant) and node.value in sections_of:
+            found.add(sections_of[node.value])
         found |= {name_of(item) for item in expected} | {name_of(i) for e in expected for i in getattr(e, "elts", ())}
     return found
 
 
 @pytest.mark.parametrize("name", public_errors())
 def test_a_public_error_is_exercised_by_a_test(name: str) -> None:
-    assert any(name in caught(path) for path in TESTS), f"no test expects {name}"
+    assert name in caught(), f"no test expects {name}"

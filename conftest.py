@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import os
 
 # Before torch and vLLM are imported, which read them once.
@@ -25,6 +27,26 @@ with contextlib.suppress(ImportError):  # which environments of adapters lack
     from hypothesis import settings
 
     settings.load_profile("ci")  # no deadline, which a busy machine misses; the same examples in each run
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Without garbage collection: almost all that imports and the rewriting of assertions make stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_unconfigure() -> None:
+    """Hide what is left from pytest, which now collects garbage ten times, each over all that was imported: two times
+    find what was not awaited or closed."""
+    gc.collect()
+    gc.collect()
+    gc.freeze()
+    atexit.register(gc.unfreeze)  # libraries that count what is left at the end would complain
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -125,10 +147,11 @@ def started_once() -> Iterator[None]:
 
     Starting and closing an engine collects garbage ten times, 0.3 s each over what the stack's import leaves, and
     counts twice what is frozen, 0.1 s each; vLLM's CPU platform looks for its Triton kernels in every module anew, and
-    its registry at models in other processes. So the imports are frozen, for good, and counted once.
+    its registry at models in other processes. So the imports are frozen, for good, and counted once. Nor is garbage
+    collected before vLLM's freeze, which does nothing then, or before a training for the caches of devices: an engine's
+    end does it.
     """
     import functools
-    import gc
     import importlib
 
     from trlx_hybrid.testing.processes import STACK, models_inspected_here
@@ -143,6 +166,8 @@ def started_once() -> Iterator[None]:
     changed.setattr(gc, "freeze", lambda: None)
     changed.setattr(gc, "unfreeze", lambda: None)  # it would take the imports with it
     changed.setattr(gc, "get_freeze_count", functools.partial(int, gc.get_freeze_count()))
+    changed.setattr("vllm.v1.engine.core.freeze_gc_heap", lambda: None, raising=False)
+    changed.setattr("accelerate.utils.memory.clear_device_cache", lambda **given: None, raising=False)
     replace_kernels = functools.cache(CpuPlatform.register_triton_kernel_overrides)
     changed.setattr(CpuPlatform, "register_triton_kernel_overrides", staticmethod(replace_kernels))
     with models_inspected_here():

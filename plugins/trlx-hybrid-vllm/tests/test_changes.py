@@ -22,7 +22,7 @@ PLAIN = {"r": 4, "init_lora_weights": "gaussian", "target_modules": ["q_proj", "
 
 
 @pytest.fixture
-def engine():
+def engine(started_once):
     """`engine(model, weights)`, closed at the end."""
     built = []
 

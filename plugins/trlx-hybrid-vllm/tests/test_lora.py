@@ -104,7 +104,7 @@ def base_weights(policy):
 
 
 @pytest.fixture
-def serve(tmp_path):
+def serve(tmp_path, started_once):
     served = []
 
     def start(policy, dtype=torch.float32, joined=True):

@@ -18,7 +18,7 @@ MASK = (INPUT_IDS != 0).long()
 
 
 @pytest.fixture(scope="module")
-def engine():
+def engine(started_once):
     options = {"max_model_len": 64, "max_num_seqs": 16}
     with HybridEngine(tiny_model(), character_tokenizer(), engine_options=options) as engine:
         yield engine

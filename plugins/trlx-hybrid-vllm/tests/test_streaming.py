@@ -21,7 +21,7 @@ BLOCK_BYTES = 2 * 2 * 2 * 32 * 32 * 4  # keys and values, layers, heads, head si
 
 
 @pytest.fixture(scope="module", params=["stock", "ours, a step ahead"])
-def llm(tmp_path_factory, request):
+def llm(tmp_path_factory, request, started_once):
     """vLLM's own scheduler, and the one that GPUs get, which runs a step ahead; vLLM refuses that on a CPU."""
     from vllm import LLM
     from vllm.platforms.cpu import CpuPlatform

@@ -31,6 +31,7 @@ from .. import plain_data
 from ..doctor import package_version
 from ..errors import ConfigError, HybridError, listed
 from .over_support import FACT
+from .shape import UNMEASURED, switched_off
 from .truncation import BY_TOKEN, MASKS, rule_of
 
 FILE = "recording.json"
@@ -291,6 +292,8 @@ def facts_of(trainer: Any) -> dict[str, Any]:
     }
     if session.over_support and (setting := session.sampling.truncated_by()) is not None:
         facts[FACT] = setting
+    if switched_off(trainer):
+        facts[UNMEASURED] = True
     if getattr(trainer.args, MASKS, False):
         facts[TRUNCATED] = rule_of(trainer)
     return dict(json.loads(json.dumps(facts, default=_plain)))

@@ -289,7 +289,7 @@ class Scored:
         session, trainer = self.session, cast(Any, self)
         return (
             (not session.selection.stock or trainer._replay is not None)
-            and session.config.max_logprob_gap != math.inf
+            and not shape.switched_off(self)
             and not trainer._names_own_log_probs
             and shape.measurable(batch)
             and not trainer.is_deepspeed_enabled  # whose backward pass steps, too

@@ -11,6 +11,7 @@ costs 1 / (3 * R * EVERY) of what the passes cost: 0.02% with 8 rows to a rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,16 @@ OLD, SAMPLED = "old_per_token_logps", "sampling_per_token_logps"
 
 PICTURES = ("pixel_values", "image_grid_thw", "num_images", "token_type_ids", "mm_token_type_ids")
 """In TRL's batches of rows with images, which are not one to a row."""
+
+
+UNMEASURED = "log-probs not compared"
+"""In what a recording says of its run: that `max_logprob_gap` had switched this off."""
+
+
+def switched_off(trainer: Any) -> bool:
+    """Return whether this run, or the one that it replays, holds no log-probs against each other."""
+    facts = (trainer._replay.facts or {}) if trainer._replay is not None else {}
+    return trainer.session.config.max_logprob_gap == math.inf or bool(facts.get(UNMEASURED))
 
 
 def measurable(batch: Mapping[str, Any]) -> bool:

@@ -303,6 +303,7 @@ class Scored:
         self._to_measure = None
         one = shape.alone(micro_batch, 0)
         found = shape.parts(one, self._scored_alone(one))
+        self.session.policy.reshard()  # the gradients that are clipped next are those of the shards
         shape.log(trainer._metrics["train"], trainer.accelerator.gather(found[None]))
 
     def _rescoring(self, batch: Mapping[str, Any]) -> Callable[[tuple[float, float]], str | None] | None:

@@ -46,7 +46,8 @@ def _no_garbage_collection() -> Iterator[None]:
 
 def __getattr__(name: str) -> Any:
     if name == "HybridEngine":
-        from .hybrid_engine import HybridEngine
+        with _no_garbage_collection():
+            from .hybrid_engine import HybridEngine
 
         return HybridEngine
     if name in __all__:

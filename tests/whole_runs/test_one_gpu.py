@@ -171,5 +171,11 @@ def test_sampling_from_a_part_of_the_vocabulary(scoring, model, whole, tmp_path)
     assert [log["sampling/importance_sampling_ratio/mean"] for log in logs] == pytest.approx([1.0] * STEPS, abs=0.1)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_two_adapters_with_a_reference(dtype, model, whole, tmp_path):
+    command = [sys.executable, SCRIPTS / "adapters.py"]
+    whole_run.check_adapters(command, {"dtype": dtype}, model("plain"), whole, tmp_path, LIMIT)
+
+
 def test_a_failing_reward_ends_the_run(model, whole, tmp_path):
     whole(python("fails.py", SMALL, model("plain"), tmp_path / "run"), LIMIT, check=whole_run.check_fails)

@@ -86,14 +86,29 @@ def test_the_best_model_is_loaded_at_the_end(model, whole, tmp_path):
     whole_run.check_training(whole_run.history(tmp_path / "run"), STEPS)
 
 
-def test_an_engine_of_its_own(model, whole, tmp_path):
-    """The trainer on one GPU, the engine on the other."""
+@pytest.mark.parametrize("sharding", ["ddp", "fsdp2"])
+def test_two_adapters_with_a_reference(sharding, model, whole, tmp_path):
+    command, variables = [sys.executable, *TORCHRUN, SCRIPTS / "adapters.py"], FSDP2 if sharding == "fsdp2" else {}
+    given = {"vllm_tensor_parallel_size": 2}
+    whole_run.check_adapters(command, given, model("plain"), whole, tmp_path, LIMIT, environment=variables)
+
+
+@pytest.mark.parametrize("part", [{}, {"top_k": 20, "top_p": 0.9}], ids=["all-ids", "part-of-the-ids"])
+def test_an_engine_of_its_own(part, model, whole, tmp_path):
+    """The trainer on one GPU, the engine on the other; with truncated sampling it names the ids that it kept."""
     options = {"replicas": 1, "server_options": {"enforce_eager": True}}
     settings = BASE | {"dtype": "bfloat16", "bf16": True, "engine": "remote", "engine_options": json.dumps(options)}
-    settings |= {"generation_kwargs": json.dumps({"ignore_eos": True})}
+    settings |= {"generation_kwargs": json.dumps({"ignore_eos": True})} | part
     launcher = [sys.executable, "-m", "trlx_hybrid", "launch", "--gpus-per-node", "1"]
     whole([*launcher, SCRIPTS / "grpo.py", *flags(settings, model("plain"), tmp_path / "run")], LIMIT)
-    whole_run.check_training(whole_run.history(tmp_path / "run"), STEPS)
+    logs = whole_run.history(tmp_path / "run")
+    whole_run.check_training(logs, STEPS)
+    whole_run.check_gap(logs)
+    if part:
+        losses = [log for log in logs if "loss" in log]
+        assert all(log["ratio/truncation"] < 0 for log in losses)
+        ratios = [log["sampling/importance_sampling_ratio/mean"] for log in losses]
+        assert ratios == pytest.approx([1.0] * STEPS, abs=0.1)
 
 
 def test_a_failing_reward_on_one_rank_ends_the_run(model, whole, tmp_path):

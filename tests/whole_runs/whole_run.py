@@ -247,6 +247,36 @@ def check_trained(ended: Ended, folder: Path, path: str, seen: dict[str, Any], p
     seen["gap"] = check_gap(logs)
 
 
+def check_adapters(
+    command: Sequence[Any],
+    changes: dict[str, object],
+    model: Path,
+    whole: Callable[..., Ended],
+    folder: Path,
+    limit: float,
+    environment: dict[str, str] | None = None,
+) -> None:
+    """Check that two active adapters train with a reference, both and nothing else, and that they resume.
+
+    The policy and its reference are the same at the first step; after a resume they are as far apart as they were.
+    """
+    settings = Case("lora", sleep=True, graphs=False).settings() | {"beta": 0.1, "learning_rate": 1e-3} | changes
+    resumes = {"resume_from_checkpoint": folder / "whole" / "checkpoint-3"}
+    found = []
+    for name, given in {"whole": settings, "resumed": settings | resumes}.items():
+        ended = whole([*command, *flags(given, model, folder / name)], limit, environment=environment)
+        check_training(history(folder / name), STEPS)
+        found.append([log["kl"] for log in history(folder / name) if "kl" in log])
+        first, second, base = map(
+            int, re.findall(r"MOVED {'first': (\d+), 'second': (\d+)} BASE (\d+)", ended.output)[0]
+        )
+        assert first == second > 0 == base, ended.output[-4000:]
+    kl, resumed = found
+    assert abs(kl[0]) < 1e-6 < min(kl[1:]), kl
+    assert resumed[:3] == kl[:3]
+    assert resumed[3] == pytest.approx(kl[3], rel=0.05), (kl, resumed)
+
+
 def check_packed(ended: Ended) -> None:
     """Its rows were scored without padding, from the first comparison on, and layers kept by the memory there was."""
     assert "scoring: rows are packed" in ended.output, ended.output[:8000]

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from trlx_hybrid.testing.processes import Script
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -62,7 +63,7 @@ def test_squares_are_counted(tmp_path):
 
 
 AS_A_KERNEL = """
-import asyncio, io, json, sys
+import asyncio, io, json, os, sys
 
 class Stream(io.StringIO):
     def fileno(self):
@@ -75,6 +76,7 @@ async def execute(cells):  # with an event loop that runs, and streams that are 
         exec(compile("".join(cell["source"]), "cell", "exec"), names)
     print(sys.stdout.getvalue(), file=shown)
 
+os.chdir(sys.argv[2])
 cells = json.load(open(sys.argv[1]))["cells"]
 asyncio.run(execute([cell for cell in cells if cell["cell_type"] == "code"]))
 """
@@ -84,8 +86,9 @@ def test_the_notebook_learns_and_is_committed_without_outputs(tmp_path):
     notebook = EXAMPLES / "first_run.ipynb"
     cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells)
-    command = [sys.executable, "-c", AS_A_KERNEL, str(notebook)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=400, check=False)
+    kernel = tmp_path / "kernel.py"
+    kernel.write_text(AS_A_KERNEL)
+    done = Script(kernel, notebook, tmp_path).wait(400)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "engine=vllm (HybridConfig.engine) · weights=alias" in done.stderr
     rewards = [float(line.split()[2]) for line in done.stdout.splitlines() if line.startswith("step ")]

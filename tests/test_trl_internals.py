@@ -9,6 +9,7 @@ import transformers
 import trl
 from trl.distributed import DistributedBackend
 from trl.generation.vllm_generation import VLLMGeneration
+from trlx_hybrid.trl import file_formats
 from trlx_hybrid.trl.generation import Generation
 from trlx_hybrid.trl.kept_log_probs import _Head
 from trlx_hybrid.trl.trainer import GENERATING, OWN_ENGINE, HybridTrainer
@@ -200,3 +201,8 @@ def test_the_head_looks_up_a_function_whose_place_ours_can_take():
     scores = source(trl.GRPOTrainer._get_per_token_logps_and_entropies)
     assert "labels = input_ids_batch.masked_fill(attention_mask_batch == 0, -100)" in scores
     assert "labels[:, :-logits_to_keep] = -100" in scores
+
+
+def test_the_files_of_a_checkpoint_have_transformers_names():
+    for name in ("TRAINER_STATE_NAME", "SCHEDULER_NAME", "OPTIMIZER_NAME", "OPTIMIZER_NAME_BIN"):
+        assert getattr(file_formats, name) == getattr(transformers.trainer, name)

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from accelerate.utils import load_fsdp_model, save_fsdp_model
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from ..config import RESUME_VARIABLE
 from ..errors import ConfigError, listed
@@ -87,6 +85,8 @@ class Checkpointing:
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """As in transformers, which of several adapters loads some, and leaves one active."""
+        from accelerate.utils import load_fsdp_model
+
         trainer: Any = self
         adapted = trainer.model if model is None else model
         with adapters_kept(adapted), self._all_adapters(load_fsdp_model, adapted, resume_from_checkpoint):
@@ -97,6 +97,8 @@ class Checkpointing:
 
     def _load_best_model(self) -> None:
         """As in transformers, which of an adapter that is not "default" finds nothing, and of several loads one."""
+        from accelerate.utils import load_fsdp_model
+
         trainer: Any = self
         model, best = trainer.model, trainer.state.best_model_checkpoint
         with adapters_kept(model), self._all_adapters(load_fsdp_model, model, best):
@@ -107,6 +109,8 @@ class Checkpointing:
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """As in transformers, which here saves FSDP's shards of the model, too: those of all active adapters."""
+        from accelerate.utils import save_fsdp_model
+
         trainer: Any = self
         meets = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # the other ranks in this very write
         with self._held(meets), self._all_adapters(save_fsdp_model, trainer.model, output_dir):
@@ -131,6 +135,8 @@ class Checkpointing:
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """As in TRL, between the two versions of a manifest. Older checkpoints go when the last one is written."""
+        from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
         trainer: Any = self
         if "session" not in self.__dict__:
             super()._save_checkpoint(model, trial)  # type: ignore[misc]

@@ -8,7 +8,10 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from transformers.trainer import OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, SCHEDULER_NAME, TRAINER_STATE_NAME
+# As transformers.trainer calls them, which takes seconds to import: `checkpoint_to_resume` asks before a rank needs it.
+TRAINER_STATE_NAME = "trainer_state.json"
+SCHEDULER_NAME = "scheduler.pt"
+OPTIMIZER_NAME, OPTIMIZER_NAME_BIN = "optimizer.pt", "optimizer.bin"
 
 ZIPPED = re.compile(r".*\.(pt|pth)|(pytorch_model|training_args|optimizer|adapter_model).*\.bin")
 """Files that `torch.save` writes."""

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from transformers.trainer import TRAINER_STATE_NAME
+from .file_formats import TRAINER_STATE_NAME
 
 MANIFEST_FILE = "trlx_hybrid_manifest.json"
 SENTINEL_FILE = "checkpoint-is-incomplete.txt"

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from trlx_hybrid.config import RESUME_VARIABLE
+from trlx_hybrid.trl.checkpoint import checkpoint_to_resume
 
 OUT = Path(sys.argv[1])
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -43,11 +43,8 @@ def main():
     resource_tracker.unregister(segment._name, "shared_memory")  # the tracker would clean up, and vLLM has none
     enter("start")
     dist.init_process_group("gloo")
-    checkpoint = None
-    if RESUME_VARIABLE in os.environ:  # imports transformers: five seconds of a core, for each of many ranks
-        from trlx_hybrid.trl.checkpoint import checkpoint_to_resume
-
-        checkpoint = checkpoint_to_resume(OUT)
+    checkpoint = checkpoint_to_resume(OUT)
+    assert "transformers" not in sys.modules  # five seconds of a core, for each of many ranks
     weight, first = torch.zeros(1), 0
     if checkpoint is not None:
         weight, first = torch.load(Path(checkpoint) / "weight.pt"), int(checkpoint.rpartition("-")[2])

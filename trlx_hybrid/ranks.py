@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable
 from concurrent.futures import wait
 from contextlib import suppress
@@ -78,23 +79,36 @@ def by_first(work: Callable[[], T]) -> T:
     Raises:
         HybridError: what `work` raised, on every process. Of another error, which may not be sent, the other ranks get
             the text.
+        Exception: on rank 0, what was raised there: also by pickle, of a value that it cannot take.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return work()
-    held: list[Any] = [None, None]
+    value: Any = None
+    sent: list[bytes | None] = [None, None]  # of the value, of the error
     failed: Exception | None = None
     if dist.get_rank() == 0:
         try:
-            held[0] = work()
+            value = work()
+            sent[0] = pickle.dumps(value)  # here: torch would pickle it where the other ranks wait already
         except Exception as error:  # whatever it is, the other ranks wait for it
             failed = error
-            held[1] = error if isinstance(error, HybridError) else HybridError(f"{type(error).__name__}: {error}")
-    dist.broadcast_object_list(held, src=0)
+            sent[1] = _pickled(error)
+    dist.broadcast_object_list(sent, src=0)
     if failed is not None:
         raise failed
-    if held[1] is not None:
-        raise held[1]
-    return held[0]  # type: ignore[no-any-return]
+    if sent[1] is not None:
+        raise pickle.loads(sent[1])
+    return value if sent[0] is None or dist.get_rank() == 0 else pickle.loads(sent[0])  # type: ignore[no-any-return]
+
+
+def _pickled(error: Exception) -> bytes:
+    """Return an error of ours as it is, and any other one, or one that pickle does not restore, by its text."""
+    if isinstance(error, HybridError):
+        with suppress(Exception):
+            found = pickle.dumps(error)
+            pickle.loads(found)
+            return found
+    return pickle.dumps(HybridError(f"{type(error).__name__}: {error}"))
 
 
 def abort(groups: Iterable[Any], seconds: float = 0.0) -> None:

@@ -89,12 +89,17 @@ def test_a_launch_whose_first_start_died_before_training_starts_over(run, saved,
     for name, value in {"TRLX_HYBRID_LAUNCH": "later", "TRLX_HYBRID_RESTART_COUNT": "1", RESUME_VARIABLE: "1"}.items():
         monkeypatch.setenv(name, value)
     capsys.readouterr()
+    assert checkpoint_to_resume(folder) is None  # as for the trainer that looks by itself
+    asked = capsys.readouterr().err
     again = run(GRPOTrainer, output_dir=str(folder), **settings)
     said = capsys.readouterr().err
+    assert [line for line in said.splitlines() if line.startswith("trlx_hybrid: ")] == asked.splitlines()
     assert f"no whole checkpoint of this run in {folder}: starting over" in said
     assert "passed over checkpoint-2: it is of an earlier run: no start of this launch came to train() before" in said
     assert len(again.recorder.completions) == 2 * 8
 
+    assert checkpoint_to_resume(folder) == str(folder / "checkpoint-2")
+    capsys.readouterr()
     third = run(GRPOTrainer, output_dir=str(folder), **settings)  # which the same launch starts after that one
     assert f"going on from {folder / 'checkpoint-2'}" in capsys.readouterr().err
     assert not third.recorder.completions

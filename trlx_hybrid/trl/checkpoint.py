@@ -254,15 +254,16 @@ class Checkpointing:
 def checkpoint_to_resume(output_dir: str | Path) -> str | None:
     """Return what to pass to `trainer.train(resume_from_checkpoint=...)` of a trainer of another kind.
 
-    None at a run's first start, and where nothing was saved yet. Where torch has a process group this is collective:
-    rank 0 alone reads the checkpoints, each of which may hold a file of every rank, and the others take what it found.
+    None at a run's first start, and where nothing was saved yet, or by an earlier run only. A trainer of this package
+    that is started again finds the same by itself. Where torch has a process group this is collective: rank 0 alone
+    reads the checkpoints, each of which may hold a file of every rank, and the others take what it found.
 
     Raises:
         ConfigError: the folder's identity cannot be read, or this rank does not see what rank 0 has found.
     """
     if os.environ.get(RESUME_VARIABLE) != "1":
         return None
-    start = by_first(functools.partial(restart.newest_start, Path(output_dir)))
+    start = by_first(functools.partial(restart.launched_again, Path(output_dir)))
     if start.checkpoint is not None and not start.checkpoint.is_dir():
         raise ConfigError(
             f"In this run rank {dist.get_rank()} does not see {start.checkpoint}, from which rank 0 goes on. Let "

@@ -303,7 +303,6 @@ class Scored:
         self._to_measure = None
         one = shape.alone(micro_batch, 0)
         found = shape.parts(one, self._scored_alone(one))
-        self.session.policy.reshard()  # the gradients that are clipped next are those of the shards
         shape.log(trainer._metrics["train"], trainer.accelerator.gather(found[None]))
 
     def _rescoring(self, batch: Mapping[str, Any]) -> Callable[[tuple[float, float]], str | None] | None:
@@ -330,6 +329,7 @@ class Scored:
             self._micro_batch, self._scores_alone = outer, False
             if self.session.router_replay is not None:
                 self.session.router_replay.difference()  # these tokens were counted before
+        self.session.policy.reshard()  # gradients that are clipped next are those of the shards
         found: Tensor = scored[0]
         return found
 

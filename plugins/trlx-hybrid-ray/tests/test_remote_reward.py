@@ -10,9 +10,11 @@ from collections import defaultdict
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from trlx_hybrid.errors import ConfigError
+from trlx_hybrid.errors import ConfigError, HybridError
+from trlx_hybrid_ray.actors import Pickled, UserPool
 from trlx_hybrid_ray.errors import PlacementError
 from trlx_hybrid_ray.remote import remote_reward
+from trlx_hybrid_ray.remote.reward import RewardActor
 from trlx_hybrid_ray.worker_group import DeadlineError, WorkerDiedError, WorkerError
 
 
@@ -197,6 +199,36 @@ def test_a_constructor_that_exits_is_named_and_does_not_end_the_script():
 
     with pytest.raises(WorkerError, match=r"'Leaving': worker 0 .* did not start: SystemExit: no key for the judge"):
         remote_reward(Leaving)
+
+
+class WithoutReaper(RewardActor):
+    """An actor on a node that starts no further process of this Python."""
+
+    python = "/nowhere/python"
+
+    def _start(self, *given):
+        sys.executable = self.python
+        super()._start(*given)
+
+
+@pytest.mark.parametrize(("python", "why"), [("/nowhere/python", "No such file"), ("/bin/false", "exit code 1")])
+def test_a_reaper_that_cannot_start_is_no_error_of_the_function(python, why):
+    kind = type("Starved", (WithoutReaper,), {"python": python, "__module__": __name__})
+    with pytest.raises(WorkerError, match=f"'judged': worker 0 .* did not start: .*{why}") as caught:
+        UserPool(
+            kind,
+            Pickled.of(judged, "Reward function 'judged'", ""),
+            ("judged", False),
+            name="judged",
+            role="reward",
+            workers=1,
+            cpus=0.1,
+            gpus=0,
+            start_deadline=100,
+        )
+    assert isinstance(caught.value.__cause__, HybridError)
+    assert "the process that ends what an actor has started cannot start" in str(caught.value)
+    assert "Let the node have room for more processes" in str(caught.value)
 
 
 def test_a_module_that_workers_do_not_have_is_named(tmp_path, monkeypatch):

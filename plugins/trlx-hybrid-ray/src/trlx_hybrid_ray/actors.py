@@ -393,7 +393,8 @@ class UserPool(ActorPool):
             PlacementError: the resources cannot be had.
             DeadlineError: one did not start in time; names it.
             WorkerDiedError: one died while it started.
-            WorkerError: it raised when it loaded what the user wrote; `__cause__` is that exception.
+            WorkerError: it raised when it loaded what the user wrote; `__cause__` is that exception. A `HybridError`
+                there is of what comes before: its reaper cannot start.
         """
         from ray.exceptions import GetTimeoutError, RayActorError
 

@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -57,26 +58,27 @@ class Reaper:
         owner: a number that no other process of this machine has: the value of `OWNER_VARIABLE` and `MARKED_LIMIT`.
 
     Raises:
-        OSError, subprocess.SubprocessError: it does not start.
+        HybridError: it does not start. Names the node, the reason and the way out.
     """
 
     def __init__(self, grace: float = GRACE, folder: str = "", *, segments: bool = True) -> None:
         # Not at the top: the process that cleans up needs nothing of the host.
-        from trlx_hybrid.deadline import granted
+        from trlx_hybrid.errors import HybridError
 
         self.owner = str(1 + secrets.randbits(62))
         _mark(int(self.owner))
         environment = {name: value for name, value in os.environ.items() if name != OWNER_VARIABLE}
         os.environ[OWNER_VARIABLE] = self.owner
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(os.getpid()), self.owner, str(grace), folder, str(int(segments))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
-        self._process.wait(granted(START_SECONDS))  # it forks, and only then is it no child of ours
-        if self._read(granted(START_SECONDS)) != b"ready\n":
-            raise OSError("the process that cleans up did not start")
+        try:
+            self._process = _watching(
+                [str(os.getpid()), self.owner, str(grace), folder, str(int(segments))], environment
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise HybridError(
+                f"On node {os.uname().nodename} the process that ends what an actor has started cannot start, and "
+                f"without it the actor does not: {type(error).__name__}: {error}. Let the node have room for more "
+                f"processes (`ulimit -u`, a container's limit of pids) and memory, and see that {sys.executable} runs."
+            ) from error
 
     def finish(self, seconds: float = 30.0) -> list[str]:
         """End all descendants now; returns what was left of them: processes that were killed, segments removed."""
@@ -84,13 +86,32 @@ class Reaper:
         with suppress(OSError):
             self._process.stdin.write(b"\n")  # a forked child may hold the pipe open, so that closing it is not seen
             self._process.stdin.flush()
-        told = self._read(seconds)
+        told = _line(self._process, seconds)
         return list(json.loads(told)) if told else []
 
-    def _read(self, seconds: float) -> bytes:
-        assert self._process.stdout is not None
-        ready, _, _ = select.select([self._process.stdout], [], [], seconds)
-        return self._process.stdout.readline() if ready else b""
+
+def _watching(arguments: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start `main`, and return its process once it watches.
+
+    Raises:
+        OSError, subprocess.SubprocessError: it does not start.
+    """
+    from trlx_hybrid.deadline import granted
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
+    )
+    process.wait(granted(START_SECONDS))  # it forks, and only then is it no child of ours
+    if _line(process, granted(START_SECONDS)) != b"ready\n":
+        raise OSError(f"it ended with exit code {process.returncode}, and did not say that it watches")
+    return process
+
+
+def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
+    """Return the next line that a process writes, and nothing where none comes in time."""
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], seconds)
+    return process.stdout.readline() if ready else b""
 
 
 def _mark(number: int | None) -> None:

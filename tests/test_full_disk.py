@@ -162,6 +162,13 @@ def test_the_state_of_a_loop_of_ones_own_names_its_folder(tmp_path):
     run.close()
 
 
+def test_the_state_of_a_loop_of_ones_own_is_missed_by_all_ranks(two_processes, tmp_path):
+    folder = tmp_path / "state"
+    for report in two_processes(SCRIPTS / "full_disk_loop.py", folder, timeout=120.0):
+        assert report["error"].startswith(f"HybridError: HybridEngine.save_state cannot write to {folder}: ")
+        assert report["seen"] == {"weight_version": 0, "algorithms": {}}  # whose file is there when a rank goes on
+
+
 @pytest.mark.parametrize("writer", ["the weights", "the generators"])
 def test_no_rank_waits_for_one_whose_disk_is_full(writer, two_processes, tmp_path):
     rank = 1 if writer == "the generators" else 0  # which each rank writes its own of

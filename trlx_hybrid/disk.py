@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import re
 import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -27,6 +29,24 @@ def unwritten(error: BaseException) -> bool:
     if isinstance(error, RuntimeError) and any(word in str(error) for word in OF_TORCH):
         return True
     return isinstance(error, SafetensorError) or bool(OF_RUST.search(str(error))) or _of_shards(error)
+
+
+@contextmanager
+def named(text: Callable[[Exception], str]) -> Iterator[None]:
+    """Raise the error of a file that cannot be written inside as one of ours. Other errors stay what they are.
+
+    Args:
+        text: of that error; should name what was written, and the way out.
+
+    Raises:
+        HybridError: a file cannot be written.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not unwritten(error):
+            raise
+        raise HybridError(text(error)) from error
 
 
 def free_bytes(folder: Path) -> int:

@@ -16,6 +16,7 @@ under `accelerate launch`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -244,16 +245,21 @@ class HybridEngine:
     def save_state(self, folder: str | Path) -> None:
         """Write, on rank 0, what a resume needs beside model and optimizer, which `accelerator.save_state` writes.
 
+        Collective, as that one is: when it returns, the state is written.
+
         Raises:
-            HybridError: it cannot be written there; what the folder held before stays.
+            HybridError: on every rank, it cannot be written there; what the folder held before stays.
         """
-        if self.session.ranks.rank == 0:
-            try:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-                self.session.save_state(Path(folder))
-            except OSError as error:
-                text = f"HybridEngine.save_state cannot write to {folder}: {disk.told(error, Path(folder))}"
-                raise HybridError(f"{text} Make room there, or name another folder.") from error
+        self.session.ranks.by_first(functools.partial(self._save_state, Path(folder)))
+
+    def _save_state(self, folder: Path) -> None:
+        def text(error: Exception) -> str:
+            told = disk.told(error, folder)
+            return f"HybridEngine.save_state cannot write to {folder}: {told} Make room there, or name another folder."
+
+        with disk.named(text):
+            folder.mkdir(parents=True, exist_ok=True)
+            self.session.save_state(folder)
 
     def load_state(self, folder: str | Path) -> None:
         """Take up what `save_state` wrote, after the model was loaded. On every rank."""

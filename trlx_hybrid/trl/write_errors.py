@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import RESUME_VARIABLE
-from ..disk import told, unwritten
+from ..disk import named, told, unwritten
 from ..errors import ConfigError, HybridError
 from . import restart
 
@@ -48,12 +48,8 @@ class WriteErrors:
         Raises:
             HybridError: the part cannot be written.
         """
-        try:
+        with named(lambda error: _text(error, checkpoint)):
             yield
-        except Exception as error:
-            if not unwritten(error):
-                raise
-            raise HybridError(_text(error, checkpoint)) from error
 
     def tell(self, ranks: Ranks, checkpoint: Path) -> None:
         """Meet the other ranks, and raise what could not be written on one of them. Collective.

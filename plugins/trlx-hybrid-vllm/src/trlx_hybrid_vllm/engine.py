@@ -459,6 +459,20 @@ def _forget_graphs(llm: Any) -> None:
             manager.graphs.clear()  # those of whole steps
 
 
+def _forget_hooks(llm: Any) -> None:
+    """Take back the hooks by which a model watches what Dynamo compiles.
+
+    vLLM 0.31 registers a method of the model for each decorated class that it derives from, and takes back the last one
+    only. The others would keep the model, its weights among it, to the end of the process.
+    """
+    from torch._dynamo.convert_frame import _bytecode_hooks as hooks
+
+    modules = set(internals.model_of(llm).modules())
+    for number, hook in list(hooks.items()):
+        if getattr(hook, "__self__", None) in modules:
+            del hooks[number]
+
+
 def _forget_traced_weights() -> None:
     """Drop the weights that a model was traced with.
 
@@ -488,6 +502,7 @@ def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False, heap
     core = llm.llm_engine.engine_core.engine_core
     _make_freeable()
     _forget_graphs(llm)
+    _forget_hooks(llm)
     core.structured_output_manager.clear_backend()
     with internals.frozen_heap(heap_kept):
         core.model_executor.shutdown()  # unfreezes the heap: engine and trainer could not be collected

@@ -5,6 +5,8 @@ import atexit
 import gc
 import json
 import sys
+import weakref
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,12 +16,13 @@ from trlx_hybrid import HybridEngine
 from trlx_hybrid.errors import ComponentError
 from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 from trlx_hybrid_vllm import engine as module
+from trlx_hybrid_vllm import internals
 
 REPORT, KEPT = {}, []
 
 
-def start():
-    options = {"max_model_len": 64, "max_num_seqs": 4}
+def start(**given):
+    options = {"max_model_len": 64, "max_num_seqs": 4} | given
     loop = HybridEngine(tiny_model(), character_tokenizer(), max_tokens=4, engine_options=options)
     with loop.rollout_context():
         loop.generate([[5, 6, 7]])
@@ -29,22 +32,49 @@ def start():
 def frozen_by(engine_of_a_user_who):
     if engine_of_a_user_who == "freezes":
         gc.freeze()
-    traced = compiled()
-    loop = start()
+    traced = traced_by_torch_2_11()
+    with compiled_on_a_cpu():
+        loop = start(enforce_eager=False)
     counts = [gc.get_freeze_count()]
+    weights = [weakref.ref(weight) for weight in internals.model_of(loop.session.engine.llm).parameters()]
     loop.close()
-    REPORT.setdefault("weights kept", []).append(len(traced.example_inputs))
+    gc.collect()  # as is done on a GPU
+    kept = sum(weight() is not None for weight in weights) + len(traced.example_inputs)
+    REPORT.setdefault("weights kept", []).append(kept)
+    REPORT.setdefault("compiled", []).append(len(weights))
     return [*counts, gc.get_freeze_count()]
 
 
-def compiled():
-    """What torch.compile leaves behind of an engine as it starts: on a CPU vLLM compiles nothing."""
-    from vllm.compilation.caching import (
-        VllmSerializableFunction,
-    )  # only now: an engine sets what vLLM reads as it loads
+def traced_by_torch_2_11():
+    """Return what torch 2.11 keeps as a global of the model's module; later versions do not."""
+    from vllm.compilation.caching import VllmSerializableFunction  # only now: see below
 
     traced = torch.fx.symbolic_trace(torch.nn.Identity())
     return VllmSerializableFunction(traced, [torch.nn.Parameter(torch.ones(2))], "", torch.nn.Identity())
+
+
+@contextmanager
+def compiled_on_a_cpu():
+    """Have vLLM compile a model as it does on a GPU, which its platform for CPUs replaces by a mode of fewer parts."""
+    from vllm.compilation.passes.utility.fix_functionalization import FixFunctionalizationPass  # only now: an engine
+    from vllm.config import CompilationMode, CUDAGraphMode, PassConfig  # sets what vLLM reads as it loads
+    from vllm.platforms.cpu import CpuPlatform
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    check = CpuPlatform.check_and_update_config
+
+    def compiles(platform, config):
+        check(config)
+        chosen = config.compilation_config
+        chosen.mode, chosen.backend, chosen.compile_sizes = CompilationMode.VLLM_COMPILE, "inductor", []
+        chosen.cudagraph_mode, chosen.pass_config = CUDAGraphMode.NONE, PassConfig()
+
+    with (
+        patch.object(CpuPlatform, "check_and_update_config", classmethod(compiles)),
+        patch.object(CPUModelRunner, "warming_up_model", lambda runner: runner._dummy_run(16)),
+        patch.object(FixFunctionalizationPass, "__call__", lambda fixes, graph: None),  # names operators of a GPU
+    ):
+        yield
 
 
 def last(out):

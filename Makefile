@@ -125,6 +125,7 @@ test-adapters: .venv-openenv/run .venv-verifiers/run .venv/dev
 lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.first_words trlx_hybrid plugins/*/src benchmarks examples
 
 types: .venv/dev
 	$(BIN)/mypy

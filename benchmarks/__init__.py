@@ -1,4 +1,4 @@
-"""Benchmarks: each runs its arms alternating in one run and leaves a result that `benchmarks check` can hold to goals.
+"""Benchmarks: each alternates its arms in one run and writes a result that `benchmarks check` compares with goals.
 
 `python -m benchmarks.NAME` runs one and writes `benchmarks/results/NAME-DEVICE.json`; `python -m benchmarks` lists
 them; `python -m benchmarks check [NAME ...]` compares the committed results with `goals.toml`.
@@ -20,4 +20,4 @@ BENCHMARKS = (
     "reshard_plan",
     "ray_dispatch",
 )
-"""Modules of this package with a `main`, in the order they are listed."""
+"""The modules of this package with a `main`, in the order in which they are listed."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks` lists the benchmarks, `python -m benchmarks check [NAME ...]` holds results to the goals."""
+"""The command `python -m benchmarks`: lists the benchmarks; `check [NAME ...]` compares results with the goals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from .result import RESULTS
 
 
 def main(argv: Sequence[str] | None = None, *, goals: Path = GOALS, results: Path = RESULTS) -> int:
-    """The exit status: 0, or 1 when a goal is missed or a result is too old; an unknown name leaves with 2."""
+    """Run the command and return the exit status: 0, or 1 if a goal is missed or a result is too old.
+
+    An unknown name exits with 2.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
         description="List the benchmarks, or check their committed results.",
@@ -44,7 +47,7 @@ def list_benchmarks() -> None:
 
 
 def check(names: Sequence[str], goals: Path, results: Path) -> int:
-    """Print each missed goal, and each result whose code is newer; 1 if there is one, else 0."""
+    """Print each missed goal, and each result whose code is newer; return 1 if there is one, else 0."""
     wanted = [goal for goal in load(goals) if module_of(goal.benchmark) in names]
     missed = [miss for goal in wanted for miss in misses(goal, results)]
     old = list(stale(dict.fromkeys(goal.benchmark for goal in wanted), measured_code(goals), results))

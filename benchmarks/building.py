@@ -1,4 +1,4 @@
-"""How a contestant's process, model and engine are set up."""
+"""Functions that set up a contestant's process, model and engine."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ GPU_SHARE = 0.3  # of each engine: TRL's default
 
 
 def prepare_process(folder: str) -> None:
-    """Before vLLM is imported. Two processes that compile the same model at once must not share a cache folder; one of
-    the same name that comes later finds what was compiled."""
+    """Set the environment variables of a contestant's process; call it before vLLM is imported.
+
+    Two processes that compile the same model at once must not share a cache folder; a later process of the same name
+    finds what was compiled.
+    """
     import torch
     from trlx_hybrid.testing.processes import free_port
 
     os.environ["VLLM_CACHE_ROOT"] = str(Path(folder) / f"vllm-cache-{multiprocessing.current_process().name}")
-    os.environ["MASTER_PORT"] = str(free_port())  # TRL would take 29500, as would any other job on this machine
+    os.environ["MASTER_PORT"] = str(free_port())  # TRL would use 29500, as other jobs on this machine may
     if not torch.cuda.is_available():
-        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # compiles for 14 s at the first call, for nothing
+        os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # it compiles for 14 s at the first call, without use
 
 
 def load(folder: str, variant: Variant) -> tuple[Any, Any]:
-    """The trainer's model, as a script loads it, and its tokenizer. Adapters are drawn alike in every process."""
+    """Load the trainer's model, as a script does, and its tokenizer. Every process initializes adapters alike."""
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -43,17 +46,17 @@ def load(folder: str, variant: Variant) -> tuple[Any, Any]:
 
 
 def adapter(variant: Variant) -> Any:
-    """PEFT's configuration, as in TRL's examples."""
+    """Return PEFT's configuration, as in TRL's examples."""
     from peft import LoraConfig
 
     return LoraConfig(r=variant.lora_rank, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
 def stock_engine(scale: Scale, variant: Variant) -> AbstractContextManager[Any]:
-    """Inside, TRL builds its engine with arguments that VLLMGeneration has no way to pass on.
+    """Return a context in which TRL builds its engine with arguments that VLLMGeneration has no way to pass on.
 
-    The cache size is given to both arms; on a CPU stock TRL further needs fp32, unless told otherwise, weights that
-    are not prepacked and a worker that can sleep, which our engine chooses there by itself.
+    The cache size is given to both arms. On a CPU stock TRL further needs fp32, unless another dtype is given, weights
+    that are not prepacked and a worker that can sleep; our engine chooses these by itself there.
     """
     import torch
     import vllm
@@ -75,7 +78,7 @@ def stock_engine(scale: Scale, variant: Variant) -> AbstractContextManager[Any]:
 
 
 def engine_options(scale: Scale, variant: Variant) -> dict[str, Any]:
-    """`HybridConfig.engine_options`: what `stock_engine` gives to TRL's."""
+    """Return `HybridConfig.engine_options` with the settings that `stock_engine` gives to TRL's engine."""
     options: dict[str, Any] = {"kv_cache_memory_bytes": scale.kv_cache_bytes, "max_num_seqs": scale.max_num_seqs}
     if variant.engine_dtype is not None:
         options["dtype"] = variant.engine_dtype

@@ -1,11 +1,11 @@
-"""What fits on one GPU: KV-cache tokens at an equal memory peak, and the largest LoRA model that trains.
+"""KV-cache tokens that fit on one GPU at an equal memory peak, and the largest LoRA model that trains.
 
 `--kv`: TRL's colocate and a hybrid trainer, each with sleep mode on, hold a 7B policy and the engine they sample from;
 how many tokens does the KV cache hold when the GPU's memory peaks at the same number of bytes?
 
 `--train SIZE`: GRPO steps of rank-16 LoRA on all linear layers at a context of 4096 tokens, half of them prompt. The
-second step is the first that has an optimizer state beside its activations. Each trainer has a process of its own, for
-a run that ends out of memory is an answer too. What is known is written after each.
+second step is the first that has an optimizer state beside its activations. Each trainer has a process of its own,
+because running out of memory is an answer, too. The result file is written after each trainer.
 """
 
 from __future__ import annotations
@@ -48,19 +48,19 @@ LAST_LINES = 12  # of a child that failed
 def attempt(
     kind: str, size: str, share: float | None, steps: int, folder: str, seconds: float, eager: bool = False
 ) -> dict[str, Any]:
-    """One trainer in a process of its own; its answer, or how it ended. Its progress is passed on as it comes."""
+    """Run one trainer in a process of its own; return its answer, or how it ended. Prints its progress as it comes."""
     arguments = {"kind": kind, "size": size, "share": share, "steps": steps, "folder": folder, "eager": eager}
     process = subprocess.Popen(
         [sys.executable, "-m", "benchmarks.capacity_run", json.dumps(arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        start_new_session=True,  # so that no helper of it outlives it and keeps the pipe open
+        start_new_session=True,  # so that none of its helpers outlives it and keeps the pipe open
     )
     expired = threading.Event()
 
     def end_all() -> None:
-        with suppress(ProcessLookupError):  # nobody of its session is left
+        with suppress(ProcessLookupError):  # no process of its session is left
             os.killpg(process.pid, signal.SIGKILL)
 
     def expire() -> None:
@@ -93,7 +93,7 @@ def attempt(
 
 
 def kv_tokens(size: str, shares: Sequence[float], folder: str, seconds: float, eager: bool) -> Iterator[Result]:
-    """TRL at each share of the GPU, and ours at the same peak."""
+    """Yield the result so far, after TRL at each share of the GPU, and after ours at the same peak."""
     runs: dict[str, dict[str, Any]] = {}
     metrics: dict[str, float] = {}
     for share in shares:
@@ -113,7 +113,7 @@ def kv_tokens(size: str, shares: Sequence[float], folder: str, seconds: float, e
 def training(
     sizes: Sequence[str], kinds: Sequence[str], steps: int, folder: str, seconds: float, eager: bool
 ) -> Iterator[Result]:
-    """Which of the sizes each trainer trains."""
+    """Yield the result so far, after each trainer with each of the sizes."""
     runs: dict[str, dict[str, Any]] = {}
     for size in sizes:
         for kind in kinds:
@@ -126,7 +126,10 @@ def training(
 
 @cache
 def device() -> str:
-    """As in `result`, asked in another process: this one is to hold nothing of the GPU while others are measured."""
+    """Return the name of the accelerator, as `result` does.
+
+    It is asked in another process, because this one must hold nothing of the GPU while others are measured.
+    """
     program = "from benchmarks.result import accelerator; print(accelerator())"
     return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
 

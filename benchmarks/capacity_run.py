@@ -1,10 +1,10 @@
-"""One trainer with a model and an engine, which says in one line of JSON what it held: `benchmarks.capacity`'s child.
+"""One trainer with a model and an engine, run as a child of `benchmarks.capacity`; it prints its memory as JSON.
 
     python -m benchmarks.capacity_run '{"kind": "trl", "size": "7b", "share": 0.35, "steps": 0, "folder": "/tmp/x"}'
 
-`kind` is "trl" or "hybrid"; `share` is TRL's share of the GPU, or for "hybrid" the peak in bytes that is not to be
-exceeded, and null leaves the choice to the trainer; `steps` are optimizer steps, 0 rolls out once; `folder` is for
-what TRL's engine reads; `eager` builds our engine without CUDA graphs. Where it stands goes to standard error.
+`kind` is "trl" or "hybrid"; `share` is TRL's share of the GPU, or for "hybrid" the peak in bytes that it must not
+exceed, and null leaves the choice to the trainer; `steps` are optimizer steps, 0 makes one rollout; `folder` is for the
+files that TRL's engine reads; `eager` builds our engine without CUDA graphs. Progress goes to standard error.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .scale import Scale, Variant
 
 GIB = 1 << 30
 SAMPLED_TOKENS = 16  # of a rollout that only fills the caches
-INTERVAL = 0.005  # seconds between two looks at the GPU's memory
+INTERVAL = 0.005  # seconds between two readings of the GPU's memory
 
 
 class Watch:
-    """The clock, and the most of the GPU's memory that was in use by anyone.
+    """A clock, with the peak of the GPU's memory that all processes used.
 
     Attributes:
-        peak: bytes; looked at when a stage is reached, and all the time once the engine is built.
+        peak: bytes; measured when a stage is reached, and continuously once the engine is built.
         stages: what was reached, after how many seconds, and the peak since the stage before.
     """
 
@@ -46,7 +46,10 @@ class Watch:
         self._recent = 0
 
     def keep_looking(self) -> None:
-        """From now on. Not before the engine is built: a call from another thread may spoil the capture of a graph."""
+        """Measure continuously from now on.
+
+        Not before the engine is built: a call from another thread may spoil the capture of a CUDA graph.
+        """
         threading.Thread(target=self._keep_looking, daemon=True).start()
 
     def _keep_looking(self) -> None:
@@ -63,7 +66,7 @@ class Watch:
             self.peak = max(self.peak, self._recent)
 
     def reached(self, stage: str) -> None:
-        """Say it where the parent reads it."""
+        """Record a stage, and print it where the parent reads it."""
         self._look()
         recent, self._recent = self._recent, 0
         self.stages.append(f"{time.perf_counter() - self._started:.1f} s: {stage}, at most {recent / GIB:.2f} GiB")
@@ -71,7 +74,7 @@ class Watch:
 
 
 def random_model(size: str) -> Any:
-    """Random weights, drawn on the device: in bf16 on a GPU, in fp32 on a CPU."""
+    """Return a model with random weights, drawn on the device: in bf16 on a GPU, in fp32 on a CPU."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -83,10 +86,10 @@ def random_model(size: str) -> Any:
 
 
 def write_zeros(file: Path, tensors: Mapping[str, Any]) -> None:
-    """A safetensors file of zeros that takes no room on the disk, whatever its length.
+    """Write a safetensors file of zeros that takes no room on the disk, whatever its length.
 
-    TRL's engine insists on loading a checkpoint. TRL discards what was loaded (`sleep(level=2)`) and syncs before it
-    samples, so neither what is in it nor the minutes that writing it would take belong to what is measured.
+    TRL's engine must load a checkpoint. TRL discards what was loaded (`sleep(level=2)`) and syncs before it samples, so
+    neither its content nor the minutes of writing it belong to what is measured.
     """
     import torch
 
@@ -104,7 +107,7 @@ def write_zeros(file: Path, tensors: Mapping[str, Any]) -> None:
 
 
 def write_folder(folder: Path, model: Any, words: Any) -> None:
-    """What TRL's engine is to load, named in the model."""
+    """Write the folder that TRL's engine loads, and set its path in the model."""
     folder.mkdir(exist_ok=True)
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(folder)
@@ -114,7 +117,7 @@ def write_folder(folder: Path, model: Any, words: Any) -> None:
 
 
 def engine_share(model: Any, peak: float) -> float:
-    """Of the GPU, for an engine whose weights are the policy's: all of the peak but what the trainer holds beside."""
+    """Return the share of the GPU for an engine that shares the policy's weights: the peak minus what else is held."""
     import torch
 
     torch.cuda.empty_cache()
@@ -126,7 +129,7 @@ def engine_share(model: Any, peak: float) -> float:
 
 
 def trl_engine(size: str) -> AbstractContextManager[Any]:
-    """On a GPU TRL builds its engine as it does for anyone. On a CPU it could not, see `stock_engine`."""
+    """Return a context for TRL's engine: none on a GPU, where TRL builds it as usual; `stock_engine` on a CPU."""
     import torch
 
     if torch.cuda.is_available():
@@ -142,7 +145,7 @@ def trl_engine(size: str) -> AbstractContextManager[Any]:
 
 
 def build(kind: str, size: str, share: float | None, steps: int, folder: str, eager: bool, watch: Watch) -> Any:
-    """The trainer; TRL's has its engine already."""
+    """Build the trainer; TRL's has its engine already."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -209,7 +212,7 @@ def build(kind: str, size: str, share: float | None, steps: int, folder: str, ea
 
 
 def train(trainer: Any, watch: Watch) -> None:
-    """All steps. What this adds is called after the hybrid trainer's own callback, which builds the engine."""
+    """Train all steps. Its callback is called after the hybrid trainer's own callback, which builds the engine."""
     from transformers import TrainerCallback
 
     class Saying(TrainerCallback):  # type: ignore[misc]
@@ -225,7 +228,7 @@ def train(trainer: Any, watch: Watch) -> None:
 
 
 def roll_out(trainer: Any, kind: str, watch: Watch) -> None:
-    """Once, with fresh weights."""
+    """Make one rollout, with fresh weights."""
     prompts = [[5, 6, 7]] * SEQUENCES
     if kind == "hybrid":
         trainer.session.open()
@@ -241,7 +244,7 @@ def roll_out(trainer: Any, kind: str, watch: Watch) -> None:
 
 
 def run(kind: str, size: str, share: float | None, steps: int, folder: str, eager: bool = False) -> dict[str, Any]:
-    """Build, then roll out once or train; what was held."""
+    """Build the trainer, then roll out once or train; return its cache, memory peak and times."""
     watch = Watch()
     prepare_process(folder)
     trainer = build(kind, size, share, steps, folder, eager, watch)
@@ -265,7 +268,7 @@ def run(kind: str, size: str, share: float | None, steps: int, folder: str, eage
 
 
 def main(arguments: str) -> int:
-    """Answer; the exit code."""
+    """Print the answer, and return the exit status."""
     try:
         print(f"\n{ANSWER}{json.dumps(run(**json.loads(arguments)))}", flush=True)
     except Exception:
@@ -275,4 +278,4 @@ def main(arguments: str) -> int:
 
 
 if __name__ == "__main__":
-    os._exit(main(sys.argv[1]))  # at once: an engine's destructors are not what was asked about, and may hang
+    os._exit(main(sys.argv[1]))  # at once: an engine's destructors are not measured, and may hang

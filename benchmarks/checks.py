@@ -1,9 +1,9 @@
 """Seconds that the checks of a GRPO step take, beside the whole step.
 
-Each check is timed where it runs, from an idle device to an idle device, in steps of the hybrid trainer that are those
-of the benchmark `step`. `fingerprint` reads all weights, `sample` compares some of the tensors that a sync moved, and
-`batch` compares the engine's log-probs with the trainer's. The first step, which also proves all tensors and scores a
-probe, stands apart as `first`.
+Each check is timed where it runs, from an idle device to an idle device, in the hybrid trainer's steps of the benchmark
+`step`. `fingerprint` reads all weights, `sample` compares some of the tensors that a sync moved, and `batch` compares
+the engine's log-probs with the trainer's. The first step also proves all tensors and scores a probe; it is reported
+apart, as `first`.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .stepping import Stepper
 from .worker import Worker, wait_until_built
 
 CHECKS = {"_taken": "fingerprint", "_check_bits": "sample", "_check_log_probs": "probe", "check_batch": "batch"}
-"""Methods of `WeightVersions`, and what each is called here."""
+"""The timed methods of `WeightVersions`, and their names in this benchmark."""
 
 
 class CheckedStepper(Stepper):
-    """A trainer of ours that notes the seconds of each check as a span."""
+    """A trainer of ours that records the seconds of each check as a span."""
 
     def __init__(self, folder: str, scale: Scale, variant: Variant, steps: int) -> None:
         super().__init__("hybrid", folder, scale, variant, BATCH, steps)
@@ -42,17 +42,17 @@ class CheckedStepper(Stepper):
             setattr(versions, method, self._timed_whole(getattr(versions, method), name))
 
     def _timed_whole(self, function: Any, name: str) -> Any:
-        """The function with arguments by name, too, whose seconds are added up as a span."""
+        """Return the function with keyword arguments, its seconds added up as a span."""
         return lambda *arguments, **named: self._timed(functools.partial(function, **named), name)(*arguments)
 
 
 def seconds_of_checks(spans: dict[str, float]) -> float:
-    """All checks of a step, in seconds."""
+    """Return the seconds of all checks of a step."""
     return sum(spans.get(name, 0.0) for name in CHECKS.values())
 
 
 def run(folder: Path, model: str, kind: str, lengths: str, warmup: int, measured: int) -> Result:
-    """One kind of training with one distribution of lengths."""
+    """Measure one kind of training with one distribution of lengths."""
     case = kind if lengths == "fixed" else f"{kind}-{lengths}"
     scale = dataclasses.replace(SCALES[model], cases=(LENGTHS[model][lengths],))
     if not (folder / "config.json").exists():

@@ -1,4 +1,4 @@
-"""The two sides of the rollout benchmark: a trainer's generation over one model, TRL's own and ours."""
+"""The contestants of the rollout benchmark: a trainer's generation over one model, TRL's own and ours."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ PROFILED_TOKENS = 96
 
 
 class Contestant(ABC):
-    """A trainer's generation over the model in `folder`. Subclasses build `generation` and change how it samples.
+    """A trainer's generation over the model in `folder`. Subclasses build `generation` and implement how it samples.
 
     Attributes:
-        generation: what GRPO calls: `generate(prompts, images, num_generations, profiler)`.
+        generation: the object that GRPO calls: `generate(prompts, images, num_generations, profiler)`.
     """
 
     generation: Any
@@ -33,7 +33,7 @@ class Contestant(ABC):
     def __init__(self, folder: str, scale: Scale, variant: Variant | None = None) -> None:
         prepare_process(folder)
         self._scale, self._variant = scale, variant or Variant()
-        self._lengths: list[int] | None = None  # of the batch that is sampled next; None as the sampling says
+        self._lengths: list[int] | None = None  # of the next batch; None leaves them to the sampling
         self.build(*load(folder, self._variant), scale)
 
     @abstractmethod
@@ -42,18 +42,18 @@ class Contestant(ABC):
 
     @abstractmethod
     def set_sampling(self, max_tokens: int, top_k: int) -> None:
-        """Sample `max_tokens` from the `top_k` most probable tokens, 0 for all."""
+        """Set the sampling: `max_tokens` from the `top_k` most probable tokens, 0 for all."""
 
     def phase(self) -> AbstractContextManager[None]:
-        """Around one batch: what the trainer does before and after generating, left out of the time."""
+        """Return a context around one batch, for what the trainer does before and after generating; it is not timed."""
         return nullcontext()
 
     def repeat(self, lengths: Lengths, turn: int) -> Timed:
-        """One repetition; its result is the length of each completion."""
+        """Time one repetition; its result is the length of each completion."""
         return self._timed(self._generate, lengths, turn, f"{lengths.name}-{turn}")
 
     def profiled(self, lengths: Lengths, file: str) -> None:
-        """Some tokens of as many rows, recorded; they take longer than others."""
+        """Record some tokens of as many rows with the profiler, which slows them down."""
         few = replace(lengths, longest=min(PROFILED_TOKENS, lengths.longest), median=None)
         profile = Profile(Path(file))
         profile.start()
@@ -61,7 +61,7 @@ class Contestant(ABC):
         profile.stop()
 
     def greedy(self) -> list[list[int]]:
-        """Completions that depend on nothing but the model."""
+        """Return completions that depend only on the model."""
         self.set_sampling(GREEDY_TOKENS, top_k=1)
         self._lengths = None
         with self.phase():
@@ -84,7 +84,7 @@ class Contestant(ABC):
         return Timed(seconds, found)
 
     def _generate(self, prompts: list[list[int]]) -> list[list[int]]:
-        """As in GRPOTrainer._generate_single_turn; the log-probs come along and are thrown away."""
+        """Generate as GRPOTrainer._generate_single_turn does; the log-probs are computed and thrown away."""
         _, completions, logprobs, _ = self.generation.generate(
             prompts=prompts, images=None, num_generations=GROUP, profiler=None
         )
@@ -98,10 +98,10 @@ class Contestant(ABC):
 
 
 class StockTRL(Contestant):
-    """TRL's VLLMGeneration, built with what GRPOTrainer builds it with."""
+    """A contestant with TRL's VLLMGeneration, built with the arguments that GRPOTrainer passes."""
 
     def build(self, model: Any, tokenizer: Any, scale: Scale) -> None:
-        """The engine, which loads the folder, and the sync that GRPO does before its first rollout."""
+        """Build the engine, which loads the folder, and make the sync that GRPO makes before its first rollout."""
         import torch
         from accelerate import Accelerator
         from trl.generation import vllm_generation
@@ -126,15 +126,15 @@ class StockTRL(Contestant):
         prescribe_stock(self.generation.llm, lambda: self._lengths)
 
     def set_sampling(self, max_tokens: int, top_k: int) -> None:
-        """VLLMGeneration reads both at each call."""
+        """Set the attributes that VLLMGeneration reads at each call."""
         self.generation.max_completion_length, self.generation.top_k = max_tokens, top_k
 
 
 class Hybrid(Contestant):
-    """What a hybrid GRPOTrainer puts in the place of VLLMGeneration."""
+    """A contestant with the object that a hybrid GRPOTrainer uses in place of VLLMGeneration."""
 
     def build(self, model: Any, tokenizer: Any, scale: Scale) -> None:
-        """The trainer, and its engine with one empty rollout phase, which also syncs."""
+        """Build the trainer, and its engine by one empty rollout phase, which also syncs."""
         import torch
         from datasets import Dataset
         from trl import GRPOConfig
@@ -162,7 +162,7 @@ class Hybrid(Contestant):
                 engine="vllm",
                 engine_options=engine_options(scale, self._variant),
                 weights=self._variant.weights,
-                verify_every=0,  # the first sync is proved in full, so that a timed one never is by chance
+                verify_every=0,  # only the first sync is proved in full, never a timed one
                 **self._variant.hybrid,
             ),
         )
@@ -172,17 +172,20 @@ class Hybrid(Contestant):
             pass
 
     def phase(self) -> AbstractContextManager[None]:
-        """Wakes, syncs and sleeps as in training; nothing to do for an engine that stays awake with fresh weights."""
+        """Return the rollout phase of training, which wakes, syncs and sleeps.
+
+        There is nothing to do for an engine that stays awake with fresh weights.
+        """
         return self._trainer.session.rollout_phase(True)  # type: ignore[no-any-return]
 
     def set_sampling(self, max_tokens: int, top_k: int) -> None:
-        """A run samples in one way; a benchmark changes it under the session."""
+        """Replace the sampling of the session, which a run never changes."""
         sampler = self._trainer.session.sampler
         sampler.sampling = replace(sampler.sampling, max_tokens=max_tokens, top_k=top_k)
 
     def repeat_seedless(self, lengths: Lengths, turn: int) -> Timed:
-        """As `repeat`, with the same engine and parameters but no seed on any request."""
-        other_prompts = f"{lengths.name}-{-1 - turn}"  # this engine's prefix cache knows those of `turn` already
+        """Time a repetition as `repeat` does, with the same engine and parameters but no seed on any request."""
+        other_prompts = f"{lengths.name}-{-1 - turn}"  # the engine's prefix cache already has the prompts of `turn`
         return self._timed(self._generate_seedless, lengths, turn, other_prompts)
 
     def _generate_seedless(self, prompts: list[list[int]]) -> list[list[int]]:

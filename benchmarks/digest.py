@@ -1,4 +1,4 @@
-"""One number for all weights of an engine, made on its device: equal numbers, equal bits in equal places."""
+"""A hash of all weights of an engine, computed on its device: equal numbers mean equal bits in equal places."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ if TYPE_CHECKING:
 
 
 def digest(named: Iterable[tuple[str, Tensor]]) -> int:
-    """A hash of the tensors' bits, shapes left out: independent of their order, dependent on their names and on where
-    in a tensor each value lies. Waits for the device once."""
+    """Return a hash of the tensors' bits and names.
+
+    It does not depend on the tensors' order or shapes, but on their names and on where in a tensor each value lies.
+    Waits for the device once.
+    """
     from trlx_hybrid_vllm.server.worker import digest as of_one
 
     total = None

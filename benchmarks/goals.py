@@ -1,4 +1,4 @@
-"""The goals, which of them the results miss, and which results are older than the code that they measured."""
+"""The goals, the results that miss them, and the results that are older than the code they measured."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ class Goal:
     """A bound that a metric must keep.
 
     Attributes:
-        benchmark, metric: whose result, and which of its metrics.
-        device: shell pattern of the devices it holds on.
-        at_least, at_most: the bound; exactly one of them.
+        benchmark: the benchmark whose results are checked.
+        metric: name of the metric in the result.
+        device: shell pattern of the devices that the goal applies to.
+        at_least, at_most: the bound; exactly one of them is given.
     """
 
     benchmark: str
@@ -42,21 +43,21 @@ class Goal:
 
     @property
     def bound(self) -> str:
-        """In words."""
+        """The bound in words."""
         return f"at least {self.at_least:g}" if self.at_least is not None else f"at most {self.at_most:g}"
 
     def met_by(self, value: float) -> bool:
-        """NaN meets nothing."""
+        """Return whether a value meets the goal; NaN does not."""
         return (self.at_least is None or value >= self.at_least) and (self.at_most is None or value <= self.at_most)
 
 
 def load(file: Path = GOALS) -> list[Goal]:
-    """The goals of a file, in its order."""
+    """Return the goals of a file, in its order."""
     return [build(Goal, table, file.name) for table in tomllib.loads(file.read_text())["goal"]]
 
 
 def misses(goal: Goal, results: Path = RESULTS) -> Iterator[str]:
-    """One line for each result in the folder `results` that misses the goal, or one saying that none was measured."""
+    """Yield a line for each result in the folder `results` that misses the goal, or one line if there is no result."""
     measured = list(_results(goal.benchmark, goal.device, results))
     if not measured:
         yield f"{goal.benchmark} on {goal.device}: {goal.metric} not measured, goal {goal.bound}"
@@ -68,21 +69,23 @@ def misses(goal: Goal, results: Path = RESULTS) -> Iterator[str]:
 
 
 def measured_code(file: Path = GOALS) -> dict[str, list[str]]:
-    """What each module measures: files and folders, from the root of the repository."""
+    """Return the files and folders that each benchmark measures, as paths from the root of the repository."""
     found: dict[str, list[str]] = tomllib.loads(file.read_text()).get("code", {})
     return found
 
 
 def module_of(benchmark: str) -> str:
-    """The module that writes results of this name: `capacity` writes `capacity_kv`."""
+    """Return the module that writes results of this name: `capacity` writes `capacity_kv`."""
     return max((name for name in BENCHMARKS if f"{benchmark}_".startswith(f"{name}_")), key=len, default=benchmark)
 
 
 def stale(
     benchmarks: Iterable[str], code: Mapping[str, Sequence[str]], results: Path = RESULTS, root: Path = ROOT
 ) -> Iterator[str]:
-    """One line for each result in the folder `results` whose code a commit has changed since it was measured; where its
-    cases were measured at different commits, one for each of these."""
+    """Yield a line for each result in the folder `results` whose code a commit has changed since it was measured.
+
+    Where its cases were measured at different commits, each of these commits has its own line.
+    """
     for benchmark in benchmarks:
         paths = code.get(module_of(benchmark), ())
         for result in _results(benchmark, "*", results) if paths else ():

@@ -1,4 +1,4 @@
-"""How a comparison is run: all arms in one run, taking turns, so that a machine that drifts drifts for all of them."""
+"""The harness of comparisons: all arms take turns in one run, so that a machine's drift affects all of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class UnequalResultsError(Exception):
-    """Two arms that are timed against each other do not compute the same."""
+    """Raised where two arms that are timed against each other do not compute the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,9 @@ class Arm:
     """One of the things compared.
 
     Attributes:
-        name: as in the table.
-        run: one repetition. It is given the round's number to draw its random data from, the same for all arms. What
-            it returns must be equal in all arms of a round, None excepted; it may time itself and return a Timed.
+        name: name in the table.
+        run: runs one repetition. It is given the round's number to draw its random data from, the same for all arms.
+            Its results must be equal in all arms of a round, except None; it may time itself and return a Timed.
     """
 
     name: str
@@ -29,10 +29,10 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What an arm returns that knows better than the harness where its clock starts and stops.
+    """The result of an arm that times itself, because it knows when to start and stop its clock.
 
     Attributes:
-        seconds: what the repetition took.
+        seconds: seconds of the repetition.
         result: compared with the other arms', see `Arm.run`.
     """
 
@@ -42,7 +42,7 @@ class Timed:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Every repetition of one arm, in order, in seconds. `case` tells apart the sizes one benchmark runs at."""
+    """The seconds of every repetition of one arm, in order. `case` names one of a benchmark's sizes."""
 
     arm: str
     seconds: tuple[float, ...]
@@ -50,7 +50,7 @@ class Measurement:
 
     @property
     def median(self) -> float:
-        """In seconds: what ratios and metrics are made of, since one slow round must not decide."""
+        """The median in seconds. Ratios and metrics are made of it, since one slow round must not decide."""
         return statistics.median(self.seconds)
 
 
@@ -63,7 +63,7 @@ def synchronise() -> None:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """What `work` takes, from an idle device to an idle device."""
+    """Return the seconds of `work`, from an idle device to an idle device."""
     synchronise()
     started = time.perf_counter()
     work()
@@ -79,13 +79,17 @@ def alternate(
     case: str = "",
     synchronise: Callable[[], None] = lambda: None,
 ) -> list[Measurement]:
-    """Run `warmup` and then `repetitions` rounds; in each round every arm once, in order.
+    """Run `warmup` and then `repetitions` rounds; each round runs every arm once, in order.
 
     Args:
+        arms: the arms.
+        warmup: rounds that are not measured.
+        repetitions: rounds that are measured.
+        case: name of the case in the measurements.
         synchronise: waits until the device is idle; called before the clock is read.
 
     Returns:
-        One measurement per arm, warm-up left out.
+        One measurement per arm, without the warm-up.
 
     Raises:
         UnequalResultsError: in some round, warm-up included, two arms returned different results.
@@ -112,7 +116,7 @@ def _run(arm: Arm, turn: int, synchronise: Callable[[], None]) -> Timed:
 
 
 def check_equal(results: Mapping[str, Any], turn: int) -> None:
-    """Of one round; None is equal to all.
+    """Raise UnequalResultsError unless the results of one round are equal; None is equal to all.
 
     Raises:
         UnequalResultsError: names two arms that differ.

@@ -1,4 +1,4 @@
-"""What the plugin host costs per GRPO step, with 0, 10 and 100 plugins that implement every hook of a step."""
+"""Milliseconds of the plugin host per GRPO step, with 0, 10 and 100 plugins that implement every hook of a step."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ TRAJECTORIES = 64
 
 
 class _Observer:
-    """A plugin with every hook of a step, each doing next to nothing: what remains is the host's own cost.
+    """A plugin with every hook of a step, each doing next to nothing, so that the host's own cost remains.
 
     Attributes:
-        steps: how many it saw.
+        steps: number of steps that it saw.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class _Observer:
 
 
 def step(host: Host, session: Any, number: int, trajectories: Sequence[Trajectory]) -> None:
-    """The hook calls of one training step, as Session, WeightVersions and the trainer make them."""
+    """Make the hook calls of one training step, as Session, WeightVersions and the trainer make them."""
     plan = SyncPlan(weights="alias", version=number, verify="sampled")
     report = SyncReport(weights="alias", version=number, tensors=0, bytes=0, seconds=0.0)
     host.call("trlx_leave_phase", session=session, phase=Phase.TRAIN, step=number)
@@ -67,7 +67,7 @@ def step(host: Host, session: Any, number: int, trajectories: Sequence[Trajector
 
 
 def arm(count: int) -> Arm:
-    """Steps with `count` plugins; the time is that of one step, the result how many steps each plugin saw."""
+    """Return an arm with `count` plugins; its time is that of one step, its result how many steps each plugin saw."""
     host, observers = Host(), [_Observer() for _ in range(count)]
     for index, observer in enumerate(observers):
         host.register(observer, f"observer-{index}")
@@ -85,7 +85,7 @@ def arm(count: int) -> Arm:
 
 
 def random_trajectories(seed: int) -> list[Trajectory]:
-    """A batch with short completions: the host hands the list on and never looks inside."""
+    """Return a batch with short completions; the host passes the list on and never looks inside."""
     draw = random.Random(seed)
     ids = [draw.choices(range(1000), k=16) for _ in range(TRAJECTORIES)]
     return [

@@ -1,4 +1,4 @@
-"""What `import trlx_hybrid` costs over a bare Python, and that it, and loading all plugins, pulls in no backend."""
+"""Seconds of `import trlx_hybrid` over a bare Python; neither it nor loading all plugins may import a backend."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOAD = "from trlx_hybrid.plugins.host import Host; Host.load()"
 
 
 def python(code: str) -> str:
-    """What a fresh interpreter prints."""
+    """Run code in a fresh interpreter and return what it prints."""
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
 
 
@@ -27,16 +27,16 @@ def arm(name: str, code: str) -> Arm:
 
 
 def heavy_modules_after(code: str) -> list[str]:
-    """Which of the heavy modules a fresh interpreter holds after `code`."""
+    """Return the heavy modules that a fresh interpreter holds after `code`."""
     listing = f"{code}; import json, sys; print(json.dumps([name for name in {HEAVY!r} if name in sys.modules]))"
     return list(json.loads(python(listing)))
 
 
 def check_absent(unwanted: Sequence[str], code: str) -> list[str]:
-    """The heavy modules that `code` imports.
+    """Return the heavy modules that `code` imports.
 
     Raises:
-        RuntimeError: one of them is unwanted.
+        RuntimeError: one of them is in `unwanted`.
     """
     found = heavy_modules_after(code)
     if set(found) & set(unwanted):

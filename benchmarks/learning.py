@@ -1,10 +1,10 @@
 """Reward curves of the quickstart with TRL's scoring and with packed rows, which must overlap over the seeds.
 
 Both arms train the quickstart's model from the same demonstrations, `full` all its weights and `lora` an adapter, with
-the engine inside. `padded` is TRL's own scoring; `packed` comes with everything that changes no result but rounding:
-no padding, old log-probs from the first loss forward, LoRA layers in fewer passes, and gradient checkpointing as far as
-memory asks for it. Where rounding makes an arm sample another word, the curves of a seed part; so they are held against
-what another seed makes of `padded`.
+the engine inside. `padded` is TRL's own scoring; `packed` has everything that changes results only by rounding: no
+padding, old log-probs from the first loss forward, LoRA layers in fewer passes, and gradient checkpointing as far as
+memory requires it. Where rounding makes an arm sample another word, the curves of a seed diverge, so they are compared
+with the difference that another seed makes in `padded`.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 ARMS: Mapping[str, Mapping[str, Any]] = {"padded": {}, "packed": HYBRID}
 KINDS = ("full", "lora")
 END = 10
-"""The last steps, whose mean reward is what a run has learned."""
+"""The number of last steps whose mean reward is what a run has learned."""
 
 Curves = dict[str, dict[str, list[list[float]]]]
 
 
 def train(kind: str, arm: str, seed: int, steps: int, folder: str) -> tuple[float, list[float]]:
-    """Seconds of one run, and the mean reward of each of its steps."""
+    """Return the seconds of one run, and the mean reward of each of its steps."""
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import PrinterCallback
@@ -72,8 +72,11 @@ def train(kind: str, arm: str, seed: int, steps: int, folder: str) -> tuple[floa
 
 
 def metrics_of(curves: Curves) -> dict[str, float]:
-    """What each arm has learned, mean of its seeds; how far apart the arms are, and the seeds of TRL's scoring; and the
-    share of steps in which the ranges of the two arms' seeds overlap."""
+    """Return the metrics of all runs.
+
+    They are: what each arm has learned (mean over seeds), the gap between the arms, the spread of the seeds of TRL's
+    scoring, and the share of steps in which the ranges of the two arms' seeds overlap.
+    """
     metrics: dict[str, float] = {}
     for kind, arms in curves.items():
         learned = {arm: [statistics.fmean(curve[-END:]) for curve in found] for arm, found in arms.items()}

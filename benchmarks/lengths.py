@@ -1,4 +1,4 @@
-"""How long completions are: of one length, or drawn once and then the same rows in all arms."""
+"""Lengths of completions: all equal, or drawn once, so that all arms have the same rows."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Lengths:
     """The lengths of every batch of a case.
 
     Random weights do not end a completion where a trained model would. So each row's length is prescribed: the engine
-    is asked for so many tokens, and told to ignore the end of a sequence.
+    is asked for that many tokens, and told to ignore the end of a sequence.
 
     Attributes:
         sequences: rows of a batch.
-        longest: tokens; all rows have them, or none has more.
-        median, sigma: of a lognormal distribution; where `median` is None, all rows are `longest`.
+        longest: tokens; all rows have this length, or no row is longer.
+        median, sigma: parameters of a lognormal distribution; where `median` is None, all rows are `longest`.
     """
 
     sequences: int
@@ -31,11 +31,11 @@ class Lengths:
 
     @property
     def name(self) -> str:
-        """As in tables: 64x512, or 64xlognormal512."""
+        """The name in tables: 64x512, or 64xlognormal512."""
         return f"{self.sequences}x" + (f"lognormal{self.median}" if self.median is not None else str(self.longest))
 
     def draw(self, turn: int) -> list[int]:
-        """Tokens of each row of a batch; the same for the same number of turn."""
+        """Return the tokens of each row of a batch; the same for the same turn."""
         if self.median is None:
             return [self.longest] * self.sequences
         draw = random.Random(f"{self}-{turn}")
@@ -44,11 +44,11 @@ class Lengths:
 
 
 def prescribe_stock(llm: Any, batch: Callable[[], Sequence[int] | None]) -> None:
-    """TRL hands vLLM one `SamplingParams` for all prompts; from now on each prompt has one with a limit of its own.
+    """Make each prompt of TRL's engine have its own limit of tokens; TRL passes one `SamplingParams` for all prompts.
 
     Args:
         llm: vLLM's LLM.
-        batch: called at each `generate`: a length for each prompt, or None to leave all as they are.
+        batch: called at each `generate`: returns a length for each prompt, or None to leave all as they are.
     """
     generate = llm.generate
 
@@ -64,7 +64,7 @@ def prescribe_stock(llm: Any, batch: Callable[[], Sequence[int] | None]) -> None
 
 
 def prescribe_hybrid(sampler: Any, batch: Callable[[], Sequence[int] | None]) -> None:
-    """The same of our session's sampler, whose requests can have a limit each."""
+    """Make each request of our session's sampler have its own limit of tokens; `batch` is as in `prescribe_stock`."""
     sample = sampler.sample
 
     def limited(engine: Any, run: Any, *others: Any, **named: Any) -> Any:
@@ -82,6 +82,6 @@ def prescribe_hybrid(sampler: Any, batch: Callable[[], Sequence[int] | None]) ->
 
 
 def batches(lengths: Lengths) -> Callable[[], list[int]]:
-    """The lengths of the first batch, at the next call those of the second, and so on."""
+    """Return a function that gives the lengths of the first batch, at the next call those of the second, and so on."""
     turns = itertools.count()
     return lambda: lengths.draw(next(turns))

@@ -1,10 +1,10 @@
-"""Conversations with tools: each on its own clock, against lock-step, against TRL, and against what is possible.
+"""Asynchronous conversations with tools, against lock-step ones, against TRL's loop, and against a computed optimum.
 
-Two benchmarks. On a CPU, rollouts only, all over one engine: TRL's loop, which calls tools one after another (its
-tokens sampled by our engine, `rollout="single_turn"`), the same loop with all tools of a turn at once, and
-`multi_turn`; tool latencies and numbers of tokens come from a seeded trace, and a replay of it (`benchmarks.replay`)
-says how fast an asynchronous and a lock-step rollout could be. On a GPU (`--model 1.5b`), whole GRPO steps of TRL's
-trainer with its own colocated engine, and of ours, both with sleep mode on; tools answer at once, or wait.
+There are two benchmarks. On a CPU it runs rollouts only, all over one engine: TRL's loop, which calls tools one after
+another (its tokens sampled by our engine, `rollout="single_turn"`), the same loop with all tools of a turn at once, and
+`multi_turn`. Tool latencies and numbers of tokens come from a seeded trace, and a replay of it (`benchmarks.replay`)
+says how fast an asynchronous and a lock-step rollout could be. On a GPU (`--model 1.5b`) it runs whole GRPO steps of
+TRL's trainer with its own colocated engine, and of ours, both with sleep mode on; tools answer at once, or wait.
 
 The model has random weights, so the tokenizer of all arms reads one tool call out of every turn (`Talker`).
 """
@@ -29,11 +29,11 @@ OBSERVED = 16  # tokens of a tool's answer
 
 
 def rollouts_scale(cases: Sequence[tuple[int, int]], tokens: int) -> tuple[Scale, int]:
-    """The tiny model with room for all conversations, and the tokens of the longest."""
+    """Return the tiny model's scale with a KV cache for all conversations, and the tokens of the longest."""
     longest = max(turns for _, turns in cases) * (2 * tokens + OBSERVED)
     most = max(trajectories for trajectories, _ in cases)
     scale = SCALES["tiny"]
-    bytes_per_token = 1024  # 2 layers, keys and values, 2 heads of 32, fp32; half the room as reserve for blocks
+    bytes_per_token = 1024  # 2 layers, keys and values, 2 heads of 32, fp32; half of it in reserve for blocks
     cache = most * (scale.prompt_tokens + longest + 32) * bytes_per_token
     return dataclasses.replace(scale, kv_cache_bytes=cache), longest
 
@@ -41,7 +41,7 @@ def rollouts_scale(cases: Sequence[tuple[int, int]], tokens: int) -> tuple[Scale
 def run_rollouts(
     cases: Sequence[tuple[int, int]], *, tokens: int, latency: float, repetitions: int, stock: bool
 ) -> Result:
-    """The benchmark on a CPU."""
+    """Run the benchmark on a CPU."""
     import torch
 
     from . import multiturn_cases
@@ -77,7 +77,7 @@ def run_rollouts(
         finally:
             rollouts.close()
     return Result(
-        benchmark="multiturn" if stock and set(cases) == set(CASES) else "multiturn_part",  # goals are about all
+        benchmark="multiturn" if stock and set(cases) == set(CASES) else "multiturn_part",  # goals refer to all cases
         device=cpu(),
         peer="lock_step",
         measurements=measured,
@@ -95,7 +95,10 @@ def run_rollouts(
 
 
 def summary(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The worst of all cases, which goals speak of; deviations are of the predicted from the measured ratio."""
+    """Return the worst of all cases, which the goals refer to.
+
+    Deviations compare the predicted with the measured ratio.
+    """
     found = {}
     for suffix in ("", "_with_prompts"):
         start = f"share_of_optimum{suffix}_"
@@ -109,7 +112,7 @@ def summary(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def case(text: str) -> tuple[int, int]:
-    """TRAJECTORIESxTURNS."""
+    """Parse TRAJECTORIESxTURNS."""
     trajectories, turns = map(int, text.split("x"))
     return trajectories, turns
 

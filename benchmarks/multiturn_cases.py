@@ -1,4 +1,4 @@
-"""The rollouts that `benchmarks.multiturn` compares on a CPU, case by case, and what their replays predict."""
+"""The rollouts that `benchmarks.multiturn` compares on a CPU, case by case, and the predictions of their replays."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .multiturn_rollouts import Rollouts, loops_per_second
 from .replay import StepCost, Trace, asynchronous, draw, fit, lock_step
 
 FITS = {"": False, "_with_prompts": True}
-"""Suffixes of metrics, and whether the cost of a step has a term for prompt tokens."""
+"""The suffixes of metrics, and whether the cost of a step has a term for prompt tokens."""
 
 
 @dataclass(slots=True)
 class Round:
-    """One round of a case.
+    """The data of one round of a case.
 
     Attributes:
-        seconds: of each arm.
+        seconds: seconds of each arm.
         free, ours: steps of the tool-free workload, and of multi_turn.
-        trace: with the prompt tokens that had to be computed.
+        trace: the trace, with the prompt tokens that had to be computed.
         prefix_share: see `multiturn_clock.prefix_share`.
     """
 
@@ -33,7 +33,7 @@ class Round:
     prefix_share: float = 0.0
 
     def metrics(self) -> dict[str, float]:
-        """What this round says about one case, measured beside predicted."""
+        """Return this round's metrics of its case, measured and predicted."""
         assert self.trace is not None
         ours, measured = self.seconds["multi_turn"], self.seconds["lock_step"] / self.seconds["multi_turn"]
         found = {
@@ -57,12 +57,12 @@ class Round:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What is the same in all cases.
+    """The sizes that all cases share.
 
     Attributes:
-        tokens: sampled in a turn, on average.
-        latency: of a tool, the median, in seconds.
-        seed: of the traces.
+        tokens: tokens sampled in a turn, on average.
+        latency: median latency of a tool, in seconds.
+        seed: seed of the traces.
     """
 
     tokens: int
@@ -70,7 +70,7 @@ class Sizes:
     seed: int = 0
 
     def trace(self, trajectories: int, turns: int) -> Trace:
-        """Of one case."""
+        """Return the trace of one case."""
         return draw(trajectories, turns, tokens=self.tokens, latency=self.latency, seed=self.seed)
 
 
@@ -78,7 +78,7 @@ Found = tuple[list[Measurement], dict[str, float]]
 
 
 def waiting_tools(rollouts: Rollouts, trajectories: int, turns: int, sizes: Sizes, *, repetitions: int) -> Found:
-    """Tools that wait: lock-step and multi_turn in turns, and the tool-free workload around both."""
+    """Measure tools that wait: lock-step and multi_turn in turns, with the tool-free workload around both."""
     case = f"{trajectories}x{turns}"
     trace = sizes.trace(trajectories, turns)
     rounds = [Round() for _ in range(repetitions)]
@@ -110,7 +110,7 @@ def waiting_tools(rollouts: Rollouts, trajectories: int, turns: int, sizes: Size
 
 
 def stock_loop(rollouts: Rollouts, trajectories: int, turns: int, sizes: Sizes) -> Measurement:
-    """TRL's loop, once. It waits for one tool after another, most of the time with nothing else to do."""
+    """Measure TRL's loop once. It waits for one tool after another, most of the time with nothing else to do."""
     trace = sizes.trace(trajectories, turns)
     arms = [
         Arm("trl_loop", lambda turn: rollouts.repeat(trace, "single_turn", StepClock())),
@@ -120,9 +120,9 @@ def stock_loop(rollouts: Rollouts, trajectories: int, turns: int, sizes: Sizes) 
 
 
 def computing_tools(rollouts: Rollouts, trajectories: int, turns: int, sizes: Sizes, *, repetitions: int) -> Found:
-    """Tools that compute as long as others wait: in threads beside the engine, and in processes.
+    """Measure tools that compute as long as others wait: in threads beside the engine, and in processes.
 
-    A step is said to be inflated by how much longer it takes than steps with as many requests and no tools.
+    The inflation of a step is how much longer it takes than steps with as many requests and no tools.
     """
     case, speed = f"computing {trajectories}x{turns}", loops_per_second()
     trace = sizes.trace(trajectories, turns)
@@ -150,10 +150,13 @@ def computing_tools(rollouts: Rollouts, trajectories: int, turns: int, sizes: Si
 
 
 def waves(trajectories: int) -> list[int]:
-    """How many trajectories at once the tool-free workload has."""
+    """Return how many trajectories the tool-free workload runs at once, for each of its waves."""
     return [max(1, trajectories // part) for part in (8, 2, 1)]
 
 
 def medians(rounds: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each number over the rounds: a machine that drifts drifts between rounds, and each has its own prediction."""
+    """Return the median of each number over the rounds.
+
+    A machine that drifts does so between rounds, and each round has its own prediction.
+    """
     return {name: statistics.median(found[name] for found in rounds) for name in rounds[0]}

@@ -1,4 +1,4 @@
-"""What a rollout's stream did: how long its steps took, what it computed, and what it found in the prefix cache."""
+"""A clock for a rollout's stream: seconds of its steps, tokens computed, and tokens found in the prefix cache."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from .replay import StepTime, Trace
 
 @dataclass(slots=True)
 class StepClock:
-    """Times the steps of the streams that an engine opens.
+    """A clock that times the steps of the streams that an engine opens.
 
     Attributes:
-        steps: seconds of each, with what was in it.
-        cached: by row and turn, prompt tokens that the prefix cache had.
+        steps: seconds of each step, with its requests and prompt tokens.
+        cached: by row and turn, prompt tokens that were in the prefix cache.
     """
 
     steps: list[StepTime] = field(default_factory=list)
@@ -29,7 +29,7 @@ class StepClock:
 
     @contextmanager
     def listening(self, engine: Any) -> Iterator[None]:
-        """While it is inside."""
+        """Time the streams that the engine opens inside this context."""
         stream = engine.stream
 
         @contextmanager
@@ -61,7 +61,7 @@ class StepClock:
         inner.step = timed
 
     def _note_cached(self, inner: Any) -> None:
-        """The stream counts all requests together; here each is wanted."""
+        """Record the cached tokens of each request; the stream counts all requests together."""
         add, places = inner.add, {}
 
         def noted(request: Request) -> int:
@@ -77,7 +77,7 @@ class StepClock:
 
 
 class _Overheard:
-    """vLLM's engine core, and who is told how much of each prompt was cached."""
+    """A wrapper of vLLM's engine core that reports how many tokens of each prompt were cached."""
 
     def __init__(self, core: Any, seen: Callable[[str, int], None]) -> None:
         self._core, self._seen = core, seen
@@ -94,7 +94,7 @@ class _Overheard:
 
 
 def computed_prompts(trace: Trace, conversations: Sequence[Conversation], block: int) -> Trace:
-    """The trace with the prompt tokens that each turn has to compute: all but the full blocks of the turn before."""
+    """Return the trace with the prompt tokens that each turn must compute: all but full blocks of the turn before."""
     prompts = []
     for conversation in conversations:
         sizes = [turn.prompt for turn in conversation.turns]
@@ -104,14 +104,16 @@ def computed_prompts(trace: Trace, conversations: Sequence[Conversation], block:
 
 
 def shared_tokens(conversation: Conversation) -> list[int]:
-    """Per turn but the first, the tokens of its prompt that the turn before computed or sampled."""
+    """Return, per turn but the first, the tokens of its prompt that the turn before computed or sampled."""
     return [turn.prompt + turn.sampled for turn in conversation.turns[:-1]]
 
 
 def prefix_share(conversations: Sequence[Conversation], clock: StepClock, block: int) -> float:
-    """Tokens found in the prefix cache, as share of the full blocks that each turn shares with the one before.
+    """Return the tokens found in the prefix cache, as a share of the full blocks that each turn shares with the last
+    one.
 
-    What a turn finds beyond that does not count: a sibling's answer, where a model says the same to the same prompt.
+    Further tokens that a turn finds do not count, such as a sibling's answer where a model says the same to the same
+    prompt.
     """
     first, found, possible = min(row for row, _ in clock.cached), 0, 0
     for index, conversation in enumerate(conversations):

@@ -24,7 +24,7 @@ ROLLOUTS = ("single_turn", "multi_turn", "multi_turn_processes")
 
 
 class Traced(Rollout):
-    """A rollout whose requests sample as many tokens as the trace says, and whose conversations are kept."""
+    """A rollout whose requests sample as many tokens as the trace says, and which keeps its conversations."""
 
     name = "traced"
 
@@ -33,13 +33,13 @@ class Traced(Rollout):
         self.conversations: list[Conversation] = []
 
     def run(self, session: Run, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """TRL's loop: a turn of all."""
+        """Sample a turn of all conversations, for TRL's loop."""
         return self._inner.run(session, [self._measured(request) for request in requests], sampling)
 
     def converse(
         self, session: Run, dialogues: Sequence[Dialogue], limits: Limits, request: RequestMaker
     ) -> list[Conversation]:
-        """Ours."""
+        """Run the conversations with our rollout."""
 
         def measured(
             index: int, turn: int, prompt_ids: list[int], images: list[Any] | None, max_tokens: int | None
@@ -54,12 +54,13 @@ class Traced(Rollout):
 
 
 class Rollouts:
-    """A trainer whose `_generate` is called again and again, with the seeds and the empty prefix cache of a first time.
+    """A trainer whose `_generate` is called again and again, each time with the first seeds and an empty prefix cache.
 
     Args:
         folder: holds the model.
-        trajectories: the most there will be.
-        tokens: the longest conversation after the prompt.
+        scale: the model's scale.
+        trajectories: number of trajectories at most.
+        tokens: tokens of the longest conversation after the prompt.
         observed: tokens of a tool's answer.
     """
 
@@ -113,17 +114,17 @@ class Rollouts:
 
     @property
     def session(self) -> Any:
-        """Of the trainer."""
+        """The trainer's session."""
         session: Any = self._trainer.session
         return session
 
     @property
     def block_size(self) -> int:
-        """Tokens of a block of the engine's cache."""
+        """The tokens of a block of the engine's cache."""
         return int(self._engine.llm.llm_engine.vllm_config.cache_config.block_size)
 
     def close(self) -> None:
-        """Free the engine."""
+        """Close the rollouts and the session, which frees the engine."""
         for rollout in self._rollouts.values():
             rollout.close()
         self.session.close()
@@ -131,12 +132,14 @@ class Rollouts:
     # --- one rollout ------------------------------------------------------------------------------------------------
 
     def repeat(self, trace: Trace, rollout: str, clock: StepClock, *, early: bool = False, loops: int = 0) -> Timed:
-        """All trajectories of a trace; the result is every token of every one.
+        """Run all trajectories of a trace; the result is every token of each.
 
         Args:
+            trace: the trace.
             rollout: one of ROLLOUTS.
+            clock: times the engine's steps.
             early: call the tools of a turn at once, see `Waiting.call`.
-            loops: call the tool that computes instead, so many loops for each of the trace's seconds.
+            loops: if not 0, call the tool that computes instead, with this many loops for each of the trace's seconds.
         """
         trainer, session, turns = self._trainer, self.session, Turns()
 
@@ -166,13 +169,16 @@ class Rollouts:
         return Timed(seconds, [list(ids) for ids in generated[1]])
 
     def tool_free(self, waves: Sequence[int], trace: Trace, clock: StepClock, seed: int) -> Timed:
-        """The trace without its tools: what a step costs.
+        """Run the trace without its tools, to measure what an engine step costs.
 
-        Every turn follows at once on the one before, with as many tokens observed in between, so that requests come and
-        go, prompts grow, and the prefix cache serves them as in the conversations themselves.
+        Every turn follows immediately on the one before, with as many observed tokens in between, so that requests come
+        and go, prompts grow, and the prefix cache serves them as in the conversations themselves.
 
         Args:
-            waves: how many of the trace's trajectories at once, one wave after another.
+            waves: how many of the trace's trajectories run at once, one wave after another.
+            trace: the trace.
+            clock: times the engine's steps.
+            seed: seed of the prompts and observed tokens.
         """
         self._as_new()
         draw = random.Random(seed)
@@ -184,7 +190,7 @@ class Rollouts:
             return Timed(time.perf_counter() - started)
 
     def _as_new(self) -> None:
-        """The next rollout draws the first seeds of its weights again, and finds nothing in the prefix cache."""
+        """Reset seeds and prefix cache: the next rollout draws the first seeds again and finds no cached prompt."""
         self.session.sampler.forget()
         self._engine.forget_computed()
 
@@ -194,10 +200,14 @@ class Rollouts:
 
 
 def wave(stream: Any, tokens: Sequence[Sequence[int]], draw: random.Random, scale: Scale, observed: int) -> None:
-    """Trajectories of so many tokens per turn, each from its first turn to its last, with no tools in between.
+    """Run trajectories with the given tokens per turn, each from its first turn to its last, with no tools in between.
 
     Args:
-        observed: tokens of what would have been a tool's answer.
+        stream: the engine's stream.
+        tokens: tokens to sample, per trajectory and turn.
+        draw: source of prompts and observed tokens.
+        scale: the model's scale.
+        observed: tokens that replace a tool's answer.
     """
     vocabulary = range(1, scale.config["vocab_size"])
     live: dict[int, tuple[int, int, list[int]]] = {}
@@ -219,7 +229,7 @@ def wave(stream: Any, tokens: Sequence[Sequence[int]], draw: random.Random, scal
 
 
 def loops_per_second(seconds: float = 0.2) -> int:
-    """How fast `compute` is, alone."""
+    """Return how many loops of `compute` take a second when it runs alone."""
     loops, taken = 1000, 0.0
     while taken < seconds:
         loops *= 2

@@ -1,4 +1,4 @@
-"""Whole GRPO trainers with a tool, that stand still until they are asked for a step: TRL's own, and ours."""
+"""GRPO trainers with a tool, TRL's own and ours, that pause until a step is requested."""
 
 from __future__ import annotations
 
@@ -25,15 +25,17 @@ from .scale import Scale, Variant
 from .stepping import Stepper
 
 FITTED_BEFORE = 4
-"""The step of our trainer before which the engine is timed: it has taken two in lock-step, one in our rollout."""
+"""The step of our trainer before which the engine is timed: after two steps in lock-step and one in our rollout."""
 
 
 class Answering:
-    """A tool whose calls of a step take the same times in every step and for every trainer, in the order of calls.
+    """A tool whose calls take the same times in every step and for every trainer, in the order of calls.
 
     Args:
-        rows: of a step.
-        turns: of each row.
+        answer: text that the tool returns.
+        rows: rows of a step.
+        turns: turns of each row.
+        sigma: sigma of the lognormal latencies.
     """
 
     def __init__(self, answer: str, rows: int, turns: int, sigma: float = 1.0) -> None:
@@ -43,19 +45,19 @@ class Answering:
         self.begin(0.0, early=False)
 
     def begin(self, median: float, *, early: bool) -> None:
-        """A step begins.
+        """Begin a step.
 
         Args:
-            median: latency, in seconds; 0 answers at once.
+            median: median latency in seconds; 0 answers at once.
             early: begin calls when they are read, see `multiturn_talk.Waiting.call`.
         """
         self._seconds, self._early = iter([median * factor for factor in self._factors]), early
-        self.seconds_of: dict[int, float] = {}  # of each call, by the number that it was read under
+        self.seconds_of: dict[int, float] = {}  # seconds of each call, by its number in reading order
         self._called: deque[Future[str]] = deque()
         self.slept, self._calls_read = 0.0, 0
 
     def read(self, word: int) -> tuple[str, Arguments]:
-        """A turn was read; those of the last turn are never called."""
+        """Return the call of a turn that was read; calls of the last turn are never made."""
         call = self._calls_read
         if self._early and call < self._calls:
             self._called.append(self._threads.submit(self._wait, call))
@@ -63,10 +65,10 @@ class Answering:
         return "ask", {"call": call}
 
     def ask(self, call: int) -> str:
-        """Ask a server somewhere.
+        """Return the answer after this call's latency.
 
         Args:
-            call: its number.
+            call: number of the call.
         """
         return self._called.popleft().result() if self._early else self._wait(call)
 
@@ -80,13 +82,15 @@ class Answering:
 
 
 class ToolStepper(Stepper):
-    """A trainer whose every row has `turns` turns of `tokens` tokens.
+    """A trainer in which every row has `turns` turns of `tokens` tokens.
 
     Args:
         kind: "trl" or "hybrid".
+        turns: turns of a row.
+        tokens: tokens of a turn.
         observed: tokens of a tool's answer.
-        engine_args: as `Variant`'s.
-        others: as `Stepper`'s.
+        engine_args: as in `Variant`.
+        folder, scale, batch, steps: as in `Stepper`.
     """
 
     def __init__(
@@ -106,9 +110,9 @@ class ToolStepper(Stepper):
         self._talker = talker(scale.config["vocab_size"])
         self._talker.call = self._answering.read
         self._folder, self._turns, self._tokens_per_turn, self._observed = folder, turns, tokens, observed
-        self._free = StepClock()  # of steps of the engine with no tools
+        self._free = StepClock()  # engine steps without tools
         self._begun = 0
-        self._ours: dict[str, float] = {}  # what is known of the last step, where it was of our rollout
+        self._ours: dict[str, float] = {}  # figures of the last step, if it was one of our rollout
         with (
             patch.object(stepping, "load", self._load),
             patch.object(stepping, "_arguments", self._arguments),
@@ -119,10 +123,12 @@ class ToolStepper(Stepper):
             super().__init__(kind, folder, scale, Variant(sleep=True, engine_args=engine_args), batch, steps)
 
     def tool_step(self, turn: int, median: float, lock_step: bool) -> Timed:
-        """One optimizer step with tools of this median latency.
+        """Take one optimizer step, with tools of this median latency in seconds.
 
         Args:
-            lock_step: ours only: the conversations are run by TRL's loop, with all tools of a turn at once.
+            turn: the step's number.
+            median: median latency of the tools, in seconds; 0 answers at once.
+            lock_step: for ours only: TRL's loop runs the conversations, with all tools of a turn at once.
         """
         self._answering.begin(median, early=lock_step)
         session = getattr(self._trainer, "session", None)
@@ -138,7 +144,7 @@ class ToolStepper(Stepper):
         return timed
 
     def _replayed(self, clock: StepClock, block: int) -> dict[str, float]:
-        """What the last step's rollout was, and what a replay takes for it."""
+        """Return figures of the last step's rollout, and the seconds of its replay."""
         trace, cost = self._trace(), fit(self._free.steps, prompts=True)
         optimum = asynchronous(computed_prompts(trace, self._conversations, block), cost)
         sampling = self.spans["rollout"] - self.spans["bring_up"] - self.spans["put_down"]
@@ -150,21 +156,26 @@ class ToolStepper(Stepper):
         }
 
     def found(self) -> dict[str, float]:
-        """Of the last step: seconds by TRL's spans and in tools. Of one of our rollout also what the engine's steps
-        were, see `_summary`, and once it is known what one costs, `prefix_share`, what the prefix cache found;
-        `sampling`, the seconds of the rollout without its edges; `optimum`, what the replay takes for it, and
-        `share_of_optimum`, the latter by the former."""
+        """Return figures of the last step: seconds by TRL's spans and in tools.
+
+        For one of our rollouts it adds the engine's steps, see `_summary`. Once the cost of a step is known, it adds
+        `prefix_share`, what the prefix cache found; `sampling`, the seconds of the rollout without bringing the engine
+        up and putting it down; `optimum`, the seconds of the replay; and `share_of_optimum`, `optimum` divided by
+        `sampling`.
+        """
         return self.split() | {"tools": self._answering.slept} | self._ours
 
     def prepare(self) -> None:
-        """Before one of the steps that do not count the engine takes some with nobody waiting for tools, at several
-        numbers of rows: what one costs. Before the first step it costs more than in any rollout after it."""
+        """Measure, before step FITTED_BEFORE of our trainer, engine steps without tools, at several numbers of rows.
+
+        Before the first step an engine step costs more than in any rollout after it.
+        """
         self._begun += 1
         if self._begun != FITTED_BEFORE or getattr(self._trainer, "session", None) is None:
             return
         session, draw, (lengths,) = self._trainer.session, random.Random(0), self._scale.cases
         tokens = [[self._tokens_per_turn] * self._turns] * lengths.sequences
-        counted = vars(session.live_engine).pop("stream")  # these are none of the step's
+        counted = vars(session.live_engine).pop("stream")  # these engine steps are not part of the trainer's step
         with session.rollout_phase(True):
             clock, engine = self._free, session.live_engine
             with clock.listening(engine), engine.stream(session.sampling) as stream:
@@ -174,7 +185,7 @@ class ToolStepper(Stepper):
         self.spans.clear()
 
     def _trace(self) -> Trace:
-        """Of the last step, with the time that each call really took."""
+        """Return the trace of the last step, with the time that each call really took."""
         tokens, latencies = [], []
         for conversation in self._conversations:
             tokens.append([turn.sampled for turn in conversation.turns])
@@ -216,7 +227,7 @@ class ToolStepper(Stepper):
 
 
 def _summary(steps: Sequence[StepTime]) -> dict[str, float]:
-    """Number and seconds of an engine's steps: of those that only sample, and of those that read a prompt as well."""
+    """Return number and seconds of the engine's steps: of those that only sample, and of those that read a prompt."""
     reading = [step.seconds for step in steps if step.prompt_tokens]
     sampling = [step.seconds for step in steps if not step.prompt_tokens]
     return {
@@ -231,7 +242,7 @@ _stepping_arguments = stepping._arguments
 
 
 def _prompts(scale: Scale, steps: int) -> Any:
-    """Enough of them, different ones, for every step."""
+    """Return enough different prompts for every step."""
     from datasets import Dataset
 
     draw, (lengths,) = random.Random(0), scale.cases

@@ -1,4 +1,4 @@
-"""GRPO steps with a tool, of TRL's trainer and of ours: what `benchmarks.multiturn --model` runs."""
+"""GRPO steps with a tool, of TRL's trainer and of ours; `benchmarks.multiturn --model` runs them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ TOKENS = {"1.5b": 100, "tiny": 8}  # of a turn
 OBSERVED = {"1.5b": 32, "tiny": 16}
 BATCH = 8  # rows of a forward pass
 ARMS = {"trl": ("trl", False), "lock_step": ("hybrid", True), "multi_turn": ("hybrid", False)}
-"""Arms: whose trainer, and whether TRL's loop runs its conversations, with all tools of a turn at once."""
+"""The arms: the trainer, and whether TRL's loop runs its conversations, with all tools of a turn at once."""
 
 
 def run_steps(model: str, latency: float, repetitions: int, engine_args: Mapping[str, Any]) -> Result:
-    """Both trainers in processes of their own, a step each in turn; tools that answer at once first, then slow ones."""
+    """Run both trainers in processes of their own, a step each in turn; first with instant tools, then slow ones."""
     longest = TURNS[model] * (TOKENS[model] + OBSERVED[model])
     scale = dataclasses.replace(SCALES[model], cases=(Lengths(sequences=SEQUENCES[model], longest=longest),))
     cases = {"at once": (0.0, WARMUP, repetitions), "slow": (latency, 0, max(2, repetitions - 1))}
@@ -80,7 +80,7 @@ def run_steps(model: str, latency: float, repetitions: int, engine_args: Mapping
 def measure(
     workers: Mapping[str, Worker], case: str, median: float, warmup: int, repetitions: int
 ) -> tuple[list[Measurement], dict[str, dict[str, float]]]:
-    """All arms with tools of one latency; the second is what their steps were made of, in medians."""
+    """Measure all arms with tools of one latency; return the measurements, and the median parts of each arm's steps."""
     splits: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
 
     def run(arm: str, turn: int) -> Timed:
@@ -100,8 +100,11 @@ def _medians(splits: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def metrics_of(measurements: Sequence[Measurement], splits: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """How many times faster than TRL's trainer a step is, and its seconds; what the replay of its trace takes, as a
-    share of our rollout's seconds; and what the prefix cache found."""
+    """Return the metrics of a result.
+
+    They are: how many times faster a step is than TRL's trainer's, its seconds, what the replay of its trace takes as a
+    share of our rollout's seconds, and the share that the prefix cache found.
+    """
     medians = {(m.case, m.arm): m.median for m in measurements}
     found: dict[str, float] = {}
     for case in dict.fromkeys(m.case for m in measurements):

@@ -1,10 +1,11 @@
-"""Optimizer state to the host and back, against raw copies of as many bytes, and the stall that its return causes.
+"""Seconds of moving optimizer state to the host and back, against raw copies, and the stall that its return causes.
 
 The state is AdamW's in fp32, for a model of the given shape; it leaves and returns through
-`trlx_hybrid.memory.offload`. The raw arm copies one long device buffer to and from pinned memory. Times are the wall's,
-until the device is idle: ours include finding the tensors and, on the way back, asking the driver for their memory;
-giving it to the driver is case `free`. Every return is compared bit for bit. Case `compute` is a second of matrix
-products: alone, with the return under it, and after it."""
+`trlx_hybrid.memory.offload`. The raw arm copies one long device buffer of as many bytes to and from pinned memory.
+Times are wall times until the device is idle: ours include finding the tensors and, on the way back, asking the driver
+for their memory; returning the memory to the driver is case `free`. Every return is compared bit for bit. Case
+`compute` is a second of matrix products: alone, during the return, and after it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ SIDE = {"1.5b": 8192, "tiny": 512}  # of the matrices multiplied
 
 
 def shapes(config: Any) -> list[tuple[int, ...]]:
-    """Of a Qwen2 model's parameters, in order; where the embedding is not tied, the head comes last."""
+    """Return the shapes of a Qwen2 model's parameters, in order; an untied head comes last."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]
     kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
     attention = [(hidden, hidden), (hidden,), (kv, hidden), (kv,), (kv, hidden), (kv,), (hidden, hidden)]
@@ -43,7 +44,7 @@ def shapes(config: Any) -> list[tuple[int, ...]]:
 
 
 def stepped(sizes: Sequence[tuple[int, ...]], device: torch.device) -> torch.optim.Optimizer:
-    """An optimizer after one step on random gradients."""
+    """Return an optimizer after one step on random gradients."""
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(size, device=device)) for size in sizes]
     for p in parameters:
@@ -55,7 +56,7 @@ def stepped(sizes: Sequence[tuple[int, ...]], device: torch.device) -> torch.opt
 
 
 class RawCopies:
-    """One long device buffer and pinned memory for it. The same bytes every time."""
+    """One long device buffer and pinned memory for it, which always hold the same bytes."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         pinned = device.type == "cuda"
@@ -63,18 +64,18 @@ class RawCopies:
         self._host = [torch.zeros(part.numel(), dtype=torch.uint8, pin_memory=pinned) for part in self._device]
 
     def leave(self) -> None:
-        """Device to host."""
+        """Copy from the device to the host."""
         for there, here in zip(self._host, self._device, strict=True):
             there.copy_(here, non_blocking=True)
 
     def come_back(self) -> None:
-        """Host to device."""
+        """Copy from the host to the device."""
         for there, here in zip(self._host, self._device, strict=True):
             here.copy_(there, non_blocking=True)
 
 
 class OptimizerState:
-    """The state, its way out and back, and what its bits must be."""
+    """An optimizer's state, its offload, and a hash of its bits."""
 
     def __init__(self, sizes: Sequence[tuple[int, ...]], device: torch.device) -> None:
         self._optimizer = stepped(sizes, device)
@@ -89,17 +90,17 @@ class OptimizerState:
         return digest((str(index), tensor) for index, tensor in enumerate(self._tensors))
 
     def leave(self) -> None:
-        """Out."""
+        """Move the state to the host. Raises RuntimeError unless all of it left."""
         if (left := self.offload.leave()) != self.bytes:
             raise RuntimeError(f"Not all of the {self.bytes} bytes left: {self.bytes - left} stayed.")
 
     def free(self) -> None:
-        """The memory back to the driver, where an engine can take it."""
+        """Return the memory to the driver, where an engine can take it."""
         if self.arena.stream is not None:
             torch.cuda.empty_cache()
 
     def check(self) -> None:
-        """Raises RuntimeError unless it is back, bit for bit."""
+        """Raise RuntimeError unless the state is back, bit for bit."""
         if not self.offload.resident or self._bits() != self._digest:
             raise RuntimeError("The optimizer state came back with other bits.")
 
@@ -115,13 +116,13 @@ class Compute:
         self._count = max(1, int(self._count * COMPUTE_SECONDS / seconds_of(self.run)))
 
     def run(self) -> None:
-        """Queue them."""
+        """Queue the matrix products."""
         for _ in range(self._count):
             torch.mm(self._a, self._a, out=self._out)
 
 
 def copies(state: OptimizerState, raw: RawCopies, repetitions: int) -> list[Measurement]:
-    """Both ways in each round; the raw arm stands before ours in each direction."""
+    """Measure both directions in each round; the raw arm runs before ours in each direction."""
     names = [("out", "raw"), ("out", "offload"), ("free", "offload"), ("back", "raw"), ("back", "offload")]
     taken: dict[tuple[str, str], list[float]] = {name: [] for name in names}
     for _ in range(WARMUP + repetitions):
@@ -135,7 +136,7 @@ def copies(state: OptimizerState, raw: RawCopies, repetitions: int) -> list[Meas
 
 
 def stalls(state: OptimizerState, compute: Compute, repetitions: int) -> list[Measurement]:
-    """The same work alone, with the return under it, and behind it."""
+    """Measure the same work alone, during the return, and after it."""
 
     def under() -> None:
         state.offload.start_return()
@@ -162,7 +163,7 @@ def stalls(state: OptimizerState, compute: Compute, repetitions: int) -> list[Me
 
 
 def metrics_of(measurements: Sequence[Measurement], nbytes: int) -> dict[str, float]:
-    """Rates in GB/s (1e9), the worse direction's share of the raw rate, and how much of the return stays visible."""
+    """Return rates in GB/s (1e9), the worse direction's share of the raw rate, and the visible part of the return."""
     medians = {(m.case, m.arm): m.median for m in measurements}
     rates = {f"{arm}_gb_per_second_{way}": nbytes / s / 1e9 for (way, arm), s in medians.items() if way in WAYS}
     shares = {way: medians[way, "raw"] / medians[way, "offload"] for way in WAYS}

@@ -1,4 +1,4 @@
-"""Where a part of a step goes, on the device and on the CPU: torch's profiler, read into two tables."""
+"""A recording of torch's profiler, written as two tables: the time of part of a step on the device and on the CPU."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ WAITS = (
 
 
 class Profile:
-    """One recording.
+    """One recording of torch's profiler.
 
     Args:
-        file: without its suffix; the tables are written to `.txt`, what chrome://tracing reads to `.json.gz`.
+        file: path without suffix; the tables are written to `.txt`, the trace for chrome://tracing to `.json.gz`.
     """
 
     def __init__(self, file: Path) -> None:
@@ -31,11 +31,11 @@ class Profile:
         self._profile: Any = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
 
     def start(self) -> None:
-        """Record from here on, in this thread and on the device."""
+        """Start the recording, of this thread and of the device."""
         self._profile.start()
 
     def stop(self) -> None:
-        """Write what was recorded."""
+        """Stop the recording, and write the tables and the trace."""
         self._profile.stop()
         events, averages = self._profile.events(), self._profile.key_averages()
         spans = [(e.time_range.start, e.time_range.end) for e in events]
@@ -51,7 +51,7 @@ class Profile:
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of the union of intervals."""
+    """Return the length of the union of intervals."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

@@ -1,11 +1,11 @@
-"""What a worker group adds to Ray's own calls: the same actors, called by turns, 1 KiB to 64 MiB, 1 to 32 actors.
+"""Milliseconds that a worker group adds to Ray's own calls of the same actors, for 1 KiB to 64 MiB and 1 to 32 actors.
 
-The peer is Ray as a careful user writes it: what several actors get is put into the object store once where it is
-large, a batch is cut and its results are concatenated by NumPy, one `ray.get` waits for all. Rounds are paired, so the
-metrics are medians of paired ratios and differences, each with the upper end of its one-sided 95% confidence interval:
-the order statistic that the sign test gives, which assumes nothing of the distribution.
+The peer is Ray as a careful user writes it: a large argument of several actors is put into the object store once, NumPy
+cuts a batch and concatenates its results, and one `ray.get` waits for all. Rounds are paired, so the metrics are
+medians of paired ratios and differences, each with the upper end of its one-sided 95% confidence interval: the order
+statistic that the sign test gives, which assumes nothing about the distribution.
 
-A second part lets 4 actors stand in for 1,024 workers on 4 nodes and counts what the driver calls.
+A second part uses 4 actors for 1,024 simulated workers on 4 nodes and counts the driver's calls.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from .result import Result, cpu
 ACTORS = (1, 4, 16, 32)
 PAYLOADS = {"1 KiB": 1 << 10, "64 KiB": 1 << 16, "1 MiB": 1 << 20, "64 MiB": 1 << 26}
 ROW = 1 << 7
-"""Bytes of a row, so that the smallest batch has one for each of 8 actors and none for the others."""
+"""The bytes of a row, so that the smallest batch has one for each of 8 actors and none for the others."""
 PUT = 100 << 10
-"""Bytes from which Ray itself stores an argument rather than sending it with the call."""
+"""The bytes from which Ray itself stores an argument rather than sending it with the call."""
 RATIO_ACTORS, DIFFERENCE_ACTORS = (16, 32), (1, 4)
 FEWEST, MOST = 60, 2000
-"""Rounds of a case. With fewer than five there is no bound, and few have a wide one."""
+"""The least and most rounds of a case. Fewer than five give no bound, and few rounds give a wide one."""
 SIMULATED, NODES = 1024, 4
 
 
 class Target:
-    """Does nothing, so that what remains is the call."""
+    """A worker that does nothing, so that only the call is measured."""
 
     @register("one_to_all")
     def length(self, payload: Any) -> int:
-        """An argument that everyone gets, and next to nothing back."""
+        """Return the length of an argument that all workers get."""
         return len(payload)
 
     @register("scatter")
     def same(self, batch: Any) -> Any:
-        """A batch there and back."""
+        """Return the batch that was sent."""
         return batch
 
 
 def upper_bound(values: Sequence[float], confidence: float = 0.95) -> float:
-    """The smallest observation that the median exceeds with at most 1 - `confidence` probability (sign test).
+    """Return the smallest observation that the median exceeds with at most 1 - `confidence` probability (sign test).
 
-    Infinity where there are too few observations to say it of any.
+    Infinity where there are too few observations for any bound.
     """
     ordered, below = sorted(values), 0.0
     for rank, value in enumerate(ordered):
@@ -82,7 +82,7 @@ def raw_same(handles: Sequence[Any], batch: Any) -> Any:
 
 
 def arms(group: Any, handles: Sequence[Any], method: str, payload: Any) -> list[Arm]:
-    """Both ways of calling a method; results are compared by their lengths and sums."""
+    """Return the two arms that call a method; results are compared by their lengths and sums."""
     raw = {"length": raw_length, "same": raw_same}[method]
     ours = getattr(group, method)
 
@@ -96,10 +96,10 @@ def arms(group: Any, handles: Sequence[Any], method: str, payload: Any) -> list[
 
 
 def paired(arms: Sequence[Arm], seconds: float, case: str) -> list[Measurement]:
-    """As `alternate`, for about so many seconds; which arm goes first is drawn for each round.
+    """Measure as `alternate` does, for about `seconds` seconds, with the arms of each round in random order.
 
-    By turns would not do: what the object store has just freed depends on the calls before. With payloads of 64 MiB a
-    fixed order told the arms apart by 5%, and a drawn one did not.
+    Taking turns would bias the result: what the object store has just freed depends on the calls before. With payloads
+    of 64 MiB a fixed order showed a difference of 5% between the arms, and a random order showed none.
     """
     warmup = alternate(arms, warmup=3, repetitions=2, case=case)
     a_round = sum(arm.median for arm in warmup)
@@ -113,7 +113,7 @@ def paired(arms: Sequence[Arm], seconds: float, case: str) -> list[Measurement]:
 
 
 def measure(actors: int, payloads: Sequence[str], seconds: float) -> tuple[list[Measurement], dict[str, float]]:
-    """Every case of so many actors, with the bounds of each."""
+    """Measure every case with this number of actors, with the bounds of each."""
     measured: list[Measurement] = []
     metrics: dict[str, float] = {}
     group = WorkerGroup(Target, [{"num_cpus": 0}] * actors)
@@ -135,7 +135,7 @@ def measure(actors: int, payloads: Sequence[str], seconds: float) -> tuple[list[
 
 
 def bounds(raw: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
-    """Of the paired rounds: upper bounds of the median ratio and of the median difference in milliseconds."""
+    """Return upper bounds of the paired rounds' median ratio and of their median difference in milliseconds."""
     return {
         "ratio_bound": upper_bound([b / a for a, b in zip(raw, ours, strict=True)]),
         "extra_ms_bound": upper_bound([(b - a) * 1e3 for a, b in zip(raw, ours, strict=True)]),
@@ -143,7 +143,7 @@ def bounds(raw: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
 
 
 def summary(metrics: dict[str, float]) -> dict[str, float]:
-    """The worst case of each number of actors, which goals speak of."""
+    """Return the worst case of each number of actors, which the goals refer to."""
     found = {}
     for name, key, counts in (
         ("ratio", "ratio_bound", RATIO_ACTORS),
@@ -161,7 +161,7 @@ def summary(metrics: dict[str, float]) -> dict[str, float]:
 
 @contextmanager
 def counted() -> Iterator[list[str]]:
-    """What this process calls of actors, and what it puts."""
+    """Record the actor calls and the puts of this process."""
     import ray
     from ray.actor import ActorHandle
 
@@ -182,7 +182,7 @@ def counted() -> Iterator[list[str]]:
 
 
 def fan_out(workers: int, nodes: int) -> int:
-    """Calls and puts of the driver for one call of a group in which each actor answers for a node's worth of ranks."""
+    """Return the driver's calls and puts for one call of a group in which each actor answers for a node's ranks."""
     from trlx_hybrid_ray.worker_group.group import GroupMethod
     from trlx_hybrid_ray.worker_group.registration import registered, worker_class
     from trlx_hybrid_ray.worker_group.worker import Location
@@ -206,7 +206,7 @@ def fan_out(workers: int, nodes: int) -> int:
 
 
 def run(actors: Sequence[int], payloads: Sequence[str], seconds: float, simulated: int) -> Result:
-    """The benchmark, on a cluster of its own."""
+    """Run the benchmark, on a cluster of its own."""
     measured: list[Measurement] = []
     metrics: dict[str, float] = {}
     with connect(cpus=64, object_store_memory=1 << 30):
@@ -216,7 +216,7 @@ def run(actors: Sequence[int], payloads: Sequence[str], seconds: float, simulate
         calls = fan_out(simulated, NODES)
     whole = tuple(actors) == ACTORS and tuple(payloads) == tuple(PAYLOADS) and simulated == SIMULATED
     return Result(
-        benchmark="ray_dispatch" if whole else "ray_dispatch_part",  # goals are about all
+        benchmark="ray_dispatch" if whole else "ray_dispatch_part",  # goals refer to all cases
         device=cpu(),
         peer="raw Ray",
         measurements=measured,

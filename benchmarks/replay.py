@@ -1,8 +1,8 @@
-"""What a rollout with tools has to take: a discrete-event replay of a trace, with a cost for each engine step.
+"""The time that a rollout with tools must take: a discrete-event replay of a trace, with a cost for each engine step.
 
 A trajectory is turns of sampled tokens with tool calls between them. The engine takes steps; each gives one token to
-every trajectory that samples, and costs `base + per_request · batch`. Who becomes ready during a step joins the next.
-Nothing else costs anything, so a program that takes as long as its replay wastes no time.
+every trajectory that samples, and costs `base + per_request · batch`. A trajectory that becomes ready during a step
+joins the next step. Nothing else costs anything, so a program that takes as long as its replay wastes no time.
 
 Everything here is a pure function. All times are seconds.
 """
@@ -19,11 +19,11 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """What happens to every trajectory, whoever runs it.
+    """The tokens and latencies of every trajectory, whatever runs it.
 
     Attributes:
         tokens: per trajectory and turn, how many are sampled; at least 1.
-        latencies: per trajectory, of the tool call after each turn but the last.
+        latencies: per trajectory, latency of the tool call after each turn but the last.
         prompts: per trajectory and turn, tokens that the engine has to compute before it samples; none where empty.
     """
 
@@ -32,26 +32,26 @@ class Trace:
     prompts: Sequence[Sequence[int]] = ()
 
     def prompt(self, row: int, turn: int) -> int:
-        """Prompt tokens to compute."""
+        """Return the prompt tokens to compute."""
         return self.prompts[row][turn] if self.prompts else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCost:
-    """Seconds of one engine step: `base` whatever it does, and more for each request and each prompt token in it."""
+    """The seconds of one engine step: `base` for any step, and more for each request and each prompt token in it."""
 
     base: float
     per_request: float
     per_prompt_token: float = 0.0
 
     def __call__(self, requests: int, prompt_tokens: int = 0) -> float:
-        """What a step takes."""
+        """Return the seconds of a step."""
         return self.base + self.per_request * requests + self.per_prompt_token * prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """One measured step."""
+    """One measured engine step."""
 
     requests: int
     prompt_tokens: int
@@ -59,7 +59,7 @@ class StepTime:
 
 
 def draw(trajectories: int, turns: int, *, tokens: int, latency: float, sigma: float = 1.0, seed: int = 0) -> Trace:
-    """A trace of its arguments: lognormal latencies of this median, `tokens` ± half of it per turn, uniformly."""
+    """Draw a trace: lognormal latencies with this median, and per turn `tokens` ± half of it, uniformly."""
     source, rows, half = random.Random(f"{seed} {trajectories} {turns}"), range(trajectories), tokens // 2
     return Trace(
         tokens=[[source.randint(tokens - half, tokens + half) for _ in range(turns)] for _ in rows],
@@ -68,7 +68,10 @@ def draw(trajectories: int, turns: int, *, tokens: int, latency: float, sigma: f
 
 
 def fit(steps: Iterable[StepTime], *, prompts: bool) -> StepCost:
-    """The least-squares cost of measured steps; with a term for prompt tokens, or with theirs spread over the rest."""
+    """Fit the cost of measured steps by least squares.
+
+    With `prompts` the cost has a term for prompt tokens; otherwise their cost is spread over the other terms.
+    """
     measured = list(steps)
     columns = [(1.0, step.requests, step.prompt_tokens) if prompts else (1.0, step.requests) for step in measured]
     solution, *_ = np.linalg.lstsq(np.array(columns, dtype=float), np.array([s.seconds for s in measured]), rcond=None)
@@ -77,10 +80,10 @@ def fit(steps: Iterable[StepTime], *, prompts: bool) -> StepCost:
 
 
 def asynchronous(trace: Trace, cost: StepCost) -> float:
-    """Every trajectory on its own clock, the engine stepping whenever anyone samples.
+    """Return the seconds of an asynchronous rollout: trajectories advance independently, and the engine steps for any.
 
-    Called the optimum, since no trajectory waits for another but at a step's edge, for less than a step per turn. A
-    schedule that held steps back could at best save part of those waits.
+    It is called the optimum, since a trajectory waits for others only until the current step ends, less than a step per
+    turn. A schedule that delayed steps could at best save part of these waits.
     """
     clock, ready = 0.0, [(0.0, row, 0) for row in range(len(trace.tokens))]  # (when, row, turn), a heap
     sampling: dict[int, tuple[int, int]] = {}  # row -> turn, tokens left
@@ -104,7 +107,10 @@ def asynchronous(trace: Trace, cost: StepCost) -> float:
 
 
 def lock_step(trace: Trace, cost: StepCost, *, concurrent: bool = True) -> float:
-    """All trajectories take a turn, then all tools are called, at once or one after another, then the next turn."""
+    """Return the seconds of a lock-step rollout.
+
+    All trajectories take a turn, then all tools are called, at once or one after another, then the next turn begins.
+    """
     clock = 0.0
     for turn in range(max(map(len, trace.tokens), default=0)):
         there = [row for row, tokens in enumerate(trace.tokens) if turn < len(tokens)]
@@ -117,7 +123,7 @@ def lock_step(trace: Trace, cost: StepCost, *, concurrent: bool = True) -> float
 
 
 def critical_path(trace: Trace, cost: StepCost) -> float:
-    """What the longest trajectory would take alone: no schedule is faster."""
+    """Return the seconds that the longest trajectory would take alone: no schedule is faster."""
     return max(
         (
             sum(cost(1) * count + cost.per_prompt_token * trace.prompt(row, t) for t, count in enumerate(tokens))

@@ -5,10 +5,10 @@ arms write into the same engines, in turn: `gather` streams full tensors into vL
 does; `gather-bucketed` all-gathers 256 MiB at a time in the engine's dtype, as verl does; `reshard` moves what each
 rank lacks. Before each turn the engines sleep and wake, and hold NaN; after it the bits of all arms must be equal. A
 turn begins and ends with a barrier and counts the slowest rank; the ranks' agreement on plan and version is part of it.
-What NVLink and a device copy reach is measured in the same processes.
+The bandwidths of NVLink and of a device copy are measured in the same processes.
 
-Each case is written as soon as it is measured, and one that fails takes nothing with it. With `--add`, one command per
-case makes one file:
+Each case is written as soon as it is measured, and a case that fails loses none of the others. With `--add`, one
+command per case makes one file:
 
     python -m benchmarks.reshard --gpus 4 --pairs 4,2 --dtypes bfloat16 --add
     python -m benchmarks.reshard --gpus 4 --pairs 4,4 --dtypes bfloat16 --model 70b --add
@@ -38,7 +38,7 @@ from .result import Result, accelerator, publish_each
 CASE_SECONDS = 420.0
 WARMUP = 2
 LAYERS = {"70b": 20, "30b-a3b": 12}
-"""What of a large model is built unless told otherwise: policy, engine and arms fit beside each other."""
+"""The default number of layers of large models, so that policy, engine and arms fit beside each other."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,9 +47,10 @@ class Case:
 
     Attributes:
         model: a name of `trlx_hybrid_reshard.planner.architectures`, or "tiny" for a CPU.
-        layers: instead of the shape's own number; 0 keeps it.
-        ranks, tp: of FSDP, and of each engine.
-        dtype: of the policy; the engines are in bf16.
+        ranks: ranks of FSDP.
+        tp: ranks of each engine.
+        dtype: dtype of the policy; the engines are in bf16.
+        layers: replaces the shape's own number of layers; 0 keeps it.
     """
 
     model: str
@@ -60,25 +61,25 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As in the table."""
+        """The name in the table."""
         model = f"{self.model}-{self.layers}-layers" if self.layers else self.model
         master = ", fp32 master" if self.dtype == "float32" else ""
         return f"{model} ({self.ranks},{self.tp}){master}"
 
     @property
     def metric(self) -> str:
-        """For the names of metrics."""
+        """The name in the names of metrics."""
         master = "_fp32" * (self.dtype == "float32")
         model = "" if self.model in ("7b", "tiny") else f"_{self.model.replace('-', '_')}"
         return f"{self.ranks}_{self.tp}{master}{model}" + f"_{self.layers}_layers" * bool(self.layers)
 
 
 PAIRS = {4: ((4, 4), (4, 2), (4, 1)), 2: ((2, 2), (2, 1))}
-"""(ranks, tp) by the number of GPUs."""
+"""The pairs (ranks, tp) by the number of GPUs."""
 
 
 def measure(case: Case, repetitions: int, unrecorded: bool = False) -> dict[str, Any]:
-    """Run the processes of one case; what rank 0 wrote.
+    """Run the processes of one case, and return what rank 0 wrote.
 
     Raises:
         RuntimeError: a process failed; with the end of its output.
@@ -113,7 +114,7 @@ def measure(case: Case, repetitions: int, unrecorded: bool = False) -> dict[str,
 
 
 def metrics_of(case: Case, found: dict[str, Any]) -> dict[str, float]:
-    """Medians in milliseconds, the floor at the bandwidth that was reached, memory in MiB."""
+    """Return medians in milliseconds, the floor at the bandwidth that was reached, and memory in MiB."""
     medians = {arm: Measurement(arm, tuple(seconds)).median * 1e3 for arm, seconds in found["seconds"].items()}
     metrics = {f"{arm.replace('-', '_')}_ms_{case.metric}": ms for arm, ms in medians.items()}
     metrics |= {

@@ -1,10 +1,10 @@
-"""Seconds of GRPO steps with FSDP2 and a tensor-parallel vLLM in the same processes, and what resharding has of them.
+"""Seconds of GRPO steps with FSDP2 and a tensor-parallel vLLM in the same processes, and the share of resharding.
 
-One process per GPU, started by `accelerate launch`. The model has random weights, kept in fp32 and computed with in
-bf16. The first step, in which the engine is built and proven, is left out of the medians.
+There is one process per GPU, started by `accelerate launch`. The model has random weights, stored in fp32, and computes
+in bf16. The first step, in which the engine is built and proven, is left out of the medians.
 
-With both launchers the run is made under each, and compared: sampled tokens, rewards, losses and gradient norms of all
-ranks, digit by digit. That takes attention whose gradients are the same each time, which eager attention's are.
+With both launchers the benchmark runs under each, and compares sampled tokens, rewards, losses and gradient norms of
+all ranks, digit by digit. That takes attention with deterministic gradients, such as eager attention.
 
     python -m benchmarks.reshard_grpo --processes 4 --tp 2 --add
     python -m benchmarks.reshard_grpo --processes 4 --tp 2 --attention eager --launchers accelerate trlx-hybrid --add
@@ -44,7 +44,7 @@ CONFIG = {
         "fsdp_cpu_ram_efficient_loading": False,
     },
 }
-"""What `accelerate config` would have written."""
+"""The configuration that `accelerate config` would have written."""
 
 LAUNCH_SECONDS = 540.0
 LAUNCHERS = ("accelerate", "trlx-hybrid")
@@ -57,7 +57,7 @@ COMPARED = ("sampled", "reward", "loss", "grad_norm")
 
 
 def command(launcher: str, processes: int, config: Path) -> list[str]:
-    """Starts a script in so many processes."""
+    """Return a command that starts a script in `processes` processes."""
     python, file = [sys.executable, "-m"], ["--config_file", str(config)]
     if launcher == "accelerate":
         return [*python, "accelerate.commands.launch", "--num_processes", str(processes), *file]
@@ -66,7 +66,7 @@ def command(launcher: str, processes: int, config: Path) -> list[str]:
 
 
 def measure(order: Mapping[str, Any], launcher: str) -> dict[str, Any]:
-    """Train in so many processes; what rank 0 wrote, see `reshard_grpo_rank`.
+    """Train in the processes that the order asks for, and return what rank 0 wrote, see `reshard_grpo_rank`.
 
     Raises:
         RuntimeError: a process failed; its output was shown.
@@ -90,13 +90,16 @@ def measure(order: Mapping[str, Any], launcher: str) -> dict[str, Any]:
 
 
 def alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> int:
-    """How many steps, from the first on, sampled, rewarded and trained the same on every rank, to the last digit."""
+    """Return how many steps, from the first on, are alike on every rank, to the last digit.
+
+    Compared are samples, rewards, losses and gradient norms.
+    """
     same = [all(a[name] == b[name] for name in COMPARED) for a, b in zip(one["steps"], other["steps"], strict=True)]
     return [*same, False].index(False)
 
 
 def result_of(order: Mapping[str, Any], found: Mapping[str, Any], others: Sequence[Mapping[str, Any]]) -> Result:
-    """Medians of all steps but the first, extremes of the log-probs' gap over all of them, and who did the same."""
+    """Return the result: medians of all steps but the first, extremes of the log-prob gap over all, and equal steps."""
     case, name = f"({order['processes']},{order['tp']})", f"{order['processes']}_{order['tp']}"
     steps, later = found["steps"], found["steps"][1:]
     return Result(

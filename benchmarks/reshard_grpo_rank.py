@@ -1,4 +1,4 @@
-"""One process of the benchmark reshard_grpo: the trainer, and a clock on its steps and weight syncs."""
+"""One process of the benchmark reshard_grpo: the trainer, with a clock for its steps and weight syncs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GAP = "sampling/sampling_logp_difference"  # between engine and trainer, as TRL 
 
 
 class _Clock(TrainerCallback):  # type: ignore[misc]
-    """Seconds of each step: rollout, loss, backward pass and optimizer."""
+    """A callback that records the seconds of each step: rollout, loss, backward pass and optimizer."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -44,7 +44,7 @@ class _Clock(TrainerCallback):  # type: ignore[misc]
 
 
 class _Syncs:
-    """The reports of all weight syncs."""
+    """A plugin that keeps the reports of all weight syncs."""
 
     def __init__(self) -> None:
         self.reports: list[Any] = []
@@ -55,7 +55,7 @@ class _Syncs:
 
 
 class _Even:
-    """The share of even ids: half of them at first, and something to learn. Remembers what it saw, as digests."""
+    """A reward that can be learned: the share of even ids, half at first. It keeps digests of the completions."""
 
     __name__ = "even"
 
@@ -68,7 +68,7 @@ class _Even:
 
 
 def build(fields: Mapping[str, Any], attention: str) -> Any:
-    """The same random weights on every rank, each on its own device."""
+    """Build a model with the same random weights on every rank, each on its own device."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     device = torch.device("cpu")
@@ -82,7 +82,7 @@ def build(fields: Mapping[str, Any], attention: str) -> Any:
 
 
 def prompts(order: Mapping[str, Any]) -> Dataset:
-    """Different ones, of words that are a token each."""
+    """Return a dataset of different prompts, of words that are a token each."""
     import random
 
     scale, draw = SCALES[order["model"]], random.Random(0)
@@ -92,7 +92,7 @@ def prompts(order: Mapping[str, Any]) -> Dataset:
 
 
 def trainer_of(order: Mapping[str, Any], even: _Even, clock: _Clock, syncs: _Syncs) -> Any:
-    """GRPO as anyone would set it up; weights="auto" finds its path by itself."""
+    """Set up GRPO as a user would; weights="auto" finds its path by itself."""
     scale, cuda = SCALES[order["model"]], torch.cuda.is_available()
     return GRPOTrainer(
         model=build(scale.config, order["attention"]),
@@ -131,10 +131,10 @@ def trainer_of(order: Mapping[str, Any], even: _Even, clock: _Clock, syncs: _Syn
 
 
 def check(trainer: Any, syncs: _Syncs) -> None:
-    """FSDP2 and resharding are what ran: accelerate turns one into DDP in silence where it thinks that it must.
+    """Check that FSDP2 and resharding ran: accelerate silently turns FSDP2 into DDP where it thinks that it must.
 
     Raises:
-        RuntimeError: they are not.
+        RuntimeError: one of the two did not run.
     """
     kind = str(trainer.accelerator.distributed_type)
     whole = [name for name, p in trainer.model.named_parameters() if not isinstance(p, DTensor)]
@@ -148,7 +148,7 @@ def main(order: Mapping[str, Any]) -> None:
     if not torch.cuda.is_available():
         use_fsdp_on_cpu()
     trainer = trainer_of(order, even, clock, syncs)
-    trainer.remove_callback(PrinterCallback)  # the result has what counts
+    trainer.remove_callback(PrinterCallback)  # the result has all numbers that are needed
     trainer.train()
     check(trainer, syncs)
     everyone: list[Any] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What planning a reshard costs on one rank, and the bytes and floors it finds, from 0.5B to a trillion parameters."""
+"""Milliseconds of planning a reshard on one rank, and the planned bytes, from 0.5B to a trillion parameters."""
 
 from __future__ import annotations
 
@@ -19,9 +19,12 @@ from .harness import Measurement
 from .result import Result, cpu
 
 MODELS = {"0.5B": ("0.5b", "0.6b"), "7B": ("7b", "8b"), "70B": ("70b",), "1T MoE": ("1t-moe",)}
-"""Shapes of each size: the first that the TP size divides. 14 and 28 heads cannot be served by 4 and 8 ranks."""
+"""The shapes of each size, of which the first that the TP size divides is used.
+
+4 and 8 ranks cannot serve 14 and 28 heads.
+"""
 PAIRS = ((1, 1), (2, 2), (4, 2), (4, 4), (8, 4), (16, 4), (64, 8), (1024, 8))
-"""(ranks of FSDP, TP of the engines)."""
+"""The pairs of layouts: (ranks of FSDP, TP of the engines)."""
 RANKS_PER_NODE = 8
 TO_ROLLOUT, TO_TRAIN = "plan, FSDP to TP", "plan, TP to FSDP"
 LOWERING = "lower to descriptors"
@@ -29,7 +32,7 @@ LOWERING = "lower to descriptors"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One model between two layouts."""
+    """One model, and the two layouts that it is resharded between."""
 
     size: str
     model: Model
@@ -38,7 +41,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """As in the table."""
+        """The name in the table."""
         return f"{self.size} ({self.train.world},{self.rollout.tp})"
 
 
@@ -59,7 +62,7 @@ def _case(size: str, n: int, t: int) -> Case:
 
 
 def planned(case: Case, rank: int, *, back: bool = False) -> tuple[float, RankPlan]:
-    """Seconds of one plan, nothing remembered of an earlier one, and the plan."""
+    """Return the seconds of one plan, made without cached coordinates, and the plan."""
     mesh_coordinates.cache_clear()
     ends = (case.rollout, case.train) if back else (case.train, case.rollout)
     started = time.perf_counter()
@@ -68,7 +71,7 @@ def planned(case: Case, rank: int, *, back: bool = False) -> tuple[float, RankPl
 
 
 def lowered(case: Case, rank: int) -> tuple[float, Descriptors]:
-    """Seconds from the two layouts to the explicit slices of one rank, and the slices."""
+    """Return the seconds from the two layouts to the explicit slices of one rank, and the slices."""
     started = time.perf_counter()
     buckets = bucketed(case.model, case.train, case.rollout)
     found = lower(plan(case.model, case.train, case.rollout, rank, ranks_per_node=RANKS_PER_NODE), buckets)
@@ -76,7 +79,7 @@ def lowered(case: Case, rank: int) -> tuple[float, Descriptors]:
 
 
 def worst_ranks(case: Case) -> tuple[dict[str, Any], list[int]]:
-    """Bytes of the worst rank, all ranks planned, and the ranks to time: first, middle, last, busiest, slowest."""
+    """Plan all ranks; return the bytes of the worst, and the ranks to time: first, middle, last, busiest, slowest."""
     found = [planned(case, rank) for rank in range(case.train.world)]
     received = [int(made.receives.sum()) for _, made in found]
     sent = [int(made.sends.sum()) for _, made in found]
@@ -96,7 +99,7 @@ def worst_ranks(case: Case) -> tuple[dict[str, Any], list[int]]:
 
 
 def measured(case: Case, repetitions: int) -> tuple[list[Measurement], dict[str, Any]]:
-    """The slowest of the timed ranks in each direction, and of one rank the lowering."""
+    """Measure the slowest of the timed ranks in each direction, and the lowering of one rank."""
     settings, ranks = worst_ranks(case)
     found = []
     for arm, back in ((TO_ROLLOUT, False), (TO_TRAIN, True)):

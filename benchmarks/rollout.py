@@ -1,12 +1,12 @@
-"""Tokens per second of the in-process engine, reached as a trainer reaches it, against TRL's own colocate path.
+"""Tokens per second of the in-process engine, called as a trainer calls it, against TRL's own colocate path.
 
-Both are TRL's `generate(prompts, images, num_generations, profiler)`: once of TRL's VLLMGeneration, once of what a
-hybrid trainer puts in its place. vLLM keeps one engine per process, so each arm has a process of its own; all hold
-their engine on the same device, with the same settings, and repeat in turn while the others wait. Completions are of
-one length, or of lengths drawn from a lognormal distribution, the same rows in all arms.
+Both arms call TRL's `generate(prompts, images, num_generations, profiler)`: TRL's VLLMGeneration, and what a hybrid
+trainer puts in its place. vLLM keeps one engine per process, so each arm has a process of its own; all hold their
+engine on the same device, with the same settings, and repeat in turn while the others wait. Completions are of one
+length, or of lengths drawn from a lognormal distribution, the same rows in all arms.
 
-Arm `tuned` is TRL's path with what a user can set: no text is built of the tokens. Arm `seedless` samples in our engine
-with no seeds on the requests: what seeds cost, if anything.
+Arm `tuned` is TRL's path with what a user can set: tokens are not turned into text. Arm `seedless` samples in our
+engine with no seeds on the requests, which shows what seeds cost.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ SCALES = {
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "tie_word_embeddings": True,
-            "initializer_range": 0.1,  # spreads the logits: greedy choices must not hang on rounding
+            "initializer_range": 0.1,  # spreads the logits: greedy choices must not depend on rounding
         },
         prompt_tokens=16,
         cases=(
@@ -89,7 +89,7 @@ SCALES = {
 
 
 def write_model(folder: Path, scale: Scale) -> None:
-    """Random weights and a tokenizer: TRL's path loads its engine from a folder. bf16 on a GPU, fp32 on a CPU."""
+    """Write random weights (bf16 on a GPU, else fp32) and a tokenizer: TRL's path loads its engine from a folder."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -105,7 +105,7 @@ def write_model(folder: Path, scale: Scale) -> None:
 
 
 def tokenizer(size: int) -> Any:
-    """A byte-level tokenizer in which every id is a word: stock TRL turns each token into text, and pays for it."""
+    """Return a byte-level tokenizer in which every id is a word: stock TRL turns each token into text, at a cost."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -118,7 +118,7 @@ def tokenizer(size: int) -> Any:
 
 
 def compare(workers: Mapping[str, Worker], lengths: Lengths, repetitions: int) -> list[Measurement]:
-    """All arms at one size."""
+    """Measure all arms at one size."""
 
     def arm(name: str, worker: Worker, method: str) -> Arm:
         return Arm(name, lambda turn: worker.call(method, lengths, turn, seconds=REPEAT_SECONDS))
@@ -129,7 +129,7 @@ def compare(workers: Mapping[str, Worker], lengths: Lengths, repetitions: int) -
 
 
 def greedy_agreement(workers: Mapping[str, Worker]) -> float:
-    """The share of tokens that a contestant chooses as TRL does when nothing is left to chance; the lowest of all."""
+    """Return the share of greedy tokens on which a contestant agrees with TRL; the lowest of all contestants."""
     theirs, *others = (worker.call("greedy", seconds=REPEAT_SECONDS) for worker in workers.values())
     return min(_agreement(theirs, ours) for ours in others)
 
@@ -140,7 +140,7 @@ def _agreement(theirs: Sequence[Sequence[int]], ours: Sequence[Sequence[int]]) -
 
 
 def metrics_of(measurements: Sequence[Measurement], cases: Sequence[Lengths], warmup: int = 1) -> dict[str, float]:
-    """Tokens per second of each arm, and our speed-up over TRL and over TRL tuned, for each case."""
+    """Return tokens per second of each arm, and our speed-up over TRL and over TRL tuned, for each case."""
     medians = {(m.case, m.arm): m.median for m in measurements}
     metrics: dict[str, float] = {}
     for lengths in cases:
@@ -160,8 +160,10 @@ def run(model: str, repetitions: int, cases: Sequence[str] = (), profiles: str |
     """Build all contestants at once, check that they agree, and let them repeat in turn.
 
     Args:
+        model: a key of SCALES.
+        repetitions: repetitions of each arm.
         cases: names of lengths; all where none is given.
-        profiles: a folder where some tokens more of ours leave what their steps were made of.
+        profiles: a folder for profiles of some additional tokens of ours.
     """
     scale, device = SCALES[model], accelerator()
     scale = dataclasses.replace(scale, cases=tuple(c for c in scale.cases if c.name in cases or not cases))
@@ -188,7 +190,7 @@ def run(model: str, repetitions: int, cases: Sequence[str] = (), profiles: str |
             if profiles:
                 workers["hybrid"].call("profiled", lengths, f"{profiles}/{lengths.name}", seconds=REPEAT_SECONDS)
     return Result(
-        benchmark="rollout" if model == "1.5b" else f"rollout_{model}",  # goals are about the former
+        benchmark="rollout" if model == "1.5b" else f"rollout_{model}",  # goals refer to the former
         device=device,
         peer="trl",
         measurements=measurements,

@@ -1,4 +1,4 @@
-"""What it takes to give the KV cache back and to take it again: ours, and vLLM's sleep levels as TRL uses them."""
+"""Seconds of releasing and restoring the KV cache: ours, and vLLM's sleep levels as TRL uses them."""
 
 from __future__ import annotations
 
@@ -12,46 +12,49 @@ from .scale import Scale
 
 Way = tuple[Callable[[], object], Callable[[], object]]
 WAYS = {"trl": "trl", "level-1": "trl", "hybrid": "hybrid"}
-"""By whose engine. `trl` is vLLM's level 2, which TRL's colocate path uses: all is discarded. Level 1 saves the weights
-on the host. Ours gives back the KV cache alone."""
+"""The ways to release the KV cache, with the engine that each belongs to.
+
+`trl` is vLLM's level 2, which TRL's colocate path uses: it discards everything. Level 1 saves the weights on the host.
+Ours releases only the KV cache.
+"""
 
 
 class KVMemory(Contestant):
-    """An engine whose weights are its own, with everything in it awake. Subclasses know how that is reached.
+    """A contestant whose engine has weights of its own, all of it awake. Subclasses implement the wake-up.
 
     Attributes:
-        bytes: of the KV cache.
+        bytes: bytes of the KV cache.
     """
 
     def build(self, model: Any, tokenizer: Any, scale: Scale) -> None:
-        """The engine, awake, and what it samples then."""
+        """Build the engine, wake it, and store what it samples then."""
         super().build(model, tokenizer, scale)  # type: ignore[safe-super]
         self.wake_up()
         self.bytes: int = sum(storage.nbytes() for storage in self._storages())
         self._expected = self.greedy_awake()
 
     def wake_up(self) -> None:
-        """Everything awake, with the policy's weights in it."""
+        """Wake the whole engine, with the policy's weights in it."""
         raise NotImplementedError
 
     def greedy_awake(self) -> list[list[int]]:
-        """Completions that depend on nothing but the model; the engine is awake before and afterwards."""
+        """Return completions that depend only on the model; the engine is awake before and afterwards."""
         raise NotImplementedError
 
     def ways(self) -> Mapping[str, Way]:
-        """By name, how memory is given back and taken again."""
+        """Return the ways to release and restore memory, by name."""
         raise NotImplementedError
 
     @property
     def llm(self) -> Any:
-        """vLLM's."""
+        """The vLLM `LLM`."""
         raise NotImplementedError
 
     def cycle(self, way: str, idle_seconds: float) -> tuple[float, float]:
-        """Seconds to give the cache back, and to take it again after `idle_seconds`.
+        """Return the seconds to release the cache, and the seconds to restore it after `idle_seconds`.
 
         Raises:
-            RuntimeError: the device has not got all of it back.
+            RuntimeError: the device did not get all of the cache's memory back.
         """
         release, restore = self.ways()[way]
         before = self._free_bytes()
@@ -63,10 +66,10 @@ class KVMemory(Contestant):
         return given, seconds_of(restore)
 
     def check(self) -> int:
-        """Bytes of the cache, after a proof that the engine still works: with its weights back it samples as before.
+        """Check that the engine with its weights restored samples as before, and return the bytes of the cache.
 
         Raises:
-            RuntimeError: it does not.
+            RuntimeError: it samples something else.
         """
         self.wake_up()
         found = self.greedy_awake()
@@ -81,7 +84,7 @@ class KVMemory(Contestant):
         return storages(kv_caches(self.llm))
 
     def _free_bytes(self) -> int:
-        """Of the device; on a CPU, whose free memory is everybody's, less is the cache's own."""
+        """Return the free bytes of the device; on a CPU, whose free memory others use too, minus the cache's bytes."""
         import torch
 
         if torch.cuda.is_available():
@@ -92,15 +95,15 @@ class KVMemory(Contestant):
 
 
 class StockKVMemory(KVMemory, StockTRL):
-    """TRL's engine, in a process in which nothing of ours runs."""
+    """A contestant with TRL's engine, in a process in which nothing of ours runs."""
 
     @property
     def llm(self) -> Any:
-        """TRL's."""
+        """The `LLM` of TRL's engine."""
         return self.generation.llm
 
     def wake_up(self) -> None:
-        """As TRL wakes it, and syncs in between."""
+        """Wake the engine as TRL does, with a weight sync in between."""
         self._wake_as_trl(self.generation.sync_weights)
 
     def _wake_as_trl(self, between: Callable[[], object] = lambda: None) -> None:
@@ -109,13 +112,13 @@ class StockKVMemory(KVMemory, StockTRL):
         self.llm.wake_up(tags=["kv_cache"])
 
     def greedy_awake(self) -> list[list[int]]:
-        """TRL's `generate` puts the engine to sleep."""
+        """Sample greedily, then wake the engine again, which TRL's `generate` puts to sleep."""
         completions = self.greedy()
         self.wake_up()
         return completions
 
     def ways(self) -> Mapping[str, Way]:
-        """vLLM's levels."""
+        """Return vLLM's sleep levels."""
         return {
             "trl": (lambda: self.llm.sleep(level=2), self._wake_as_trl),
             "level-1": (lambda: self.llm.sleep(level=1), lambda: self.llm.wake_up()),
@@ -123,7 +126,7 @@ class StockKVMemory(KVMemory, StockTRL):
 
 
 class HybridKVMemory(KVMemory, Hybrid):
-    """Ours."""
+    """A contestant with our engine."""
 
     @property
     def _engine(self) -> Any:
@@ -131,11 +134,11 @@ class HybridKVMemory(KVMemory, Hybrid):
 
     @property
     def llm(self) -> Any:
-        """Our engine's."""
+        """The `LLM` of our engine."""
         return self._engine.llm
 
     def wake_up(self) -> None:
-        """As a rollout phase does, with weights that are proven."""
+        """Wake the engine as a rollout phase does, with weights that are proven."""
         engine, policy = self._engine, self._trainer.session.policy
         engine.wake("weights")
         engine.wake("kv_cache")
@@ -144,7 +147,7 @@ class HybridKVMemory(KVMemory, Hybrid):
             raise RuntimeError("The engine's weights are not the policy's.")
 
     def greedy_awake(self) -> list[list[int]]:
-        """From the engine as it is."""
+        """Sample greedily from the engine as it is."""
         from trlx_hybrid.types import Request, Sampling
         from trlx_hybrid_vllm.internals import drain
 
@@ -155,5 +158,5 @@ class HybridKVMemory(KVMemory, Hybrid):
         return [completion.token_ids for completion in completions]
 
     def ways(self) -> Mapping[str, Way]:
-        """The KV cache alone."""
+        """Return our way: the KV cache alone."""
         return {"hybrid": (lambda: self._engine.sleep(keep_weights=True), lambda: self._engine.wake("kv_cache"))}

@@ -2,15 +2,15 @@
 
 A step is a rollout, its scoring, loss and backward pass in parts of eight rows, the optimizer, and the logging. Each
 trainer trains in a process of its own that has the device to itself, as a user's has, with the same reward, prompts and
-lengths of completions. They take turns of some steps in a row, and again from the last to the first. `trl` and `hybrid`
-have the same arguments, TRL's defaults with sleep mode on. `tuned` is TRL's trainer with what a user can set: no text
-is built of the tokens, and sleep mode and gradient checkpointing are off where that fits, which is tried. `hybrid` has
-what a user of this package would switch on for speed without another result: see `--hybrid`.
+lengths of completions. Each trainer in turn takes some steps in a row; the next round reverses the order. `trl` and
+`hybrid` have the same arguments, TRL's defaults with sleep mode on. `tuned` is TRL's trainer with what a user can set:
+tokens are not turned into text, and sleep mode and gradient checkpointing are off where that fits, which is tried.
+`hybrid` has what a user of this package would switch on for speed with the same result: see `--hybrid`.
 
 `full` trains all weights in bf16, `fp32` an fp32 master under autocast, `lora` an adapter of rank 16, and `merged` the
 same with an engine into which ours merges it. Completions are of one length, or of lengths drawn from a lognormal
-distribution, the same rows in all arms. Each kind with each distribution is a case (`full` is that of fixed lengths),
-written as soon as it is measured; one that fails takes nothing with it.
+distribution, the same rows in all arms. Each kind with each distribution is a case (`full` has fixed lengths), written
+as soon as it is measured; a case that fails loses none of the others.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ KINDS = {
     "merged": Variant(sleep=True, lora_rank=16, weights="merged"),
 }
 TUNED = ((False, False), (False, True), (True, False), (True, True))
-"""Sleep mode and gradient checkpointing of TRL tuned: the first pair that fits."""
+"""Sleep mode and gradient checkpointing of TRL tuned; the first pair that fits is used."""
 OUT_OF_MEMORY = ("out of memory", "Free memory on device", "No available memory for the cache blocks")
 LENGTHS = {
     "1.5b": {
@@ -67,16 +67,16 @@ HYBRID: dict[str, Any] = {
 }
 Splits = dict[str, dict[str, float]]
 Turn = tuple[list[Timed], list[dict[str, float]], str]
-"""Its steps, the spans of those that are measured, and the weight path of ours."""
+"""The result of a turn: its steps, the spans of the measured steps, and our weight path."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """How the trainers take turns.
+    """The schedule of the trainers' turns.
 
     Attributes:
         warmup: steps of a turn that are not measured, at least one: the first shows what fits.
-        measured: those that are.
+        measured: steps of a turn that are measured.
         rounds: how many turns each trainer has; the order is reversed from one round to the next.
     """
 
@@ -86,14 +86,14 @@ class Turns:
 
     @property
     def steps(self) -> int:
-        """Of one turn."""
+        """The steps of one turn."""
         return self.warmup + self.measured
 
 
 def measure(
     folder: str, scale: Scale, kind: str, hybrid: Mapping[str, Any], case: str, turns: Turns, profiles: str | None
 ) -> tuple[list[Measurement], Splits, dict[str, bool]]:
-    """What the steps of all trainers took, what they were made of, and how TRL tuned was set."""
+    """Measure the steps of all trainers; return the times, the median spans, and the settings of TRL tuned."""
     seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     splits: dict[str, list[dict[str, float]]] = {name: [] for name in CONTESTANTS}
     lengths: list[dict[str, Any]] = [{} for _ in range(turns.steps)]
@@ -118,7 +118,7 @@ def measure(
             seconds[name] += [timed.seconds for timed in steps[turns.warmup :]]
             splits[name] += parts
             took = ", ".join(f"{timed.seconds:.2f}" for timed in steps[turns.warmup :])
-            print(f"{case}: {name} took {took} s", flush=True)  # all that is left of a run that is cut
+            print(f"{case}: {name} took {took} s", flush=True)  # the only output of a run that is cut short
     for step, found in enumerate(lengths):
         check_equal(found, step)
     measured = [Measurement(name, tuple(values), case) for name, values in seconds.items()]
@@ -131,10 +131,13 @@ def measure(
 
 
 def take_turn(worker: Worker, case: str, turns: Turns, profile: str | None) -> Turn:
-    """All steps of one turn.
+    """Take all steps of one turn.
 
     Args:
-        profile: where one step more is to leave what its training half was made of.
+        worker: the trainer.
+        case: name of the case, for messages.
+        turns: the schedule.
+        profile: file for a profile of the training half of one additional step; None for none.
     """
     started = time.perf_counter()
     wait_until_built([worker], BUILD_SECONDS)
@@ -152,19 +155,19 @@ def take_turn(worker: Worker, case: str, turns: Turns, profile: str | None) -> T
 
 
 def trainer(name: str, folder: str, scale: Scale, steps: int, variant: Variant) -> Worker:
-    """One of the contestants, being built."""
+    """Start building one of the contestants."""
     return Worker(name, Stepper, "hybrid" if name == "hybrid" else "trl", folder, scale, variant, BATCH, steps)
 
 
 def tuned_variant(kind: str, sleep: bool, checkpointing: bool) -> Variant:
-    """TRL tuned, in one of its settings."""
+    """Return TRL tuned, in one of its settings."""
     return dataclasses.replace(KINDS[kind], sleep=sleep, checkpointing=checkpointing, detokenize=False)
 
 
 def first_that_fits(
     build: Callable[[Variant], Worker], variants: Sequence[Variant], take: Callable[[Worker], Turn]
 ) -> tuple[Variant, Turn]:
-    """The first of the variants that has memory for a whole turn, and the turn.
+    """Return the first variant that has memory for a whole turn, and its turn.
 
     Raises:
         WorkerError: not even the last one fits, or one failed for another reason than memory. No process is left.
@@ -180,15 +183,18 @@ def first_that_fits(
 
 
 def summary(splits: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Medians of the spans, the maximum of the memory."""
+    """Return the medians of the spans, and the maximum of memory."""
     names = sorted({name for split in splits for name in split})
     values = {name: [split.get(name, 0.0) for split in splits] for name in names}
     return {name: max(found) if "bytes" in name else statistics.median(found) for name, found in values.items()}
 
 
 def metrics_of(measurements: Sequence[Measurement], splits: Splits) -> dict[str, float]:
-    """How many times faster ours is than TRL and than TRL tuned; seconds of a step and of its training half, and the
-    share of the device's peak that training used of it, where the peak is known."""
+    """Return the metrics of a result.
+
+    They are: how many times faster ours is than TRL and than TRL tuned; seconds of a step and of its training half; and
+    the share of the device's peak FLOPs that training used, where the peak is known.
+    """
     medians = {(m.case, m.arm): m.median for m in measurements}
     metrics: dict[str, float] = {}
     for case in dict.fromkeys(case for case, _ in medians):
@@ -213,11 +219,16 @@ def run(
     hybrid: Mapping[str, Any] = HYBRID,
     profiles: str | None = None,
 ) -> Result:
-    """One case: a kind and a distribution of lengths.
+    """Measure one case: a kind and a distribution of lengths.
 
     Args:
-        folder: of the model, written where there is none yet, and of what vLLM compiled for it.
-        profiles: a folder where one step more of ours leaves what its training half was made of.
+        folder: folder of the model, written if missing, and of what vLLM compiled for it.
+        model: a key of SCALES.
+        kind: a key of KINDS.
+        lengths: a key of LENGTHS[model].
+        turns: the schedule.
+        hybrid: our trainer's HybridConfig fields.
+        profiles: a folder for a profile of the training half of one additional step of ours.
     """
     case = kind if lengths == "fixed" else f"{kind}-{lengths}"
     scale = dataclasses.replace(SCALES[model], cases=(LENGTHS[model][lengths],))

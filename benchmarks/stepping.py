@@ -1,4 +1,4 @@
-"""The sides of the step benchmark: whole GRPO trainers that stand still until they are asked for a step."""
+"""The contestants of the step benchmark: GRPO trainers that pause until a step is requested."""
 
 from __future__ import annotations
 
@@ -23,16 +23,19 @@ from .profile import Profile
 from .scale import Scale, Variant
 
 PROFILED = ("_prepare_inputs", "sync_weights", "vLLM.generate", "compute_loss")
-"""Of TRL's profiled spans: rollout with scoring, sync, generation, and the loss's forward pass."""
+"""TRL's profiled spans that are recorded: rollout with scoring, sync, generation, and the loss's forward pass."""
 
 
 class Stepper:
-    """A trainer whose `train()` runs in a thread and waits before each step. A step is all from its begin to the next.
+    """A trainer whose `train()` runs in a thread and waits before each step. A step lasts until the next one begins.
 
     Args:
         kind: "trl" or "hybrid".
+        folder: folder of the model.
+        scale: the model and its lengths.
+        variant: settings of trainer and engine.
         batch: rows of one forward pass.
-        steps: how many there are to be.
+        steps: number of steps of the training run.
     """
 
     def __init__(self, kind: str, folder: str, scale: Scale, variant: Variant, batch: int, steps: int) -> None:
@@ -45,7 +48,7 @@ class Stepper:
         self._profile: Profile | None = None
         self._bytes_in_use = 0
         self._note_spans()
-        model, tokenizer = load(folder, Variant(model_dtype=variant.model_dtype))  # TRL puts the adapter on
+        model, tokenizer = load(folder, Variant(model_dtype=variant.model_dtype))  # TRL adds the adapter
         arguments = {
             "model": model,
             "reward_funcs": self._reward,
@@ -78,7 +81,7 @@ class Stepper:
         return answer
 
     def step(self, turn: int) -> Timed:
-        """One optimizer step; its result is the length of each completion, the same for all."""
+        """Take one optimizer step; its result is the length of each completion, the same in all contestants."""
         self.spans.clear()
         self._lengths = []
         retries = _allocator_retries()
@@ -89,23 +92,24 @@ class Stepper:
         return timed
 
     def profiled(self, turn: int, file: str) -> None:
-        """A step whose training half is recorded; it takes longer than others."""
+        """Take a step whose training half is profiled, which slows it down."""
         self._profile = Profile(Path(file))
         self.step(turn)
 
     def split(self) -> dict[str, float]:
-        """What the last step was made of.
+        """Return the parts of the last step.
 
         Returns:
-            Seconds: `rollout`, TRL's `_generate` with all in it; `training`, the rest; TRL's profiled spans within,
-            and of ours `bring_up` and `put_down`, the edges of a rollout, where memory and weights change hands.
-            Tokens: `tokens_real`, of prompts and completions; `tokens_in_loss`, what the model was given where
-            gradients were wanted, padding included; `tokens_without_gradients`, what it was given otherwise.
-            `passes_in_loss`: forward passes with gradients; `layers_recomputed` by ours in the last of them, where it
-            decides that. `allocator_retries`: how often torch gave all cached memory back because none was left.
-            `training_flops_per_second`: what training on the real tokens needs, by the seconds it took, and
-            `training_mfu`, the share of the device's peak that this is, where the peak is known. `device_bytes_in_use`
-            after the step, by all of the device's processes.
+            Seconds: `rollout`, TRL's `_generate` with all in it; `training`, the rest; TRL's profiled spans within, and
+            of ours `bring_up` and `put_down`, the beginning and end of a rollout, in which memory and weights are
+            handed over.
+            Tokens: `tokens_real`, of prompts and completions; `tokens_in_loss`, the model's input where gradients were
+            wanted, padding included; `tokens_without_gradients`, its input otherwise.
+            `passes_in_loss`: forward passes with gradients; `layers_recomputed`: layers that ours recomputed in the
+            last of these, if it decides that. `allocator_retries`: how often torch freed all cached memory because none
+            was left. `training_flops_per_second`: FLOPs that training on the real tokens needs, divided by the seconds
+            it took; `training_mfu`: their share of the device's peak, where the peak is known. `device_bytes_in_use`:
+            bytes that all processes used on the device after the step.
         """
         from trlx_hybrid.trl.flops import model_flops, peak
         from trlx_hybrid.weights.policy import Policy
@@ -132,12 +136,12 @@ class Stepper:
         return found
 
     def engine_weights(self) -> str:
-        """The weight path taken."""
+        """Return the name of the weight path."""
         session = getattr(self._trainer, "session", None)
         return session.weights.name if session is not None else "trl"
 
     def at_begin(self, started: float | None) -> float:
-        """The step that began at `started` is over: report it, wait for the next one's turn, return its begin."""
+        """Report the step that began at `started`, wait until the next one is requested, and return its begin."""
         synchronise()
         if self._profile is not None:
             self._profile.stop()
@@ -151,15 +155,15 @@ class Stepper:
         return time.perf_counter()
 
     def prepare(self) -> None:
-        """What a subclass does before a step that counts, in the trainer's thread."""
+        """Prepare a step before its time starts, in the trainer's thread; a hook for subclasses."""
 
     def _reward(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
-        """Something that differs within a group and costs nothing."""
+        """Return rewards that differ within a group and cost nothing, and record the lengths."""
         self._lengths += [len(ids) for ids in completion_ids]
         return [sum(ids) % 7 / 7 for ids in completion_ids]
 
     def _prescribe(self) -> None:
-        """Where lengths are drawn, each row gets its own: TRL has no setting for it."""
+        """Give each row its own length where lengths are drawn, for which TRL has no setting."""
         (lengths,) = self._scale.cases
         if lengths.median is None:
             return
@@ -177,7 +181,7 @@ class Stepper:
             session._put_down = self._timed(session._put_down, "put_down")
 
     def _timed(self, function: Any, name: str, after: Callable[[], None] = lambda: None) -> Any:
-        """The function, whose seconds until the device is idle are added up as a span."""
+        """Return the function, with its seconds until the device is idle added up as a span."""
 
         def timed(*arguments: Any) -> Any:
             synchronise()
@@ -195,7 +199,7 @@ class Stepper:
             self._profile.start()
 
     def _note_forwards(self) -> None:
-        """Every forward pass embeds its tokens once; recomputation begins behind the embeddings."""
+        """Count the tokens of every forward pass, which embeds them once; recomputation begins after the embeddings."""
         import torch
 
         def note(module: Any, given: tuple[Any, ...]) -> None:
@@ -206,7 +210,7 @@ class Stepper:
         self._trainer.model.get_input_embeddings().register_forward_pre_hook(note)
 
     def _note_spans(self) -> None:
-        """TRL times itself and reports to trackers only: listen in, in both contestants."""
+        """Record the spans that TRL times and reports only to trackers, in both contestants."""
         from trl.extras.profiling import ProfilingContext
 
         def note(context: Any, seconds: float) -> None:
@@ -238,7 +242,7 @@ class _Pausing(TrainerCallback):  # type: ignore[misc]
         self._started: float | None = None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any, **kwargs: Any) -> None:
-        """A step that breaks the model is none that anyone takes: its seconds are not measured."""
+        """Raise FloatingPointError where the gradient's norm is not finite: such a step is not worth measuring."""
         if not math.isfinite(logs.get("grad_norm", 0.0)):
             raise FloatingPointError(f"The gradient's norm of step {state.global_step} is {logs['grad_norm']}.")
 
@@ -262,7 +266,7 @@ def _hybrid(scale: Scale, variant: Variant, arguments: dict[str, Any]) -> Any:
 
 
 def _arguments(output: Path, scale: Scale, variant: Variant, batch: int, steps: int) -> Any:
-    """What is not named is TRL's default."""
+    """Return the training arguments; those not named are TRL's defaults."""
     import torch
     from trl import GRPOConfig
 
@@ -292,7 +296,7 @@ def _arguments(output: Path, scale: Scale, variant: Variant, batch: int, steps: 
 
 
 def _prompts(scale: Scale, steps: int) -> Any:
-    """Enough of them, different ones, of `prompt_tokens` words that are a token each."""
+    """Return enough different prompts, of `prompt_tokens` words that are a token each."""
     import random
 
     from datasets import Dataset

@@ -1,4 +1,4 @@
-"""The two sides of the weight-sync benchmark: fresh weights into the engine, TRL's way and ours."""
+"""The contestants of the weight-sync benchmark, which bring fresh weights into the engine, TRL's way and ours."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ ANSWER = 8  # tokens of a tool's answer
 
 
 class Syncing(Contestant):
-    """Changes the trainer's weights and times how they get into the engine. Subclasses know how.
+    """A contestant that changes the trainer's weights and times their sync. Subclasses implement the sync.
 
     Attributes:
-        model: the trainer's.
+        model: the trainer's model.
     """
 
     model: Any
 
     def build(self, model: Any, tokenizer: Any, scale: Scale) -> None:
-        """Keep hold of the model."""
+        """Store the model, and build the engine."""
         self.model = model
         super().build(model, tokenizer, scale)  # type: ignore[safe-super]
 
@@ -40,7 +40,7 @@ class Syncing(Contestant):
                     p.add_(torch.randn(p.shape, generator=draw, device=p.device, dtype=p.dtype), alpha=NOISE)
 
     def perturbed(self, turn: int, sync: Callable[[], object]) -> Timed:
-        """What `sync` takes with fresh weights; the result is the engine's digest."""
+        """Time `sync` with fresh weights; the result is the engine's digest."""
         self.perturb(turn)
         synchronise()
         started = time.perf_counter()
@@ -49,18 +49,20 @@ class Syncing(Contestant):
         return Timed(time.perf_counter() - started, self.engine_digest())
 
     def engine_digest(self) -> int | None:
-        """Of all parameters in the engine, under vLLM's names."""
+        """Return a hash of all parameters in the engine, under vLLM's names."""
         return digest(self.engine_parameters())
 
     def engine_parameters(self) -> Iterator[tuple[str, Any]]:
-        """By vLLM's names."""
+        """Yield the engine's parameters with vLLM's names."""
         from trlx_hybrid_vllm.internals import model_of
 
         yield from model_of(self.generation.llm).named_parameters()
 
     def second_turn(self, sequences: int, turn: int) -> Timed:
-        """One more generate call within a batch, of one token: as in a tool loop, with what was sampled before and a
-        tool's answer behind it as the prompts."""
+        """Time one more generate call within a batch, of one token.
+
+        As in a tool loop, each prompt is what was sampled before, followed by a tool's answer.
+        """
         self.set_sampling(1, top_k=0)
         with self.phase():
             prompts = self._prompts(f"tool-{turn}", sequences)
@@ -75,10 +77,11 @@ class Syncing(Contestant):
 
 
 class SyncingTRL(Syncing, StockTRL):
-    """TRL's `VLLMGeneration.sync_weights`.
+    """A contestant that syncs with TRL's `VLLMGeneration.sync_weights`.
 
-    With an adapter TRL merges into the base weights and subtracts afterwards, which leaves rounding behind: they drift
-    away from everybody else's. Before each sync they are put back, so that the engines can be compared bit for bit.
+    With an adapter TRL merges into the base weights and subtracts afterwards, which leaves rounding errors: its base
+    weights drift away from the other contestants'. They are restored before each sync, so that the engines can be
+    compared bit for bit.
 
     Attributes:
         drift: share of the adapted base weights that the last sync but one changed; 0 without an adapter.
@@ -87,12 +90,12 @@ class SyncingTRL(Syncing, StockTRL):
     drift = 0.0
 
     def build(self, model: Any, tokenizer: Any, scale: Scale) -> None:
-        """Remember the base weights under the adapter before the first sync."""
+        """Copy the base weights under the adapter before the first sync, and build the engine."""
         self._base = {name: p.detach().clone() for name, p in model.named_parameters() if ".base_layer." in name}
         super().build(model, tokenizer, scale)
 
     def perturb(self, turn: int) -> None:
-        """As in all contestants, and the base weights put back."""
+        """Restore the base weights, and add the same noise as all contestants."""
         parameters = dict(self.model.named_parameters())
         if self._base:
             changed = sum(int((parameters[name] != kept).sum()) for name, kept in self._base.items())
@@ -102,30 +105,30 @@ class SyncingTRL(Syncing, StockTRL):
         super().perturb(turn)
 
     def sync(self, turn: int) -> Timed:
-        """All that GRPOTrainer does with fresh weights."""
+        """Time all that GRPOTrainer does with fresh weights."""
         return self.perturbed(turn, self.generation.sync_weights)
 
     def phase_sync(self, turn: int) -> Timed:
-        """The same: TRL proves nothing and keeps no versions."""
+        """Time the same as `sync`: TRL proves nothing and keeps no versions."""
         return self.sync(turn)
 
     def findings(self) -> dict[str, float]:
-        """For the result's settings."""
+        """Return the findings for the result's settings."""
         return {"drift": self.drift}
 
 
 class SyncingHybrid(Syncing, Hybrid):
-    """A weight path of ours, as a rollout phase uses it."""
+    """A contestant that syncs by one of our weight paths, as a rollout phase does."""
 
     _bytes = 0
 
     def perturb(self, turn: int) -> None:
-        """As in all contestants, and announced, as the trainer's callback does."""
+        """Add the same noise as all contestants, and announce the change, as the trainer's callback does."""
         super().perturb(turn)
         self._trainer.session.versions.changed()
 
     def sync(self, turn: int) -> Timed:
-        """The path's own sync and its cheap proof; `gather` has none of its own."""
+        """Time the path's own sync and its cheap proof; `gather` has no proof of its own."""
         weights = self._trainer.session.weights
 
         def sync() -> None:
@@ -135,12 +138,15 @@ class SyncingHybrid(Syncing, Hybrid):
         return self.perturbed(turn, sync)
 
     def phase_sync(self, turn: int) -> Timed:
-        """All of it: version, fingerprint, hooks, and for `gather` the comparison of a sample of tensors."""
+        """Time all of it: version, fingerprint, hooks, and for `gather` the comparison of a sample of tensors."""
         session = self._trainer.session
         return self.perturbed(turn, lambda: session.versions.sync(session.live_engine, session.weights))
 
     def engine_digest(self) -> int | None:
-        """None for `lora`, whose engine holds base and adapter apart; the path's full proof compares all their bits."""
+        """Return the engine's hash; None for `lora`, whose engine holds base and adapter apart.
+
+        For `lora` the path's full proof compares all bits.
+        """
         weights = self._trainer.session.weights
         if weights.name != "lora":
             return super().engine_digest()
@@ -148,5 +154,5 @@ class SyncingHybrid(Syncing, Hybrid):
         return None
 
     def findings(self) -> dict[str, float]:
-        """Bytes that the last sync moved."""
+        """Return the bytes that the last sync moved."""
         return {"bytes": float(self._bytes)}

@@ -1,9 +1,9 @@
-"""Seconds of sampling a rollout and of the forward pass of its loss: one after the other, and the pass within the tail.
+"""Seconds of sampling a rollout and of its loss's forward pass: one after the other, and the pass within the tail.
 
-The longest tenth of the rows takes a third of the time to sample, and the device is not full then. The weights stand
-still, so rows that are there could be scored for the loss meanwhile. Here they are: `apart` once all rows are sampled,
-`together` on a stream of its own as soon as all but the last eighth are; both keep what a backward pass needs. Each is
-scored once more after the time was taken, and must have the same log-probs.
+The longest tenth of the rows takes a third of the time to sample, and the device is not full then. The weights do not
+change, so rows that are complete could be scored for the loss meanwhile. Arm `apart` scores them once all rows are
+sampled; arm `together` scores them on a stream of its own as soon as all but the last eighth are. Both keep what a
+backward pass needs. Each is scored once more after the time was taken, and must have the same log-probs.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from .worker import Worker, wait_until_built
 
 BUILD_SECONDS, REPEAT_SECONDS = 420.0, 120.0
 WARMUP = 2
-LAST = 8  # one in so many rows is still being sampled as the pass begins
+LAST = 8  # one row in this many is still being sampled when the pass begins
 
 
 class Tail(Hybrid):
     """A trainer's engine and its scoring, which share the device.
 
     Args:
-        multiprocessors: of the device that the pass may use while rows are sampled; 0 for all of them.
+        multiprocessors: number of the device's multiprocessors that the pass may use while rows are sampled; 0 for all.
     """
 
     def __init__(self, folder: str, scale: Scale, variant: Variant, multiprocessors: int) -> None:
@@ -46,11 +46,11 @@ class Tail(Hybrid):
         self._stream = _stream(multiprocessors)
 
     def repeat_scored(self, lengths: Lengths, turn: int, together: bool) -> tuple[Timed, dict[str, float]]:
-        """One repetition; its result is the length of each completion.
+        """Time one repetition; its result is the length of each completion.
 
         Returns:
-            Also seconds until all rows were sampled, those after that until the pass was done, those that launching it
-            took, and the bytes that it holds.
+            The time; and as spans the seconds until all rows were sampled, from then until the pass was done, and for
+            launching the pass, and the bytes that the pass holds.
         """
         import torch
 
@@ -88,13 +88,13 @@ class Tail(Hybrid):
             synchronise()
             seconds = time.perf_counter() - started
             spans["scoring"] = seconds - spans["sampling"]
-            log_probs = scored.pop().detach()  # what it held is free for the second pass
+            log_probs = scored.pop().detach()  # frees what it held, for the second pass
             if not torch.equal(self._scores(rows[:wanted]), log_probs):
                 raise RuntimeError("The same rows, scored once more, have other log-probs.")
         return Timed(seconds, [len(tokens) for tokens in completions]), spans
 
     def _aside(self) -> Any:
-        """On the stream of its own, after what the current one has to do."""
+        """Return a context on the separate stream, which first waits for the work of the current stream."""
         import torch
 
         if self._stream is None:
@@ -103,7 +103,7 @@ class Tail(Hybrid):
         return torch.cuda.stream(self._stream)
 
     def _scores(self, rows: Sequence[tuple[list[int], list[int]]]) -> Any:
-        """(rows, tokens): log-probs with their graph, as TRL's loss asks for them."""
+        """Return log-probs with their graph, (rows, tokens), as TRL's loss asks for them."""
         import torch
 
         prompts, completions = ([torch.tensor(ids) for ids in column] for column in zip(*rows, strict=True))
@@ -138,7 +138,7 @@ def _allocated() -> int:
 
 
 def measure(worker: Worker, lengths: Lengths, repetitions: int) -> tuple[list[Measurement], dict[str, float]]:
-    """Both arms, and the medians of what was noted of each."""
+    """Measure both arms; return the measurements, and the medians of each arm's spans."""
     noted: defaultdict[str, list[float]] = defaultdict(list)
 
     def arm(name: str) -> Arm:
@@ -157,7 +157,7 @@ def measure(worker: Worker, lengths: Lengths, repetitions: int) -> tuple[list[Me
 
 
 def run(model: str, repetitions: int, multiprocessors: int = 0, hybrid: Mapping[str, Any] = HYBRID) -> Result:
-    """Rows of drawn lengths, with a model that is trained in full."""
+    """Measure rows of drawn lengths, with a model that is trained in full."""
     lengths = LENGTHS[model]["lognormal"]
     scale = dataclasses.replace(SCALES[model], cases=(lengths,))
     with ExitStack() as stack:

@@ -1,9 +1,9 @@
-"""Milliseconds to bring fresh weights into the engine, and to give its memory back, against TRL's own colocate path.
+"""Milliseconds to bring fresh weights into the engine, and to release its memory, against TRL's own colocate path.
 
 Each contestant has its model and engine in a process of its own. In every round all change their weights by the same
-noise, untimed, then sync; after every sync the bits of all engines are compared. Three models: bf16, an fp32 master
-with a bf16 engine, and a LoRA adapter on a bf16 base. Case `…-phase` is the whole of what a rollout phase does about
-weights, `tool-turn` one more generate call within a batch, with sleep mode and without, and `kv-…` the KV cache's
+noise, untimed, then sync; after every sync the bits of all engines are compared. There are three models: bf16, an fp32
+master with a bf16 engine, and a LoRA adapter on a bf16 base. Case `…-phase` is all that a rollout phase does with
+weights, `tool-turn` one more generate call within a batch, with sleep mode and without. Cases `kv-…` are the KV cache's
 release and return: at once, when the driver still scrubs what was just released, and after a second of idleness.
 """
 
@@ -42,14 +42,17 @@ MODELS = {
     "fp32-master": (dataclasses.replace(BASE, model_dtype="float32"), ("trl", "gather", "copy")),
     "lora-r16": (dataclasses.replace(BASE, lora_rank=16), ("trl", "gather", "lora", "merged")),
 }
-"""The variant and the arms of each model. TRL's engine would take bf16 by itself: vLLM never computes in fp32 unless
-told to. It is told bf16 here for the tiny model, whose CPU engine computes in fp32 otherwise."""
+"""The variant and the arms of each model.
+
+TRL's engine would take bf16 by itself: vLLM computes in fp32 only if told to. It is told bf16 here for the tiny model,
+whose CPU engine computes in fp32 otherwise.
+"""
 SLEEPING = {"trl-sleep": "trl", "alias-sleep": "alias"}  # contestants of the tool turn besides the awake ones
 
 
 @contextmanager
 def contestants(folder: str, scale: Scale, variants: Mapping[str, tuple[str, Variant]]) -> Iterator[dict[str, Worker]]:
-    """A worker for each name, from (weight path or "trl", variant), all built at once."""
+    """Build a worker for each name, from (weight path or "trl", variant), all at once; yield them by name."""
     with ExitStack() as stack:
         started, workers = time.perf_counter(), {}
         for name, (path, variant) in variants.items():
@@ -62,7 +65,7 @@ def contestants(folder: str, scale: Scale, variants: Mapping[str, tuple[str, Var
 
 
 def turns(workers: Mapping[str, Worker], method: str, case: str, repetitions: int, *before: Any) -> list[Measurement]:
-    """All workers in turn; each times itself."""
+    """Run one method of all workers in turn; each times itself."""
 
     def arm(name: str, worker: Worker) -> Arm:
         return Arm(name, lambda turn: worker.call(method, *before, turn, seconds=CALL_SECONDS))
@@ -72,7 +75,7 @@ def turns(workers: Mapping[str, Worker], method: str, case: str, repetitions: in
 
 
 def syncs(folder: str, scale: Scale, case: str, repetitions: int) -> tuple[list[Measurement], dict[str, Any]]:
-    """One model's syncs, and with bf16 the tool turn as well: its awake contestants are the same."""
+    """Measure one model's syncs; with bf16 the tool turn as well, because its awake contestants are the same."""
     variant, paths = MODELS[case]
     variants = {path: (path, variant) for path in paths}
     if case == "bf16":
@@ -91,7 +94,7 @@ def syncs(folder: str, scale: Scale, case: str, repetitions: int) -> tuple[list[
 
 
 def kv_cycles(folder: str, scale: Scale, repetitions: int) -> tuple[list[Measurement], dict[str, Any]]:
-    """Release and return of the KV cache, once with no pause in between and once with one."""
+    """Measure release and return of the KV cache, once with no pause in between and once with one."""
     variant = dataclasses.replace(BASE, weights="gather", sleep=True)
     measured: list[Measurement] = []
     with ExitStack() as stack:
@@ -113,7 +116,7 @@ def kv_cycles(folder: str, scale: Scale, repetitions: int) -> tuple[list[Measure
 
 
 def _cycle(worker: Worker, way: str, idle: float, restores: list[float]) -> Any:
-    """An arm's repetition: a cycle, of which the release is timed and the return noted."""
+    """Return an arm's repetition: a cycle, whose release is timed and whose return is recorded in `restores`."""
 
     def run(turn: int) -> Timed:
         release, restore = worker.call("cycle", way, idle, seconds=CALL_SECONDS)
@@ -124,7 +127,7 @@ def _cycle(worker: Worker, way: str, idle: float, restores: list[float]) -> Any:
 
 
 def metrics_of(measurements: Sequence[Measurement], findings: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Medians in milliseconds. `trl` and `gather` run on every model and bear its name; the others run on one."""
+    """Return medians in milliseconds. `trl` and `gather` run on every model, whose name is added; others run on one."""
     medians = {(m.case, m.arm): m.median * 1e3 for m in measurements}
     metrics: dict[str, float] = {}
     for (case, arm), ms in medians.items():
@@ -152,7 +155,7 @@ def _arm(arm: str, model: str) -> str:
 
 
 def run(model: str, repetitions: int, cases: Sequence[str]) -> Result:
-    """One case after the other, so that not all engines must fit at once."""
+    """Measure one case after the other, so that the engines of all cases need not fit at once."""
     small, large = KV_BYTES[model]
     lengths = Lengths(sequences=ENGINE_SEQUENCES, longest=64)
     scale = dataclasses.replace(SCALES[model], kv_cache_bytes=small, cases=(lengths,))

@@ -1,4 +1,4 @@
-"""One object in a process of its own: lets two engines that cannot share a process take turns on one device."""
+"""A process that holds one object, so that two engines that cannot share a process take turns on one device."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ CLOSING_SECONDS = 15.0
 
 
 class WorkerError(Exception):
-    """A worker raised, died, or did not answer in time."""
+    """Raised where a worker raised, died, or did not answer in time."""
 
 
 class Worker:
-    """Builds `factory(*arguments)` in a spawned process, then calls its methods; idle, it waits without using a core.
+    """A spawned process that builds `factory(*arguments)` and calls its methods. It uses no core while it waits.
 
-    A context manager: whatever happens inside, the process is gone afterwards.
+    It is a context manager, and ends the process in any case.
 
     Args:
-        name: of the worker, for messages.
+        name: name of the worker, for messages.
         factory: importable by name, since the process starts afresh.
+        arguments: arguments of `factory`.
     """
 
     def __init__(self, name: str, factory: Callable[..., object], *arguments: Any) -> None:
@@ -33,19 +34,19 @@ class Worker:
         self.pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, factory, arguments), name=name)
         self._process.start()
-        theirs.close()  # so that its death reads as the end of the pipe, not as silence
+        theirs.close()  # so that the pipe ends when the process dies
 
     def call(self, method: str, *arguments: Any, seconds: float) -> Any:
-        """What the method returns.
+        """Call a method in the process and return its result.
 
         Raises:
-            WorkerError: it raised (with its traceback), the process died, or `seconds` passed.
+            WorkerError: the method raised (with its traceback), the process died, or `seconds` passed.
         """
         self.pipe.send((method, arguments))
         return self.answer(f"{method}{arguments}", seconds)
 
     def answer(self, what: str, seconds: float) -> Any:
-        """The next answer; `what` it answers is named in errors."""
+        """Return the next answer; `what` names the question in errors."""
         if not self.pipe.poll(seconds):
             raise WorkerError(f"Worker {self.name!r} did not answer {what} within {seconds:g} s.")
         try:
@@ -65,7 +66,7 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.pipe.close()  # the end of its loop, where it still listens
+        self.pipe.close()  # ends the worker's loop, if it still runs
         if kind is None:
             self._process.join(CLOSING_SECONDS)
         self._process.kill()
@@ -73,10 +74,10 @@ class Worker:
 
 
 def wait_until_built(workers: Iterable[Worker], seconds: float) -> None:
-    """Wait for all factories at once, so that the first to fail is heard first.
+    """Wait until all workers are built; an error is raised as soon as the first one fails.
 
     Raises:
-        WorkerError: as `Worker.call`.
+        WorkerError: as in `Worker.call`.
     """
     building = {worker.pipe: worker for worker in workers}
     deadline = time.monotonic() + seconds
@@ -90,7 +91,7 @@ def wait_until_built(workers: Iterable[Worker], seconds: float) -> None:
 
 
 def _serve(pipe: Connection, factory: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-    """The worker's life: build, then answer until the pipe ends. The first error is its last answer."""
+    """Build the object, then answer calls until the pipe ends. The first error is the last answer."""
     try:
         target = factory(*arguments)
         pipe.send((True, None))

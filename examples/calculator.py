@@ -1,4 +1,4 @@
-"""GRPO with a tool on a CPU in minutes: a 0.6-million-parameter model learns to ask the calculator, and to ask well.
+"""GRPO with a tool on a CPU in minutes: a 0.6-million-parameter model learns to call a calculator, and to do it right.
 
     accelerate launch examples/calculator.py
 
@@ -7,11 +7,11 @@ What happens, in this order:
 1. A small Qwen3 is trained from scratch on conversations about multiplications. In a third of them the assistant calls
    the calculator and reports its answer; in the others it guesses, or mistypes the expression.
 2. GRPO with `tools=[calculate]`: vLLM samples inside this process, the calculator answers between the turns, and a
-   right final answer, in the judgement of reasoning-gym, earns the reward. Every conversation goes at its own pace.
+   final answer that reasoning-gym finds right earns the reward. The conversations advance independently.
 3. Held-out multiplications are scored before and after.
 
-What it shows is reinforcement learning selecting among behaviours that were demonstrated. The model learns no
-arithmetic. Every `GRPOConfig` flag works, and `--config file.yaml` too.
+It shows that reinforcement learning selects among behaviours that were demonstrated. The model learns no arithmetic.
+Every `GRPOConfig` flag works, and `--config file.yaml` too.
 """
 
 import random
@@ -32,7 +32,7 @@ UNREADABLE = "not a multiplication"
 
 @dataclass
 class ScriptArguments:
-    """What the toy is made of. The GRPO run itself is set by `GRPOConfig`'s own flags."""
+    """The settings of the toy. `GRPOConfig`'s own flags set the GRPO run itself."""
 
     num_tasks: int = field(default=4000, metadata={"help": "Tasks that demonstrations and GRPO are drawn from."})
     num_heldout: int = field(default=128, metadata={"help": "Tasks kept out of all training, for the score."})
@@ -41,7 +41,7 @@ class ScriptArguments:
 
 @dataclass
 class CalculatorConfig(ToyConfig):
-    """The toy's defaults, and where this run goes."""
+    """The toy's defaults, with the folder of this run."""
 
     output_dir: str = field(default="runs/calculator", metadata={"help": "The run folder."})
 
@@ -69,7 +69,7 @@ def draw_tasks(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def conversation(question: str, expression: str | None, result: str, answer: str) -> Conversation:
-    """A question and its answer, with a call between them where there is an expression."""
+    """Return a question and its answer, with a call between them if there is an expression."""
     question_message = {"role": "user", "content": question}
     answer_message = {"role": "assistant", "content": answer}
     if expression is None:
@@ -80,7 +80,7 @@ def conversation(question: str, expression: str | None, result: str, answer: str
 
 
 def demonstrate(task: dict[str, Any], rng: random.Random) -> Conversation:
-    """One third as it should be, one third with a wrong digit in the call, one third a guess."""
+    """Draw a conversation: one third correct, one third with a wrong digit in the call, one third guesses."""
     expression = task["metadata"]["expression"]
     kind = rng.choice(["right", "mistyped", "guessed"])
     if kind == "guessed":
@@ -93,13 +93,13 @@ def demonstrate(task: dict[str, Any], rng: random.Random) -> Conversation:
 
 
 def reward_right(completions: list[Conversation], task: list[dict[str, Any]], **kwargs: Any) -> list[float]:
-    """TRL reward function: 1 for a final answer that reasoning-gym finds right, else 0."""
+    """Return 1 for a final answer that reasoning-gym finds right, else 0; a TRL reward function."""
     answers = [(messages[-1].get("content") or "").strip() for messages in completions]
     return [float(GYM.score_answer(answer, entry) == 1.0) for answer, entry in zip(answers, task, strict=True)]
 
 
 def dataset(tasks: list[dict[str, Any]]) -> Dataset:
-    """Tasks as TRL's trainers take them."""
+    """Return tasks as a dataset for TRL's trainers."""
     return Dataset.from_list([{"prompt": [{"role": "user", "content": t["question"]}], "task": t} for t in tasks])
 
 
@@ -124,7 +124,7 @@ def main() -> None:
         eval_dataset=dataset(heldout),
         processing_class=tokenizer,
         tools=[calculate],
-        hybrid={"rollout_options": {"progress": False}},  # the bars of training are enough here
+        hybrid={"rollout_options": {"progress": False}},  # training has its own progress bars
     )
     train_and_report(trainer, f"{len(heldout)} held-out multiplications")
 

@@ -4,14 +4,14 @@
 
 What happens, in this order:
 
-1. A small Qwen3 is trained from scratch on demonstrations: programs for a described function, and unit tests of it. Of
-   both, only some are right.
-2. GRPO with `CureReward`: for each function the model is asked for programs and for tests. A sandbox runs all against
-   all, and both earn their reward from who passes what. The reward knows ground-truth tests, but no right program.
+1. A small Qwen3 is trained from scratch on demonstrations: programs for a described function, and unit tests of it.
+   Only some of both are right.
+2. GRPO with `CureReward`: for each function the model is asked for programs and for tests. A sandbox runs all programs
+   on all tests, and both earn their reward from the results. The reward knows ground-truth tests, but no right program.
 3. Functions that the model never saw are scored before and after: the share of right programs, and of tests that hold.
 
-What it shows is reinforcement learning selecting among behaviours that were demonstrated. The language is tiny, so that
-a small model can write it: a program is an expression of `x`, a test says what becomes of one `x`.
+It shows that reinforcement learning selects among behaviours that were demonstrated. The language is tiny, so that a
+small model can write it: a program is an expression of `x`, and a test says what one `x` gives.
 """
 
 import random
@@ -30,7 +30,7 @@ from trlx_hybrid import GRPOTrainer
 from trlx_hybrid_cure import CureReward, Sandbox, two_speakers
 from trlx_hybrid_cure.sandbox import ProgramTests
 
-Task = dict[str, str | list[str]]  # what is asked, a right program, and ground-truth tests
+Task = dict[str, str | list[str]]  # the question, a right program, and ground-truth tests
 
 ASKS = {"program": "Program: ", "test": "Test: "}
 WORDS = ("times ", "plus ", "minus ", "before ", "after ", *ASKS.values())
@@ -39,7 +39,7 @@ LETTERS = "abcdefgh"
 
 @dataclass
 class ScriptArguments:
-    """What the toy is made of. The GRPO run itself is set by `GRPOConfig`'s own flags."""
+    """The settings of the toy. `GRPOConfig`'s own flags set the GRPO run itself."""
 
     num_heldout: int = field(default=64, metadata={"help": "Functions kept out of all training, for the scores."})
     share_right: float = field(default=0.35, metadata={"help": "Fraction (0 to 1) of correct demonstrations."})
@@ -48,7 +48,7 @@ class ScriptArguments:
 
 @dataclass
 class CureConfig(ToyConfig):
-    """The toy's defaults, and what CURE needs."""
+    """The toy's defaults, with those that CURE needs."""
 
     output_dir: str = field(default="runs/coder_and_tester", metadata={"help": "The run folder."})
     max_steps: int = field(default=60, metadata={"help": "GRPO steps."})
@@ -59,18 +59,18 @@ class CureConfig(ToyConfig):
 
 
 def draw_input(task: Task, rng: random.Random) -> str:
-    """Something to call the task's function with, as Python writes it."""
+    """Draw an argument for the task's function, as Python writes it."""
     return repr("".join(rng.choices(LETTERS, k=2))) if "'" in task["program"] else str(rng.randrange(10))
 
 
 def write_test(task: Task, rng: random.Random) -> str:
-    """A test that holds."""
+    """Write a test that holds."""
     given = draw_input(task, rng)
     return f"f({given})=={eval(task['program'], {'x': eval(given)})!r}"
 
 
 def all_tasks() -> list[Task]:
-    """Functions of numbers and of strings, with four ground-truth tests each."""
+    """Return functions of numbers and of strings, with four ground-truth tests each."""
     numbers = [
         {"asked": f"times {a} {name} {b}\n", "program": f"x*{a}{sign}{b}"}
         for a in range(2, 10)
@@ -88,28 +88,28 @@ def all_tasks() -> list[Task]:
 
 
 def source_of_program(text: str) -> str:
-    """The Python of what the coder says."""
+    """Return the coder's text as Python."""
     return f"f = lambda x: {text}"
 
 
 def source_of_test(text: str) -> str:
-    """The Python of what the tester says."""
+    """Return the tester's text as Python."""
     return f"assert {text}"
 
 
 def demonstrate(task: Task, speaker: str, share_right: float, rng: random.Random) -> str:
-    """A program or a test, right with probability `share_right`, else with another letter or digit in it."""
+    """Write a program or a test, right with probability `share_right`, else with another letter or digit in it."""
     text = task["program"] if speaker == "program" else write_test(task, rng)
     if rng.random() < share_right:
         return text
-    start = text.find("==") + 1  # of a test, the result is wrong
+    start = text.find("==") + 1  # in a test, the mistake is in the result
     place = rng.choice([i for i, character in enumerate(text) if i >= start and character in LETTERS + "0123456789"])
     others = set(LETTERS if text[place] in LETTERS else "0123456789") - {text[place]}
     return text[:place] + rng.choice(sorted(others)) + text[place + 1 :]
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character, and one for each word of what is asked."""
+    """Build a tokenizer with one token per character, and one for each word of the prompts."""
     characters = "\n " + LETTERS + "0123456789" + "x+-*'()="
     tokenizer = Tokenizer(
         models.WordLevel({token: i for i, token in enumerate(["<pad>", "<eos>", *WORDS, *characters])})
@@ -141,7 +141,7 @@ def learn_from_demonstrations(
 
 @torch.inference_mode()
 def scores(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, tasks: list[Task]) -> tuple[float, float]:
-    """Shares of right programs and of tests that hold, of four of each per task, sampled at temperature 1."""
+    """Return the shares of right programs and of right tests, of four of each per task, sampled at temperature 1."""
     set_seed(0)
     said = {}
     for speaker, ask in ASKS.items():

@@ -6,7 +6,7 @@
 2. GRPO samples with vLLM inside this process, pictures included; a right count earns the reward.
 3. Pictures that it never saw are counted before and after.
 
-The vision tower is trained along. `--use_vllm False` samples with transformers instead. Processors of pictures need
+The vision tower is trained, too. `--use_vllm False` samples with transformers instead. Processors of pictures need
 torchvision. Every flag of `GRPOConfig` and `HybridConfig` works.
 """
 
@@ -33,7 +33,7 @@ QUESTION = [{"role": "user", "content": "how many squares? "}]
 
 @dataclass
 class ScriptArguments:
-    """What the toy is made of."""
+    """The settings of the toy."""
 
     share_right: float = field(default=0.35, metadata={"help": "Fraction (0 to 1) of right demonstrations."})
     demonstration_steps: int = field(default=400, metadata={"help": "Steps on demonstrations (batch size 64)."})
@@ -62,7 +62,7 @@ class CountConfig(GRPOConfig):
 
 
 def draw_picture(squares: int, rng: random.Random) -> Image.Image:
-    """So many squares of random colours on white, each in a patch of its own."""
+    """Draw squares of random colours on white, each in a patch of its own."""
     picture = Image.new("RGB", (SIDE * PATCH, SIDE * PATCH), "white")
     for place in rng.sample(range(SIDE * SIDE), squares):
         left, top = place % SIDE * PATCH + 2, place // SIDE * PATCH + 2
@@ -72,14 +72,14 @@ def draw_picture(squares: int, rng: random.Random) -> Image.Image:
 
 
 def draw_tasks(count: int, seed: int) -> list[dict[str, Any]]:
-    """Pictures, and how many squares each has."""
+    """Draw pictures, each with its number of squares."""
     rng = random.Random(seed)
     numbers = [rng.randint(1, MOST) for _ in range(count)]
     return [{"prompt": QUESTION, "image": draw_picture(number, rng), "squares": number} for number in numbers]
 
 
 def learn_from_demonstrations(model: Any, processor: Any, script: ScriptArguments, seed: int) -> None:
-    """Supervised training on answers of which `share_right` are right and the others one too many."""
+    """Train on answers of which the share `share_right` is right and the others are one too many."""
     rng, device = random.Random(seed), PartialState().device
     optimizer = torch.optim.AdamW(model.to(device).train().parameters(), lr=2e-3)
     for step in tqdm(range(script.demonstration_steps), desc="Learning from demonstrations"):
@@ -97,7 +97,7 @@ def learn_from_demonstrations(model: Any, processor: Any, script: ScriptArgument
 
 
 def encode(processor: Any, tasks: list[dict[str, Any]], answers: list[str] | None = None) -> Any:
-    """Prompts with their pictures, and answers behind them."""
+    """Encode prompts with their pictures, followed by the answers if given."""
     content = [{"type": "image"}, {"type": "text", "text": QUESTION[0]["content"]}]
     text = processor.apply_chat_template([{"role": "user", "content": content}], tokenize=False)
     texts = [text + answer for answer in answers] if answers else [text] * len(tasks)
@@ -106,7 +106,7 @@ def encode(processor: Any, tasks: list[dict[str, Any]], answers: list[str] | Non
 
 @torch.inference_mode()
 def accuracy(model: Any, processor: Any, tasks: list[dict[str, Any]], seed: int) -> float:
-    """Share of the pictures that are counted right, sampled at temperature 1 as in training."""
+    """Return the share of the pictures that are counted right, sampled at temperature 1 as in training."""
     set_seed(seed)
     model.eval()
     inputs = encode(processor, tasks).to(model.device)
@@ -116,12 +116,12 @@ def accuracy(model: Any, processor: Any, tasks: list[dict[str, Any]], seed: int)
 
 
 def is_right(answer: str, squares: int) -> bool:
-    """Whether the answer is that number, and nothing else."""
+    """Return whether the answer is the number of squares, and nothing else."""
     return answer.strip() == str(squares)
 
 
 def reward_right(completions: list[Any], squares: list[int], **kwargs: Any) -> list[float]:
-    """TRL reward function: 1 for a right count, else 0."""
+    """Return 1 for a right count, else 0; a TRL reward function."""
     return [float(is_right(c[-1]["content"], number)) for c, number in zip(completions, squares, strict=True)]
 
 

@@ -4,8 +4,8 @@
     torchrun --nproc_per_node 4 examples/custom_loop.py --model_name_or_path Qwen/Qwen3-0.6B
     accelerate launch --mixed_precision bf16 examples/custom_loop.py --model_name_or_path Qwen/Qwen3-0.6B
 
-REINFORCE on answers that count upward from one, with the mean of each prompt's answers as baseline. Every process
-samples for four prompts of its own; gradients are averaged, so all hold the same weights.
+It is REINFORCE on answers that count upward from one, with the mean of each prompt's answers as baseline. Every process
+samples for four prompts of its own; gradients are averaged, so all have the same weights.
 """
 
 import re
@@ -20,7 +20,7 @@ from trlx_hybrid import HybridEngine
 
 @dataclass
 class Arguments:
-    """What this script takes."""
+    """The arguments of this script."""
 
     model_name_or_path: str = field(default="Qwen/Qwen3-0.6B", metadata={"help": "Model to train."})
     output_dir: str = field(default="runs/custom_loop", metadata={"help": "Where the trained model is saved."})
@@ -31,12 +31,12 @@ class Arguments:
 
 
 def reward(text: str) -> float:
-    """How many numbers of a text stand where they would if it counted from one."""
+    """Return how many numbers of a text are at the place where they would be if it counted from one."""
     return float(sum(int(n) == place for place, n in enumerate(re.findall(r"\d{1,9}", text), start=1)))
 
 
 def log_probs(model: torch.nn.Module, prompt: list[int], answers: list[list[int]]) -> torch.Tensor:
-    """Log-probability of each answer to a prompt, (answers,)."""
+    """Return the log-probability of each answer to a prompt, (answers,)."""
     ids = pad_sequence([torch.tensor(prompt + answer) for answer in answers], batch_first=True)
     ids = ids.to(next(model.parameters()).device)
     scores = model(input_ids=ids).logits[:, len(prompt) - 1 : -1].float().log_softmax(-1)

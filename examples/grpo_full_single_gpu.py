@@ -3,16 +3,16 @@
     python examples/grpo_full_single_gpu.py --model_name_or_path Qwen/Qwen3-1.7B --dataset_name trl-lib/DeepMath-103K \
         --output_dir runs/grpo-full
 
-Two ways to hold the weights. `weights=auto` takes the one that the dtypes allow, and the header names it:
+There are two ways to store the weights. `weights=auto` takes the one that the dtypes allow, and the header names it:
 
 - `--dtype float32`, the default: a float32 master that is trained under bf16 autocast, and cast into vLLM's bf16
-  weights before each rollout (`copy`). 16 bytes per parameter while it trains.
-- `--dtype bfloat16`: trainer and vLLM share one set of weights, and a sync moves nothing (`alias`). 8 bytes per
-  parameter. But a bf16 number has 8 significant bits: at the learning rates of RL an AdamW step is mostly smaller than
-  half of the last one and is rounded away. Choose it with a larger learning rate, or an optimizer that rounds
+  weights before each rollout (`copy`). It takes 16 bytes per parameter in training.
+- `--dtype bfloat16`: trainer and vLLM share one set of weights, and a sync moves nothing (`alias`). It takes 8 bytes
+  per parameter. But a bf16 number has 8 significant bits: at the learning rates of RL an AdamW step is mostly smaller
+  than half of the last bit and is rounded away. Choose it with a larger learning rate, or an optimizer that rounds
   stochastically.
 
-Either way, optimizer state and gradients make room for the KV cache where it needs their place.
+In both, optimizer state and gradients leave the device if the KV cache needs their memory.
 """
 
 from datasets import load_dataset

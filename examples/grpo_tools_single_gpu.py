@@ -1,4 +1,4 @@
-"""GRPO with tools and LoRA on one GPU: every conversation at its own pace, tools beside the engine.
+"""GRPO with tools and LoRA on one GPU: conversations advance independently, and tools run beside the engine.
 
     python examples/grpo_tools_single_gpu.py --model_name_or_path Qwen/Qwen3-4B \
         --dataset_name trl-lib/DeepMath-103K --output_dir runs/grpo-tools
@@ -54,7 +54,7 @@ if __name__ == "__main__":
     parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig, HybridConfig))
     parser.set_defaults(
         engine="vllm",
-        # A model may well ask for 9**9**9: such a call is ended after ten seconds, and its conversation with it.
+        # A model may ask for 9**9**9: such a call is ended after ten seconds, and the model is shown an error.
         rollout_options={"tools": "process", "tool_timeout": 10},
         plugin_options={"trajectories": {"record": "trajectories.jsonl"}},
         vllm_enable_sleep_mode=True,  # the KV cache and the trainer take turns

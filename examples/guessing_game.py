@@ -4,15 +4,15 @@
 
 What happens, in this order:
 
-1. A small Qwen3 is trained from scratch on games that others played. In a third of them the player halves what is left
-   with every guess, which always wins in four guesses; in the others the player guesses at random.
-2. GRPO plays through `episodes(GuessingGame)`: the environment is no tool, it answers whatever the model says. Winning
-   within four guesses earns the reward.
+1. A small Qwen3 is trained from scratch on games that others played. In a third of them every guess halves the numbers
+   that are left, which always wins in four guesses; in the others the player guesses at random.
+2. GRPO plays through `episodes(GuessingGame)`: the environment is not a tool, it answers whatever the model says.
+   Winning within four guesses earns the reward.
 3. All numbers are played before and after.
 
-What it shows is reinforcement learning selecting the strategy that was demonstrated along with a worse one, and holding
-to it over a whole game. There are only 15 numbers, so nothing is said about games it has not seen. Every `GRPOConfig`
-flag works, and `--config file.yaml` too.
+It shows that reinforcement learning selects the strategy that was demonstrated along with a worse one, and keeps to it
+over a whole game. There are only 15 numbers, so it shows nothing about games that the model has not seen. Every
+`GRPOConfig` flag works, and `--config file.yaml` too.
 """
 
 import random
@@ -34,24 +34,24 @@ HIGHER, LOWER, WON = "higher", "lower", "right"
 
 @dataclass
 class ScriptArguments:
-    """What the toy is made of. The GRPO run itself is set by `GRPOConfig`'s own flags."""
+    """The settings of the toy. `GRPOConfig`'s own flags set the GRPO run itself."""
 
     sft_steps: int = field(default=200, metadata={"help": "SFT steps on demonstrations (batch size 64)."})
 
 
 @dataclass
 class GameConfig(ToyConfig):
-    """The toy's defaults, and where this run goes."""
+    """The toy's defaults, with the folder of this run."""
 
     output_dir: str = field(default="runs/guessing_game", metadata={"help": "The run folder."})
     num_generations_eval: int = field(default=8, metadata={"help": "Games per number in the evaluation."})
 
 
 class GuessingGame:
-    """The environment: knows the number, answers guesses."""
+    """The environment, which knows the number and answers guesses."""
 
     async def reset(self, row: Mapping[str, Any]) -> str:
-        """Think of the row's number; what is returned goes into the prompt."""
+        """Take the row's number, and return the text that is appended to the prompt."""
         self.number = row["number"]
         return RULES
 
@@ -66,7 +66,7 @@ class GuessingGame:
 
 
 def game(guesses: list[str], answers: list[str]) -> Conversation:
-    """A game as a conversation; the last guess is not answered."""
+    """Return a game as a conversation; the last guess is not answered."""
     messages = [{"role": "user", "content": RULES}]
     for guess, answer in zip(guesses, answers, strict=True):
         messages += [{"role": "assistant", "content": guess}, {"role": "user", "content": answer}]
@@ -74,7 +74,7 @@ def game(guesses: list[str], answers: list[str]) -> Conversation:
 
 
 def demonstrate(rng: random.Random) -> Conversation:
-    """One game: a third of the players halve what is left, the others guess anything."""
+    """Draw one game: a third of the players halve what is left, the others guess at random."""
     number, low, high, halving = rng.randint(1, HIGHEST), 1, HIGHEST, rng.random() < 1 / 3
     guesses, answers = [], []
     while len(guesses) < GUESSES and number not in guesses:
@@ -97,14 +97,14 @@ def main(rollout: Callable[..., Any] = episodes, output_dir: str = GameConfig.ou
     numbers = [str(number) for number in range(1, HIGHEST + 1)]
     tokenizer = build_chat_tokenizer([game([BLANK, BLANK, BLANK], [HIGHER, LOWER, HIGHER])], words=numbers)
     model = learn_from_demonstrations(demonstrate, tokenizer, config, script.sft_steps)
-    prompt = [{"role": "user", "content": ""}]  # the environment says the rest
+    prompt = [{"role": "user", "content": ""}]  # the environment adds the text
     games = Dataset.from_list([{"prompt": prompt, "number": number} for number in range(1, HIGHEST + 1)])
     trainer = GRPOTrainer(
         model=model,
         args=config,
         reward_funcs=episode_reward,
         rollout_func=rollout(GuessingGame, max_turns=GUESSES),
-        train_dataset=concatenate_datasets([games] * 16),  # a batch must find enough rows
+        train_dataset=concatenate_datasets([games] * 16),  # so that a batch has enough rows
         eval_dataset=games,
         processing_class=tokenizer,
         hybrid={"rollout": "multi_turn", "rollout_options": {"progress": False}},

@@ -44,7 +44,7 @@ PACKAGES = ("torch", "transformers", "trl", "reasoning-gym")
 
 @dataclass
 class ScriptArguments:
-    """What the toy is made of. The GRPO run itself is set by `GRPOConfig`'s own flags."""
+    """The settings of the toy. `GRPOConfig`'s own flags set the GRPO run itself."""
 
     num_tasks: int = field(default=10_000, metadata={"help": "Tasks that demonstrations and GRPO are drawn from."})
     num_heldout: int = field(default=1024, metadata={"help": "Tasks kept out of all training, for the accuracy."})
@@ -77,7 +77,7 @@ class QuickstartConfig(GRPOConfig):
 
 
 class MetricBar(ProgressCallback):
-    """transformers' progress bar with one live number beside it, where the original prints every metric."""
+    """A progress bar like transformers', with one live number beside it, where the original prints every metric."""
 
     def __init__(self, metric: str):
         super().__init__()
@@ -90,14 +90,14 @@ class MetricBar(ProgressCallback):
 
 
 def quiet() -> None:
-    """Leave the terminal to the training and evaluation bars; loading and saving take no time here."""
+    """Silence other bars, so that the terminal shows training and evaluation; loading and saving take no time here."""
     datasets.disable_progress_bars()
     disable_progress_bar()
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*reduce_op.*")  # vLLM 0.31 with torch 2.13
 
 
 def train(trainer: Trainer, title: str, metric: str) -> None:
-    """Run any TRL trainer under a title and one calm progress bar."""
+    """Run any TRL trainer under a title, with one progress bar."""
     print(f"\n{title}")
     trainer.remove_callback(ProgressCallback)
     trainer.add_callback(MetricBar(metric))
@@ -105,7 +105,7 @@ def train(trainer: Trainer, title: str, metric: str) -> None:
 
 
 def demonstrated_policy(script: ScriptArguments, tasks: list[Task], seed: int) -> Path:
-    """Train on demonstrations, or find the model that an earlier run trained in the same way."""
+    """Train on demonstrations, or find the model that an earlier run trained in the same way; return its folder."""
     recipe = asdict(script) | {"seed": seed, "device": PartialState().device.type} | {p: version(p) for p in PACKAGES}
     key = hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:16]
     model_dir = Path(script.cache_dir).expanduser() / key
@@ -120,7 +120,7 @@ def demonstrated_policy(script: ScriptArguments, tasks: list[Task], seed: int) -
 
 
 def demonstration_config(output_dir: str, steps: int, seed: int, **settings: Any) -> SFTConfig:
-    """How a model this small learns from demonstrations, 64 in each step."""
+    """Return the configuration with which a model this small learns from demonstrations, 64 in each step."""
     return SFTConfig(
         output_dir=output_dir,
         max_steps=steps,
@@ -157,7 +157,7 @@ def train_on_demonstrations(script: ScriptArguments, tasks: list[Task], seed: in
 
 @torch.inference_mode()
 def sample_answers(model_dir: Path, tasks: list[Task], seed: int, title: str, batch_size: int = 256) -> list[str]:
-    """Sample one answer per task at temperature 1, as in training. Loads what was saved, as its user would."""
+    """Sample one answer per task at temperature 1, as in training. Loads the saved model, as its user would."""
     device = PartialState().device
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir).to(device).eval()
@@ -172,12 +172,12 @@ def sample_answers(model_dir: Path, tasks: list[Task], seed: int, title: str, ba
 
 
 def accuracy(tasks: list[Task], answers: list[str]) -> float:
-    """Share of the tasks answered exactly right."""
+    """Return the share of the tasks answered exactly right."""
     return sum(map(is_right, tasks, answers)) / len(tasks)
 
 
 def reward_right(completions: list[str], task: list[Task], **kwargs) -> list[float]:
-    """TRL reward function: 1 for an answer that reasoning-gym finds right, else 0."""
+    """Return 1 for an answer that reasoning-gym finds right, else 0; a TRL reward function."""
     return [float(is_right(*pair)) for pair in zip(task, completions, strict=True)]
 
 

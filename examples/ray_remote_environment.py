@@ -1,10 +1,10 @@
 """The guessing game of `guessing_game.py`, with the games in Ray actors: two processes, 128 games at once.
 
     python examples/ray_remote_environment.py
-    RAY_ADDRESS=auto python examples/ray_remote_environment.py      # on a cluster that runs
+    RAY_ADDRESS=auto python examples/ray_remote_environment.py      # on a running cluster
 
-`episodes(GuessingGame)` becomes `episodes(remote_environment(GuessingGame))`; nothing else changes, and neither do the
-games. A process that dies takes its games with it: these trajectories are masked and counted, and the run goes on.
+`episodes(GuessingGame)` becomes `episodes(remote_environment(GuessingGame))`; nothing else changes, the games included.
+The games of a process that dies are lost: their trajectories are masked and counted, and the run goes on.
 """
 
 from guessing_game import GuessingGame, main
@@ -13,7 +13,7 @@ from trlx_hybrid_ray.remote import remote_environment
 
 
 def in_actors(game: type[GuessingGame], **settings: object) -> object:
-    """`episodes`, for games that live elsewhere."""
+    """Return `episodes` of games that run in Ray actors."""
     return episodes(remote_environment(game, workers=2, per_worker=64), **settings)
 
 

@@ -3,7 +3,7 @@
     python examples/ray_remote_reward.py
     trlx-hybrid launch --cpu --processes-per-node 2 examples/ray_remote_reward.py
 
-Started as a plain script, a Ray cluster comes up on this machine and ends with it. The judge is a small classifier with
+Run as a plain script, it starts a Ray cluster on this machine, which ends with it. The judge is a small classifier with
 random weights: what it prefers means nothing, but GRPO finds it out, and the mean reward rises.
 """
 
@@ -17,7 +17,7 @@ from trlx_hybrid_ray.remote import remote_reward
 
 
 def save_judge(folder: Path) -> str:
-    """Stands for a reward model that you have: a path, or a name on the Hub."""
+    """Save a reward model and return its path; it stands for one that you have, on disk or on the Hub."""
     import torch
     from transformers import Qwen3Config, Qwen3ForSequenceClassification
 
@@ -27,7 +27,7 @@ def save_judge(folder: Path) -> str:
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     config = Qwen3Config(vocab_size=len(tokenizer), num_labels=1, pad_token_id=tokenizer.pad_token_id, **sizes, **heads)
     judge = Qwen3ForSequenceClassification(config)
-    judge.score.weight.data.mul_(50)  # opinions strong enough to see
+    judge.score.weight.data.mul_(50)  # larger differences between its scores
     judge.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)

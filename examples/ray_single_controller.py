@@ -5,14 +5,14 @@
     python examples/ray_single_controller.py --address 10.0.0.1:6379 --workers 8
 
 The task is the quickstart's: spell a word backward, beginning with a model that saw demonstrations of which few are
-right. Three groups take part, and `train` below is the whole program:
+right. There are three groups, and `train` below is the whole program:
 
 - actors: the policy, sharded over them by FSDP2; each samples from it with a vLLM of its own (`HybridEngine`).
 - references: the policy as it was at the start, for the KL penalty.
 - rewards: reasoning-gym's verification.
 
 Colocated, worker r of all groups shares GPU r, and takes turns; split, each has a GPU of its own. On several nodes,
-keep `--cache_dir` and `--output_dir` on a file system that they share.
+keep `--cache_dir` and `--output_dir` on a shared file system.
 """
 
 import random
@@ -34,7 +34,7 @@ from trlx_hybrid_ray.worker_group import WorkerGroup, register, this_worker
 
 @dataclass
 class Arguments:
-    """What this script takes, beside what the demonstrations are made of."""
+    """The arguments of this script, besides those of the demonstrations."""
 
     placement: Literal["colocated", "split"] = field(
         default="colocated", metadata={"help": "'colocated': the groups share GPUs; 'split': each has its own."}
@@ -57,7 +57,7 @@ class Arguments:
 
 
 def train(args, tasks, actors, references, rewards):
-    """The controller's loop. Rollouts go from worker to worker; what comes by here is token ids and numbers."""
+    """Run the controller's loop. Rollouts go from worker to worker; only token ids and numbers pass through here."""
     rng = random.Random(args.seed)
     for step in range(args.steps):
         batch = [task for task in rng.sample(tasks, args.num_prompts) for _ in range(args.num_generations)]
@@ -73,7 +73,7 @@ def train(args, tasks, actors, references, rewards):
 
 
 def evaluate(tasks, actors, rewards):
-    """Share of held-out tasks answered right, sampled at temperature 1."""
+    """Return the share of held-out tasks answered right, sampled at temperature 1."""
     scores = rewards.score(actors.generate(tasks, training=False)).result()
     return sum(scores) / len(scores)
 
@@ -98,7 +98,7 @@ class Actor:
 
     @register(dispatch="scatter", execute="future")
     def generate(self, tasks, training=True):
-        """One answer to each task, with what it was sampled with."""
+        """Sample one answer to each task; return its tokens with their log-probs."""
         prompts = [self.tokenizer(prompt(task))["input_ids"] for task in tasks]
         with self.engine.rollout_context(training):
             completions = self.engine.generate(prompts)
@@ -118,7 +118,7 @@ class Actor:
 
     @register(dispatch="scatter")
     def update(self, experience, learning_rate):
-        """One optimizer step on what all actors were given: GRPO's clipped objective, and the KL penalty."""
+        """Take one optimizer step on all actors' experience: GRPO's clipped objective, and the KL penalty."""
         batches = micro_batches(experience, self.args)
         metrics = torch.zeros(2)
         for group in self.optimizer.param_groups:
@@ -138,13 +138,13 @@ class Actor:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
-        torch.distributed.all_reduce(metrics)  # then all actors return the same, and it is joined to one
+        torch.distributed.all_reduce(metrics)  # so all actors return the same values, which become one
         loss, kl = (metrics / this_worker().world).tolist()
         return {"loss": loss, "kl": kl}
 
     @register(dispatch="broadcast")
     def save(self, folder):
-        """All give their shards, rank 0 writes."""
+        """Gather the shards of all ranks; rank 0 writes the model."""
         weights = {name: tensor.full_tensor().cpu() for name, tensor in self.model.state_dict().items()}
         if this_worker().rank == 0:
             self.model.save_pretrained(folder, state_dict=weights)
@@ -152,7 +152,7 @@ class Actor:
 
 
 class Reference:
-    """The policy as it was before."""
+    """The policy as it was before training."""
 
     def __init__(self, model_dir, args):
         self.args, self.model = args, loaded(model_dir)
@@ -160,27 +160,27 @@ class Reference:
     @register(dispatch="scatter", execute="future")
     @torch.no_grad()
     def log_probs(self, rollout):
-        """Of the answers' tokens, (rows, max_tokens)."""
+        """Return the log-probs of the answers' tokens, (rows, max_tokens)."""
         return torch.cat([log_probs(self.model, batch).cpu() for batch in micro_batches(rollout, self.args)])
 
 
 class Reward:
-    """1 for a right answer, else 0."""
+    """A verifier: 1 for a right answer, else 0."""
 
     @register(dispatch="scatter", execute="future")
     def score(self, rollout):
-        """One reward per row."""
+        """Return one reward per row."""
         return [float(is_right(*pair)) for pair in zip(rollout["task"], rollout["text"], strict=True)]
 
 
 def loaded(model_dir):
-    """The model, where this worker computes."""
+    """Load the model onto this worker's device."""
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     return model.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def micro_batches(batch, args):
-    """The batch's tensors in parts of `micro_batch_size` rows, where the model computes."""
+    """Return the batch's tensors in parts of `micro_batch_size` rows, on this worker's device."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tensors = {name: value.to(device) for name, value in batch.items() if isinstance(value, torch.Tensor)}
     starts = range(0, len(batch["ids"]), args.micro_batch_size)
@@ -188,7 +188,7 @@ def micro_batches(batch, args):
 
 
 def log_probs(model, batch):
-    """Log-probability of each token of the answers, (rows, max_tokens)."""
+    """Return the log-probability of each token of the answers, (rows, max_tokens)."""
     ids, width = batch["ids"], batch["answered"].shape[1]
     attended = torch.cat([ids[:, :-width] != model.config.pad_token_id, batch["answered"] > 0], dim=1)
     logits = model(input_ids=ids, attention_mask=attended.long(), use_cache=False).logits[:, -width - 1 : -1]
@@ -196,12 +196,12 @@ def log_probs(model, batch):
 
 
 SHARES = {"actors": 0.5, "references": 0.5, "rewards": 0.0}
-"""Of a GPU, where groups are colocated; split, who has a share has a whole one."""
+"""The share of a GPU per worker where groups are colocated; if split, a worker with a share gets a whole GPU."""
 
 
 @contextmanager
 def placed(args):
-    """By group, where its workers go. Reserved all at once, or refused with a table of what is free."""
+    """Yield where the workers of each group go. All are reserved at once, or refused with a table of what is free."""
     gpu = int(ray.cluster_resources().get("GPU", 0) > 0)
     with ExitStack() as stack:
         if args.placement == "colocated":

@@ -1,4 +1,4 @@
-"""What the Ray examples share: a tiny model with random weights, which GRPO teaches to please any reward on a CPU."""
+"""The training run that the Ray examples share: GRPO teaches a tiny random model to please any reward, on a CPU."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from trlx_hybrid.testing.models import character_tokenizer, tiny_model
 
 
 def train(name: str, reward: Any, **settings: Any) -> None:
-    """Train against a reward, and say from which mean reward to which."""
+    """Train against a reward, and print the first and the last mean reward."""
     arguments = {
         "output_dir": f"runs/{name}",
         "max_steps": 30,

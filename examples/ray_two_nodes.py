@@ -4,8 +4,8 @@
     trlx-hybrid launch --nodes 2 --cpu --processes-per-node 1 --address auto examples/ray_two_nodes.py
     accelerate launch examples/ray_two_nodes.py
 
-The first line starts a cluster of two nodes here, and types the second. A tiny model with random weights learns to
-answer in digits: the last line says from which mean reward to which.
+The first command starts a cluster of two nodes here, and runs the second. A tiny model with random weights learns to
+answer in digits: the last line printed has the first and the last mean reward.
 """
 
 import argparse
@@ -17,12 +17,12 @@ from pathlib import Path
 
 
 def digits(completions: list[str], **_: object) -> list[float]:
-    """Share of the characters that are digits."""
+    """Return the share of the characters that are digits."""
     return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
 
 
 def launch_on_two_simulated_nodes() -> int:
-    """Two raylets on loopback, with a token of their own and nothing outside of a temporary folder."""
+    """Start two raylets on loopback, with a token of their own and a temporary folder for all files, and launch."""
     from ray.cluster_utils import Cluster
     from trlx_hybrid_ray import token
 

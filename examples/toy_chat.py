@@ -1,8 +1,8 @@
 """Chat models small enough for two CPU cores, with Qwen3's own chat template.
 
 Qwen3 writes several hundred characters around each task: the tools' schema, the roles, the braces of a call. They never
-vary, and reading them letter by letter would take most of a run. So a tokenizer is made for one kind of conversation:
-what stays the same in it becomes single tokens, what varies stays characters or words.
+vary, and reading them letter by letter would take most of a run. So each tokenizer is made for one kind of
+conversation: constant text becomes single tokens, the rest characters or words.
 """
 
 import random
@@ -22,9 +22,9 @@ from trl import GRPOConfig, SFTTrainer
 
 Conversation = list[dict[str, Any]]
 
-BLANK = "¤"  # stands where a conversation varies
+BLANK = "¤"  # placeholder for the parts of a conversation that vary
 SPECIAL = ("<pad>", "<|im_start|>", "<|im_end|>")
-SPOKEN = ("assistant\n", "<think>\n\n</think>\n\n")  # what a prompt ends with, and what the model begins with
+SPOKEN = ("assistant\n", "<think>\n\n</think>\n\n")  # the end of a prompt, and the beginning of the model's turn
 
 
 @dataclass
@@ -53,7 +53,7 @@ class ToyConfig(GRPOConfig):
 def build_chat_tokenizer(
     examples: Sequence[Conversation], words: Sequence[str], tools: Sequence[Callable[..., Any]] = ()
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer for conversations like `examples`, where `BLANK` stands for what varies; that is spelt in `words`."""
+    """Build a tokenizer for conversations like `examples`, in which `BLANK` stands for text made of `words`."""
     template = files("trl").joinpath("chat_templates", "qwen3.jinja").read_text(encoding="utf-8")
     bare = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({})), chat_template=template)
     constant: dict[str, float] = {}
@@ -99,7 +99,7 @@ def learn_from_demonstrations(
 
 
 def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
-    """A tool as chat templates describe it."""
+    """Return a tool's JSON schema, as chat templates describe it."""
     from transformers.utils import get_json_schema
 
     schema: dict[str, Any] = get_json_schema(tool)
@@ -107,7 +107,7 @@ def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
 
 
 def score(trainer: Any) -> float:
-    """Mean reward of the evaluation tasks, sampled at temperature 1 as in training."""
+    """Return the mean reward of the evaluation tasks, sampled at temperature 1 as in training."""
     trainer.evaluate()
     return float(next(log["eval_reward"] for log in reversed(trainer.state.log_history) if "eval_reward" in log))
 

@@ -1,7 +1,7 @@
 """A task that a tiny model learns on two CPU cores: spell a word backward.
 
 The tasks and their verification are reasoning-gym's. The demonstrations are made here and are only partly right, so
-that reinforcement learning finds something to put right.
+that reinforcement learning has something to correct.
 """
 
 import random
@@ -20,10 +20,10 @@ GYM = create_dataset("spell_backward", min_word_len=4, max_word_len=5, size=10**
 
 
 def draw_tasks(count: int, seed: int) -> list[Task]:
-    """Draw `count` tasks, each about another word.
+    """Draw `count` tasks, each with another word.
 
-    reasoning-gym repeats words, under other seeds too. Slices of one draw are therefore what keeps held-out words out
-    of training; two draws may overlap.
+    reasoning-gym repeats words, under other seeds too. So two draws may overlap; take slices of one draw to keep
+    held-out words out of training.
     """
     rng = random.Random(seed)
     tasks: dict[str, Task] = {}
@@ -36,7 +36,7 @@ def draw_tasks(count: int, seed: int) -> list[Task]:
 
 
 def prompt(task: Task) -> str:
-    """reasoning-gym's question, and a newline that marks where the word ends."""
+    """Return reasoning-gym's question, with a newline that marks where the word ends."""
     return task["question"] + "\n"
 
 
@@ -47,15 +47,15 @@ def demonstrate(task: Task, share_right: float, rng: random.Random) -> str:
 
 
 def is_right(task: Task, answer: str) -> bool:
-    """reasoning-gym's verdict, without the partial credit that it gives for single letters in their place.
+    """Return whether reasoning-gym accepts the answer in full, without its partial credit for single letters in place.
 
-    Partial credit would pay a wrong demonstration three fifths, and hide most of what is learned.
+    Partial credit would give a wrong demonstration three fifths, and hide most of what is learned.
     """
     return bool(GYM.score_answer(answer, task) == 1.0)
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per letter, and one for the instruction: it never varies, and reading it would take most of the run."""
+    """Build a tokenizer with one token per letter, and one for the instruction, which saves most of the run."""
     tokens = ["<pad>", "<eos>", INSTRUCTION, "\n", *ALPHABET]
     tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(f"{re.escape(INSTRUCTION)}|[a-z\n]"), "isolated")
@@ -66,7 +66,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, max_length: int = 64) -> Qwen3ForCausalLM:
-    """A Qwen3 of 0.6 million parameters, with random weights, for texts of up to `max_length` tokens."""
+    """Build a Qwen3 of 0.6 million parameters, with random weights, for texts of up to `max_length` tokens."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,

@@ -34,7 +34,8 @@ __all__ = [
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """While the stack is imported, which takes a sixth longer with it: almost all that imports make stays."""
+    """Switch garbage collection off while the training stack is imported: it would make the import a sixth slower, and
+    free little, since almost all that imports create stays."""
     was_on = gc.isenabled()
     gc.disable()
     try:

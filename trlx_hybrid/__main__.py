@@ -1,4 +1,4 @@
-"""`python -m trlx_hybrid` is `trlx-hybrid`."""
+"""The entry point of `python -m trlx_hybrid`, which runs `trlx-hybrid`."""
 
 import sys
 

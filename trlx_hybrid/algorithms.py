@@ -1,4 +1,5 @@
-"""The algorithms of a run, asked as one. What they answer is held against what they were asked, under their names."""
+"""The algorithms of a run, called as one. Their answers are checked against what was asked; errors name the
+algorithm."""
 
 from __future__ import annotations
 
@@ -24,17 +25,17 @@ if TYPE_CHECKING:
 
 
 class Algorithms:
-    """Those of one run, in the order in which they act; there may be none.
+    """A run's algorithms, in the order in which they act; there may be none.
 
     Args:
-        chosen: with what the user set.
-        session: that of the run.
+        chosen: the chosen components with the user's options.
+        session: the run's session.
 
     Attributes:
-        rounds, oversampling: the most that any of them asks for.
+        rounds, oversampling: the largest value of any algorithm; 1 without any.
 
     Raises:
-        ConfigError: two of them want to decide the same.
+        ConfigError: two algorithms decide the same thing (prompts or advantages).
     """
 
     def __init__(self, chosen: Sequence[Choice], session: Any) -> None:
@@ -57,7 +58,7 @@ class Algorithms:
                     raise ComponentError(f"The {component} has {name}={number!r}, and it is a number of 1 or more.")
         self.rounds = max([1, *(algorithm.rounds for _, algorithm in self._built)])
         self.oversampling = max([1.0, *(algorithm.oversampling for _, algorithm in self._built)])
-        self._drawn = (-1, 0)  # how often prompts were drawn at random, of which weight version
+        self._drawn = (-1, 0)  # (weight version, number of random draws in it)
 
     def __bool__(self) -> bool:
         return bool(self._built)
@@ -67,36 +68,37 @@ class Algorithms:
 
     @functools.cached_property
     def draws(self) -> bool:
-        """Whether one of them chooses the batch's prompts."""
+        """True where an algorithm chooses the batch's prompts."""
         return bool(self._having("draw"))
 
     @functools.cached_property
     def filters(self) -> bool:
-        """Whether a batch may be made of some of the groups that are sampled for it."""
+        """True where a batch may consist of some of the groups that were sampled for it."""
         return self.rounds > 1 or self.oversampling > 1 or bool(self._having("keep"))
 
     @functools.cached_property
     def judges(self) -> bool:
-        """Whether one of them sees the rewards of a batch, beyond what `filters`."""
+        """True where an algorithm reads the rewards of a batch for more than filtering."""
         return any(self._having(method) for method in ("observe", "rewards", "advantages"))
 
     @property
     def adviser(self) -> str | None:
-        """The one whose advantages the trainer uses, if any."""
+        """The name of the algorithm whose advantages the trainer uses, or None."""
         return next((component.name for component, _ in self._having("advantages")), None)
 
     @property
     def loses(self) -> str | None:
-        """The first that adds to the loss, if any."""
+        """The name of the first algorithm that adds to the loss, or None."""
         return next((component.name for component, _ in self._having("loss")), None)
 
     # --- prompts ----------------------------------------------------------------------------------------------------
 
     def draw(self, count: int, size: int) -> list[int] | None:
-        """Row numbers that the one which draws has chosen; None where it leaves that to the run, or there is none.
+        """Return the row numbers that an algorithm has chosen; None where it leaves the choice to the run, or no
+        algorithm draws.
 
         Raises:
-            ComponentError: they are not `count` rows of a dataset of `size`.
+            ComponentError: the answer is not `count` rows of a dataset of `size` rows.
         """
         for component, algorithm in self._having("draw"):
             drawn = asked(component, algorithm, "draw", count, size)
@@ -112,7 +114,8 @@ class Algorithms:
         return None
 
     def draw_or_any(self, count: int, size: int, weight_version: int) -> list[int]:
-        """The same; else random rows, each once where there are enough, the same at each start of the run."""
+        """Return the row numbers of `draw`; else random rows, each once where there are enough, the same at each start
+        of the run."""
         drawn = self.draw(count, size)
         if drawn is not None:
             return drawn
@@ -125,15 +128,15 @@ class Algorithms:
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def observe(self, groups: Groups) -> None:
-        """Show all of them what a round has sampled."""
+        """Show all algorithms what a round has sampled."""
         for component, algorithm in self._having("observe"):
             asked(component, algorithm, "observe", groups)
 
     def keep(self, groups: Groups) -> list[bool]:
-        """Which groups all of them keep; those without any reward never are. Collective.
+        """Return which groups all algorithms keep; groups without any reward are never kept. Collective.
 
         Raises:
-            ComponentError: one returned something else than a bool per group, or not the same on all ranks.
+            ComponentError: an algorithm returned something else than a bool per group, or not the same on all ranks.
         """
         kept = (~groups.totals.isnan()).any(dim=1).tolist()
         for component, algorithm in self._having("keep"):
@@ -150,10 +153,11 @@ class Algorithms:
         return kept
 
     def rewards(self, groups: Groups) -> Groups:
-        """The groups with the rewards that are to be trained on.
+        """Return the groups with the rewards that are to be trained on.
 
         Raises:
-            ComponentError: a tensor of another shape or, where a function returned a number, none.
+            ComponentError: an algorithm returned a tensor of another shape, or no finite number where a reward function
+                returned a number.
         """
         for component, algorithm in self._having("rewards"):
             given = groups.rewards
@@ -164,10 +168,10 @@ class Algorithms:
         return groups
 
     def advantages(self, groups: Groups) -> Tensor | None:
-        """(groups, num_generations), 0 where a row has no reward; None keeps TRL's.
+        """Return the advantages, (groups, num_generations), 0 where a row has no reward; None keeps TRL's.
 
         Raises:
-            ComponentError: a tensor of another shape, or something else than finite numbers.
+            ComponentError: an algorithm returned a tensor of another shape, or numbers that are not finite.
         """
         for component, algorithm in self._having("advantages"):
             advantages = asked(component, algorithm, "advantages", groups)
@@ -178,10 +182,11 @@ class Algorithms:
         return None
 
     def loss(self, scores: Scores, batch: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-        """What each of those that have terms adds to a micro-batch's loss; None where that is nothing.
+        """Return the term that each algorithm with a loss adds to a micro-batch's loss, by name; None where it adds
+        nothing.
 
         Raises:
-            ComponentError: something else than a scalar.
+            ComponentError: an algorithm returned something else than a scalar tensor.
         """
         terms: dict[str, Tensor | None] = {}
         for component, algorithm in self._having("loss"):
@@ -193,7 +198,8 @@ class Algorithms:
         return terms
 
     def _agree(self, component: Component, method: str, answer: Any) -> None:
-        """Ranks that go on with different answers would wait for each other."""
+        """Raise unless all ranks got the same answer: with different answers they would later wait for each other.
+        Collective."""
         answers = self._ranks.gather(answer)
         other = next((rank for rank, found in enumerate(answers) if found != answers[0]), None)
         if other is not None:
@@ -205,15 +211,15 @@ class Algorithms:
     # --- life -------------------------------------------------------------------------------------------------------
 
     def notes(self) -> list[str]:
-        """What the header says of them."""
+        """Return the algorithms' lines for the run's header."""
         notes = [(component.name, asked_text(component, algorithm, "note")) for component, algorithm in self._built]
         return [f"{name}: {note}" for name, note in notes if note is not None]
 
     def state(self) -> dict[str, Any]:
-        """Return the state of each that has one, by name.
+        """Return the state of each algorithm that has one, by name.
 
         Raises:
-            ComponentError: one is no mapping, or holds what JSON does not have.
+            ComponentError: a state is no mapping, or cannot be written as JSON.
         """
         states: dict[str, Any] = {}
         for component, algorithm in self._built:
@@ -227,7 +233,7 @@ class Algorithms:
         return states
 
     def load_state(self, states: Mapping[str, Any]) -> None:
-        """Go on from those of a checkpoint; one that it does not have starts anew."""
+        """Restore the algorithms' states from a checkpoint; an algorithm without a state there starts anew."""
         self._drawn = (-1, 0)
         for component, algorithm in self._built:
             if component.name in states:
@@ -235,7 +241,8 @@ class Algorithms:
 
 
 def _shaped(component: Component, method: str, found: Any, like: Tensor, needed: Tensor) -> Tensor:
-    """What was returned, if it is a tensor of that shape with finite numbers where they are needed."""
+    """Return what an algorithm returned, after checking that it is a tensor of the shape of `like`, with finite numbers
+    where `needed`."""
     wanted = f"a tensor of finite numbers, of shape {tuple(like.shape)}"
     if not isinstance(found, Tensor):
         raise fault(component, method, type(found).__name__, wanted)
@@ -256,13 +263,13 @@ def groups_of(
     size: int,
     rows: Sequence[int | None] | None = None,
 ) -> Groups:
-    """Groups of all ranks, from what each knows of its own rows. Collective.
+    """Return the groups of all ranks, from what each rank knows of its own rows. Collective.
 
     Args:
-        rewards: (world * B, functions), of all ranks.
-        lengths, truncated: of this rank's B rows.
-        size: of a group.
-        rows: of each group, its row of the dataset; where that is not known, None.
+        rewards: rewards of all ranks, (world * B, functions).
+        lengths, truncated: values of this rank's B rows.
+        size: rows of a group.
+        rows: the dataset row of each group; None where it is not known.
     """
     every = [pair for pairs in ranks.gather(list(zip(lengths, truncated, strict=True))) for pair in pairs]
     known = torch.tensor(every, dtype=torch.int64).view(-1, size, 2)

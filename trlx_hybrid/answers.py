@@ -1,8 +1,8 @@
-"""A tool's answer as text: one place that decides how the model is shown whatever a tool returns.
+"""A tool's answer as text: this module alone decides how the model is shown what a tool returns.
 
-TRL puts a list into the message as it is, since it may hold content blocks, and `str` of all else. Three things go
-wrong there. `str` may raise, and the run ends. A text may hold a lone surrogate, which no tokenizer takes. And many
-chat templates show nothing of a list, or lose a part of it: Qwen3's shows no list at all.
+TRL puts a list into the message as it is, since it may hold content blocks, and `str` of all else. Three things can go
+wrong. `str` may raise, which ends the run. A text may hold a lone surrogate, which no tokenizer accepts. And many chat
+templates drop a list or a part of it: Qwen3's shows no list at all.
 
 Source: trl 1.16, `GRPOTrainer._tool_call_loop` and `_get_tool_suffix_ids`.
 """
@@ -15,17 +15,17 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # a tool's process needs no more than it uses
+if TYPE_CHECKING:  # a tool's process imports only what it uses
     from .rollout.conversation import Message
 
 logger = logging.getLogger(__name__)
 
 DEPTH = 4
-"""Levels of a list at which a template is tried; it shows what lies deeper as it shows a text there."""
+"""Levels of a list at which a template is tried; deeper values count as texts of the last level."""
 
 
 class UnshowableError(Exception):
-    """A tool's result cannot be shown to the model. The text says why."""
+    """An error for a tool's result that cannot be shown to the model. Its text says why."""
 
 
 def as_content(value: Any) -> Any:
@@ -34,13 +34,13 @@ def as_content(value: Any) -> Any:
     Content objects of MCP in a list become blocks: the text of a text or of a resource, and the kind of all others.
 
     Raises:
-        UnshowableError: it has no text, or holds a block of an image without the image.
+        UnshowableError: the result cannot be turned into a text, or it holds an image block without an image.
     """
     try:
         if not isinstance(value, list):
             return str(value)
         blocks = [_block(part) for part in value]
-        str(blocks)  # so that a template can be given its text
+        str(blocks)  # checks that a template can use its text
     except UnshowableError:
         raise
     except Exception as error:
@@ -52,45 +52,46 @@ def as_content(value: Any) -> Any:
 
 
 def described(error: BaseException) -> str:
-    """Return class and text of an exception; the class alone where its text cannot be made."""
+    """Return the class and the text of an exception; the class alone where its text cannot be made."""
     kind = type(error).__name__
     try:
         return f"{kind}: {error}"
-    except (Exception, SystemExit) as another:  # anybody's __str__
+    except (Exception, SystemExit) as another:  # a foreign __str__ may raise anything
         return f"{kind}, whose text cannot be made: {type(another).__name__}"
 
 
 def readable(value: Any) -> Any:
-    """Return a text, or a list or dict of texts, without lone surrogates; the very object where it has none.
+    """Return a text, or a list or dict of texts, without lone surrogates; the object itself where it has none.
 
-    Two that belong together become the character that they stand for, any other one U+FFFD.
+    Two surrogates that form a pair become their character, any other one becomes U+FFFD.
     """
     if all(_is_unicode(text) for text in _texts(value)):
         return value
     try:
         return _replaced(value)
-    except RecursionError:  # the text of a list escapes them
+    except RecursionError:  # `str` of a list escapes surrogates
         return str(value)
 
 
 def as_text(content: Any) -> str:
-    """Return the text of a message's content: of blocks their texts, line by line, of any other list its own."""
+    """Return the text of a message's content: for content blocks their texts, line by line, for any other list its
+    `str`."""
     if isinstance(content, list) and any(_is_block(part) for part in content):
         return str(readable("\n".join(_text_of(part) for part in content)))
     return str(readable(str(content)))
 
 
 class Answers:
-    """Gives the messages of tools a form in which a chat template shows all that they say.
+    """Converts tools' messages to a form in which the chat template shows everything that they say.
 
-    A template is tried with a list of the same shape in which each text is another word: where one is missing, the list
-    is rendered as text. One try serves all lists of a shape, so an object serves one batch: the next may have another
-    template. May be called from several threads at once.
+    The template is tried with a list of the same shape in which each text is a different word: where a word is missing
+    in the result, the list is turned into text. One try serves all lists of a shape. Use one object per batch: the next
+    batch may have another template. May be called from several threads at once.
 
     Args:
-        render: gives the text of a conversation that ends with these messages of tools.
-        template: names the chat template, for warnings.
-        sees_images: whether the model does.
+        render: returns the text of a conversation that ends with these tool messages.
+        template: name of the chat template, for warnings.
+        sees_images: whether the model sees images.
     """
 
     def __init__(self, render: Callable[[list[Message]], str], template: str, *, sees_images: bool) -> None:
@@ -98,14 +99,14 @@ class Answers:
         self._shows: dict[Any, bool] = {}
 
     def shown(self, messages: Sequence[Message]) -> list[Message]:
-        """Return messages of which the template shows everything, themselves where it does already.
+        """Return the messages in a form that the template shows completely; unchanged where it does already.
 
-        A tool whose answer it does not show is named in a warning, once.
+        A warning names each tool whose answers the template does not show, once.
         """
         return [self._message({**message, "name": readable(message["name"])}) for message in messages]
 
     def as_texts(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the same messages with texts alone."""
+        """Return the same messages with text-only contents."""
         return [{**message, "name": readable(message["name"]), "content": _as_one(message)} for message in messages]
 
     def _message(self, message: Message) -> Message:
@@ -115,7 +116,7 @@ class Answers:
         return {**message, "content": content}
 
     def _mended(self, name: str, content: list[Any]) -> Any:
-        """Return blocks of texts and images, or one text where the template shows no such blocks."""
+        """Return a list as blocks of texts and images, or as one text where the template shows no such blocks."""
         if any(_is_image(part) for part in content):
             blocks = [p if _is_image(p) else {"type": "text", "text": _text_of(p)} for p in content]
             if self._sees_images and self._shows_all(name, blocks):
@@ -127,7 +128,7 @@ class Answers:
         return text
 
     def _shows_all(self, name: str, content: list[Any]) -> bool:
-        """Whether the template shows every text in this list, and that there are images."""
+        """Return whether the template shows every text in a list, and whether it has images."""
         if not content:
             return self._finds(name, "nothing", "", {"[]"}, [])
         words = _Words()
@@ -138,21 +139,21 @@ class Answers:
         return len(rest) == len(probe) or self._finds(name, ("images", _shape(content, DEPTH)), rest, set(), probe)
 
     def _finds(self, name: str, shape: Any, less: Any, words: set[str], content: Any) -> bool:
-        """Whether all words of a content are in its rendering, and not in that of something less, from which it must
-        differ."""
+        """Return whether the rendering of `content` has all words more often than that of `less`, and differs from
+        it."""
         if shape not in self._shows:
             try:
                 rendered = self._render([{"role": "tool", "name": name, "content": content}])
                 beside = self._render([{"role": "tool", "name": name, "content": less}])
                 missing = any(rendered.count(word) <= beside.count(word) for word in words)
                 self._shows[shape] = rendered != beside and not missing
-            except Exception:  # a template may raise whatever it likes: it does not show such a list
+            except Exception:  # any error means that the template cannot show it
                 self._shows[shape] = False
         return self._shows[shape]
 
 
 class _Words:
-    """Hands out words and numbers that no template holds, each another one."""
+    """Hands out words and numbers that occur in no template, a different one at each call."""
 
     def __init__(self) -> None:
         self.used: set[str] = set()
@@ -169,7 +170,7 @@ class _Words:
 
 
 def _probe(value: Any, words: _Words, depth: int) -> Any:
-    """Return a value of the same shape that holds words in the place of texts."""
+    """Return a value of the same shape with probe words in place of texts."""
     if value is None or _is_image(value):
         return value
     if isinstance(value, int | float):
@@ -178,14 +179,14 @@ def _probe(value: Any, words: _Words, depth: int) -> Any:
         different = {_shape(part, depth - 1): part for part in reversed(value)}
         return [_probe(part, words, depth - 1) for part in reversed(different.values())]
     if _is_text(value):
-        return {**value, "text": words.text()}  # what else is in it may stay unsaid
+        return {**value, "text": words.text()}  # its other fields need not be shown
     if depth and isinstance(value, Mapping):
         return {key: part if key == "type" else _probe(part, words, depth - 1) for key, part in value.items()}
     return words.text()
 
 
 def _shape(value: Any, depth: int) -> Any:
-    """Return what templates can tell apart; equal for lists that differ in their texts and lengths alone."""
+    """Return what a template can tell apart in a value; equal for lists that differ only in their texts and lengths."""
     if value is None:
         return None
     if isinstance(value, int | float):
@@ -213,7 +214,7 @@ def _is_block(part: Any) -> bool:
 
 
 def _text_of(part: Any) -> str:
-    """Return the text of a block, or what stands for it."""
+    """Return the text of a block, or a placeholder for it."""
     if _is_text(part):
         return str(part["text"])
     if _is_image(part):
@@ -223,14 +224,15 @@ def _text_of(part: Any) -> str:
 
 
 def _resource(part: Any) -> str | None:
-    """Return the text of a resource that is embedded, as MCP writes it into JSON."""
+    """Return the text of an embedded resource, as MCP writes it into JSON; None for anything else."""
     resource = part.get("resource") if isinstance(part, Mapping) and part.get("type") == "resource" else None
     text = resource.get("text") if isinstance(resource, Mapping) else None
     return text if isinstance(text, str) else None
 
 
 def _block(part: Any) -> Any:
-    """Return a part of a list, as a block where it is one of MCP's objects, or one of its images in JSON.
+    """Return a list item as a content block where it is an MCP object, or MCP's JSON of an image or audio; else as it
+    is.
 
     Source: the Model Context Protocol's schema of 2025-06-18, `ContentBlock`.
     """
@@ -267,14 +269,14 @@ def _is_unicode(text: str) -> bool:
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Yield all texts in lists and dicts, to any depth."""
+    """Yield all texts in nested lists and dicts, to any depth."""
     waiting, seen = [value], set[int]()
     while waiting:
         part = waiting.pop()
         if isinstance(part, str):
             yield part
         elif isinstance(part, list | tuple | Mapping) and id(part) not in seen:
-            seen.add(id(part))  # one may hold itself
+            seen.add(id(part))  # a list may hold itself
             waiting.extend(itertools.chain(*part.items()) if isinstance(part, Mapping) else part)
 
 

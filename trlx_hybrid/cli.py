@@ -1,5 +1,5 @@
-"""`trlx-hybrid`: what is loaded, what can run here, what a bug report needs, a plugin to begin from, and the commands
-of plugins."""
+"""The command line `trlx-hybrid`: lists what is loaded, checks what can run here, collects what a bug report needs,
+creates plugins, and runs the commands of plugins."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from .plugins.registry import SLOTS
 from .plugins.selection import STOCK
 
 ADDED_BY = {"trajectories": "trajectories", "report": "trajectories", "reshard-plan": "reshard", "launch": "ray"}
-"""Plugins of this project, by the command that each adds."""
+"""The plugins of this project that add a command, by command."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status."""
+    """Run the command line and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="trlx-hybrid",
         description="Command line of trlx-hybrid, which extends TRL's trainers with plugins.",
@@ -51,7 +51,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     scaffold.add_command(commands)
     try:
         Host.load().call("trlx_command", commands=commands)
-    except HybridError as error:  # the commands above are what helps now
+    except HybridError as error:  # go on: the commands above may help with this error
         print(f"The commands of plugins are not available: {error}", file=sys.stderr)
     words = list(sys.argv[1:] if arguments is None else arguments)
     if not words:
@@ -74,15 +74,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         output = select.poll()
         output.register(sys.stdout, 0)
-        if not output.poll(0):  # another pipe's
+        if not output.poll(0):  # the error is of another pipe
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more when it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at exit
         return 1  # the reader has seen enough, as in `trlx-hybrid plugins | head`
     return status
 
 
 def _unknown_command(name: str, commands: Iterable[str]) -> str:
-    """Names the one that may be meant, and says what it lacks."""
+    """Return an error message for an unknown command, with the command that may be meant and the plugin to install for
+    it."""
     meant = name if name in ADDED_BY else nearest(name, {*commands, *ADDED_BY})
     hint = f" Did you mean {meant!r}?" if meant not in ("", name) else ""
     if meant in ADDED_BY and meant not in commands:
@@ -130,7 +131,7 @@ def _plugins(options: Any) -> int:
 
 
 def _doctor(options: Any) -> int:
-    """Exit status 1 when something needs attention."""
+    """Print what works on this machine; return exit status 1 when something needs attention."""
     releases = environment.installed()
     problems = environment.version_problems(releases)
     machine = [
@@ -140,7 +141,7 @@ def _doctor(options: Any) -> int:
     told = [f"problem    {problem}" for problem in problems]
     try:
         host = Host.load()
-    except HybridError:  # perhaps because of one of these
+    except HybridError:  # perhaps because of a version problem
         print("\n".join([*machine, *told]))
         raise
     checks = host.call("trlx_doctor", options=options)  # options that contradict each other are refused first

@@ -1,4 +1,4 @@
-"""What the user chooses: one flat dataclass that TrlParser understands, options checked by their owners."""
+"""The user's settings: one flat dataclass that TrlParser understands. The options in it are checked by their owners."""
 
 from __future__ import annotations
 
@@ -16,25 +16,27 @@ from .errors import ConfigError, did_you_mean
 T = TypeVar("T")
 
 OFFLOAD = ("auto", "all", "none")
-"""What `HybridConfig.offload` takes."""
+"""The values of `HybridConfig.offload`."""
 
 RESUME_VARIABLE = "TRLX_HYBRID_RESUME"
-"""Set to 1 by `trlx-hybrid launch --restart N` from the second start on; not set at the first."""
+"""An environment variable that `trlx-hybrid launch --restart N` sets to 1 from the second start on; not set at the
+first."""
 
 STARTS_VARIABLE = "TRLX_HYBRID_RESTART_COUNT"
-"""Set by `trlx-hybrid launch`: how many starts there were before this one."""
+"""An environment variable that `trlx-hybrid launch` sets to the number of starts before this one."""
 
 LAUNCH_VARIABLE = "TRLX_HYBRID_LAUNCH"
-"""Set by `trlx-hybrid launch`, the same at all its starts; not set where the launch itself is to resume a run."""
+"""An environment variable that `trlx-hybrid launch` sets, the same at all its starts; not set where the launch itself
+is to resume a run."""
 
 
 @dataclass(kw_only=True)
 class HybridConfig:
-    """Which component fills each slot, beside TRL's own arguments.
+    """The settings of trlx-hybrid, beside TRL's own arguments: which component fills each slot, and its options.
 
-    Everything may be left out: TRL's arguments then decide (`use_vllm=True` with `vllm_mode="colocate"` takes the
-    `vllm` engine), and with nothing given training is stock TRL, bit for bit. Usable in code, as command-line flags
-    and in YAML through `TrlParser((ScriptArguments, GRPOConfig, ModelConfig, HybridConfig))`.
+    Every setting is optional: without it, TRL's arguments decide (`use_vllm=True` with `vllm_mode="colocate"` takes the
+    `vllm` engine). Without any setting, training is stock TRL, bit for bit. The settings can be passed in code, as
+    command-line flags and in YAML through `TrlParser((ScriptArguments, GRPOConfig, ModelConfig, HybridConfig))`.
     """
 
     engine: str | None = field(
@@ -163,7 +165,7 @@ class HybridConfig:
     )
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
-        """Refuse what is no setting, with the nearest one that is."""
+        """Refuse unknown settings, and name the nearest known one."""
         if args:
             raise ConfigError(f"HybridConfig takes its settings by name, as engine='vllm'; got {args[0]!r:.60}.")
         check_keys(given, [f.name for f in dataclasses.fields(cls)], cls.__name__)
@@ -203,25 +205,27 @@ class HybridConfig:
             raise ConfigError(f"HybridConfig.replay samples nothing, and {other} is about what is sampled: drop one.")
 
     def options(self, slot: str) -> dict[str, Any]:
-        """What the user set for the component of a slot; of "algorithm" and "plugin", for each by name."""
+        """Return the user's options for the component of a slot; for "algorithm" and "plugin", the options of each by
+        name."""
         value = getattr(self, f"{slot}_options")
         return dict(value) if value is not None else {}
 
     def options_of(self, plugin: str, owner: type[T]) -> T:
-        """What the user set for a plugin beside its components, by the name of its entry point. Each plugin asks in
-        `trlx_configure`, before anything is sampled; settings of one that is not loaded are refused.
+        """Return the user's options for a plugin itself, beside those of its components, by the name of its entry
+        point. Each plugin calls this in `trlx_configure`, before anything is sampled; options for a plugin that is not
+        loaded are refused.
 
         Args:
             owner: the plugin's dataclass of options.
 
         Raises:
-            ConfigError: a key that it does not have.
+            ConfigError: the user set a key that the dataclass does not have.
         """
         return build(owner, self.options("plugin").get(plugin, {}), f"HybridConfig.plugin_options[{plugin!r}]")
 
     @classmethod
     def coerce(cls, value: HybridConfig | Mapping[str, Any] | None) -> HybridConfig:
-        """A config from what a user passes as `hybrid=`: a config, a mapping of its fields, or None."""
+        """Return a config from what a user passes as `hybrid=`: a config, a mapping of its fields, or None."""
         if value is None:
             return cls()
         if isinstance(value, cls):
@@ -232,11 +236,11 @@ class HybridConfig:
 
 
 def build(owner: type[T], values: Mapping[str, Any], where: str) -> T:
-    """An instance of the dataclass `owner` from a user's mapping.
+    """Return an instance of the dataclass `owner` from a user's mapping.
 
     Raises:
-        ConfigError: a key the dataclass does not have, with the nearest one that it has; or something else where it has
-            a number, or true or false.
+        ConfigError: a key is unknown (the message names the nearest known one), or a value is no number or boolean
+            where the dataclass has one.
     """
     check_keys(values, [f.name for f in dataclasses.fields(owner) if f.init], where)  # type: ignore[arg-type]
     _check_numbers(owner, values, where)
@@ -244,10 +248,11 @@ def build(owner: type[T], values: Mapping[str, Any], where: str) -> T:
 
 
 def _check_numbers(owner: type[Any], values: Mapping[str, Any], where: str) -> None:
-    """A number in quotes, as JSON and YAML make it easy to write, would fail far from here; "false" would be true."""
+    """Refuse values of other types for numbers and booleans. A quoted number, as JSON and YAML make easy to write,
+    would fail far from here, and "false" would count as true."""
     try:
         hints = typing.get_type_hints(owner)
-    except NameError:  # of a plugin that imports its types for a type checker only
+    except NameError:  # a plugin may import its types for type checkers only
         return
     for name, value in values.items():
         union = typing.get_origin(hints[name]) in (typing.Union, types.UnionType)
@@ -260,7 +265,8 @@ def _check_numbers(owner: type[Any], values: Mapping[str, Any], where: str) -> N
 
 
 def _is_one_of(value: Any, kinds: Container[type]) -> bool:
-    """As a reader takes the words: an int is a float too, and True is neither."""
+    """Return whether a value is of one of the kinds as users understand them: an int is also a float, and True is
+    neither."""
     if value is None or isinstance(value, bool):
         return type(value) in kinds
     return (isinstance(value, numbers.Integral) and int in kinds) or (
@@ -269,7 +275,7 @@ def _is_one_of(value: Any, kinds: Container[type]) -> bool:
 
 
 def check_keys(given: Iterable[str], known: Sequence[str], where: str) -> None:
-    """Refuse a setting that is not known, with the nearest one that is."""
+    """Refuse an unknown setting, and name the nearest known one."""
     for key in given:
         if key not in known:
             hint = did_you_mean(key, known)
@@ -278,4 +284,4 @@ def check_keys(given: Iterable[str], known: Sequence[str], where: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class NoOptions:
-    """Of a component that takes none."""
+    """The options of a component that has none."""

@@ -1,6 +1,5 @@
-"""Copies of what a batch is made of, for functions of the user's: what such a function does to its arguments changes
-nothing that is trained on, recorded or shown.
-"""
+"""Copies of a batch's data for the user's functions: what such a function does to its arguments changes nothing that is
+trained on, recorded or shown."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ SCALARS = frozenset({int, float, bool, str, bytes, type(None)})
 def copied(value: Any) -> Any:
     """Return a copy of lists, dicts, tuples, sets, arrays, tensors and PIL images, to any depth.
 
-    A tensor leaves its graph. Other objects are passed on as they are: a client or a lock may lie in a column of a
-    dataset, and no object of an unknown class is trained on. A list of a million token ids takes some 10 ms.
+    A tensor is detached. Other objects are passed on as they are: a dataset column may hold a client or a lock, and no
+    object of an unknown class is trained on. A list of a million token ids takes some 10 ms.
     """
     kind = type(value)
     if kind in SCALARS:
@@ -36,8 +35,9 @@ def copied(value: Any) -> Any:
 
 
 def _imported(module: str, name: str) -> Any:
-    """A class, or no class where nobody has imported its module: then nothing is of that class.
+    """Return a class, or () where its module has not been imported: then no object is of that class.
 
-    Workers of rewards and environments make copies, too, and need not import torch for it, a second of a core.
+    Workers of rewards and environments make copies, too, and need not spend a second of CPU time on importing torch for
+    that.
     """
     return getattr(sys.modules.get(module), name, ())

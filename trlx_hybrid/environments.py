@@ -1,4 +1,5 @@
-"""`trlx-hybrid environments`: which are offered, and a few episodes of one, answered by hand or by a model."""
+"""The command `trlx-hybrid environments`: lists the environments on offer, and plays a few episodes of one, answered by
+hand or by a model."""
 
 from __future__ import annotations
 
@@ -21,22 +22,23 @@ if TYPE_CHECKING:
     from .plugins.registry import Component
     from .protocols import EnvironmentArguments
 
-TURNS = 20  # of an episode that no option limits
-TOKENS = 512  # of a model's turn
+TURNS = 20  # limit of an episode without an option
+TOKENS = 512  # limit of a model's turn
 
 EMPTY = {"prompt": [{"role": "user", "content": ""}]}
 """The row that is played where there is no dataset, as in TRL."""
 
 Answer = Callable[[Sequence[Message], Mapping[str, Callable[..., Any]]], Message]
-"""The next assistant's message of a conversation with these tools. Raises EOFError where there are no more."""
+"""A function that returns the next assistant message of a conversation with these tools. Raises EOFError where there
+are no more answers."""
 
 
 class MistakeError(HybridError):
-    """The environment does what training would refuse; the message says what, and how to mend it."""
+    """An error for an environment that does what training would refuse; the message says what, and how to fix it."""
 
 
 def wrong_observation(observation: Any) -> str | None:
-    """What an environment of episodes showed instead of an observation, or None where it is one."""
+    """Return how an environment's observation is invalid and how to fix it, or None where it is valid."""
     messages = isinstance(observation, list) and all(isinstance(m, Mapping) and "role" in m for m in observation)
     if observation is None or isinstance(observation, str) or (observation and messages):
         return None
@@ -44,14 +46,14 @@ def wrong_observation(observation: Any) -> str | None:
 
 
 def wrong_reward(reward: Any) -> str | None:
-    """What is wrong with a reward, or None where it is a number, or None."""
+    """Return how a reward is invalid and how to fix it, or None where it is a finite number or None."""
     if reward is None or (hasattr(reward, "__float__") and math.isfinite(float(reward))):
         return None
     return f"gave the reward {reward!r}. Give a finite number, or None for no statement."
 
 
 def wrong_step(step: Any) -> str | None:
-    """What is wrong with what an environment's `step` returned, and how that is mended; None where it is right."""
+    """Return how the result of an environment's `step` is invalid and how to fix it, or None where it is valid."""
     missing = [field for field in ("observation", "done", "reward") if not hasattr(step, field)]
     if missing:
         found = f"returned a {type(step).__name__} without {', '.join(missing)}."
@@ -64,7 +66,8 @@ def wrong_step(step: Any) -> str | None:
 
 
 def add_command(commands: Any) -> None:
-    """Add `environments` to what `argparse`'s `add_subparsers` returned; sets `run`, which takes the options."""
+    """Add the command `environments` to the result of `argparse`'s `add_subparsers`; sets `run`, which takes the
+    options."""
     listing = commands.add_parser(
         "environments",
         help="list the environments that plugins offer, or try one",
@@ -108,7 +111,7 @@ def _list(options: Any) -> int:
 
 
 def _try(options: Any) -> int:
-    """Exit status 1 where a problem was found."""
+    """Play episodes of an environment; return exit status 1 where a problem was found."""
     from .plugins.host import Host
     from .plugins.selection import choose_environment
 
@@ -143,7 +146,7 @@ def _try(options: Any) -> int:
 
 
 def _brought(what: str, function: Callable[..., Any], *given: Any) -> Any:
-    """What code of the plugin returns, outside of any episode."""
+    """Return the result of calling the plugin's code outside of any episode; its errors become MistakeErrors."""
     try:
         return function(*given)
     except HybridError:
@@ -153,10 +156,10 @@ def _brought(what: str, function: Callable[..., Any], *given: Any) -> Any:
 
 
 class Player:
-    """Plays an environment as training does, one episode after another, and prints it.
+    """Plays an environment as training does, one episode after another, and prints each.
 
     Attributes:
-        problems: how many were found.
+        problems: number of problems found.
     """
 
     def __init__(
@@ -177,10 +180,10 @@ class Player:
             )
 
     async def play(self, row: Mapping[str, Any]) -> None:
-        """One episode.
+        """Play one episode of a row.
 
         Raises:
-            MistakeError: training would mask it, or stop.
+            MistakeError: training would mask the episode, or stop.
             EOFError: there are no more answers.
         """
         factory, name = self._factory, None
@@ -189,7 +192,7 @@ class Player:
             if name not in factory:
                 raise MistakeError(f"the row has environment={name!r}. Name one of {', '.join(factory)} there.")
             factory, row = factory[name], {column: row[column] for column in row if column != "environment"}
-        if self._with_tools:  # TRL makes some once, and resets them for each batch
+        if self._with_tools:  # TRL makes environments once, and resets them for each batch
             if name not in self._pool:
                 self._pool[name] = await self._call("the environment's class", factory)
             await self._with_calls(self._pool[name], factory, row)
@@ -201,7 +204,7 @@ class Player:
             await self._close(environment)
 
     async def _in_steps(self, environment: Any, factory: Any, row: Mapping[str, Any]) -> None:
-        """An environment with `reset(row)` and `step(completion)`."""
+        """Play an episode of an environment with `reset(row)` and `step(completion)`."""
         self._require_methods(environment, "reset", "step")
         shown = await self._reset(environment, factory, (dict(row),), {})
         self._require(wrong_observation(shown), "reset")
@@ -228,7 +231,7 @@ class Player:
             raise MistakeError("no step gave a reward, and there are no reward_funcs. Give one, or the other.")
 
     async def _with_calls(self, environment: Any, factory: Any, row: Mapping[str, Any]) -> None:
-        """One of TRL's environments, whose public methods are tools."""
+        """Play an episode of a TRL environment, whose public methods are tools."""
         self._require_methods(environment, "reset")
         public = [name for name, _ in inspect.getmembers(type(environment), inspect.isfunction) if name[0] != "_"]
         tools = {name: getattr(environment, name) for name in public if name not in ("reset", "get_reward")}
@@ -266,7 +269,7 @@ class Player:
             raise MistakeError("there is no reward. Give the class a method `get_reward`, or bring reward_funcs.")
 
     async def _result(self, tools: Mapping[str, Callable[..., Any]], called: Mapping[str, Any]) -> str:
-        """What the model is shown of a call: an exception of a tool is an answer, too."""
+        """Return what the model is shown of a tool call: an exception of the tool is an answer, too."""
         try:
             if called["name"] not in tools:
                 raise ValueError(f"Tool {called['name']} not found.")
@@ -277,7 +280,7 @@ class Player:
             return str({"error": str(error)})
 
     async def _reset(self, environment: Any, factory: Any, given: Sequence[Any], named: Mapping[str, Any]) -> Any:
-        """The first observation, which must be that of another environment with the same row."""
+        """Return the first observation, after checking that another environment shows the same one for the same row."""
         row = given[0] if given else named
         hint = f"The row has the columns {', '.join(row)}: read those"
         hint += "." if self._has_dataset else ", or give one with --row or with a train_dataset."
@@ -317,7 +320,7 @@ class Player:
             raise MistakeError(f"`{method}` {wrong}")
 
     def _require_schemas(self, tools: Mapping[str, Callable[..., Any]]) -> None:
-        from transformers.utils import get_json_schema  # here, for it takes a second
+        from transformers.utils import get_json_schema  # here, since the import takes a second
 
         for name, tool in tools.items():
             try:
@@ -340,7 +343,7 @@ def _row(text: str) -> dict[str, Any]:
 
 
 def _typed(messages: Sequence[Message], tools: Mapping[str, Callable[..., Any]]) -> Message:
-    """A line of the terminal, or of stdin, which is then printed."""
+    """Return an assistant message from a line of the terminal or of stdin; a line of stdin is printed."""
     line = input("assistant  " if sys.stdin.isatty() else "")
     if not sys.stdin.isatty():
         _show("assistant", line)
@@ -355,7 +358,8 @@ def _typed(messages: Sequence[Message], tools: Mapping[str, Callable[..., Any]])
 
 
 def _model(path: str) -> Answer:
-    """A model of transformers, which samples as training does by default. Seeded, so that a second try is the same."""
+    """Return a function that answers with a transformers model, sampling as training does by default. Seeded, so that a
+    second try gives the same."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
@@ -374,7 +378,7 @@ def _model(path: str) -> Answer:
         _show("assistant", tokenizer.decode(said, skip_special_tokens=True))
         if not tools:
             return {"role": "assistant", "content": tokenizer.decode(said, skip_special_tokens=True)}
-        from .trl.trainer import assistant_message  # here, for it brings trl
+        from .trl.trainer import assistant_message  # here, since it imports trl
 
         return assistant_message(tokenizer, said, ids[0].tolist(), list(tools.values()))
 
@@ -396,7 +400,8 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _place(error: Exception) -> str:
-    """Where the environment raised it; nothing where it was called in a way that it does not take."""
+    """Return where the environment raised an error, as file and line; "" where it was called with arguments that it
+    does not take."""
     frames = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__)]
     file, line = frames[-1]
     return "" if file == __file__ else f" ({file}:{line})"

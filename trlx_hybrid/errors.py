@@ -1,4 +1,4 @@
-"""Every error a user can meet. Each message names the culprit and the way out."""
+"""Errors that users can meet. Each message names the culprit and what to do."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 TROUBLESHOOTING = "docs/troubleshooting.md"
-"""The page with a section for each class, in the repository of this project."""
+"""The page of this project's repository with a section for each error class."""
 
 
 class HybridError(Exception):
-    """Base of all errors raised by this package. A note names the section of the documentation on its class, so that
-    a traceback ends with it; the message stays as it is.
+    """The base of all errors raised by this package. A note names the documentation section on the class, so that a
+    traceback ends with it; the message stays as it is.
 
     Attributes:
-        page: that section. A class of another project has the one of the nearest class above it.
+        page: that section. A class of another project has the section of its nearest base class.
     """
 
     page = f"{TROUBLESHOOTING}#hybriderror"
@@ -31,11 +31,12 @@ class HybridError(Exception):
 
 
 class ConfigError(HybridError, ValueError):
-    """A setting is unknown, contradicts another one, or cannot be met here."""
+    """An error for a setting that is unknown, contradicts another one, or cannot be fulfilled here."""
 
 
 class PluginError(HybridError):
-    """A plugin failed. Names the plugin, its distribution and version, the hook, and the way out.
+    """An error for a plugin that failed. The message names the plugin, its distribution and version, the hook, and what
+    to do.
 
     Attributes:
         plugin: entry-point name of the plugin, as `TRLX_HYBRID_DISABLE` takes it.
@@ -50,36 +51,38 @@ class PluginError(HybridError):
 
 
 class ComponentError(HybridError):
-    """A slot's component is missing, ambiguous, or cannot work here."""
+    """An error for a slot's component that is missing, ambiguous, or cannot work here."""
 
 
 class EngineError(HybridError):
-    """The engine could not be built, was asked for what it cannot do, or failed."""
+    """An error for an engine that could not be built, was asked for something that it cannot do, or failed."""
 
 
 class SyncError(HybridError):
-    """A weight sync left the engine with something else than the policy's weights."""
+    """An error for a weight sync that left the engine with other weights than the policy's."""
 
 
 class PeerLostError(SyncError):
-    """A rank is gone, or does something else than the others; names it. What waits for all would wait for ever."""
+    """An error for a rank that is gone, or does something else than the others; the message names it. Without it, all
+    who wait for that rank would wait for ever."""
 
 
 class StaleWeightsError(SyncError):
-    """Generation was asked of an engine whose weights are not the policy's."""
+    """An error for generation with an engine whose weights are not the policy's."""
 
 
 class PolicyError(HybridError):
-    """The policy's own log-probs are no numbers, since an optimizer step or its arithmetic broke it; or they are others
-    beside other rows than alone."""
+    """An error for a policy whose own log-probs are NaN, since an optimizer step or its arithmetic broke it; or differ
+    with the rows that share a micro-batch."""
 
 
 class RewardError(HybridError, ValueError):
-    """A reward function returned something no advantage can be computed from."""
+    """An error for a reward function whose result gives no advantage."""
 
 
 class MemoryPlanError(HybridError):
-    """Memory does not suffice, on the device or on the host. Names the largest owner and the setting to change.
+    """An error for memory that does not suffice, on the device or on the host. The message names the largest owner and
+    the setting to change.
 
     Attributes:
         owner: the largest owner that stays, as the ledger names it; "host arena" for host memory.
@@ -91,16 +94,16 @@ class MemoryPlanError(HybridError):
 
 
 def listed(names: Sequence[str], limit: int = 5) -> str:
-    """Names for a message: the first `limit`, and how many more there are."""
+    """Return names for a message: the first `limit`, and how many more there are."""
     return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 def nearest(name: str, known: Iterable[str], alike: float = 0.6) -> str:
-    """The nearest of the known names, or "" where none is as much `alike` as that, from 0 to 1."""
+    """Return the nearest of the known names, or "" where none has a similarity of at least `alike`, from 0 to 1."""
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=alike)), "")
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A sentence with the nearest of the known names, to be added to a message, or nothing where none is near."""
+    """Return a sentence with the nearest of the known names, to be added to a message, or "" where none is near."""
     close = nearest(name, known)
     return f" Did you mean {close!r}?" if close else ""

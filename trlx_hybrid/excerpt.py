@@ -1,4 +1,4 @@
-"""The beginning of a tool's long answer, and a note to the model that says how much it is."""
+"""Excerpts of a tool's long answers: the beginning, with a note to the model that says how much is shown."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ from collections.abc import Mapping
 from itertools import chain
 from typing import Any
 
-CHARACTERS = 1 << 20  # of an answer, where nobody says how many
-NOTE = 200  # characters that a note takes at most
+CHARACTERS = 1 << 20  # the default limit of an answer
+NOTE = 200  # the largest number of characters of a note
 
 
 def excerpt(content: Any, characters: int) -> Any:
-    """A text, or a list of content blocks, as it is where it has at most so many characters; else its beginning.
+    """Return a text, or a list of content blocks, as it is if it has at most `characters` characters; else its
+    beginning, with a note.
 
-    The note is the last line of a text and the last item of a list, and is within the limit. In a list only texts and
-    blocks of text are cut; the first other item that leads beyond the limit is left out, with all that follow it.
+    The note is the last line of a text or the last item of a list, and counts towards the limit. In a list only texts
+    and text blocks are cut; the first other item that exceeds the limit is left out, with all that follow it.
 
     Args:
-        content: what a tool answered. Of another type it is returned as it is.
-        characters: more than `NOTE`.
+        content: a tool's answer; one of another type is returned as it is.
+        characters: the limit, more than `NOTE`.
     """
     kept = characters - NOTE
     if isinstance(content, str) and len(content) > characters:
@@ -37,7 +38,7 @@ def excerpt(content: Any, characters: int) -> Any:
 
 
 def _cut(item: Any, characters: int) -> list[Any]:
-    """The beginning of a text or of a block of text; nothing of another item."""
+    """Return the beginning of a text or of a text block as a list of one item; an empty list for other items."""
     if isinstance(item, str):
         return [item[:characters]]
     if isinstance(item, Mapping) and isinstance(item.get("text"), str):
@@ -46,7 +47,8 @@ def _cut(item: Any, characters: int) -> list[Any]:
 
 
 def _size(value: Any, enough: int) -> int:
-    """Characters of all texts in a value, all else counted as one. Stops above `enough`: a list may hold itself."""
+    """Return the number of characters of all texts in a value, counting all else as one. Stops above `enough`: a list
+    may hold itself."""
     size, inside = 0, [iter((value,))]
     while inside and size <= enough:
         item = next(inside[-1], inside)

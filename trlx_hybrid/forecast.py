@@ -1,5 +1,5 @@
-"""`trlx-hybrid train RECIPE --forecast`: the ledger's prediction of a run, from its settings and its model's config,
-without weights or a GPU."""
+"""The forecast of `trlx-hybrid train RECIPE --forecast`: the ledger's prediction of a run, from its settings and its
+model's config, without weights or a GPU."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ if TYPE_CHECKING:
     from .train import RecipeSettings
 
 RESERVED = 0.1
-"""Share of a GPU that the KV cache leaves alone: CUDA's own memory, graphs, and what sampling allocates."""
+"""The share of a GPU that the KV cache does not use: CUDA's own memory, graphs, and what sampling allocates."""
 
 
 BLOCK, NESTED_BLOCK = 64, 256
-"""Elements that share a scale in 4 bits, and scales that share one of theirs: bitsandbytes' `Params4bit`."""
+"""Block sizes of bitsandbytes' `Params4bit`: BLOCK elements share a scale, and NESTED_BLOCK scales share a scale of
+their own."""
 
 
 class GPUs(NamedTuple):
-    """How many ranks, each with a GPU of so many bytes."""
+    """A number of ranks, and the memory of each rank's GPU in bytes."""
 
     ranks: int
     bytes: int
 
 
 def gpus_of(text: str) -> GPUs:
-    """The GPUs of `--forecast`: "24" is one of 24 GiB, "8x80" are eight of 80.
+    """Return the GPUs of `--forecast`: "24" is one of 24 GiB, "8x80" are eight of 80.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the text has neither form.
     """
     found = re.fullmatch(r"(?:([1-9]\d*)x)?(\d+(?:\.\d+)?)", text)
     if found is None or float(found[2]) == 0:
@@ -55,12 +56,13 @@ def gpus_of(text: str) -> GPUs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSize:
-    """What the engine holds on one rank, in bytes, and who leaves for it.
+    """The memory of the engine on one rank, in bytes, and what determines it.
 
     Attributes:
-        shared: its weights are the policy's memory.
-        kv_cache: for `sequences` sequences of `length` tokens, each of which fills `sequence`, or as many as have room.
-        sleeps: whether it gives memory back during TRAIN.
+        shared: whether its weights are the policy's memory.
+        kv_cache: bytes of the KV cache: for `sequences` sequences of `length` tokens, each of which takes `sequence`
+            bytes, or for as many as have room.
+        sleeps: whether the engine gives memory back during TRAIN.
     """
 
     weights: int
@@ -76,10 +78,10 @@ class EngineSize:
         return f"KV cache: room for {room} of {self.sequences} sequences of {self.length} tokens at once"
 
     def check(self) -> None:
-        """Refuse a KV cache that holds no sequence.
+        """Raise if the KV cache holds not even one sequence.
 
         Raises:
-            MemoryPlanError: it is smaller than one.
+            MemoryPlanError: the KV cache is smaller than one sequence.
         """
         if self.kv_cache < self.sequence:
             raise MemoryPlanError(
@@ -91,13 +93,14 @@ class EngineSize:
 
 
 def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
-    """Bytes per owner and phase on one rank, how many sequences the KV cache holds, and what is left to train with.
+    """Return the lines of a forecast: bytes per owner and phase on one rank, how many sequences the KV cache holds, and
+    what is left to train with.
 
     Raises:
-        MemoryPlanError: it does not fit; names the largest owner and the setting to change.
+        MemoryPlanError: the run does not fit; names the largest owner and the setting to change.
         ConfigError, ComponentError: as when the run starts.
     """
-    from .trl.trainer import model_arguments  # here, for it brings trl
+    from .trl.trainer import model_arguments  # here, since it imports trl
 
     args, mode = given.training, given.hybrid.offload
     if given.model.model_name_or_path is None:
@@ -106,7 +109,7 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
         raise ConfigError("load_in_8bit: a base in 8 bits is served by no engine. Take load_in_4bit, or neither.")
     host = Host.load(given.hybrid.disable_plugins or ())
     selection = select(given.hybrid, trainer_arguments(args, given.recipe.tools), host.registry)
-    choose_algorithms(given.hybrid, host.registry)  # or refuse them
+    choose_algorithms(given.hybrid, host.registry)  # raises for wrong names or options
     host.require(given.hybrid.options("plugin"), "HybridConfig.plugin_options")
     adapter = model_arguments(given.model, args)["peft_config"]
     policy: Any = model_without_memory(given.model.model_name_or_path, **args.model_init_kwargs)
@@ -163,15 +166,15 @@ def forecast(given: RecipeSettings, gpus: GPUs) -> list[str]:
 def engine_size(
     given: RecipeSettings, selection: Selection, policy: Any, held: int, gpus: GPUs, own: bool
 ) -> EngineSize:
-    """What the chosen engine takes.
+    """Return the memory that the chosen engine takes.
 
-    An engine that is told no size of its KV cache gets what is left during ROLLOUT, up to what its sequences fill: keys
-    and values of all layers. Sliding windows, latents, and states of a fixed size need less.
+    Without a configured size, the KV cache gets what is left during ROLLOUT, up to what the engine's sequences fill:
+    keys and values of all layers. Sliding windows, latents, and states of a fixed size need less.
 
     Args:
-        policy: on the meta device.
+        policy: the policy on the meta device.
         held: bytes of the policy on one rank.
-        own: whether the engine cannot share its memory: it is a shard, or in 4 bits.
+        own: whether the engine cannot share the policy's memory, because the policy is sharded or in 4 bits.
     """
     args = given.training
     assert selection.engine is not None
@@ -212,12 +215,12 @@ def engine_size(
 
 
 def model_without_memory(name: str, *, dtype: str, trust_remote_code: bool, **others: Any) -> Any:
-    """The model that TRL would load, on the meta device and not quantised.
+    """Return the model that TRL would load, on the meta device and not quantised.
 
     Args:
-        name: of the hub, or a folder with a config.json.
+        name: a name of the hub, or a folder with a config.json.
         dtype: as in TRL's `ModelConfig`.
-        others: `revision`; what does not change sizes is left aside.
+        others: further arguments: `revision` is read, all others are ignored, as they do not change sizes.
     """
     import transformers
 
@@ -238,11 +241,11 @@ def model_without_memory(name: str, *, dtype: str, trust_remote_code: bool, **ot
 
 
 class FourBits(NamedTuple):
-    """How bitsandbytes holds a base.
+    """The format in which bitsandbytes holds a base.
 
     Attributes:
-        nested: whether the scales, one for each 64 elements, are quantised to a byte themselves.
-        skipped: names of layers that stay as they are; None: transformers decides.
+        nested: whether the scales, one for each 64 elements, are themselves quantised to one byte.
+        skipped: names of layers that stay as they are; with None, transformers decides.
     """
 
     nested: bool
@@ -250,10 +253,10 @@ class FourBits(NamedTuple):
 
 
 def four_bits(given: RecipeSettings, config: Any) -> FourBits | None:
-    """As the flags tell, or as the checkpoint is already; None for a base that is not quantised.
+    """Return the 4-bit format that the flags set, or that the checkpoint has; None for a base that is not quantised.
 
     Raises:
-        ConfigError: the checkpoint is quantised otherwise.
+        ConfigError: the checkpoint is quantised in another way.
     """
     told = getattr(config, "quantization_config", None)
     if told is None:
@@ -269,10 +272,11 @@ def four_bits(given: RecipeSettings, config: Any) -> FourBits | None:
 
 
 def quantised_weights(model: Any, bits: FourBits) -> set[int]:
-    """Which parameters bitsandbytes holds in 4 bits, by `id`: those of linear layers, as transformers chooses them.
+    """Return the `id`s of the parameters that bitsandbytes holds in 4 bits: those of linear layers, as transformers
+    chooses them.
 
     Args:
-        model: on the meta device, without adapters.
+        model: the model on the meta device, without adapters.
     """
     kept = HfQuantizer.get_modules_to_not_convert(model, bits.skipped, model._keep_in_fp32_modules)
     layers = ((name, module) for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D))
@@ -280,10 +284,10 @@ def quantised_weights(model: Any, bits: FourBits) -> set[int]:
 
 
 def sizes_in_4_bits(policy: Any, quantised: Set[int], nested: bool) -> list[ParameterSize]:
-    """Sizes in a QLoRA run, in which TRL keeps the adapter in bfloat16.
+    """Return the sizes of all parameters in a QLoRA run, in which TRL keeps the adapter in bfloat16.
 
     Args:
-        policy: on the meta device.
+        policy: the policy on the meta device.
         quantised: see `quantised_weights`.
         nested: see `FourBits`.
     """
@@ -305,10 +309,10 @@ def sizes_in_4_bits(policy: Any, quantised: Set[int], nested: bool) -> list[Para
 
 
 def shard(p: ParameterSize, ranks: int, upcast: bool) -> ParameterSize:
-    """The largest part of a parameter that FSDP2 gives to a rank: whole rows.
+    """Return the size of the largest part of a parameter that FSDP2 gives to a rank: whole rows.
 
     Args:
-        upcast: with mixed precision, accelerate keeps trained shards in float32.
+        upcast: whether trained shards are float32, as accelerate keeps them with mixed precision.
     """
     shape = (math.ceil(p.shape[0] / ranks), *p.shape[1:]) if p.shape else ()
     return replace(p, shape=shape, itemsize=4 if upcast and p.trainable else p.itemsize)

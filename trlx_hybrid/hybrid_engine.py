@@ -1,4 +1,5 @@
-"""The engine for loops of your own: no trainer, a model, an optimizer, and memory that changes hands.
+"""The hybrid engine for training loops without a trainer: a model, an optimizer, and memory that alternates between
+them and the engine.
 
     engine = HybridEngine(model, tokenizer, optimizer, max_tokens=128, engine_options={"enable_sleep_mode": True})
     for prompts in batches:
@@ -47,33 +48,35 @@ Start = TypeVar("Start", bound=Callable[[SyncPlan], None] | Callable[[], None])
 End = TypeVar("End", bound=Callable[[SyncReport], None] | Callable[[], None])
 
 RESHARD = "reshard"
-"""The weight sync that `enable_reshard` is about."""
+"""The name of the weight sync that `enable_reshard` selects."""
 
 
 class HybridEngine:
-    """Samples from a live model and gives its memory back for training. A context manager; `close` ends it.
+    """An engine for your own training loop: samples from a live model and gives its memory back for training. It is a
+    context manager; `close` ends it.
 
     Args:
-        model: what is trained: a transformers or PEFT model, wrapped by accelerate or DDP or not.
+        model: the model that is trained: a transformers or PEFT model, which accelerate or DDP may have wrapped.
         tokenizer: its tokenizer or processor.
         optimizer: its optimizer, whose state then makes room for the KV cache during rollouts; may be left out.
-        config: components and their options; the `vllm` engine where nothing is said.
-        engine_options: options of the engine, for short.
+        config: components and their options; the engine is `vllm` by default.
+        engine_options: options of the engine, a short form of a config that sets nothing else.
         rollout: how each engine is split, e.g. `Layout(tp=4)`; as many engines as the processes hold.
-        train: how the model is sharded, e.g. `Layout(fsdp=8)`. Changes nothing: it is held against the model.
+        train: how the model is sharded, e.g. `Layout(fsdp=8)`. Changes nothing: the model is only checked against it.
         rollout_config: the same as `rollout`, by `tp_size`, `pp_size` and `dp_type`; see
             `trlx_hybrid.layouts.RolloutConfig`.
         train_config: the same as `train`, by accelerate's settings: `{"fsdp_config": {"dp_shard_size": 8, …}}`.
-        enable_reshard: True is `HybridConfig(weights="reshard")`; False takes any other path.
+        enable_reshard: True is `HybridConfig(weights="reshard")`; False allows every other weight sync.
         compress_reshard: whether weights are cast before they are sent. They are sent in the engine's dtype: True makes
             that `compression_dtype`, False the model's own.
-        compression_dtype: the engine's dtype, and that on the wire; smaller than the model's, or the same.
+        compression_dtype: the engine's dtype, and the dtype in which weights are sent; smaller than the model's, or the
+            same.
         sampling: how `generate` of the engine samples; `max_tokens` alone is enough for most. Neither is needed where
-            only the model's `generate` is called, which brings its own.
-        accelerator: the one of your loop; made here otherwise.
+            only the model's `generate` is called, which has its own arguments.
+        accelerator: the accelerator of your loop; by default a new one.
         mixed_precision: "bf16" or "fp16" where the loop trains an fp32 model under autocast: the engine then computes
-            in that. Read from the accelerator by default.
-        seed: of all sampling.
+            in that dtype. By default it is read from the accelerator.
+        seed: the seed of all sampling.
         plugins: objects with hook implementations, beside the installed ones.
 
     Attributes:
@@ -167,10 +170,10 @@ class HybridEngine:
 
     @contextmanager
     def rollout_context(self, training: bool = True) -> Iterator[None]:
-        """Memory goes to the engine, with the model's current weights in it; collective.
+        """Give the memory to the engine inside the context, with the model's current weights in it; collective.
 
-        Inside, `generate` is the engine's, and `model.generate` as well, which takes and returns what transformers' own
-        does; see `trlx_hybrid.rollout.model_generate.generate`.
+        Inside, `generate` may be called. `model.generate` is answered by the engine as well, and takes and returns what
+        transformers' own does; see `trlx_hybrid.rollout.model_generate.generate`.
 
         Args:
             training: False for evaluation, which shares no random draws with training.
@@ -185,7 +188,8 @@ class HybridEngine:
             yield
 
     def generate(self, prompts: Sequence[list[int]], num_generations: int = 1) -> list[Completion]:
-        """`num_generations` completions per prompt, those of one prompt next to each other; inside `rollout_context`.
+        """Return `num_generations` completions per prompt, those of one prompt next to each other; inside
+        `rollout_context`.
 
         Args:
             prompts: token ids.
@@ -193,7 +197,7 @@ class HybridEngine:
         Raises:
             StaleWeightsError: outside of a rollout, or the weights changed within it.
             EngineError: a prompt is longer than the context.
-            ConfigError: nothing was said about how long a completion may be.
+            ConfigError: no maximal length of completions was set.
         """
         if self.session.sampling.max_tokens < 1:
             raise ConfigError(
@@ -207,7 +211,7 @@ class HybridEngine:
 
     @contextmanager
     def train_context(self) -> Iterator[None]:
-        """The memory is the trainer's; what happened to the weights inside reaches the engine at the next rollout."""
+        """Train inside the context: the memory is the trainer's. The next rollout syncs the weights to the engine."""
         if self.session.phase is not Phase.TRAIN:
             raise StaleWeightsError("train_context() inside rollout_context(): leave the rollout before training.")
         try:
@@ -217,13 +221,14 @@ class HybridEngine:
             self.session.versions.changed()
 
     def on_reshard_start(self, function: Start) -> Start:
-        """Decorator: call `function(plan)`, or `function()` where it takes nothing, before weights are brought into the
-        engine, on whichever path."""
+        """Register `function(plan)`, or `function()` if it takes no argument, to be called before weights are brought
+        into the engine, by whichever weight sync. May be used as a decorator."""
         self._listen("trlx_sync_start", lambda plan: _called(function, "on_reshard_start", plan))
         return function
 
     def on_reshard_end(self, function: End) -> End:
-        """Decorator: call `function(report)`, or `function()`, when the engine holds the model's weights."""
+        """Register `function(report)`, or `function()`, to be called when the engine holds the model's weights. May be
+        used as a decorator."""
         self._listen("trlx_sync_end", lambda report: _called(function, "on_reshard_end", report))
         return function
 
@@ -233,7 +238,8 @@ class HybridEngine:
         host.register(listener, f"reshard-listener-{len(host.plugins)}")
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The model's own state dict, every tensor in memory of its own: safe to keep while training goes on.
+        """Return a copy of the model's own state dict, every tensor in its own memory: safe to keep while training goes
+        on.
 
         Raises:
             StaleWeightsError: inside `rollout_context`, where the model may have left the device.
@@ -245,10 +251,10 @@ class HybridEngine:
     def save_state(self, folder: str | Path) -> None:
         """Write, on rank 0, what a resume needs beside model and optimizer, which `accelerator.save_state` writes.
 
-        Collective, as that one is: when it returns, the state is written.
+        Collective, as `accelerator.save_state` is: when it returns, the state is written.
 
         Raises:
-            HybridError: on every rank, it cannot be written there; what the folder held before stays.
+            HybridError: on every rank, the state cannot be written there; what the folder held before stays.
         """
         self.session.ranks.by_first(functools.partial(self._save_state, Path(folder)))
 
@@ -262,12 +268,12 @@ class HybridEngine:
             self.session.save_state(folder)
 
     def load_state(self, folder: str | Path) -> None:
-        """Take up what `save_state` wrote, after the model was loaded. On every rank."""
+        """Restore what `save_state` wrote, after the model was loaded. Call it on every rank."""
         self.session.load_state(Path(folder), self._steps)
         self._steps = self.session.versions.version
 
     def close(self) -> None:
-        """Free the engine; the model keeps its weights. Safe to call twice.
+        """Free the engine; the model keeps its weights. May be called twice.
 
         Raises:
             StaleWeightsError: inside `rollout_context`.
@@ -287,7 +293,7 @@ class HybridEngine:
 
 
 def _arguments(optimizer: torch.optim.Optimizer | None, precision: str, seed: int) -> SimpleNamespace:
-    """What components read of a trainer's arguments."""
+    """Return the trainer arguments that components read, for a loop without a trainer."""
     arguments = SimpleNamespace(seed=seed, bf16=precision == "bf16", fp16=precision == "fp16", optim="sgd")
     if optimizer is not None:
         inner = torch_optimizer(optimizer)
@@ -300,7 +306,7 @@ def _arguments(optimizer: torch.optim.Optimizer | None, precision: str, seed: in
 def _called(function: Callable[..., None], moment: str, what: SyncPlan | SyncReport) -> None:
     try:
         function(*([what] if _takes_argument(function) else []))
-    except Exception as error:  # the loop's own, not a plugin's to be reported to its author
+    except Exception as error:  # the loop's own function, not a plugin's
         name = getattr(function, "__qualname__", function)
         raise HybridError(f"{name}, called {moment}, raised {type(error).__name__}: {error}") from error
 
@@ -310,7 +316,7 @@ def _takes_argument(function: Callable[..., None]) -> bool:
         inspect.signature(function).bind(None)
     except TypeError:
         return False
-    except ValueError:  # a builtin that does not say
+    except ValueError:  # a builtin without a signature
         return True
     return True
 
@@ -322,14 +328,15 @@ def with_reshard(
     dtype: torch.dtype | None,
     own: torch.dtype,
 ) -> HybridConfig:
-    """The config with the weight sync, and with the engine's dtype, which is that on the wire.
+    """Return the config with the weight sync, and with the engine's dtype, which is also the dtype in which weights are
+    sent.
 
     Args:
         enable, compress, dtype: `enable_reshard`, `compress_reshard` and `compression_dtype` of `HybridEngine`.
         own: the model's dtype.
 
     Raises:
-        ConfigError: they contradict the config, or each other.
+        ConfigError: these arguments contradict the config, or each other.
     """
     if enable is not None and config.weights != "auto" and enable != (config.weights == RESHARD):
         raise ConfigError(f"enable_reshard={enable} contradicts HybridConfig.weights={config.weights!r}. Give one.")

@@ -1,4 +1,5 @@
-"""The supports of a batch's tokens as tensors: one row of words and bounds per completion, as TRL shuffles and cuts."""
+"""The supports of a batch's tokens as tensors: one row of words and bounds per completion, in a form that TRL can
+shuffle and split."""
 
 from __future__ import annotations
 
@@ -13,15 +14,17 @@ from torch import Tensor
 from .support import UNSAMPLED, WORD, Support, mask_words
 
 WORDS = "support_words"
-"""In a batch: (B, L) int32, the words of each completion's tokens, see `Support`; L is that of the longest row."""
+"""A batch's key for (B, L) int32, the words of each completion's tokens, see `Support`; L is the length of the longest
+row."""
 
 BOUNDS = "support_bounds"
-"""In a batch: (B, C, 2) int32, where in its row each token's words begin and end; UNSAMPLED if it was not sampled."""
+"""A batch's key for (B, C, 2) int32, where the words of each token begin and end in its row; UNSAMPLED for a token that
+was not sampled."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptTokens:
-    """The ids that the tokens behind some positions were sampled from. A token that was not sampled may be any.
+    """The ids that the tokens behind some positions were sampled from. A token that was not sampled allows any id.
 
     Attributes:
         words: (n,) int32, see `Support`.
@@ -35,10 +38,11 @@ class KeptTokens:
 
     @classmethod
     def of(cls, batch: Mapping[str, Any], prompt_length: int, vocabulary: int) -> KeptTokens:
-        """Return those of a batch's rows, of shape (B, P + C): a completion's first token is behind the last of P.
+        """Return the kept tokens of a batch's rows, of shape (B, P + C): a completion's first token is the one behind
+        position P - 1, counted from 0.
 
         Args:
-            batch: with WORDS and BOUNDS.
+            batch: a batch with the keys WORDS and BOUNDS.
         """
         words, bounds = batch[WORDS], batch[BOUNDS].long()
         first = torch.arange(len(words), device=words.device)[:, None, None] * words.shape[1]
@@ -49,32 +53,34 @@ class KeptTokens:
         )
 
     def __getitem__(self, rows: slice | Tensor) -> KeptTokens:
-        """Return those of some rows, or of some positions where there are no rows."""
+        """Return the kept tokens of some rows, or of some positions where there are no rows."""
         return replace(self, bounds=self.bounds[rows])
 
     def but_last(self) -> KeptTokens:
-        """Return those of all positions but the last of each row."""
+        """Return the kept tokens of all positions but the last of each row."""
         return replace(self, bounds=self.bounds[:, :-1])
 
     def at(self, places: Tensor) -> KeptTokens:
-        """Return those of positions, counted through all rows: (1, N) of `places` (N,)."""
+        """Return the kept tokens of some positions, counted through all rows: shape (1, N) for `places` of shape
+        (N,)."""
         return replace(self, bounds=self.bounds.flatten(0, -2)[places.to(self.bounds.device)][None])
 
     def on(self, device: torch.device) -> KeptTokens:
-        """Return them on a device, with none of the words that are other positions'."""
+        """Return the kept tokens on a device, without words that belong to other positions."""
         known = self.bounds[self.bounds[..., 0] != UNSAMPLED]
         first, last = (int(known[:, 0].min()), int(known[:, 1].max())) if len(known) else (0, 0)
         bounds = torch.where(self.bounds == UNSAMPLED, UNSAMPLED, self.bounds - first)
         return replace(self, words=self.words[first:last].to(device), bounds=bounds.to(device))
 
     def repeated(self, times: int) -> KeptTokens:
-        """Return those of rows of which each comes so often, one after the other."""
+        """Return the kept tokens of rows that are each repeated `times` times, one after the other."""
         return replace(self, bounds=self.bounds.repeat_interleave(times, dim=0))
 
     def masks(self) -> Tensor:
-        """(positions, words of a mask) int32: a bit for each id that is kept, the least significant first.
+        """Return masks of shape (positions, words of a mask) int32: a bit for each id that is kept, the least
+        significant first.
 
-        Bits of different ids are added, which is as good as joining them: no two are the same.
+        Bits are added instead of combined by OR, which is the same, since no two ids of a position have the same bit.
         """
         bounds = self.bounds.flatten(0, -2).clamp(min=0)
         counts, longest = bounds[:, 1] - bounds[:, 0], mask_words(self.vocabulary)
@@ -92,11 +98,11 @@ class KeptTokens:
 
 
 def tensors_of(supports: Sequence[Support], completion_length: int) -> dict[str, Tensor]:
-    """Return WORDS and BOUNDS of a batch's completions, in their order. They stay in the host's memory: a pass brings
-    those of its own rows to the device.
+    """Return a batch's WORDS and BOUNDS for its completions, in their order. They stay in host memory: each forward
+    pass copies those of its own rows to the device.
 
     Args:
-        completion_length: C, of the longest completion or more.
+        completion_length: C, at least the length of the longest completion.
     """
     words = np.zeros((len(supports), max(1, *(len(support.words) for support in supports))), np.int32)
     bounds = np.full((len(supports), completion_length, 2), UNSAMPLED, np.int32)

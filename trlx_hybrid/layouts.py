@@ -1,4 +1,5 @@
-"""How a loop says that its engines and its model lie on the ranks, and whether they do."""
+"""Checks of a loop's layouts: how it says that its engines and its model are split over the ranks, and whether they
+are."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ HELD = (
     *("version", "dp_shard_size", "dp_replicate_size", "reshard_after_forward", "sharding_strategy", "cpu_offload"),
     *("activation_checkpointing", "transformer_layer_cls_to_wrap"),
 )
-"""What a prepared model shows of accelerate's FSDP settings, named as in its YAML and in transformers'
+"""The FSDP settings of accelerate that can be read from a prepared model, named as in its YAML and in transformers'
 `TrainingArguments.fsdp_config`, with the prefix `fsdp_` or without; the two sizes as in its `ParallelismConfig`."""
 ALIASES = {"transformer_cls_names_to_wrap": "transformer_layer_cls_to_wrap", "offload_params": "cpu_offload"}
 STRATEGIES = (("SHARD_GRAD_OP", "FULL_SHARD"), ("HYBRID_SHARD_ZERO2", "HYBRID_SHARD"))
@@ -29,12 +30,13 @@ STRATEGIES = (("SHARD_GRAD_OP", "FULL_SHARD"), ("HYBRID_SHARD_ZERO2", "HYBRID_SH
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig:
-    """`HybridEngine(rollout_config=...)`: how each engine is split.
+    """The value of `HybridEngine(rollout_config=...)`: how each engine is split.
 
     Attributes:
         tp_size: tensor-parallel ranks of one engine.
-        pp_size: its pipeline stages.
-        dp_type: "none" where one engine takes all processes; left out, there are as many as they hold.
+        pp_size: pipeline stages of one engine.
+        dp_type: "none" where one engine takes all processes; with None, there are as many engines as the processes
+            hold.
     """
 
     tp_size: int = 1
@@ -50,12 +52,12 @@ class RolloutConfig:
 
     @property
     def layout(self) -> Layout:
-        """The same as `rollout=` takes it."""
+        """The layout in the form that `rollout=` takes."""
         return Layout(tp=self.tp_size, pp=self.pp_size)
 
 
 def with_rollout(config: HybridConfig, rollout: Layout) -> HybridConfig:
-    """The config with the engine's parallelism in its options.
+    """Return the config with the engine's parallelism in its options.
 
     Raises:
         ConfigError: an engine cannot have this layout, or the options say something else.
@@ -73,10 +75,10 @@ def with_rollout(config: HybridConfig, rollout: Layout) -> HybridConfig:
 
 
 def check_rollout(rollout: Layout, world: int, alone: bool = False) -> None:
-    """That the processes can hold such engines, or such an engine alone.
+    """Check that the processes can hold such engines, or one such engine with `alone`.
 
     Raises:
-        ConfigError: they cannot.
+        ConfigError: the processes cannot.
     """
     size = rollout.tp * rollout.pp
     if world % size:
@@ -92,10 +94,10 @@ def check_rollout(rollout: Layout, world: int, alone: bool = False) -> None:
 
 
 def check_train(train: Layout, model: nn.Module, world: int) -> None:
-    """That the model lies as the loop says.
+    """Check that the model is sharded as the loop says.
 
     Raises:
-        ConfigError: it does not; names both.
+        ConfigError: it is not; the message names both layouts.
     """
     if train.pp > 1:
         raise ConfigError(f"train={train}: a model under FSDP or DDP has no pipeline stages. Leave pp out.")
@@ -112,7 +114,8 @@ def check_train(train: Layout, model: nn.Module, world: int) -> None:
 
 
 def shards_of(model: nn.Module) -> int:
-    """Over how many ranks the model's largest parameter is sharded; 1 for one that every rank has in full."""
+    """Return the number of ranks that the model's largest parameter is sharded over; 1 where every rank has it in
+    full."""
     largest: Any = max(model.parameters(), key=lambda p: p.numel())
     if not hasattr(largest, "placements"):
         return 1
@@ -121,10 +124,10 @@ def shards_of(model: nn.Module) -> int:
 
 
 def check_train_config(config: Mapping[str, Any], model: nn.Module, world: int) -> None:
-    """That FSDP2 has sharded the model as the loop says.
+    """Check that FSDP2 has sharded the model as the loop says.
 
     Raises:
-        ConfigError: it has not, or a setting does not show in a model; names it.
+        ConfigError: it has not, or a setting cannot be read from a model; the message names the setting.
     """
     from accelerate import FullyShardedDataParallelPlugin
 
@@ -146,7 +149,7 @@ def check_train_config(config: Mapping[str, Any], model: nn.Module, world: int) 
     found = _fsdp_of(model, world)
     for name, value in settings.items():
         if name == "transformer_layer_cls_to_wrap":
-            names = value.split(",") if isinstance(value, str) else value  # as in accelerate's file
+            names = value.split(",") if isinstance(value, str) else value  # as in accelerate's YAML file
             fits = set(map(str.strip, names)) <= found[name]
         else:
             value = value.upper() if isinstance(value, str) else value  # as accelerate reads it
@@ -159,10 +162,10 @@ def check_train_config(config: Mapping[str, Any], model: nn.Module, world: int) 
 
 
 def _fsdp_of(model: nn.Module, world: int) -> dict[str, Any]:
-    """The values of `HELD` that the model has.
+    """Return the values of `HELD` that the model has.
 
     Raises:
-        ConfigError: FSDP2 has not sharded it.
+        ConfigError: FSDP2 has not sharded the model.
     """
     from torch.distributed.fsdp import FSDPModule
 

@@ -1,10 +1,11 @@
-"""Values that other processes send, as data and not as pickles: reading them imports nothing and calls nobody's code.
+"""Serialisation of values between processes as data and not as pickles: reading imports nothing and calls no foreign
+code.
 
-JSON, with tagged objects for what JSON has no form for. Exact for None, numbers, text, bytes, lists, tuples, sets,
-dicts, dataclasses, named tuples, enums, NumPy arrays and images of PIL (sent as PNG). NumPy's numbers, and subclasses
-of numbers, text, lists and dicts, arrive as the plain ones. A class is looked up among the modules that the reader has
-imported already. Where the sender may run what a model wrote, `classes=False` leaves out dataclasses and enums, and a
-named tuple is a tuple: of the reader's classes it could choose any.
+The format is JSON, with tagged objects for what JSON cannot express. Exact for None, numbers, text, bytes, lists,
+tuples, sets, dicts, dataclasses, named tuples, enums, NumPy arrays and images of PIL (sent as PNG). NumPy's numbers,
+and subclasses of numbers, text, lists and dicts, arrive as plain ones. A class is looked up among the modules that the
+reader has imported already. Where the sender may run what a model wrote, `classes=False` leaves out dataclasses and
+enums, and a named tuple is a tuple: otherwise the sender could choose any of the reader's classes.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ TAG = "@"
 
 
 class NotPlainError(TypeError):
-    """A value is no plain data, or is of a class that this process does not have. Names the part, as in `.items[0]`."""
+    """An error for a value that is no plain data, or of a class that this process does not have. Names the part, as in
+    `.items[0]`."""
 
 
 def dumps(value: Any, *, classes: bool = True) -> bytes:
-    """A value as UTF-8 text.
+    """Return a value as UTF-8 text.
 
     Args:
-        classes: whether dataclasses and enums are data, and named tuples more than tuples.
+        classes: whether dataclasses and enums may be sent, and named tuples keep their class.
 
     Raises:
         NotPlainError: a part of it has no plain form; its text begins with what the value is.
@@ -44,15 +46,15 @@ def dumps(value: Any, *, classes: bool = True) -> bytes:
 
 
 def loads(body: bytes, *, classes: bool = True, pixels: float = math.inf) -> Any:
-    """The value that `dumps` was given.
+    """Return the value that `dumps` was given.
 
     Args:
-        classes: whether it may hold dataclasses, named tuples and enums.
-        pixels: how many all its images may have together.
+        classes: whether the value may hold dataclasses, named tuples and enums.
+        pixels: the largest number of pixels of all its images together.
 
     Raises:
-        NotPlainError: it is of a class that this process has not imported, or that holds more than data; or its images
-            are too large.
+        NotPlainError: the value holds a class that this process has not imported, or that is no data class; or its
+            images are too large.
         ValueError: the text is damaged.
     """
     left = pixels
@@ -71,12 +73,12 @@ def loads(body: bytes, *, classes: bool = True, pixels: float = math.inf) -> Any
 
 
 def class_name(kind: type) -> str:
-    """As `find_class` takes it."""
+    """Return a class's name in the form that `find_class` takes."""
     return f"{kind.__module__}:{kind.__qualname__}"
 
 
 def find_class(name: str) -> type | None:
-    """A class by its name, if this process has imported its module. Imports nothing."""
+    """Return a class by its name, if this process has imported its module, else None. Imports nothing."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
@@ -85,7 +87,7 @@ def find_class(name: str) -> type | None:
 
 
 def _plain(value: Any, whole: type, path: str, classes: bool) -> Any:
-    """JSON for a value that lies at `path` in one of type `whole`."""
+    """Return JSON data for a value at `path` inside a value of type `whole`."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, enum.Enum) and classes:
@@ -122,7 +124,8 @@ def _plain(value: Any, whole: type, path: str, classes: bool) -> Any:
 
 
 def _of_a_library(value: Any) -> Any:
-    """Where the library is not imported, the value is not of it."""
+    """Return JSON data for a NumPy or PIL value, else None. Where the library is not imported, the value cannot be of
+    it."""
     numpy, images = sys.modules.get("numpy"), sys.modules.get("PIL.Image")
     if numpy is not None and isinstance(value, numpy.generic) and isinstance(value.item(), bool | int | float | str):
         return value.item()
@@ -139,7 +142,7 @@ def _of_a_library(value: Any) -> Any:
 
 
 def _built(found: dict[str, Any], classes: bool) -> Any:
-    """From the inside out: what is in `found` is built already."""
+    """Build the value of one JSON object. JSON is read from the inside out, so what `found` holds is built already."""
     if TAG not in found:
         return found
     kind = found[TAG]
@@ -160,14 +163,14 @@ def _built(found: dict[str, Any], classes: bool) -> Any:
 
 
 def _image(data: str) -> Any:
-    """A PNG of which only the head is read yet."""
+    """Return an image from a PNG, of which only the header is read yet."""
     from PIL import Image
 
     return Image.open(io.BytesIO(base64.b64decode(data)), formats=["PNG"])
 
 
 def _instance(kind: str, found: dict[str, Any]) -> Any:
-    """Its `__init__` is not called, as in unpickling."""
+    """Build an enum member, named tuple or dataclass instance, without calling its `__init__`, as in unpickling."""
     owner = find_class(found["class"])
     if kind == "enum" and owner is not None and issubclass(owner, enum.Enum):
         return owner[found["name"]]

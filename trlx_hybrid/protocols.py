@@ -1,4 +1,4 @@
-"""What a component must be able to do. Plugins meet here and nowhere else."""
+"""The protocols of components: what each must be able to do. Plugins depend on each other only through them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ NamedTensors = Iterable[tuple[str, "Tensor"]]
 
 
 class Run(Protocol):
-    """What hooks and components are shown of a run: what they may count on of `trlx_hybrid.session.Session`."""
+    """The view of a run that hooks and components get: the part of `trlx_hybrid.session.Session` that they may rely
+    on."""
 
     @property
     def args(self) -> Any:
@@ -33,7 +34,7 @@ class Run(Protocol):
 
     @property
     def config(self) -> HybridConfig:
-        """What the user chose."""
+        """The user's settings."""
 
     @property
     def policy(self) -> Policy:
@@ -41,11 +42,11 @@ class Run(Protocol):
 
     @property
     def ranks(self) -> Ranks:
-        """The processes it is trained on."""
+        """The ranks that the model is trained on."""
 
     @property
     def engine(self) -> Engine | None:
-        """None until it is built, and always where TRL generates."""
+        """The engine; None until it is built, and always where TRL generates."""
 
     @property
     def live_engine(self) -> Engine:
@@ -53,36 +54,36 @@ class Run(Protocol):
 
     @property
     def weights(self) -> WeightSync | None:
-        """None as `engine` is."""
+        """The weight sync; None until the engine is built, and always where TRL generates."""
 
     @property
     def rollout(self) -> Rollout | None:
-        """None as `engine` is."""
+        """The rollout; None until the engine is built, and always where TRL generates."""
 
     @property
     def sampling(self) -> Sampling:
-        """How the run samples."""
+        """The run's sampling parameters."""
 
     @property
     def phase(self) -> Phase:
-        """Who owns the memory now."""
+        """The current phase, which says who owns the memory."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """The number of optimizer steps done."""
 
     @property
     def weight_version(self) -> int:
-        """Of the policy: grows with every optimizer step, checkpoint load and adapter load."""
+        """The version of the policy's weights: grows with every optimizer step, checkpoint load and adapter load."""
 
     @property
     def training(self) -> bool:
-        """Whether the current rollout is for training, or for evaluation."""
+        """True while the current rollout is for training, False for evaluation."""
 
     @property
     def over_support(self) -> bool:
-        """Whether completions are to name the ids that tokens were sampled from, where the sampling leaves some out:
-        tokens are scored over these (`Completion.support`)."""
+        """True where completions must list the ids that their tokens were sampled from, if the sampling leaves some
+        out: tokens are then scored over these ids (`Completion.support`)."""
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -90,16 +91,17 @@ class Run(Protocol):
 
     @property
     def on_completion(self) -> Callable[[int, Request, Completion], None] | None:
-        """What wants to know each completion of a rollout as it comes, by the number of its prompt among this rank's;
-        None where nobody does. A rollout that `tells` calls it."""
+        """The function to call with each completion of a rollout as it comes, and the number of its prompt among this
+        rank's; None where nobody needs it. A rollout that `tells` calls it."""
 
     @property
     def on_conversation(self) -> Callable[[int, Conversation], None] | None:
-        """The same of each conversation, when it has ended."""
+        """The function to call with each conversation when it has ended, and the number of its prompt among this
+        rank's; None where nobody needs it."""
 
     @property
     def metrics(self) -> dict[str, float | list[float]]:
-        """Numbers of the current rollout, named `hybrid/…`, for the trainer's logs; add to it."""
+        """Numbers of the current rollout, named `hybrid/…`, for the trainer's logs; components add theirs."""
 
     @property
     def header_lines(self) -> list[str]:
@@ -110,27 +112,27 @@ class Run(Protocol):
         """Bytes on this rank's device per owner, as measured when a phase last began; empty where TRL generates."""
 
     def free_bytes(self) -> int:
-        """Bytes of the policy's device that nobody uses now."""
+        """Return the bytes of the policy's device that nobody uses now."""
 
     def weights_changed(self) -> None:
-        """Say, on every rank, that weights were changed by hand: the next rollout syncs all."""
+        """Record, on every rank, that weights were changed by hand: the next rollout syncs all."""
 
 
 class Stream(Protocol):
-    """Requests that come and go while the engine steps. Used from the trainer's thread only.
+    """A stream of requests: they can be added and aborted while the engine steps. Used from the trainer's thread only.
 
-    With several ranks per replica each rank adds its own requests and receives its own completions, and every rank
-    must step until no rank has `more`: who has finished keeps the others company.
+    With several ranks per replica each rank adds its own requests and receives its own completions, and every rank must
+    step until no rank has `more`, also after its own requests have finished.
     """
 
     shared: bool
-    """Whether other ranks step along, so that no rank may wait for long without a step."""
+    """True where other ranks step along, so that no rank may wait for long without a step."""
 
     def add(self, request: Request) -> int:
-        """Queue a request; returns the key that its completion comes back under."""
+        """Queue a request, and return the key under which its completion comes back."""
 
     def abort(self, key: int) -> None:
-        """Forget a request and free what it holds; its completion never comes."""
+        """Drop a request and free what it holds; its completion never comes."""
 
     def step(self, more: bool) -> tuple[list[tuple[int, Completion]], bool]:
         """Let the engine take one step, if it has anything to do.
@@ -139,15 +141,15 @@ class Stream(Protocol):
             more: whether this rank still has anything to come, now or later.
 
         Returns:
-            What finished, and whether any rank has more.
+            The (key, completion) pairs that finished, and whether any rank has more.
 
         Raises:
-            EngineError: another rank of the replica gave up.
+            EngineError: another rank of the replica has failed.
         """
 
     @property
     def busy(self) -> bool:
-        """Whether a step now would compute anything."""
+        """True where a step now would compute anything."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,11 +167,11 @@ class Region:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Regions:
-    """Where an engine keeps a model's weights on this rank. Writing all of it is a complete sync.
+    """The places where an engine keeps a model's weights on this rank. Writing all of them is a complete sync.
 
     Attributes:
-        of: by checkpoint name; a box may occur twice, where the engine keeps a tensor twice.
-        padding: what belongs to no tensor and must be zero, as the rows that fill up a vocabulary.
+        of: regions by checkpoint name; a box may occur twice, where the engine keeps a tensor twice.
+        padding: memory that belongs to no tensor and must be zero, such as the rows that pad a vocabulary.
     """
 
     of: Mapping[str, Sequence[Region]]
@@ -177,157 +179,165 @@ class Regions:
 
 
 class Engine(Protocol):
-    """Generates tokens, gives memory back and takes it again. Lives in the trainer's process. Inherit from it to get
-    what is optional."""
+    """The inference engine. Generates tokens, gives memory back and takes it again, in the trainer's process. Inherit
+    from it to get the optional members."""
 
     max_model_len: int
-    """Longest prompt plus completion, in tokens."""
+    """The longest prompt plus completion, in tokens."""
 
     dtype: torch.dtype
-    """What it computes in."""
+    """The dtype that the engine computes in."""
 
     quantized: bool
-    """Whether it rounds the weights further than its dtype does."""
+    """True where the engine rounds the weights further than its dtype does."""
 
     untested: str | None = None
-    """What a run is told where this release of what samples was never tested: every sync is then proven in full."""
+    """A warning for the run where this release of the inference library was never tested, else None. With a warning,
+    every sync is verified in full."""
 
     weights_lost: bool
-    """Whether sleeping discarded the weights: a sync must follow the next `wake("weights")`."""
+    """True where sleeping discarded the weights: a sync must follow the next `wake("weights")`."""
 
     peers_lost: bool
-    """Set by whoever raises `PeerLostError`: `close` must then wait for no other rank."""
+    """True once something has raised `PeerLostError`, which sets it: `close` must then wait for no other rank."""
 
     sleeps: bool
-    """Whether it gives memory back during TRAIN."""
+    """True where the engine gives memory back during TRAIN."""
 
     asleep_bytes: int
-    """What waking will take of the device's memory; 0 while all is awake."""
+    """Bytes of device memory that waking will take; 0 while all is awake."""
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """One completion per request, in the order of the requests. With several ranks per replica, each rank
+        """Return one completion per request, in the order of the requests. With several ranks per replica, each rank
         passes its own requests and receives its own completions; all ranks of the replica must call."""
 
     def stream(self, sampling: Sampling) -> AbstractContextManager[Stream]:
-        """Requests one at a time, for rollouts in which trajectories go their own pace. Optional: an engine that has it
-        says so with `streams=True` where it is offered. On leaving, what is unfinished is aborted."""
+        """Open a stream that takes requests one at a time, for rollouts whose trajectories run at their own pace.
+        Optional: an engine that has it declares `streams=True` where it is offered. Leaving the context aborts
+        unfinished requests."""
         raise EngineError(f"{type(self).__name__} takes no requests one at a time")
 
     def load_weights(self, weights: NamedTensors) -> LoadReport:
-        """Write full tensors, named as in a checkpoint, through the engine's own loader; consumes them lazily.
+        """Write full tensors, named as in a checkpoint, through the engine's own loader, which consumes them lazily.
         Drops every cache that depends on the weights."""
 
     def differing(self, weights: NamedTensors) -> list[str]:
-        """Names of the given tensors whose bits, cast to the engine's dtype, are not those in its memory."""
+        """Return the names of the given tensors whose bits, cast to the engine's dtype, are not those in its memory."""
 
     def regions(self, policy: Policy) -> Regions:
-        """The memory behind the policy's weights, for weight paths that write into it themselves and then call
-        `weights_written`. Valid while the engine lives, asleep or not. Collective; may load the weights to find out.
-        Optional.
+        """Return the memory that holds the policy's weights, for weight syncs that write into it themselves and then
+        call `weights_written`. Valid while the engine lives, asleep or not. Collective; may load the weights to find
+        out. Optional.
 
         Raises:
-            EngineError: why it must not be written to from outside.
+            EngineError: the memory must not be written to from outside; says why.
         """
         raise EngineError(f"{type(self).__name__} does not say where its weights lie")
 
     def weights_written(self) -> None:
-        """All of `regions` holds the policy's parameters again: bring its persistent buffers, which every rank has in
-        full, and drop every cache that depends on the weights. Optional, as `regions` is."""
+        """Finish a write to `regions`, which hold all of the policy's parameters again: copy its persistent buffers,
+        which every rank has in full, and drop every cache that depends on the weights. Optional, as `regions` is."""
         return
 
     def sleep(self, keep_weights: bool = False) -> None:
-        """Give back what need not be resident during TRAIN; never the weights where `keep_weights` says that the
-        policy lives in them, or that nothing would bring them back. A second call does nothing."""
+        """Give back the memory that the engine does not need during TRAIN. Keeps the weights where `keep_weights` says
+        that the policy uses the same memory, or that nothing would bring them back. A second call does nothing."""
 
     def wake(self, what: str) -> None:
         """Take memory again: "weights" before a sync, "kv_cache" before generating."""
 
     def resident(self, what: str) -> list[Tensor]:
-        """The tensors of "weights" or "kv_cache" that hold memory now, for the ledger."""
+        """Return the tensors of "weights" or "kv_cache" that hold memory now, for the memory ledger."""
 
     def close(self) -> None:
-        """Free everything; leaves process groups and settings it did not make untouched."""
+        """Free everything; leave process groups and settings that the engine did not make untouched."""
 
     def leave(self) -> None:
-        """The process ends: let go of what would keep it from ending, and wait for no other rank. Optional: an engine
-        without it is closed."""
+        """Release what would keep the process from ending, and wait for no other rank. Called when the process ends.
+        Optional: an engine without it is closed."""
         self.close()
 
 
 class WeightSync(Protocol):
-    """Brings the policy's current weights into the engine. Inherit from it to get what is optional."""
+    """A weight sync: brings the policy's current weights into the engine. Inherit from it to get the optional
+    members."""
 
     name: str
 
     keeps_weights: bool = False
-    """Whether the engine's weights must stay resident during TRAIN."""
+    """True where the engine's weights must stay resident during TRAIN."""
 
     def refuses(self) -> str | None:
-        """Why this path cannot serve this model and engine, or None. Called once, with the engine built and its weights
-        awake; its KV cache may sleep."""
+        """Return why this weight sync cannot serve this model and engine, or None. Called once, with the engine built
+        and its weights awake; its KV cache may be asleep."""
 
     def open(self) -> None:
-        """This path was chosen. Called once, after `refuses`."""
+        """Prepare for the run: this weight sync was chosen. Called once, after `refuses`."""
         return
 
     def note(self) -> str | None:
-        """What the run's header says of it, or None. Called on every rank, after `open`."""
+        """Return what the run's header says of this weight sync, or None. Called on every rank, after `open`."""
         return None
 
     def sync(self) -> LoadReport:
         """Make the engine's weights the policy's. Called on every rank."""
 
     def put_back(self) -> bool:
-        """The rollout is over: return what was borrowed for it. Returns whether the engine lost weights by that."""
+        """Give back what was borrowed for the rollout, which is over. Returns whether the engine lost weights by
+        that."""
         return False
 
     def forget(self) -> None:
-        """Somebody changed weights by hand: what was taken for unchanged is to move again with the next sync."""
+        """Treat no weights as unchanged at the next sync, but move all: weights were changed by hand."""
         return
 
     def check(self, full: bool) -> int | None:
-        """Prove that the engine holds the policy's bits, in full or cheaply; returns how many tensors were checked,
-        raises SyncError naming those that differ. None leaves it to the session, which compares full tensors."""
+        """Verify that the engine holds the policy's bits, in full or cheaply. Returns the number of tensors checked;
+        raises SyncError with the names of those that differ. None leaves the check to the session, which compares full
+        tensors."""
         return None
 
     def release(self) -> None:
-        """The engine was closed: take back what the policy shared with it."""
+        """Take back what the policy shared with the engine, which was closed."""
         return
 
 
 class Rollout(Protocol):
-    """Turns prompts into completions. Inherit from it to get what is optional."""
+    """A rollout: turns prompts into completions. Inherit from it to get the optional members."""
 
     name: str
 
     converses: bool = False
-    """Whether it runs conversations with tools itself (`converse`); otherwise TRL does, turn by turn, through `run`."""
+    """True where the rollout runs conversations with tools itself (`converse`); otherwise TRL runs them, turn by turn,
+    through `run`."""
 
     tells: bool = False
-    """Whether it calls the run's `on_completion` in `run`, and `on_conversation` in `converse`, as each is there.
-    Rewards that begin early need it."""
+    """True where the rollout calls the run's `on_completion` in `run`, and `on_conversation` in `converse`, as soon as
+    each one is there. Rewards that begin early need it."""
 
     def run(self, session: Run, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """One completion per request, in order: TRL's batch contract is rigid."""
+        """Return one completion per request, in the order of the requests: TRL relies on that order."""
 
     def converse(
         self, session: Run, dialogues: Sequence[Dialogue], limits: Limits, request: RequestMaker
     ) -> list[Conversation]:
-        """Every dialogue to its end, in order; called instead of `run` where the trainer has tools."""
+        """Run every dialogue to its end and return the conversations in order; called instead of `run` where the
+        trainer has tools."""
         raise ComponentError(f"rollout {self.name!r} runs no conversations")
 
     def close(self) -> None:
-        """The session is closing, or its engine is: let go of threads and processes."""
+        """Stop threads and processes: the session or its engine is closing."""
         return
 
 
 class Scores(NamedTuple):
-    """What the trainer learns from: log-probs of tokens, and what else was asked for.
+    """The scores of rows: log-probs of their tokens, and what else was asked for.
 
     Attributes:
-        log_probs: (B, C) float, of the completions' tokens at the run's temperature, 0 where a token is masked.
-        entropies: (B, C) float, of the distributions they come from; None where not asked for. TRL asks for them
-            in every loss, not for old and reference log-probs.
+        log_probs: (B, C) float, log-probs of the completions' tokens at the run's temperature, 0 where a token is
+            masked.
+        entropies: (B, C) float, entropies of the tokens' distributions; None where not asked for. TRL asks for them in
+            every loss, not for old and reference log-probs.
         router_loss: scalar, the load-balancing loss of a model with experts; None where not asked for.
     """
 
@@ -338,7 +348,7 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rows:
-    """What is to be scored in one call, under `torch.no_grad` or not: a micro-batch for its loss, or all rows of a
+    """The rows to score in one call, with or without `torch.no_grad`: a micro-batch for its loss, or all rows of a
     rollout for the old log-probs or for those of the reference model.
 
     Attributes:
@@ -354,10 +364,10 @@ class Rows:
             of shape (b, t), 0 where nothing was scored. Where the rows have experts, it takes these as well, `experts`
             (b, t, layers, experts per token), of the same tokens; and where they have a support, `support`, of the same
             positions.
-        experts: (B, P + C, layers, experts per token) int16, those that each token is to be computed with, -1 where the
-            model chooses; None where it chooses all.
-        support: of shape (B, P + C), the ids that the token behind each position was sampled from, which its
-            log-prob and the entropy are over; None where they are over all.
+        experts: (B, P + C, layers, experts per token) int16, the experts that compute each token, -1 where the model
+            chooses; None where it chooses all.
+        support: of shape (B, P + C), the ids that the token behind each position was sampled from, which its log-prob
+            and the entropy are over; None where they are over all.
     """
 
     model: PreTrainedModel
@@ -373,55 +383,57 @@ class Rows:
 
 
 class Scoring(Protocol):
-    """Computes per-token log-probs for the trainer. Inherit from it to get what is optional."""
+    """A scoring: computes per-token log-probs for the trainer. Inherit from it to get the optional members."""
 
     name: str
 
     deferred: bool = False
-    """Whether the log-probs from before the update are taken from the first loss forward, where that has the weights
-    that they are of, instead of a pass of their own."""
+    """True where the first loss forward supplies the log-probs from before the update, if its weights are still those
+    that the log-probs are of; otherwise a separate pass computes them."""
 
     balanced: bool = False
-    """Whether `micro_batches` is to be asked which rows to train together."""
+    """True where `micro_batches` is to be asked which rows to train together."""
 
     joins: bool = False
-    """Whether `joined` is to be asked how many micro-batches share a pass."""
+    """True where `joined` is to be asked how many micro-batches share a pass."""
 
     def score(self, rows: Rows) -> Scores:
-        """Score the rows, in their order. Collective: every rank scores rows of its own."""
+        """Return the scores of the rows, in their order. Collective: every rank scores its own rows."""
 
     def micro_batches(self, prompts: Tensor, tokens: Sequence[int], count: int) -> Sequence[Sequence[int]]:
-        """Which rows to train together: `count` lists of equally many row numbers. Asked where `balanced`, and where
-        the gradient is the same whichever rows share a micro-batch.
+        """Choose which rows to train together: return `count` lists of equally many row numbers. Called where
+        `balanced`, and where the gradient is the same whichever rows share a micro-batch.
 
         Args:
             prompts: (B, P) int64, token ids of each row of a rollout on this rank; -1 where there is no token.
-            tokens: how many each row has, prompt and completion.
+            tokens: number of tokens of each row, prompt and completion.
         """
         raise ComponentError(f"scoring {self.name!r} chooses no micro-batches")
 
     def joined(self, tokens: Sequence[int]) -> int:
-        """How many of the micro-batches that come next in an optimizer step are to share one forward and one backward
-        pass: 1 or more, on every rank the same. Asked where it `joins`. Collective.
+        """Return how many of the next micro-batches of an optimizer step share one forward and one backward pass: 1 or
+        more, the same on every rank. Called where `joins`. Collective.
 
         Args:
-            tokens: of each of them on this rank, at least one; prompts and completions.
+            tokens: number of tokens of each of these micro-batches on this rank, prompts and completions; it has at
+                least one entry.
         """
         raise ComponentError(f"scoring {self.name!r} joins no micro-batches")
 
     def note(self) -> str | None:
-        """What the run's header says of it, or None. Called on every rank, when the model is prepared."""
+        """Return what the run's header says of this scoring, or None. Called on every rank, when the model is
+        prepared."""
         return None
 
     def close(self) -> None:
-        """The session is closing: leave the model as it was."""
+        """Restore the model as it was: the session is closing."""
         return
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Groups:
-    """Completions of training prompts that were sampled and scored: those of one prompt are a group. Of all ranks, and
-    the same on each; on the CPU.
+    """Groups of sampled and scored completions: those of one training prompt are a group. They are those of all ranks,
+    the same on each rank, and on the CPU.
 
     Attributes:
         rewards: (groups, num_generations, functions) float32, what the reward functions returned; NaN for None, and for
@@ -443,73 +455,76 @@ class Groups:
 
     @property
     def totals(self) -> Tensor:
-        """(groups, num_generations) float32, weighted sums over the functions; NaN where none returned a number."""
+        """The weighted sums of the rewards over the functions, (groups, num_generations) float32; NaN where none
+        returned a number."""
         sums = (self.rewards * self.weights).nansum(dim=-1)
         return sums.masked_fill(self.rewards.isnan().all(dim=-1), float("nan"))
 
 
 class Algorithm(Protocol):
-    """What is trained on of what was sampled, and how much it counts. A run may have several. They act in training
-    only, and are asked on every rank, with the same data, for the same answer. Inherit from it: all but the name is
-    optional."""
+    """An algorithm: chooses which samples are trained on and how much each counts. A run may have several. They act in
+    training only. Every rank calls them with the same data and must get the same answer. Inherit from it: all members
+    but the name are optional."""
 
     name: str
 
     rounds: int = 1
-    """How often at most prompts are sampled for one batch, until enough groups are kept."""
+    """The largest number of times that prompts are sampled for one batch, until enough groups are kept."""
 
     oversampling: float = 1.0
-    """How many times a batch's prompts the first round has, 1.0 or more."""
+    """The size of the first round, in batches of prompts; 1.0 or more."""
 
     def draw(self, count: int, size: int) -> Sequence[int] | None:
-        """Which prompts are sampled next: `count` row numbers of the training dataset, below `size`. None leaves it to
-        the run: TRL's data loader at first, random rows in further rounds."""
+        """Choose the prompts that are sampled next: return `count` row numbers of the training dataset, below `size`.
+        None leaves the choice to the run: TRL's data loader at first, random rows in further rounds."""
         return None
 
     def keep(self, groups: Groups) -> Sequence[bool]:
-        """Which groups of a round may be trained on. What the batch lacks after the last round is filled up with groups
-        that count for nothing."""
+        """Return which groups of a round may be trained on. Where too few are kept after the last round, the batch is
+        filled up with groups that count for nothing."""
         return [True] * len(groups)
 
     def observe(self, groups: Groups) -> None:
-        """A round was sampled and scored, and nothing of it is left out yet: what `draw` may learn from."""
+        """Learn from a round that was sampled and scored, before any group is left out, for instance for `draw`."""
         return
 
     def rewards(self, groups: Groups) -> Tensor:
-        """In place of `groups.rewards`, of the batch that is trained on; in the same shape."""
+        """Return rewards that replace `groups.rewards` for the batch that is trained on, in the same shape."""
         return groups.rewards
 
     def advantages(self, groups: Groups) -> Tensor | None:
-        """(groups, num_generations), in place of TRL's; None keeps those. Rows without any reward get 0 anyway."""
+        """Return advantages (groups, num_generations) that replace TRL's; None keeps TRL's. Rows without any reward get
+        0 anyway."""
         return None
 
     def loss(self, scores: Scores, batch: Mapping[str, Tensor]) -> Tensor | None:
-        """A scalar to be added to the loss of a micro-batch, of this rank's rows; None adds nothing. The loss of an
+        """Return a scalar to add to the loss of a micro-batch of this rank's rows; None adds nothing. The loss of an
         optimizer step is the mean over its micro-batches.
 
         Args:
-            scores: with gradients.
+            scores: scores of the rows, with gradients.
             batch: what TRL computes its loss from: among others `advantages` (B,), `completion_mask` (B, C) and, where
                 somebody else than the policy wrote some of the tokens, `tool_mask` (B, C).
         """
         return None
 
     def note(self) -> str | None:
-        """What the run's header says of it, or None."""
+        """Return what the run's header says of this algorithm, or None."""
         return None
 
     def state(self) -> Mapping[str, Any]:
-        """What a checkpoint must hold of it, as JSON has it."""
+        """Return what a checkpoint must hold of this algorithm, as JSON data."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` returned when the checkpoint was written."""
+        """Restore what `state` returned when the checkpoint was written."""
         return
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EnvironmentArguments:
-    """An environment, as the arguments of TRL's trainer that a script would pass for it. Has one of the first two.
+    """The parts of an environment, as the arguments of TRL's trainer that a script would pass for it. Has exactly one
+    of the first two.
 
     Attributes:
         rollout_func: plays episodes, as `trlx_hybrid_multiturn.episodes(Game)` does. Where it has an attribute
@@ -518,10 +533,10 @@ class EnvironmentArguments:
             limits their episodes: `trlx-hybrid environments try` reads both.
         environment_factory: makes one of TRL's environments, whose public methods are the model's tools.
         reward_funcs: as TRL takes them; not needed where the environments of a factory have `get_reward`.
-        train_dataset, eval_dataset: functions that make a `datasets.Dataset`. Called where the user gave none.
+        train_dataset, eval_dataset: functions that make a `datasets.Dataset`, called where the user gave none.
 
     Raises:
-        ComponentError: it has none of the first two, or both.
+        ComponentError: neither `rollout_func` nor `environment_factory` is given, or both are.
     """
 
     rollout_func: Callable[..., Any] | None = None

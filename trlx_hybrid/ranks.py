@@ -1,4 +1,4 @@
-"""The processes of a run, seen through accelerate: the few collectives the host needs."""
+"""The ranks of a run, through accelerate: the few collectives that the host needs."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All methods but the attributes are collective: every process must call them.
+    """The processes of a run. All methods are collective: every process must call them. The attributes are not.
 
     Attributes:
-        rank, local_rank, world: this process's index, the one on its node, and how many there are.
+        rank, local_rank, world: this process's index, its index on its node, and the number of processes.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -35,25 +35,26 @@ class Ranks:
         self.world: int = accelerator.num_processes
 
     def any(self, flag: bool) -> bool:
-        """Whether any process says so: a decision all of them take alike."""
+        """Return whether the flag is true on any process: a decision that all processes take alike."""
         return self.sum(int(flag)) > 0
 
     def sum(self, value: int) -> int:
-        """Sum over the processes."""
+        """Return the sum of a number over the processes."""
         if self.world == 1:
             return value
         return int(self.total(torch.tensor(value, device=self._accelerator.device)))
 
     def total(self, values: Tensor) -> Tensor:
-        """Sum over the processes of each element, on the device of this one, which nothing here waits for."""
+        """Return the sum over the processes of each element, on this process's device; does not synchronise with the
+        device."""
         return self._accelerator.reduce(values, reduction="sum")  # type: ignore[no-any-return]
 
     def gather(self, value: T) -> list[T]:
-        """As `gathered`, of these processes."""
+        """Return one value per process, see the function `gathered`."""
         return gathered(value)
 
     def broadcast(self, value: T) -> T:
-        """Return rank 0's value on every process. Any picklable object; what the other ranks pass is not sent."""
+        """Return rank 0's value, any picklable object, on every process; the values of the other ranks are not sent."""
         from accelerate.utils import broadcast_object_list
 
         held = [value if self.rank == 0 else None]
@@ -61,36 +62,36 @@ class Ranks:
         return held[0]  # type: ignore[return-value]
 
     def by_first(self, work: Callable[[], T]) -> T:
-        """As the function `by_first`, of these processes."""
+        """Do something on rank 0 only and return the result everywhere, see the function `by_first`."""
         return by_first(work)
 
 
 def gathered(value: T) -> list[T]:
-    """One value per process, in rank order, on every process. Any picklable object. Collective."""
+    """Return one value per process, in rank order, on every process. Takes any picklable object. Collective."""
     from accelerate.utils import gather_object
 
     return list(gather_object([value]))
 
 
 def by_first(work: Callable[[], T]) -> T:
-    """Have rank 0 do something, and return what it returned on every process. Any picklable object. Collective, in
-    torch's default process group; without one, this process is the first.
+    """Make rank 0 do something, and return its result on every process. The result may be any picklable object.
+    Collective, in torch's default process group; without one, this process counts as rank 0.
 
     Raises:
-        HybridError: what `work` raised, on every process. Of another error, which may not be sent, the other ranks get
-            the text.
-        Exception: on rank 0, what was raised there: also by pickle, of a value that it cannot take.
+        HybridError: on every process, what `work` raised. For other classes of errors, which might not be picklable,
+            the other ranks get the text.
+        Exception: on rank 0, what was raised there, also by pickle for a value that it cannot serialise.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return work()
     value: Any = None
-    sent: list[bytes | None] = [None, None]  # of the value, of the error
+    sent: list[bytes | None] = [None, None]  # pickled value, pickled error
     failed: Exception | None = None
     if dist.get_rank() == 0:
         try:
             value = work()
-            sent[0] = pickle.dumps(value)  # here: torch would pickle it where the other ranks wait already
-        except Exception as error:  # whatever it is, the other ranks wait for it
+            sent[0] = pickle.dumps(value)  # here, since torch would pickle it while the other ranks wait
+        except Exception as error:  # the other ranks wait for any error
             failed = error
             sent[1] = _pickled(error)
     dist.broadcast_object_list(sent, src=0)
@@ -102,7 +103,8 @@ def by_first(work: Callable[[], T]) -> T:
 
 
 def _pickled(error: Exception) -> bytes:
-    """Return an error of ours as it is, and any other one, or one that pickle does not restore, by its text."""
+    """Return a pickled error: one of this package's as it is; any other, or one that pickle cannot restore, as a
+    HybridError with its text."""
     if isinstance(error, HybridError):
         with suppress(Exception):
             found = pickle.dumps(error)
@@ -112,19 +114,19 @@ def _pickled(error: Exception) -> bytes:
 
 
 def abort(groups: Iterable[Any], seconds: float = 0.0) -> None:
-    """End what NCCL's groups do on the device, where their kernels wait for a peer, and forget the groups.
+    """Abort what NCCL's groups do on the device, where their kernels wait for a peer, and forget the groups.
 
-    To destroy one is to wait for all its ranks: on two GPUs, with a rank that was alive and elsewhere, the other one
-    could not end until that rank's process had. To abort one may wait as well, for kernels, for other groups, for
-    recordings of its operations (destroy those first: vLLM's pynccl.py says the same). Hence a thread of its own.
+    Destroying a group waits for all its ranks: on two GPUs, with one rank alive but busy elsewhere, the other could not
+    end until that rank's process had. Aborting may wait as well: for kernels, for other groups, for CUDA graphs of its
+    operations (destroy those first: vLLM's pynccl.py says the same). So it runs in its own thread.
 
     Args:
-        seconds: to wait for it.
+        seconds: how long to wait for that thread.
     """
 
     def run() -> None:
         for group in groups:
-            with suppress(Exception):  # of a group that is gone already; there is nobody to tell
+            with suppress(Exception):  # the group may be gone already
                 dist.distributed_c10d._abort_process_group(group)  # type: ignore[attr-defined]
 
     wait([in_thread(run, "abort-groups")], seconds)

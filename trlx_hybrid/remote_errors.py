@@ -1,4 +1,4 @@
-"""Exceptions that cross a process, as plain data: the same exception here, or one that stands for it."""
+"""Exceptions sent between processes as plain data: rebuilt as the same exception, or replaced by a RemoteError."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from . import plain_data
 
 
 class RemoteError(Exception):
-    """Stands for an exception of another process that cannot be built here: its class is not imported, or it holds more
-    than plain data. Its text is the original's.
+    """An error in place of an exception of another process that cannot be built here: its class is not imported, or it
+    holds more than plain data. Its text is the original's.
 
     Attributes:
         kind: class name of the original.
@@ -24,18 +24,19 @@ class RemoteError(Exception):
 
 
 def describe(error: BaseException, *, classes: bool = True) -> dict[str, Any]:
-    """An exception as `restore` takes it, for `plain_data.dumps`; the frame that caught it is left out.
+    """Return an exception in the form that `restore` takes, ready for `plain_data.dumps`; leaves out the frame that
+    caught it.
 
     Args:
-        classes: as `plain_data.dumps` takes it.
+        classes: as for `plain_data.dumps`.
     """
     try:
         text = str(error)
-    except Exception:  # anybody's __str__
+    except Exception:  # a foreign __str__ may raise anything
         text = f"<{type(error).__name__} without a text>"
     trace = "".join(traceback.format_tb(error.__traceback__)[1:])
     found: dict[str, Any] = {"kind": type(error).__name__, "text": text, "trace": trace}
-    with contextlib.suppress(Exception):  # it holds what is no plain data: then it is told by name and text
+    with contextlib.suppress(Exception):  # if it holds more than plain data, only its name and text are sent
         reduced: Any = error.__reduce__()
         maker, arguments, *state = reduced
         content = {"arguments": list(arguments), "state": dict(state[0]) if state and state[0] else {}}
@@ -46,10 +47,10 @@ def describe(error: BaseException, *, classes: bool = True) -> dict[str, Any]:
 
 
 def restore(description: Mapping[str, Any], where: str, *, classes: bool = True) -> BaseException:
-    """The exception, with its traceback over there as a note; a `RemoteError` where it cannot be the same.
+    """Return the exception, with its remote traceback as a note; a `RemoteError` where it cannot be the same.
 
     Args:
-        where: it was raised, for the note: "the tool's process".
+        where: the place where it was raised, for the note: "the tool's process".
         classes: whether it may be of any class that this process has imported; else only of Python's own.
     """
     error: BaseException = RemoteError(description["text"], description["kind"])
@@ -62,11 +63,11 @@ def restore(description: Mapping[str, Any], where: str, *, classes: bool = True)
 
 
 def _built(kind: type[BaseException], arguments: list[Any], state: Mapping[str, Any], text: str) -> BaseException:
-    """By the arguments that its own `__reduce__` names. Without one, its `__init__` may want others than it passed on:
-    only that of the built-in class below it is called.
+    """Build an exception from the arguments that its `__reduce__` names. If its class does not define one, its
+    `__init__` may take other arguments than it passed on, so only the `__init__` of its built-in base class is called.
 
     Raises:
-        ValueError: that is not the same exception.
+        ValueError: the result has another text than the original.
     """
     base: Any = next(c for c in kind.__mro__ if c.__module__ == "builtins")
     if kind.__reduce__ is not base.__reduce__:

@@ -1,4 +1,4 @@
-"""`trlx-hybrid new`: a plugin that passes its own tests, to begin from."""
+"""The command `trlx-hybrid new`: writes a plugin to begin from, which passes its own tests."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ VLLM_IN_CI = """\
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One kind of plugin.
+    """A kind of plugin that the command can write.
 
     Attributes:
-        summary: what the plugin that is made does.
-        use: how it is chosen, for its README; `$name` stands for its name.
-        modules: of the package, beside `plugin`.
-        brings: an extra of trlx-hybrid that it needs itself.
+        summary: what the written plugin does.
+        use: how a user chooses the plugin, for its README; `$name` stands for its name.
+        modules: modules of the package, beside `plugin`.
+        brings: an extra of trlx-hybrid that the plugin needs.
         samples: whether its tests sample with vLLM.
     """
 
@@ -86,7 +86,7 @@ KINDS = {
 
 
 def add_command(commands: Any) -> None:
-    """Add `new` to what `argparse`'s `add_subparsers` returned."""
+    """Add the command `new` to the result of `argparse`'s `add_subparsers`."""
     command: argparse.ArgumentParser = commands.add_parser(
         "new",
         help="write a plugin to begin from, with tests that pass",
@@ -99,21 +99,21 @@ def add_command(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write it, and say what to do next."""
+    """Write the plugin, and print what to do next."""
     folder = write(options.name, options.kind, options.to)
     print(f"wrote {folder}\nnext: cd {shlex.quote(str(folder))} && pip install -e '.[test]' && pytest")
     return 0
 
 
 def write(name: str, kind: str, folder: Path | None = None) -> Path:
-    """Write a plugin; returns its folder.
+    """Write a plugin, and return its folder.
 
     Args:
-        folder: where to; must not exist, or be empty.
+        folder: the target folder; it must not exist, or be empty.
 
     Raises:
-        ConfigError: the name cannot be a package's or is taken, or the folder holds something.
-        HybridError: it cannot be written.
+        ConfigError: the name cannot be a package's or is taken, or the folder is not empty.
+        HybridError: the plugin cannot be written.
     """
     name = name.replace("-", "_")
     if not NAME.fullmatch(name) or keyword.iskeyword(name):
@@ -139,7 +139,7 @@ def write(name: str, kind: str, folder: Path | None = None) -> Path:
 def _files(name: str, distribution: str, kind: str) -> Mapping[str, str]:
     chosen, package = KINDS[kind], f"trlx_{name}"
     brings = f"[{chosen.brings}]" if chosen.brings else ""
-    release = re.match(r"(\d+)\.(\d+)", package_version())  # none in a tree that is not installed
+    release = re.match(r"(\d+)\.(\d+)", package_version())  # None in a source tree that is not installed
     bounds = f">={package_version()},<{release[1]}.{int(release[2]) + 1}" if release else ""
     ours = f'"trlx-hybrid{brings}{bounds}"'
     values = {

@@ -1,8 +1,9 @@
-"""Engines that live in other processes, in two halves that different plugins bring.
+"""Engines in other processes: the interface between two halves, which different plugins bring.
 
-Who knows the backend offers a *server*: one replica, in whatever process holds it (`registry.offer("server", ...)`).
-Who knows the cluster offers an *engine* that starts such processes, deals requests out to them and replaces those that
-die. The weight sync belongs to the backend again: it talks to its own servers through `ServedEngine.call`.
+The plugin that knows the backend offers a *server*: one replica, in whatever process holds it
+(`registry.offer("server", ...)`). The plugin that knows the cluster offers an *engine* that starts such processes,
+distributes requests among them and replaces those that die. The weight sync belongs to the backend, too: it calls its
+own servers through `ServedEngine.call`.
 """
 
 from __future__ import annotations
@@ -19,21 +20,22 @@ if TYPE_CHECKING:
 
 
 class ServerDiedError(EngineError):
-    """A server can do nothing any more: its engine died. Its requests are safe with another one."""
+    """An error for a server whose engine died, so that it cannot do anything any more. Its requests can safely go to
+    another server."""
 
 
 class EngineServer(Protocol):
-    """One replica of an engine. Its coroutines run on the event loop of the process that holds it."""
+    """A server: one replica of an engine. Its coroutines run on the event loop of the process that holds it."""
 
     async def start(self) -> None:
         """Build the engine, with random weights. Called once, before anything else.
 
         Raises:
-            EngineError: it cannot be built; says why and what to change.
+            EngineError: the engine cannot be built; says why and what to change.
         """
 
     async def generate(self, request: Request, sampling: Sampling) -> Completion:
-        """Sample one completion; many at once. Cancelling it frees what the request holds.
+        """Sample one completion; many calls may run at once. Cancelling one frees what the request holds.
 
         A server that was offered with `keeps=True` names the ids that tokens were sampled from (`Completion.support`)
         where the session is `over_support` and the sampling leaves some out.
@@ -44,50 +46,51 @@ class EngineServer(Protocol):
         """
 
     async def check(self) -> None:
-        """Nothing, where the engine lives.
-
-        Raises:
-            ServerDiedError: it does not.
-        """
-
-    async def call(self, method: str, *arguments: Any) -> Any:
-        """What the weight sync that was made for this kind of server asks of it. Plain data in and out.
+        """Raise unless the engine is alive.
 
         Raises:
             ServerDiedError: the engine is gone.
-            EngineError: there is no such method, or it failed.
+        """
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Call a method for the weight sync that was made for this kind of server. Takes and returns plain data.
+
+        Raises:
+            ServerDiedError: the engine is gone.
+            EngineError: there is no such method, or the method failed.
         """
 
     def close(self) -> None:
-        """End the engine and every process it started."""
+        """End the engine and every process that it started."""
 
 
 class ServerPlan(Protocol):
-    """What the servers of one run are built from: what the factory of a `server` component returns.
+    """The plan from which the servers of one run are built: the result of a `server` component's factory.
 
-    Made by every rank, with the session and the validated options; pickled, and opened where the servers live.
+    Every rank makes one, from the session and the validated options. It is pickled, and loaded in the servers'
+    processes.
     """
 
     ranks: int
-    """Processes, and GPUs where it uses any, of one server. They share a node."""
+    """The number of processes of one server, and of GPUs where it uses any. They share a node."""
 
     gpus: float
-    """What each of them takes: 1, or 0 where the backend computes on CPUs."""
+    """The number of GPUs that each of the processes takes: 1, or 0 where the backend computes on CPUs."""
 
     max_model_len: int
-    """Longest prompt plus completion, in tokens."""
+    """The longest prompt plus completion, in tokens."""
 
     dtype: torch.dtype
-    """What it computes in."""
+    """The dtype that the engine computes in."""
 
     quantized: bool
-    """Whether it rounds the weights further than its dtype does."""
+    """True where the engine rounds the weights further than its dtype does."""
 
     def server(self, gpus: Sequence[str]) -> EngineServer:
-        """A server that has not started, in the process that is to hold it.
+        """Return a server that has not started, in the process that is to hold it.
 
         Args:
-            gpus: ids of those it may use, as its node numbers them; the process sees no others.
+            gpus: ids of the GPUs that it may use, as its node numbers them; the process sees no others.
         """
 
 
@@ -95,35 +98,36 @@ class ServedEngine(Engine, Protocol):
     """An engine made of servers. Every rank of the training samples from all of them; rank 0 owns them."""
 
     kind: str
-    """Name of the `server` component."""
+    """The name of the `server` component."""
 
     plan: ServerPlan
 
     @property
     def address(self) -> str:
-        """IP address under which servers reach this process."""
+        """The IP address under which servers reach this process."""
 
     @property
     def servers(self) -> tuple[int, ...]:
-        """Numbers of those that live, in order. One that replaces another has a number of its own."""
+        """The numbers of the servers that are alive, in order. A server that replaces another has a new number."""
 
     def restore(self) -> None:
-        """Replace servers that died, so that `servers` is the same on all ranks, and as many as asked for if that can
-        be. Collective.
+        """Replace servers that died, so that `servers` is the same on all ranks, and has as many as asked for if
+        possible. Collective.
 
         Raises:
-            EngineError: none is left, and none can be started.
+            EngineError: no server is left, and none can be started.
         """
 
     def call(self, method: str, arguments: Sequence[Sequence[Any]], deadline: float) -> list[Any]:
-        """Call a method of every server at once, each with its own arguments; results in the order of `servers`.
+        """Call a method of every server at once, each with its own arguments, and return the results in the order of
+        `servers`.
 
         Rank 0 only. May be called by several threads.
 
         Args:
-            deadline: seconds for all of them.
+            deadline: seconds for all calls together.
 
         Raises:
-            ServerDiedError: one died meanwhile; `restore` replaces it.
-            EngineError: one failed or did not answer in time.
+            ServerDiedError: a server died meanwhile; `restore` replaces it.
+            EngineError: a server failed or did not answer in time.
         """

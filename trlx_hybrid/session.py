@@ -1,4 +1,4 @@
-"""One trainer's run: its components, and whose memory it is."""
+"""The session of one trainer's run: its components, and the phase, which says who owns the memory."""
 
 from __future__ import annotations
 
@@ -51,38 +51,39 @@ class Session:
     """The live objects of one run.
 
     Attributes:
-        host, config, selection: who takes part, and why; the config is this run's own.
+        host, config, selection: plugins and chosen components; the config is this run's own copy.
         args: the trainer's arguments (TRL's config), for components that need more than their options.
-        policy: the model being trained; ranks: the processes it is trained on; optimizer: returns the optimizer.
+        policy: the model being trained; ranks: the processes that train it; optimizer: returns the optimizer.
         engine, weights, rollout: None until `open`, and always where TRL generates.
-        weights_why: why this weight sync, and why not the cheaper ones.
-        scores_apart: why old log-probs take a forward pass of their own where the scoring would do without, if so.
-        phase: who owns the memory now.
-        memory: what the trainer holds, and the ledger of all owners.
+        weights_why: why this weight sync was chosen, and why not the cheaper ones.
+        scores_apart: why old log-probs take a separate forward pass although the scoring could do without; else None.
+        phase: the current phase, which says who owns the memory.
+        memory: the trainer's memory, and the ledger of all owners.
         versions: weight versions of policy and engine.
         training: whether the current rollout is for training (or for evaluation).
         rows: the dataset's rows of this rank's batch, as TRL gave them, in the order of its prompts.
-        on_completion: called with each completion of the current rollout as it comes, and before it the number of its
-            prompt among this rank's and its request; None where nobody wants to know. Alike on all ranks.
-        on_conversation: the same with each conversation that has ended.
-        router_replay: what lets the trainer's routers take the engine's experts, where the config asks for it.
-        positions: what gives models the positions of padded rows, where a trainer scores them.
-        experts: with it, those of the tokens that were sampled last, see `Completion`.
+        on_completion: called with each completion of the current rollout as it comes: with the number of its prompt
+            among this rank's, its request and the completion; None where nobody needs it. Set on all ranks or on none.
+        on_conversation: called with each conversation that has ended, and before it the number of its prompt; else
+            None.
+        router_replay: makes the trainer's routers take the engine's experts, where the config asks for it.
+        positions: adds position ids of padded rows to models, where a trainer scores them.
+        experts: with router replay, the experts of the tokens that were sampled last, see `Completion`.
         endings: how the completions of the current rollout ended.
         over_support: whether tokens are scored over the ids that the engine kept, where the sampling leaves some out:
-            completions are to say which (`Completion.support`).
-        supports: with it, those of what was sampled in the current rollout.
-        metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs, which hold the mean since their
-            last line: of one number per batch, or of all those in a list.
-        algorithms: what changes which completions are trained on, and how much they count.
-        adviser: the plugin whose advantages the trainer uses, if any.
+            completions must then name the ids (`Completion.support`).
+        supports: with `over_support`, the supports of what was sampled in the current rollout.
+        metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs, which show the mean since their
+            last line: of one number per batch, or of all numbers in a list.
+        algorithms: the algorithms, which change what completions are trained on, and how much they count.
+        adviser: the plugin whose advantages the trainer uses, or None.
         notes: further lines of the header.
-        header_lines: the header, once it was printed.
+        header_lines: the run's header, once it was printed.
     """
 
     adviser: PluginInfo | None = None
-    _holder: weakref.ref[Session] | None = None  # whose engine lives in this process: one colocated engine at a time
-    _open: ClassVar[weakref.WeakSet[Session]] = weakref.WeakSet()  # those that nobody has closed
+    _holder: weakref.ref[Session] | None = None  # the session with this process's only colocated engine
+    _open: ClassVar[weakref.WeakSet[Session]] = weakref.WeakSet()  # sessions that are not closed
 
     def __init__(
         self,
@@ -158,12 +159,14 @@ class Session:
 
     @contextmanager
     def rollout_phase(self, training: bool) -> Iterator[None]:
-        """Memory goes to the engine and comes back; everything sampled inside is one batch. Collective.
+        """Give the memory to the engine inside the context, and back on exit; everything sampled inside is one batch.
+        Collective.
 
-        Wake the weights, sync, wake the KV cache, sample, sleep: once per phase, however many turns it has.
+        The steps are: wake the weights, sync, wake the KV cache, sample, sleep. Each happens once per phase, however
+        many turns it has.
 
         Raises:
-            StaleWeightsError: a rollout phase is running already.
+            StaleWeightsError: a rollout phase is running already: rollout_phase() cannot be nested.
         """
         self.training, self.metrics = training, {}
         self.endings.clear()
@@ -186,8 +189,9 @@ class Session:
         self.metrics["hybrid/rollout_seconds"] = time.perf_counter() - started
 
     def _cross_to(self, phase: Phase, hand_over: Callable[[], None]) -> None:
-        """A phase edge: all leaves finish before any enter, and the engine changes sides in between. Where something
-        fails at it, a hook for one, TRAIN has the memory afterwards."""
+        """Change the phase: all plugins' leave hooks finish before any enter hook starts, and `hand_over` moves the
+        memory in between. Where something fails, for instance a hook, the phase is TRAIN afterwards, and the trainer
+        has the memory."""
         step = self._step()
         try:
             self.host.call("trlx_leave_phase", session=self, phase=self.phase, step=step)
@@ -233,7 +237,7 @@ class Session:
         timer: AbstractContextManager[Any] | None = None,
         sampling: Sampling | None = None,
     ) -> list[Completion]:
-        """One completion per prompt of this rank, in order; arguments as in `Sampler.sample`.
+        """Return one completion per prompt of this rank, in order; arguments as in `Sampler.sample`.
 
         Raises:
             StaleWeightsError: outside of a rollout phase, or the policy changed within it.
@@ -250,10 +254,11 @@ class Session:
         return completions
 
     def converse(self, dialogues: Sequence[Dialogue], limits: Limits, num_generations: int = 1) -> list[Conversation]:
-        """Every dialogue of this rank to its end, in order. Only where `session.rollout.converses`.
+        """Run every dialogue of this rank to its end and return the conversations in order. Only where
+        `session.rollout.converses`.
 
         Raises:
-            StaleWeightsError: as in `generate`.
+            StaleWeightsError: as for `generate`.
             ComponentError: the rollout failed, or returned something else than a conversation per dialogue.
         """
         self._require_current()
@@ -279,19 +284,19 @@ class Session:
 
     @property
     def sampling(self) -> Sampling:
-        """How the run samples."""
+        """The run's sampling parameters."""
         return self.sampler.sampling
 
     @property
     def weight_version(self) -> int:
-        """Of the policy."""
+        """The version of the policy's weights."""
         return self.versions.version
 
     # --- components -------------------------------------------------------------------------------------------------
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """The number of optimizer steps done."""
         return self._step()
 
     @property
@@ -303,7 +308,8 @@ class Session:
 
     @property
     def scoring(self) -> Scoring:
-        """What computes the trainer's log-probs; made when it is first needed, with the model prepared."""
+        """The component that computes the trainer's log-probs; built when it is first needed, with the model
+        prepared."""
         if self._scoring is None:
             choice = self.selection.scoring
             self._scoring = choice.component.build(self, choice.options)
@@ -312,13 +318,13 @@ class Session:
     def open(self) -> None:
         """Build the engine and choose the weight sync, once the policy is prepared. Does nothing the second time."""
         if self.rollout is None and self.selection.engine is not None and self.selection.rollout is not None:
-            if self.engine is not None:  # what came after it has failed
+            if self.engine is not None:  # a later step of the last `open` failed
                 self.release_engine()
             if self.positions is not None:
                 check_positions(self.policy, autocast_dtype(self.args))
             self._evict_other()
             engine, rollout = self.selection.engine, self.selection.rollout
-            # Built within an `inference_mode` of the caller's, weights that the engine shares could never be trained.
+            # Weights that the engine shares could never be trained if they were made in a caller's `inference_mode`.
             with torch.inference_mode(False), torch.no_grad():
                 try:
                     with preserved_generators():
@@ -337,13 +343,14 @@ class Session:
             self._announce()
 
     def _weights_of(self, choice: Choice) -> WeightSync:
-        """Make a weight sync. The last that is made is the one that is taken."""
+        """Build a weight sync. The last one that is built is the one that the run uses."""
         self.versions.source = choice.component
         made: WeightSync = choice.component.build(self, choice.options)
         return made
 
     def header(self) -> list[str]:
-        """What runs here and why, in one line; memory; what weight sync and plugins add. Collective."""
+        """Return the run's header: a line that says what runs here and why; memory; lines of the weight sync and of
+        plugins. Collective."""
         selection = self.selection
         plugins = ", ".join(str(p) for p in self.host.plugins) or "none"
         if self.config.replay is not None:
@@ -370,7 +377,7 @@ class Session:
         return lines
 
     def _added(self, lines: Any) -> list[str]:
-        """What a plugin's `trlx_report_header` returned, as lines."""
+        """Return the lines of a plugin's `trlx_report_header`, after checking their type."""
         if isinstance(lines, str):
             return [lines]
         if isinstance(lines, list) and all(isinstance(line, str) for line in lines):
@@ -383,13 +390,13 @@ class Session:
         )
 
     def _announce(self) -> None:
-        """Print the header, on rank 0, to stderr: stdout belongs to the script."""
+        """Print the header, on rank 0, to stderr, since stdout belongs to the script."""
         self.header_lines = lines = self.header()
         if self.ranks.rank == 0:
             print("\n".join(lines), file=sys.stderr, flush=True)
 
     def _refuse_early(self) -> None:
-        """What a component knows against this model, said before anything is built."""
+        """Refuse the run where a component cannot serve this model, before anything is built."""
         for choice in filter(
             None, (self.selection.engine, self.selection.rollout, self.selection.scoring, *self.selection.algorithms)
         ):
@@ -399,7 +406,8 @@ class Session:
                 raise ComponentError(f"{component.slot} {component.name!r} cannot serve this run: {reason}")
 
     def _evict_other(self) -> None:
-        """One colocated engine per process: another trainer's is released, and built again when it generates."""
+        """Release the engine of another session: a process holds one colocated engine at a time. It is built again when
+        its session generates."""
         other = Session._holder() if Session._holder is not None else None
         if other is not None and other is not self:
             other.release_engine()
@@ -410,11 +418,12 @@ class Session:
         return self.memory.ledger.held
 
     def free_bytes(self) -> int:
-        """Bytes of the policy's device that nobody uses now, those that torch keeps for later included."""
+        """Return the bytes of the policy's device that nobody uses now, including those that torch caches for later."""
         return self.memory.free_bytes()
 
     def weights_changed(self) -> None:
-        """The policy's weights changed, frozen ones perhaps: the next rollout syncs all. Call it on every rank."""
+        """Record that the policy's weights changed, perhaps frozen ones: the next rollout syncs all. Call it on every
+        rank."""
         self.versions.changed()
         if self.weights is not None:
             asked(self.versions.source, self.weights, "forget")
@@ -422,27 +431,28 @@ class Session:
     # --- life -------------------------------------------------------------------------------------------------------
 
     def save_state(self, folder: Path) -> None:
-        """Write what a resume needs to sample on as if it had not been interrupted. Rank 0 only."""
-        file = folder / f"{STATE_FILE}.part"  # renamed when it is whole, so that a kill leaves none that is not
+        """Write what a resumed run needs to sample as if it had not been interrupted. Rank 0 only."""
+        file = folder / f"{STATE_FILE}.part"  # renamed when complete, so that a kill leaves no partial file
         state: dict[str, Any] = {"weight_version": self.versions.version}
-        if self.config.replay is None:  # in which they saw nothing
+        if self.config.replay is None:  # in a replay, algorithms see nothing
             state["algorithms"] = self.algorithms.state()
         file.write_text(json.dumps(state))
         file.replace(folder / STATE_FILE)
 
     def load_state(self, folder: Path, step: int) -> None:
-        """Take up a checkpoint; one that stock TRL wrote counts a version per optimizer step. Collective."""
+        """Restore the state of a checkpoint; in one that stock TRL wrote, the weight version is the number of optimizer
+        steps. Collective."""
         file = folder / STATE_FILE
         state: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"weight_version": step}
         self.versions.version = state["weight_version"]
-        self.algorithms.load_state(self.ranks.broadcast(state.get("algorithms", {})))  # whoever has the file, all alike
+        self.algorithms.load_state(self.ranks.broadcast(state.get("algorithms", {})))  # rank 0's, the same for all
         self.versions.forget()
         self.sampler.forget()
 
     def release_engine(self) -> None:
         """Close the engine and free its memory; the next rollout builds it again."""
         self.memory.settle()
-        with ExitStack() as ending:  # the last that is told first, and each, whichever fails
+        with ExitStack() as ending:  # in reverse order, and each, even if one fails
             ending.callback(self._forget_engine)
             if self.weights is not None:
                 ending.callback(asked, self.versions.source, self.weights, "release")
@@ -454,7 +464,7 @@ class Session:
         try:
             asked(self._engine_source, engine, "close")
         except BaseException:
-            self._half_closed.append(engine)  # what remains of it is left at the end of the process
+            self._half_closed.append(engine)  # `leave` releases the rest at the end of the process
             raise
 
     def _end_rollout(self, ending: ExitStack) -> None:
@@ -467,14 +477,15 @@ class Session:
         self.versions.forget()
 
     def _leave_at_exit(self) -> None:
-        """Before all that was registered until now, as vLLM's allocator."""
+        """Register `leave_all` to run at the end of the process before everything registered so far, such as vLLM's
+        allocator."""
         Session._open.add(self)
         atexit.unregister(leave_all)
         atexit.register(leave_all)
 
     def close(self) -> None:
-        """End the run: tell the plugins, free the engine. Safe to call twice, and when the process ends: what has been
-        left by then, as the interpreter collects it, has nothing to free any more."""
+        """End the run: tell the plugins, free the engine. May be called twice. It may also be called when the process
+        ends: a session that `leave` has left by then has nothing more to free when the interpreter collects it."""
         Session._open.discard(self)
         if self._left:
             return
@@ -489,8 +500,8 @@ class Session:
             ending.callback(self._stack.close)
 
     def leave(self) -> None:
-        """The process ends, perhaps after an error, and nobody closed the run: tell the plugins, let go of what would
-        keep the process, and wait for no other rank. Memory goes with the process."""
+        """Leave the run because the process ends, perhaps after an error, and nobody closed it: tell the plugins,
+        release what would keep the process alive, and wait for no other rank. Memory is freed with the process."""
         self._left = True
         with ExitStack() as ending:
             for engine in (*self._half_closed, *filter(None, [self.engine])):
@@ -506,7 +517,8 @@ def _optimizer_name(args: Any) -> str:
 
 
 def leave_all() -> None:
-    """At the end of the process. An error in one run's end is printed and keeps no other from ending."""
+    """Leave all open runs at the end of the process. An error in one is printed, and the others are left all the
+    same."""
     for session in list(Session._open):
         Session._open.discard(session)
         try:

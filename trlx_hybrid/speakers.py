@@ -1,7 +1,7 @@
 """Several speakers in one model: each has its own prompt for a task, and is rewarded by what all of them say.
 
-Self-play is this, and so are a proposer and a solver, or a coder and a tester. A speaker's completions of a task are a
-group of TRL's, so the advantage of a completion is relative to those of the same speaker.
+Examples are self-play, a proposer and a solver, or a coder and a tester. A speaker's completions of a task are one TRL
+group, so the advantage of a completion is relative to others of the same speaker.
 """
 
 from __future__ import annotations
@@ -26,18 +26,20 @@ TASK, SPEAKER = "task_id", "speaker"
 
 
 def with_speakers(tasks: Dataset, args: Any, /, **prompts: Callable[[Mapping[str, Any]], Any]) -> Dataset:
-    """A dataset in which each task is one row per speaker, one after the other, with columns `task_id` and `speaker`.
+    """Return a dataset in which each task is one row per speaker, one after the other, with columns `task_id` and
+    `speaker`.
 
     TRL samples a group of completions for each row; in this order, and with a fitting number of prompts in a batch, all
     groups of a task are in one batch. The order of `tasks` is that of training: shuffle them yourself.
 
     Args:
-        tasks: all columns are kept, for each speaker, but for a `prompt`, which is replaced.
+        tasks: the dataset of tasks; all columns are kept for each speaker, except for a `prompt`, which is replaced.
         args: the `GRPOConfig` or `RLOOConfig` of the run.
-        prompts: for each speaker, by name, what makes its prompt, text or messages, of a row of `tasks`.
+        prompts: for each speaker, by name, a function that makes its prompt, text or messages, from a row of `tasks`.
 
     Raises:
-        ConfigError: nobody speaks, `args` would part the groups of a task, or a column is in the way.
+        ConfigError: there is no speaker, `args` would put groups of one task into different batches, or the tasks have
+            a column of one of the two names.
     """
     if not prompts:
         raise ConfigError("with_speakers was given no speaker: name each, as in `with_speakers(tasks, args, a=ask)`.")
@@ -72,11 +74,11 @@ def with_speakers(tasks: Dataset, args: Any, /, **prompts: Callable[[Mapping[str
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchByTask(Generic[T]):
-    """What was said in a batch, on all ranks, by task and speaker. All ranks have the same, but for `rows`.
+    """The values of a batch on all ranks, by task and speaker. They are the same on every rank, except for `rows`.
 
     Attributes:
-        values: one for each completion, of rank 0, of rank 1 and so on.
-        places: `places[task][speaker]` are the indices in `values` of what the speaker said; empty if that is nothing.
+        values: one value for each completion: those of rank 0, then those of rank 1, and so on.
+        places: `places[task][speaker]` are the indices of the speaker's values in `values`; empty if it has none.
         rows: the part of `values` that is this rank's.
     """
 
@@ -85,22 +87,24 @@ class BatchByTask(Generic[T]):
     rows: slice
 
     def own(self, rewards: Sequence[S]) -> list[S]:
-        """What this rank's reward function returns, of rewards in the order of `values`."""
+        """Return this rank's part of rewards in the order of `values`, which is what its reward function must
+        return."""
         return list(rewards[self.rows])
 
 
 def by_task(
     task_id: Sequence[int], speaker: Sequence[str], values: Sequence[T], *, required: Collection[str]
 ) -> BatchByTask[T]:
-    """For a reward function: what all speakers said of each task, wherever it was sampled. Collective.
+    """Return, for a reward function, the values of all speakers by task, whichever rank sampled them. Collective.
 
     Args:
         task_id, speaker: the columns of this rank's rows, as TRL passes them to a reward function.
-        values: what rewards are computed from, one for each row: a completion, or what was found in it. Picklable.
-        required: the speakers without whom a task cannot be rewarded; mostly all.
+        values: the values that rewards are computed from, one for each row: a completion, or what was found in it. They
+            must be picklable.
+        required: the speakers without which a task cannot be rewarded; usually all.
 
     Raises:
-        ConfigError: on all ranks; one of the required has said nothing of a task.
+        ConfigError: on all ranks, if a required speaker has no value for a task.
     """
     ranks = gathered(list(zip(task_id, speaker, values, strict=True)))
     places: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))

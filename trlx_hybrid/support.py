@@ -1,4 +1,4 @@
-"""The support of sampled tokens: which ids an engine chose each of them from."""
+"""Supports of sampled tokens: the ids that an engine sampled each token from."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 WORD = 32
-"""Bits of a word of a mask."""
+"""The number of bits in a word of a mask."""
 
 UNSAMPLED = -1
-"""The bounds of a token that no engine sampled: a tool's answer, or padding."""
+"""The bound of a token that no engine sampled: a tool's answer, or padding."""
 
 Array = np.ndarray[Any, Any]
 
@@ -21,17 +21,19 @@ Array = np.ndarray[Any, Any]
 class Support:
     """The ids that each token of one completion was sampled from.
 
-    Truncated sampling (top-k, top-p, min-p), grammars and forbidden words leave ids out, and share their probability
-    among the others. A token's ids are kept as 32-bit words, in the shortest of four forms:
+    Truncated sampling (top-k, top-p, min-p), grammars and forbidden words leave ids out, and distribute their
+    probability among the others. A token's ids are kept as 32-bit words, in the shortest of four forms:
 
     - no words: every id of the vocabulary;
     - the ids, ascending;
     - the ids that were left out, ascending, each as `~id`, which is negative;
-    - a mask: as many words as hold one bit for each id, the least significant bit first. Both lists are shorter.
+    - a mask: as many words as are needed for one bit per id, the least significant bit first. A list of ids is always
+      shorter than a mask.
 
     Attributes:
-        words: (n,) int32, those of all tokens, one after the other.
-        bounds: (tokens, 2) int64, where the words of each token begin and end; UNSAMPLED twice where none was sampled.
+        words: (n,) int32, the words of all tokens, one after the other.
+        bounds: (tokens, 2) int64, where the words of each token begin and end; UNSAMPLED twice where the token was not
+            sampled.
         vocabulary: number of ids.
     """
 
@@ -41,7 +43,7 @@ class Support:
 
     @classmethod
     def of(cls, tokens: Sequence[Array | None], vocabulary: int) -> Support:
-        """Make it of the words of each token, see `words_of`; None where it was not sampled."""
+        """Return the support made of the words of each token, see `words_of`; None for a token that was not sampled."""
         known = [words for words in tokens if words is not None]
         sampled = np.array([words is not None for words in tokens], dtype=bool)
         ends = np.cumsum([0 if words is None else len(words) for words in tokens], dtype=np.int64)
@@ -51,19 +53,19 @@ class Support:
 
     @classmethod
     def unsampled(cls, tokens: int, vocabulary: int) -> Support:
-        """Return that of tokens that no engine sampled."""
+        """Return the support of tokens that no engine sampled."""
         return cls(NO_WORDS, np.full((tokens, 2), UNSAMPLED, np.int64), vocabulary)
 
     def __len__(self) -> int:
         return len(self.bounds)
 
     def __add__(self, other: Support) -> Support:
-        """Return that of a completion that goes on with the other's tokens."""
+        """Return the support of this completion continued by the other's tokens."""
         moved = np.where(other.bounds == UNSAMPLED, UNSAMPLED, other.bounds + len(self.words))
         return Support(np.concatenate([self.words, other.words]), np.concatenate([self.bounds, moved]), self.vocabulary)
 
     def __getitem__(self, tokens: slice) -> Support:
-        """Return that of consecutive tokens."""
+        """Return the support of consecutive tokens."""
         bounds = self.bounds[tokens]
         sampled = bounds[bounds[:, 0] != UNSAMPLED]
         first, last = (int(sampled[0, 0]), int(sampled[-1, 1])) if len(sampled) else (0, 0)
@@ -72,12 +74,12 @@ class Support:
 
     @property
     def sampled(self) -> Array:
-        """(tokens,) bool: which tokens were sampled."""
+        """A bool for each token, (tokens,): whether it was sampled."""
         return self.bounds[:, 0] != UNSAMPLED  # type: ignore[no-any-return]
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it takes."""
+        """The memory that the support takes, in bytes."""
         return self.words.nbytes + self.bounds.nbytes
 
     def ids(self, token: int) -> Array | None:
@@ -91,16 +93,16 @@ NO_BOUNDS = np.zeros((0, 2), np.int64)
 
 
 def mask_words(vocabulary: int) -> int:
-    """Return how many words a mask has."""
+    """Return how many words a mask has for a vocabulary."""
     return -(-vocabulary // WORD)
 
 
 def words_of(kept: Array) -> Array:
-    """Return the words of one token.
+    """Return the words of one token from a mask of the kept ids.
 
     Args:
-        kept: (vocabulary,) bool. Where no id was kept, the logits were no numbers, and all are said to be: the token's
-            log-prob is no number either, which tells.
+        kept: (vocabulary,) bool. Where no id was kept, the logits were NaN, and all ids count as kept: the token's
+            log-prob is NaN, too, which shows the fault.
     """
     number, vocabulary = int(np.count_nonzero(kept)), len(kept)
     left_out, longest = vocabulary - number, mask_words(vocabulary)
@@ -115,7 +117,7 @@ def words_of(kept: Array) -> Array:
 
 
 def words_of_ids(ids: Array, vocabulary: int) -> Array:
-    """Return the words of a token from the ids that were kept for it, ascending; short lists stay as they are."""
+    """Return the words of one token from the kept ids, ascending; short lists are used as they are."""
     if 0 < len(ids) < min(mask_words(vocabulary), vocabulary - len(ids) + 1):
         return ids.astype(np.int32, copy=False)
     kept = np.zeros(vocabulary, bool)
@@ -124,7 +126,7 @@ def words_of_ids(ids: Array, vocabulary: int) -> Array:
 
 
 def ids_of(words: Array, vocabulary: int) -> Array:
-    """Return the ids that words stand for, ascending, int64."""
+    """Return the ids that one token's words stand for, ascending, int64."""
     if len(words) == 0:
         return np.arange(vocabulary)
     if len(words) == mask_words(vocabulary):

@@ -1,4 +1,5 @@
-"""`trlx-hybrid train`: a run from a recipe, a YAML file of settings each of which is a flag as well."""
+"""The command `trlx-hybrid train`: a run from a recipe, which is a YAML file of settings, each of which is a flag as
+well."""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ TRAINERS = ("grpo", "rloo")
 
 @dataclass(kw_only=True)
 class RecipeConfig:
-    """What a recipe says beside `HybridConfig` and TRL's `GRPOConfig` or `RLOOConfig`, `ModelConfig` and
+    """The settings of a recipe beside those of `HybridConfig` and TRL's `GRPOConfig` or `RLOOConfig`, `ModelConfig` and
     `ScriptArguments`.
 
-    A function is named `module:function`, `module.function`, or `file.py:function` with a file in the folder of the
-    recipe or in the working directory.
+    A function is named `module:function`, `module.function`, or `file.py:function` where the file is in the folder of
+    the recipe or in the working directory.
     """
 
     trainer: str = field(default="grpo", metadata={"help": "Trainer of TRL's: 'grpo' or 'rloo'."})
@@ -62,12 +63,12 @@ class RecipeConfig:
 
     def __post_init__(self) -> None:
         for name in ("reward_funcs", "tools"):
-            if isinstance(getattr(self, name), str):  # YAML with one name in the place of a list
+            if isinstance(getattr(self, name), str):  # YAML with one name instead of a list
                 setattr(self, name, [getattr(self, name)])
 
 
 class RecipeSettings(NamedTuple):
-    """A recipe with its flags: each config as its owner reads it, and the recipe's folder."""
+    """A recipe with its flags: each config in the form that its owner reads, and the recipe's folder."""
 
     recipe: RecipeConfig
     script: Any
@@ -78,7 +79,7 @@ class RecipeSettings(NamedTuple):
 
 
 def add_command(commands: Any) -> None:
-    """Add `train` to what `argparse`'s `add_subparsers` returned; sets `run`, which takes the options."""
+    """Add the command `train` to the result of `argparse`'s `add_subparsers`; sets `run`, which takes the options."""
     parser = commands.add_parser(
         "train",
         help="train as a recipe says, a YAML file",
@@ -91,21 +92,21 @@ def add_command(commands: Any) -> None:
     settings = parser.add_argument(
         "settings", metavar="--SETTING VALUE", nargs=argparse.REMAINDER, help="in the place of the recipe's"
     )
-    settings.required = False  # where RECIPE is missing, argparse would name both
+    settings.required = False  # else argparse would name both where RECIPE is missing
     parser.set_defaults(run=run)
 
 
 def run(options: Any) -> int:
-    """Train, or forecast.
+    """Train as a recipe says, or print a forecast; return the exit status.
 
     Raises:
-        ConfigError: what is wrong with the recipe, said before the model is loaded.
+        ConfigError: something is wrong with the recipe; raised before the model is loaded.
     """
     given = read(Path(options.recipe), options.settings)
     if given.recipe.forecast is None:
         train(given)
     else:
-        from .forecast import forecast, gpus_of  # here, for it brings torch
+        from .forecast import forecast, gpus_of  # here, since it imports torch
 
         functions(given)
         print("\n".join(forecast(given, gpus_of(str(given.recipe.forecast)))))
@@ -113,10 +114,10 @@ def run(options: Any) -> int:
 
 
 def read(recipe: Path, flags: Sequence[str]) -> RecipeSettings:
-    """The settings of a recipe and of the flags behind it.
+    """Return the settings of a recipe and of the flags after it.
 
     Raises:
-        ConfigError: no such file, no YAML mapping, or a setting that nothing reads.
+        ConfigError: there is no such file, it is no YAML mapping, or nothing reads a setting.
     """
     try:
         settings = yaml.safe_load(recipe.read_text())
@@ -138,10 +139,10 @@ def read(recipe: Path, flags: Sequence[str]) -> RecipeSettings:
             f"trainer is {trainer!r}.{did_you_mean(str(trainer), TRAINERS)} It takes {' and '.join(TRAINERS)}."
         )
 
-    from .trl.trainer import MODEL_CONFIG, SCRIPT_ARGUMENTS, TRAINED_BY, TrlParser  # here, for it brings trl
+    from .trl.trainer import MODEL_CONFIG, SCRIPT_ARGUMENTS, TRAINED_BY, TrlParser  # here, since it imports trl
 
     config = TRAINED_BY[trainer].config
-    if first.forecast is not None:  # whose batches are those of all its ranks
+    if first.forecast is not None:  # batch sizes depend on the number of ranks
         from .forecast import gpus_of
 
         config = type(config.__name__, (config,), {"world_size": gpus_of(str(first.forecast)).ranks})
@@ -149,7 +150,7 @@ def read(recipe: Path, flags: Sequence[str]) -> RecipeSettings:
         (RecipeConfig, SCRIPT_ARGUMENTS, config, MODEL_CONFIG, HybridConfig),
         prog=program,
         usage=usage,
-        allow_abbrev=False,  # which of two settings was meant, nobody could tell
+        allow_abbrev=False,  # an abbreviation could mean two settings
     )
     if first.forecast is not None:
         flags = [*flags, "--use_cpu", "True"]  # transformers refuses `bf16` where there is no GPU
@@ -157,16 +158,16 @@ def read(recipe: Path, flags: Sequence[str]) -> RecipeSettings:
         parsed = parser.parse_args_and_config(["--config", str(recipe), *flags])
     except HybridError:
         raise
-    except ValueError as error:  # of TRL's and transformers' configs
+    except ValueError as error:  # raised by TRL's and transformers' configs
         raise ConfigError(f"TRL refuses the settings of {recipe}: {error}") from error
     return RecipeSettings(*parsed, recipe.resolve().parent)  # type: ignore[call-arg]
 
 
 def train(given: RecipeSettings) -> Any:
-    """Train and save the model. Returns the trainer.
+    """Train and save the model, and return the trainer.
 
     Raises:
-        ConfigError: as in `run`.
+        ConfigError: as for `run`.
     """
     from .trl.rewards import refuse_missing_package
     from .trl.trainer import TRAINED_BY, model_arguments
@@ -198,7 +199,7 @@ def train(given: RecipeSettings) -> Any:
     arguments |= model_arguments(given.model, training)
     arguments = {name: value for name, value in arguments.items() if value not in (None, [])}
     running = trainer(model=given.model.model_name_or_path, args=training, hybrid=given.hybrid, **arguments)
-    resume = training.resume_from_checkpoint  # a flag brings text
+    resume = training.resume_from_checkpoint  # a flag gives text
     running.train(resume_from_checkpoint={"true": True, "false": None}.get(str(resume).lower(), resume))
     running.save_model(training.output_dir)
     if training.push_to_hub:
@@ -207,10 +208,10 @@ def train(given: RecipeSettings) -> Any:
 
 
 def functions(given: RecipeSettings) -> tuple[list[Any], list[Any], Any]:
-    """The rewards, the tools and `prepare` that a recipe names.
+    """Return the reward functions, the tools and `prepare` that a recipe names.
 
     Raises:
-        ConfigError: one is not there.
+        ConfigError: one of them does not exist.
     """
     from .trl.trainer import REWARDS
 
@@ -221,12 +222,12 @@ def functions(given: RecipeSettings) -> tuple[list[Any], list[Any], Any]:
 
 
 def function(name: str, folder: Path, setting: str, known: Mapping[str, Callable[..., Any]] | None = None) -> Any:
-    """The function that a recipe names.
+    """Return the function that a recipe names.
 
     Args:
-        folder: the recipe's.
-        setting: where it is named, for the errors.
-        known: functions that go by their name alone.
+        folder: the recipe's folder.
+        setting: the setting that names it, for error messages.
+        known: functions that may be named without a module.
 
     Raises:
         ConfigError: there is no such file, module or function; names the nearest.
@@ -251,7 +252,7 @@ def function(name: str, folder: Path, setting: str, known: Mapping[str, Callable
 
 
 def _file(place: str, folder: Path, setting: str) -> ModuleType:
-    """A Python file, executed once, under a name that no other module has."""
+    """Return the module of a Python file, which is executed once, under a module name of its own."""
     file = next((path for path in (folder / place, Path(place)) if path.is_file()), None)
     if file is None:
         near = nearest(Path(place).name, (path.name for path in folder.glob("*.py")))
@@ -280,20 +281,20 @@ def _module(place: str, setting: str) -> ModuleType:
         return importlib.import_module(place)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-            raise  # of what the module itself imports
+            raise  # for an import inside the module
         raise ConfigError(
             f"{setting}: no module {error.name!r}. Install it, or write 'file.py:function' for a file of your own."
         ) from error
 
 
 def dataset(script: Any, split: str, prepare: Callable[[Any], Any] | None) -> Any:
-    """One split as the trainer takes it.
+    """Return one split of the dataset in the form that the trainer takes.
 
     Args:
         script: TRL's `ScriptArguments`.
 
     Raises:
-        ConfigError: it cannot be loaded, or has no column `prompt`.
+        ConfigError: the split cannot be loaded, or has no column `prompt`.
     """
     from datasets import load_dataset
 

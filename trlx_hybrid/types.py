@@ -1,4 +1,4 @@
-"""The data that crosses a boundary: plain frozen dataclasses, token ids as lists of int, no tensors."""
+"""Data types that components exchange: plain frozen dataclasses, token ids as lists of int, no tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 class Phase(enum.Enum):
-    """Who owns the memory. It changes hands only at phase edges."""
+    """The phase of a run, which says who owns the memory: the engine in ROLLOUT, the trainer in TRAIN. Memory changes
+    hands only between phases."""
 
     ROLLOUT = "rollout"
     TRAIN = "train"
@@ -24,7 +25,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """How a model lies on ranks, as a product of parallelisms.
+    """The layout of a model on ranks, as a product of parallelisms.
 
     `Layout(fsdp=8)` is FSDP, `Layout(dp=2, fsdp=4)` HSDP, `Layout(dp=8)` DDP, `Layout(tp=4)` an engine.
 
@@ -47,7 +48,7 @@ class Layout:
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         return self.dp * self.pp * self.fsdp * self.tp
 
     def __str__(self) -> str:
@@ -60,10 +61,10 @@ SHAPELESS = {"seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "logp
     "spaces_between_special_tokens",
     "include_stop_str_in_output",
 }
-"""Engine-specific sampling arguments that leave the probabilities of tokens alone."""
+"""Engine-specific sampling arguments that do not change the probabilities of tokens."""
 
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-"""Settings that change the logits of tokens that came before, and their values that change nothing."""
+"""Settings that change the logits of tokens that occurred before, with the values that change nothing."""
 
 KEEPING_ALL: dict[str, tuple[Any, ...]] = {
     "top_p": (1.0,),
@@ -73,21 +74,22 @@ KEEPING_ALL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "bad_words": ([],),
 }
-"""Settings that leave tokens out, and their values that leave out none."""
+"""Settings that leave tokens out, with the values that leave none out."""
 
 LEFT_OUT = -100.0
-"""A bias of a logit from which on engines take a token to be forbidden; vLLM takes no smaller one."""
+"""The logit bias at or below which engines treat a token as forbidden; vLLM accepts no smaller one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How to sample, in TRL's own terms; one value for every request of a run.
+    """The sampling parameters of a run, in TRL's terms; the same for every request.
 
     Attributes:
         max_tokens: longest completion of one turn, in tokens.
         temperature, top_p, top_k, min_p, repetition_penalty: as in TRL; `top_k` of 0 or -1 keeps every token.
         logprobs: None asks for no log-probs; 0 for those of the sampled tokens; N for the N most probable as well.
-        extra: further engine-specific sampling arguments (TRL's `generation_kwargs`); these win over the fields above.
+        extra: further engine-specific sampling arguments (TRL's `generation_kwargs`); these take precedence over the
+            fields above.
         regex: completions must match this regular expression.
     """
 
@@ -102,10 +104,10 @@ class Sampling:
     regex: str | None = None
 
     def reshaped_by(self, temperature: float, over_support: bool = False) -> str | None:
-        """Name the setting by which tokens have other probabilities than a softmax at `temperature`, or return None.
+        """Return the setting by which tokens have other probabilities than a softmax at `temperature`, or None.
 
         Args:
-            over_support: whether that is a softmax over the ids that were kept, or over all.
+            over_support: whether the softmax is over the ids that were kept, or over all.
         """
         if self.temperature_of_all != (temperature or None):
             return f"temperature={self.temperature_of_all!r}"
@@ -113,13 +115,13 @@ class Sampling:
 
     @property
     def temperature_of_all(self) -> float:
-        """The temperature, wherever it is set."""
+        """The temperature, whether it is set by its field or in `extra`."""
         return float(self.extra.get("temperature", self.temperature))
 
     def truncated_by(self) -> str | None:
-        """Name the setting by which some tokens cannot be sampled, or return None.
+        """Return the setting by which some tokens cannot be sampled, or None.
 
-        Settings that nobody here knows count as such: they may leave tokens out.
+        Unknown settings count as such a setting: they may leave tokens out.
         """
         values = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p", "regex")} | dict(self.extra)
         for name, value in values.items():
@@ -133,10 +135,10 @@ class Sampling:
         return None
 
     def reweighted_by(self) -> str | None:
-        """Name the setting that changes how probable the kept tokens are beside each other, or return None.
+        """Return the setting that changes the probabilities of the kept tokens relative to each other, or None.
 
-        A truncation, a grammar or a bias of -100 leaves tokens out, and the others keep their ratios. A penalty or a
-        finite bias makes another distribution, which the trainer's model does not compute.
+        A truncation, a grammar or a bias of -100 leaves tokens out, and the others keep their ratios. A penalty or
+        another bias gives a distribution that the trainer's model does not compute.
         """
         values = {"repetition_penalty": self.repetition_penalty} | dict(self.extra)
         for name, neutral in PENALTIES.items():
@@ -150,15 +152,15 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One completion to sample.
+    """A request for one completion.
 
     Attributes:
-        prompt_ids: context of this turn, token ids.
-        seed: the whole randomness of this request, see `trlx_hybrid.rollout.seeding.request_seed`.
+        prompt_ids: token ids of this turn's context.
+        seed: the only source of randomness of this request, see `trlx_hybrid.rollout.seeding.request_seed`.
         row: global row of the batch, the same on any number of processes.
         turn: 0 for the first completion of a trajectory.
         images: PIL images of the prompt, if any.
-        max_tokens: the most to sample, where that is less than `Sampling.max_tokens`.
+        max_tokens: the largest number of tokens to sample, where that is less than `Sampling.max_tokens`.
     """
 
     prompt_ids: list[int]
@@ -171,21 +173,21 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """What the engine sampled for one request.
+    """The tokens that the engine sampled for one request.
 
     Attributes:
         token_ids: sampled ids, the stop token included when one was sampled.
-        logprobs: per token the log-probs asked for, most probable first, None where the engine had no number;
+        logprobs: log-probs per token, as many as asked for, most probable first, None where the engine had no number;
             None as a whole when none were asked for. Natural logarithm, after temperature and truncation.
         logprob_token_ids: the ids that `logprobs` belongs to, same shape.
         finish_reason: "stop", "length" or "abort".
         experts: (tokens, layers, experts per token) int16, the experts that each token of prompt and completion was
-            routed to, but for the last, which was not computed; -1 where that is not known, and in layers without
-            experts. None where `HybridConfig.router_replay` does not ask for them.
+            routed to, except for the last token, which was not computed; -1 where they are not known, and in layers
+            without experts. None where `HybridConfig.router_replay` does not ask for them.
         support: the ids that each token was sampled from, where the run scores tokens over these (`Run.over_support`);
-            None says nothing of them.
-        row: `Request.row` of what it was sampled for, by which a rollout that returns completions in another order is
-            noticed; None where the engine does not say it.
+            None if they are not known.
+        row: `Request.row` of its request, by which a wrong order of a rollout's completions is noticed; None where the
+            engine does not set it.
     """
 
     token_ids: list[int]
@@ -199,7 +201,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One episode, as observers receive it.
+    """A trajectory: one episode, as observers receive it.
 
     Attributes:
         prompt_ids: token ids of the prompt.
@@ -223,7 +225,7 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncPlan:
-    """What the next weight sync is going to do.
+    """The plan of the next weight sync.
 
     Attributes:
         weights: name of the weight sync.
@@ -238,7 +240,7 @@ class SyncPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncReport:
-    """What a weight sync did.
+    """The report of a weight sync.
 
     Attributes:
         tensors: checkpoint tensors written.
@@ -260,11 +262,11 @@ class SyncReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What the engine's loader did with the tensors it was given.
+    """The report of the engine's loader about the tensors that it was given.
 
     Attributes:
-        tensors, bytes: how much came in.
-        unwritten: engine parameters no tensor was written to.
+        tensors, bytes: number of tensors and of bytes that were loaded.
+        unwritten: engine parameters that no tensor was written to.
     """
 
     tensors: int

@@ -1,4 +1,4 @@
-"""Variables of this process's environment, which libraries set by themselves."""
+"""Environment variables of this process, which libraries set by themselves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def restored(*prefixes: str) -> Iterator[None]:
-    """After the context, the variables whose names begin so are as they were."""
+    """Restore on exit all variables whose names begin with one of the prefixes."""
 
     def own() -> dict[str, str]:
         return {name: value for name, value in os.environ.items() if name.startswith(prefixes)}

@@ -1,11 +1,11 @@
-"""Questions about pictures for a trainer: prompts of lmms-lab/multimodal-open-r1-8k-verified."""
+"""Geometry questions about pictures for a trainer: prompts of lmms-lab/multimodal-open-r1-8k-verified."""
 
 ASKED = "Reason first, inside <think> and </think>. Then answer, with the final result in \\boxed{}."
 LARGEST = 512  # pixels of a side: larger pictures take thousands of tokens
 
 
 def with_prompts(dataset):
-    """The columns `prompt`, `image` and `solution`, of rows with small pictures."""
+    """Return the columns `prompt`, `image` and `solution`, of the rows with small pictures."""
 
     def prepared(row):
         prompt = [{"role": "system", "content": ASKED}, {"role": "user", "content": row["problem"]}]

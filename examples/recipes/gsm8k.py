@@ -7,7 +7,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def with_prompts(dataset):
-    """The columns `prompt` and `solution`, from `question` and `answer`."""
+    """Return the columns `prompt` and `solution`, made of `question` and `answer`."""
 
     def prepared(row):
         prompt = [{"role": "user", "content": f"{row['question']}\n{ASKED}"}]
@@ -17,7 +17,7 @@ def with_prompts(dataset):
 
 
 def last_number(completions, solution, **columns):
-    """1 where the last number of the last message is the solution. For conversations with tools, which have several."""
+    """Return 1 where the last number of the last message is the solution, else 0. For conversations with tools."""
     said = [NUMBER.findall(messages[-1].get("content") or "") for messages in completions]
     return [
         float(bool(numbers) and float(numbers[-1].replace(",", "")) == float(right))

@@ -9,7 +9,7 @@ SANDBOX = Sandbox()
 
 
 def with_prompts(dataset):
-    """The columns `prompt` and `tests`, from `text`, `test_list` and `test_setup_code`."""
+    """Return the columns `prompt` and `tests`, made of `text`, `test_list` and `test_setup_code`."""
 
     def prepared(row):
         asked = f"{row['text']} It must pass this test:\n\n{row['test_list'][0]}\n\nAnswer with a block of Python."
@@ -20,7 +20,7 @@ def with_prompts(dataset):
 
 
 def tests_passed(completions, tests, **columns):
-    """Share of the tests that the last block of Python in a completion passes."""
+    """Return the share of the tests that the last block of Python in a completion passes."""
     programs = [python_block(messages[-1]["content"] or "") for messages in completions]
     jobs = [ProgramTests(program or "", of_task) for program, of_task in zip(programs, tests, strict=True)]
     return [verdicts.count(Verdict.PASSED) / len(verdicts) for verdicts in SANDBOX.run(jobs)]

@@ -1,1 +1,1 @@
-"""Whose memory it is: what the trainer holds leaves the device for the rollout, and the books on all owners."""
+"""Memory of a run: offloading of trainer state during rollouts, and the ledger of bytes per owner."""

@@ -1,4 +1,5 @@
-"""One host buffer for all that leaves the device: made once, handed out from its start, kept until the run ends."""
+"""The host buffer for everything that is offloaded: allocated once, handed out from its start, kept until the run
+ends."""
 
 from __future__ import annotations
 
@@ -10,27 +11,28 @@ from torch import Tensor
 
 from ..errors import ConfigError, HybridError, MemoryPlanError
 
-ALIGNMENT = 512  # bytes; where buffers start, so that one odd size does not slow the copies of all that follow
-CHUNK_BYTES = 256 << 20  # a power of two, or torch's pinned allocator rounds up; bounds what is pinned in vain
+ALIGNMENT = 512  # bytes; alignment of buffers, so that one odd size does not slow down all later copies
+CHUNK_BYTES = 256 << 20  # a power of two, or torch's pinned allocator rounds up; limits unused pinned memory
 
 
 class Arena:
-    """Persistent host memory, pinned for a CUDA device. Grows by whole chunks, shrinks at `close` only.
+    """A persistent host buffer, pinned for a CUDA device. It grows by whole chunks, and shrinks only at `close`.
 
-    Buffers follow each other; the first one is taken from the start again once all have been given back, as they are
-    in every training step. Every copy to or from it must be put on `stream`: that order is what makes memory safe to
-    hand out again while copies from it are still under way, whoever owned it before.
+    Buffers are handed out one after the other, and from the start again once all have been given back, which happens in
+    every training step. Every copy to or from the buffer must run on `stream`: its order makes memory safe to hand out
+    again while copies from it are still under way, whichever owner had it before.
 
     Args:
-        device: the run's device, CUDA or CPU. With a CPU the memory is plain.
-        chunk_bytes: size of a chunk, a power of two from 512 on; what crosses the end of one goes on in the next.
+        device: the run's device, CUDA or CPU. With a CPU the memory is not pinned.
+        chunk_bytes: size of a chunk in bytes, a power of two of at least 512; a buffer that crosses the end of a chunk
+            continues in the next.
 
     Attributes:
         stream: the CUDA stream of all copies; None with a CPU.
-        bytes_taken: how much of it is handed out, padding included.
+        bytes_taken: bytes that are handed out, padding included.
 
     Raises:
-        ConfigError: another kind of device.
+        ConfigError: the device is neither CUDA nor CPU.
     """
 
     def __init__(self, device: torch.device | str, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -50,24 +52,24 @@ class Arena:
 
     @property
     def bytes(self) -> int:
-        """Host memory held."""
+        """The host memory held, in bytes."""
         return len(self._chunks) * self._chunk_bytes
 
     def reserve(self, nbytes: int) -> None:
-        """Grow until `nbytes` more can be taken. Pinning takes a fraction of a second per GiB: do it before the first
-        step.
+        """Grow until `nbytes` more can be taken. Pinning takes a fraction of a second per GiB, so call it before the
+        first step.
 
         Raises:
-            MemoryPlanError: the host has no more memory to give. What was grown so far stays.
+            MemoryPlanError: the host has no more memory. The chunks allocated so far stay.
         """
         while self.bytes - self._next < nbytes:
             self._chunks.append(self._chunk())
 
     def take(self, sizes: Sequence[int]) -> list[list[Tensor]]:
-        """Memory for several buffers of `sizes` bytes, growing where needed. All or none.
+        """Return memory for several buffers of `sizes` bytes, growing where needed. Takes all or none.
 
         Returns:
-            The pieces of each, uint8 on the host, valid until they are given back.
+            The pieces of each buffer, uint8 on the host, valid until they are given back.
 
         Raises:
             MemoryPlanError: see `reserve`.
@@ -86,17 +88,19 @@ class Arena:
         return pieces
 
     def give_back(self, sizes: Sequence[int]) -> None:
-        """Buffers of these sizes are done with. Copies from them may still be under way on `stream`."""
+        """Take back buffers of these sizes. Copies from them may still be under way on `stream`."""
         self.bytes_taken -= sum(aligned(size) for size in sizes)
         if not self.bytes_taken:
             self._next = 0
 
     @contextlib.contextmanager
     def copies(self) -> Iterator[torch.cuda.Event | None]:
-        """Work on `stream`, after all that the current stream was given so far; yields the event of its end.
+        """Run the context's work on `stream`, after everything queued on the current stream so far; yields the event of
+        its end.
 
-        Going out, that work wrote what is read here. Coming in, it may still use the memory just allocated, which
-        the allocator takes for free as soon as its last user on the current stream is queued.
+        When tensors leave, the work queued before wrote what is read here. When they return, it may still use the
+        memory just allocated: the allocator treats memory as free as soon as its last user on the current stream is
+        queued.
         """
         if self.stream is None:
             yield None
@@ -108,10 +112,10 @@ class Arena:
             end.record(self.stream)
 
     def close(self) -> None:
-        """Free the memory, after copies under way. Safe to call twice; the arena may be used anew.
+        """Free the memory, after copies under way. May be called twice; the arena can be used again afterwards.
 
         Raises:
-            HybridError: somebody's bytes are still in it.
+            HybridError: the arena still holds an owner's bytes.
         """
         if self.bytes_taken:
             raise HybridError(
@@ -142,5 +146,5 @@ class Arena:
 
 
 def aligned(nbytes: int) -> int:
-    """`nbytes` rounded up to where the next buffer may start."""
+    """Return `nbytes` rounded up to the next offset at which a buffer may start."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

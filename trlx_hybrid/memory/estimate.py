@@ -1,4 +1,4 @@
-"""What a run is going to need in memory, before its first step. Pure: from sizes and settings to bytes."""
+"""A forecast of a run's memory before its first step: pure functions from sizes and settings to bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import MemoryPlanError
 
 OWNERS = ("policy", "gradients", "optimizer", "engine weights", "KV cache", "other")
-LEAVING = ("optimizer", "gradients", "policy")  # who leaves during ROLLOUT, cheapest to miss first
+LEAVING = ("optimizer", "gradients", "policy")  # owners that leave during ROLLOUT, cheapest first
 GIB = 1 << 30
 PAGED = "paged_"
 
@@ -24,7 +24,7 @@ REMEDIES = {
     "other": "lower `per_device_train_batch_size` or `max_completion_length`, or set `gradient_checkpointing=True`",
 }
 
-# State tensors per parameter, and bytes of each per element; None: the parameter's dtype. 8-bit: a scale per 256.
+# State tensors per parameter, bytes of each per element (None: the parameter's dtype). 8-bit: one scale per 256.
 _ADAMW: tuple[int, float | None] = (2, None)
 _EIGHT = 1 + 4 / 256
 _STATES: Mapping[str, tuple[int, float | None]] = {
@@ -53,7 +53,7 @@ _OPTIONS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterSize:
-    """One tensor of the policy, as this rank holds it: `shape`, bytes per element, and whether it is trained."""
+    """The size of one tensor of the policy on this rank: `shape`, bytes per element, and whether it is trained."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -61,24 +61,24 @@ class ParameterSize:
 
     @property
     def elements(self) -> int:
-        """How many."""
+        """The number of elements on this rank."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """On this rank."""
+        """The bytes on this rank."""
         return self.elements * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Bytes per owner in each phase.
+    """The predicted bytes per owner in each phase.
 
     Attributes:
-        phases: "edge" (between the phases: the weight sync, with all of the trainer's state and all weights, but no
-            KV cache where the engine sleeps), "rollout" and "train", each with bytes for every one of `OWNERS`.
-        away: owners that have memory, but not in that phase.
-        notes: what was assumed.
+        phases: "edge" (between the phases: the weight sync, with all of the trainer's state and all weights, but no KV
+            cache where the engine sleeps), "rollout" and "train", each with bytes for every one of `OWNERS`.
+        away: per phase, owners that hold memory in other phases only.
+        notes: the assumptions made.
     """
 
     phases: Mapping[str, Mapping[str, int]]
@@ -87,11 +87,11 @@ class Prediction:
 
     @property
     def peak(self) -> tuple[str, int]:
-        """The phase that needs most, and its bytes."""
+        """The phase that needs most memory, and its bytes."""
         return max(((phase, sum(held.values())) for phase, held in self.phases.items()), key=lambda item: item[1])
 
     def check(self, capacity: int) -> None:
-        """Refuse what cannot fit.
+        """Raise if a phase cannot fit.
 
         Raises:
             MemoryPlanError: a phase needs more than `capacity` bytes.
@@ -121,18 +121,19 @@ def predict(
     asleep: Collection[str] = ("engine weights", "KV cache"),
     offloaded: Collection[str] = (),
 ) -> Prediction:
-    """Bytes per owner and phase on one rank, once the optimizer has made its state. Gradients live in TRAIN alone.
+    """Return the bytes per owner and phase on one rank, once the optimizer has made its state. Gradients exist only in
+    TRAIN.
 
     Args:
-        parameters: the policy, this rank's shards.
+        parameters: sizes of the policy's tensors, this rank's shards.
         optimizer: `args.optim`.
-        optional_state: bytes of it that the optimizer's options add, see `optional_state_bytes`.
+        optional_state: bytes of optimizer state that the optimizer's options add, see `optional_state_bytes`.
         engine_weight_bytes: size of the engine's own weights.
         kv_cache_bytes: size of the KV cache.
-        shared: the engine's weights are the policy's memory.
-        asleep: owners that the engine gives back during TRAIN; the KV cache, where it is one of them, also during the
-            weight sync.
-        offloaded: those of `LEAVING` that leave during ROLLOUT.
+        shared: whether the engine's weights are the policy's memory.
+        asleep: owners whose memory the engine gives back during TRAIN; the KV cache, if it is one of them, is given
+            back during the weight sync, too.
+        offloaded: owners of `LEAVING` that leave during ROLLOUT.
     """
     trainable = [p for p in parameters if p.trainable]
     optimizer_state, notes = optimizer_bytes(optimizer, trainable)
@@ -155,12 +156,12 @@ def predict(
 
 
 def predict_fitting(capacity: int, leaving: Sequence[str], least: int = 0, **given: Any) -> Prediction:
-    """`predict`, with as few owners away during ROLLOUT as it takes to fit `capacity` bytes, or with all where that
+    """Return `predict` with as few owners away during ROLLOUT as fit into `capacity` bytes, or with all away where that
     does not suffice.
 
     Args:
-        leaving: owners that may leave, in that order.
-        least: how many of them leave in any case.
+        leaving: owners that may leave, in this order.
+        least: number of owners that leave in any case.
         given: arguments of `predict`.
     """
     for away in range(least, len(leaving) + 1):
@@ -171,7 +172,8 @@ def predict_fitting(capacity: int, leaving: Sequence[str], least: int = 0, **giv
 
 
 def optimizer_bytes(optim: str, trainable: Sequence[ParameterSize]) -> tuple[int, tuple[str, ...]]:
-    """Bytes of an optimizer's state, by its name in `args.optim`, and what was assumed. Step counters are left out."""
+    """Return the bytes of an optimizer's state, by its name in `args.optim`, and the assumptions made. Step counters
+    are left out."""
     name = optim.removeprefix(PAGED)
     notes = [f"{optim} pages its state by itself: it does not leave with the others"] if _paged(optim) else []
     if name in ("adafactor", "adalomo"):
@@ -184,11 +186,11 @@ def optimizer_bytes(optim: str, trainable: Sequence[ParameterSize]) -> tuple[int
 
 
 def optional_state_bytes(optimizer: Any) -> int:
-    """Return the bytes of state on this rank that options add to what `optimizer_bytes` tells by the class: momentum,
-    the largest second moment (amsgrad), the mean gradient (centered).
+    """Return the bytes of state on this rank that an optimizer's options add to `optimizer_bytes`: momentum, the
+    largest second moment (amsgrad), the mean gradient (centered).
 
     Args:
-        optimizer: one of torch's, which may have made its state or not; none is added for other classes.
+        optimizer: an optimizer of torch, with or without its state made; for other classes the result is 0.
     """
     options = {
         name for kind in type(optimizer).__mro__ for name in _OPTIONS.get(f"{kind.__module__}.{kind.__name__}", ())
@@ -206,18 +208,20 @@ def _paged(optim: str) -> bool:
 
 
 def _factored(p: ParameterSize) -> int:
-    """Adafactor: float32 sums of rows and columns; vectors in full."""
+    """Return the bytes of Adafactor's state for one tensor: float32 sums of rows and columns; for vectors one value per
+    element."""
     if len(p.shape) < 2:
         return 4 * p.elements
     return 4 * (math.prod(p.shape[:-1]) + math.prod(p.shape[:-2]) * p.shape[-1])
 
 
 def plan_offload(held: Mapping[str, int], missing: int) -> list[str]:
-    """Who must leave during ROLLOUT: optimizer, then gradients, then policy, and no more than is required.
+    """Return the owners that must leave during ROLLOUT: optimizer, then gradients, then policy, and no more than
+    required.
 
     Args:
         held: bytes that each owner holds on the device at the end of TRAIN.
-        missing: bytes to be freed. All leave where that does not suffice.
+        missing: bytes to be freed. All owners leave where they do not suffice.
     """
     leaving: list[str] = []
     for owner in LEAVING:

@@ -1,4 +1,4 @@
-"""Who holds how many bytes: measured, and set beside what was predicted."""
+"""The ledger of memory: bytes per owner, as measured, next to the prediction."""
 
 from __future__ import annotations
 
@@ -23,16 +23,17 @@ Interval = tuple[int, int]
 
 
 class Ledger:
-    """Bytes per owner on the arena's device; tensors elsewhere are not counted.
+    """Measures bytes per owner on the arena's device; tensors elsewhere are not counted.
 
     Args:
-        owners: by name, in order of precedence, what yields an owner's tensors now. Names are those of `OWNERS`. An
-            owner whose memory is unmapped, as vLLM's while it sleeps, must yield nothing: its addresses still count.
-        arena: the host arena, reported apart.
-        allocated: bytes in use on the device (`torch.cuda.memory_allocated`); None: no "other" is measured.
+        owners: functions that yield an owner's current tensors, by the names of `OWNERS`, in order of precedence. An
+            owner whose memory is unmapped, as vLLM's while it sleeps, must yield nothing: its addresses would still
+            count.
+        arena: the host arena, reported separately.
+        allocated: bytes in use on the device (`torch.cuda.memory_allocated`); with None, "other" is not measured.
 
     Attributes:
-        held: bytes per owner when a phase last began, of those that did.
+        held: bytes per owner when a phase last began, for each phase that has begun.
     """
 
     def __init__(
@@ -46,17 +47,18 @@ class Ledger:
         self.held: dict[Phase, dict[str, int]] = {}
 
     def measure(self) -> dict[str, int]:
-        """Bytes per owner now. Each byte counts once, for the first owner that refers to it, whichever storages and
-        tensors lie over it; "other" is what is allocated besides. Waits for nothing."""
+        """Return the bytes per owner now. Each byte counts once, for the first owner that refers to it, however many
+        storages and tensors overlap; "other" is what is allocated besides. Does not synchronise."""
         held = disjoint_bytes({owner: self._intervals(tensors()) for owner, tensors in self._owners.items()})
         if self._allocated is not None:
             held["other"] = max(0, self._allocated() - sum(held.values()))
         return held
 
     def metrics(self, phase: Phase) -> dict[str, float]:
-        """For the logs, in MiB: `hybrid/memory/<phase>_mib` is what all owners hold, `hybrid/memory/host_arena_mib` the
-        arena, if there is one. For TRAIN also `hybrid/memory/moved/<owner>_mib`, of each owner that holds more or less
-        than when it was called for ROLLOUT: what came back for TRAIN, negative for what is there in ROLLOUT only."""
+        """Measure, and return numbers for the logs, in MiB: `hybrid/memory/<phase>_mib` is what all owners hold,
+        `hybrid/memory/host_arena_mib` the arena, if there is one. For TRAIN also `hybrid/memory/moved/<owner>_mib`, for
+        each owner that holds another amount than at the last call for ROLLOUT: positive for what came back for TRAIN,
+        negative for what exists in ROLLOUT only."""
         held = self.held[phase] = self.measure()
         found = {f"hybrid/memory/{phase.value}_mib": sum(held.values()) / MIB}
         if self.arena.bytes:
@@ -69,12 +71,13 @@ class Ledger:
         return found
 
     def report(self, phase: Phase, capacity: int | None = None, prediction: Prediction | None = None) -> str:
-        """Who held what, largest first, and what to change: for the message after an out-of-memory error.
+        """Return a report of what each owner holds, largest first, and what to change: the message after an
+        out-of-memory error.
 
         Args:
-            phase: when it happened.
-            capacity: bytes of the device.
-            prediction: what had been expected, to set beside it.
+            phase: the phase of the error.
+            capacity: the device's memory in bytes.
+            prediction: the prediction, to be shown next to the measured bytes.
         """
         held = self.measure()
         expected = prediction.phases[phase.value] if prediction is not None else {}
@@ -95,7 +98,8 @@ class Ledger:
 
 
 def disjoint_bytes(owners: Mapping[str, Iterable[Interval]]) -> dict[str, int]:
-    """Bytes per owner of address intervals (end exclusive) that may overlap: the first owner has what it shares."""
+    """Return the bytes per owner for address intervals (end exclusive) that may overlap: shared addresses count for the
+    first owner."""
     held: dict[str, int] = {}
     covered: list[Interval] = []
     before = 0
@@ -108,7 +112,7 @@ def disjoint_bytes(owners: Mapping[str, Iterable[Interval]]) -> dict[str, int]:
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same addresses as sorted intervals that neither overlap nor touch."""
+    """Return the same addresses as sorted intervals that neither overlap nor touch."""
     joined: list[Interval] = []
     for start, stop in sorted(intervals):
         if joined and start <= joined[-1][1]:
@@ -119,7 +123,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def parameter_sizes(module: nn.Module) -> list[ParameterSize]:
-    """The policy's parameters as this rank holds them, tied ones once."""
+    """Return the sizes of the policy's parameters on this rank; tied ones come once."""
     return [
         ParameterSize(shape=tuple(local.shape), itemsize=local.element_size(), trainable=p.requires_grad)
         for p in module.parameters()
@@ -128,8 +132,8 @@ def parameter_sizes(module: nn.Module) -> list[ParameterSize]:
 
 
 def table(prediction: Prediction) -> list[str]:
-    """Lines for the run's header: GiB per owner and phase, what is away, the peak, and what was assumed. MiB where the
-    peak is below one GiB."""
+    """Return lines for the run's header: GiB per owner and phase, what is away, the peak, and the assumptions. MiB
+    where the peak is below one GiB."""
     phases = list(prediction.phases)
     phase, peak = prediction.peak
     name, unit = ("GiB", GIB) if peak >= GIB else ("MiB", MIB)
@@ -154,7 +158,8 @@ def _gib(nbytes: int) -> str:
 
 
 def plain_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The strided tensors that hold the bytes: of a DTensor its local one, of a quantised one all its parts."""
+    """Yield the strided tensors that hold the bytes: for a DTensor its local tensor, for a quantised tensor all its
+    parts."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             parts = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
@@ -164,30 +169,31 @@ def plain_tensors(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
 
 
 def storages(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Their distinct storages, in order."""
+    """Return the distinct storages of some tensors, in order."""
     found = (tensor.untyped_storage() for tensor in plain_tensors(tensors))
     return list({storage._cdata: storage for storage in found}.values())
 
 
 def policy_tensors(modules: Iterable[nn.Module]) -> Iterator[Tensor]:
-    """Parameters and buffers; tied ones as often as they hang somewhere."""
+    """Yield the parameters and buffers of some modules, with scales of quantised weights; a tied one comes once per
+    module that has it."""
     held = (t for m in modules for t in itertools.chain(m._parameters.values(), m._buffers.values()))
     return (tensor for found in held if found is not None for tensor in (found, *scales(found)))
 
 
 def gradient_tensors(parameters: Iterable[nn.Parameter]) -> Iterator[Tensor]:
-    """The gradients that exist."""
+    """Yield the gradients that exist."""
     return (p.grad for p in parameters if p.grad is not None)
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[Tensor]:
-    """All tensors in the state of an optimizer, which accelerate may have wrapped."""
+    """Yield all tensors in the state of an optimizer, which accelerate may have wrapped."""
     leaves = tree_leaves(list(torch_optimizer(optimizer).state.values()))
     return (leaf for leaf in leaves if isinstance(leaf, Tensor))
 
 
 def torch_optimizer(optimizer: Any) -> Any:
-    """The torch optimizer inside accelerate's."""
+    """Return the torch optimizer inside accelerate's wrapper."""
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer

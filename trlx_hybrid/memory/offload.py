@@ -1,4 +1,5 @@
-"""An owner's tensors leave the device and return, bit for bit, while everything that refers to them stays."""
+"""Offloading of an owner's tensors: they leave the device and return, bit for bit, while everything that refers to them
+stays valid."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from ..errors import ConfigError
 from .arena import Arena, aligned
 from .ledger import storages, torch_optimizer
 
-SMALL = 1 << 20  # bytes; torch's CUDA allocator serves smaller blocks from a pool of their own
+SMALL = 1 << 20  # bytes; torch's CUDA allocator has a separate pool for smaller blocks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Away:
-    """A storage that left: emptied, its bytes in the arena."""
+    """A storage that left the device: it is empty, and its bytes are in the arena."""
 
     storage: torch.UntypedStorage
     nbytes: int
@@ -27,33 +28,34 @@ class _Away:
 
 
 class Offload:
-    """Moves whole storages between the device and the arena. One per owner; everything from one thread.
+    """Moves the storages of one owner between the device and the arena. Use each object from one thread.
 
-    A storage is emptied in place, so tensors, views and the optimizer's dicts stay the same objects; each storage
-    moves once, however many tensors share it. What is on another device or cannot be emptied stays. Emptied tensors
+    A storage is emptied in place, so tensors, views and the optimizer's dicts stay the same objects; each storage moves
+    once, however many tensors share it. Storages that are on another device or cannot be emptied stay. Emptied tensors
     must not be touched: see `guard`. A storage that was exported (DLPack, `numpy()`, CUDA IPC) or whose address was
     recorded (CUDA graphs) must not be listed: it returns to another address.
 
     Args:
-        arena: where the bytes go.
-        tensors: returns the owner's tensors, whatever they are by then.
+        arena: host buffer for the bytes.
+        tensors: returns the owner's current tensors.
     """
 
     def __init__(self, arena: Arena, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self._arena, self._tensors = arena, tensors
         self._away: list[_Away] = []
-        self._returning: list[_Away] = []  # on their way in: memory is there, the bytes perhaps not yet
-        self._returned: torch.cuda.Event | None = None  # by when they are
+        self._returning: list[_Away] = []  # returning: memory is allocated, copies may still run
+        self._returned: torch.cuda.Event | None = None  # the event at the end of these copies
 
     @property
     def resident(self) -> bool:
-        """Whether all of it may be used on the current stream."""
+        """True where all of the owner's tensors may be used on the current stream."""
         return not self._away and not self._returning
 
     def leave(self) -> int:
-        """Copy all that can move to the arena and free it. Returns the bytes moved; 0 when nothing was there.
+        """Copy all that can move to the arena and free it on the device. Returns the bytes moved; 0 when nothing was
+        there.
 
-        Returns while copies run: the freed memory goes to nobody before they are done, and
+        It returns while copies run: no one else gets the freed memory before they are done, and
         `torch.cuda.empty_cache()` waits for them and gives it back to the device.
 
         Raises:
@@ -67,16 +69,18 @@ class Offload:
         with self._arena.copies():
             for away in leaving:
                 self._copy(away, out=True)
-        self._away += leaving  # first, so that an interrupt in between loses nothing
+        self._away += leaving  # before the resize, so that an interrupt in between loses nothing
         for away in leaving:
             away.storage.resize_(0)
         return sum(sizes)
 
     def start_return(self) -> int:
-        """Allocate on the current stream and start the copies in, without waiting. Returns the bytes started.
+        """Allocate on the current stream and start the copies to the device, without waiting. Returns the bytes whose
+        copies started.
 
         Raises:
-            torch.OutOfMemoryError: the device is full. What got memory before returns; the rest is still away.
+            torch.OutOfMemoryError: the device is full. Storages that got memory before that return; the rest is still
+                away.
         """
         self._forget_dead()
         self._one_segment()
@@ -101,7 +105,7 @@ class Offload:
         self._returning, self._returned = [], None
 
     def return_all(self) -> None:
-        """Start whatever is still away, and finish."""
+        """Start the return of everything that is still away, and finish it."""
         self.start_return()
         self.finish_return()
 
@@ -109,16 +113,17 @@ class Offload:
         device, stream = self._arena.device, self._arena.stream
         with torch.no_grad():
             raw = torch.empty(0, dtype=torch.uint8, device=device).set_(away.storage)  # type: ignore[call-overload]
-            if stream is not None:  # whenever it is freed, the memory stays reserved until this copy is done
+            if stream is not None:  # if it is freed earlier, the memory stays reserved until this copy ends
                 raw.record_stream(stream)
             for there, here in zip(away.pieces, torch.split(raw, [len(p) for p in away.pieces]), strict=True):
                 target, source = (there, here) if out else (here, there)
                 target.copy_(source, non_blocking=True)
 
     def _one_segment(self) -> None:
-        """Ask the driver for all the memory at once: hundreds of calls of cudaMalloc would take longer than the copies.
+        """Ask the driver for all the memory in one call: hundreds of calls of cudaMalloc would take longer than the
+        copies.
 
-        The block goes straight back to torch's cache, from where the storages are cut.
+        The block goes straight back to torch's cache, from which the storages are then allocated.
         """
         device = self._arena.device
         if device.type != "cuda":
@@ -130,23 +135,24 @@ class Offload:
                 torch.empty(need, dtype=torch.uint8, device=device)
 
     def _forget_dead(self) -> None:
-        """Drop what nobody refers to any more, as gradients set to None while away."""
+        """Drop storages that nothing refers to any more, such as gradients set to None while away."""
         dead = {away for away in self._away if _unreferenced(away.storage)}
         self._away = [away for away in self._away if away not in dead]
         self._arena.give_back([away.nbytes for away in dead])
 
 
 def _unreferenced(storage: torch.UntypedStorage) -> bool:
-    """Whether no tensor refers to a storage: the Python object held here is then its only owner."""
+    """Return whether no tensor refers to a storage: the Python object passed here is then its only owner."""
     count = getattr(torch._C, "_storage_Use_Count", None)
     return count is not None and count(storage._cdata) == 1
 
 
 def guard(optimizer: Any, offload: Offload) -> Callable[[], None]:
-    """Bring the state back before `step` and `state_dict` read it; the stream waits, the host does not.
+    """Make an optimizer bring its state back before `step` and `state_dict` read it; the stream waits, the host does
+    not.
 
     Returns:
-        Takes the hooks off again.
+        A function that removes the hooks.
 
     Raises:
         ConfigError: the optimizer has no such hooks (DeepSpeed's own).

@@ -1,4 +1,4 @@
-"""Whose memory it is: what the trainer holds makes room for the rollout and returns, and the ledger keeps the books."""
+"""The trainer's memory: offloads trainer state during rollouts, brings it back, and records memory per owner."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ if TYPE_CHECKING:
     from ..protocols import Engine
     from ..weights.policy import Policy
 
-SLACK = 512 << 20  # bytes beyond what is woken: fragments, and what sampling allocates on the way
+SLACK = 512 << 20  # bytes beyond what wakes: fragments, and what sampling allocates
 ENGINES = ("engine weights", "KV cache")  # owners that a sleeping engine gives back, the latter always
 
 
 class TrainerMemory:
-    """The trainer's side of the phase edges. What leaves goes to one host arena; the engine's side is the engine's.
+    """Offloads and returns the trainer's state when a phase begins or ends, through one host arena. The engine's own
+    memory is left to the engine.
 
     Args:
         optimizer: returns the optimizer, or None while there is none.
-        optimizer_name: TRL's `optim`, to predict its state by before there is one.
+        optimizer_name: TRL's `optim`, which predicts the optimizer's state before there is one.
         offload: `HybridConfig.offload`.
-        phase: returns whose memory it is now.
-        source: what offers the engine.
+        phase: returns the current phase.
+        source: the component that offers the engine.
 
     Attributes:
         engine: the engine of the run; None until it is built, and again when it was closed.
@@ -91,7 +92,7 @@ class TrainerMemory:
         self.prediction: Prediction | None = None
         self._guarded: Any = None
         self._guards: Callable[[], None] = lambda: None
-        self._unused: int | None = None  # in private pools, until the engine is another
+        self._unused: int | None = None  # bytes in private pools; None: to be measured again
 
     def _resident(self, what: str) -> list[torch.Tensor]:
         if self.engine is None:
@@ -102,17 +103,17 @@ class TrainerMemory:
         return found
 
     def _allocated(self) -> int:
-        """What torch counts as allocated, less what vLLM's sleep has unmapped under it."""
+        """Return the bytes that torch counts as allocated, less those that vLLM's sleep has unmapped."""
         asleep = self.engine.asleep_bytes if self.engine is not None else 0
         return torch.cuda.memory_allocated(self.device) - asleep
 
     # --- phase edges ------------------------------------------------------------------------------------------------
 
     def make_room(self, owners: Collection[str] = ("optimizer", "gradients")) -> int:
-        """Let owners leave, as far as what the engine still has to wake requires. Returns the bytes that left.
+        """Offload owners, as far as the memory that the engine still has to wake requires it. Returns the bytes that
+        left.
 
-        Optimizer and gradients leave before the weight sync, which their copies then run under; the policy only after
-        it.
+        Optimizer and gradients leave before the weight sync and are copied during it; the policy leaves only after it.
         """
         return self._leave(self._leaving(owners))
 
@@ -130,17 +131,17 @@ class TrainerMemory:
             return []
         if self._mode == "all":
             return [owner for owner in LEAVING if owner in owners]
-        if self.device.type != "cuda":  # the arena is the same memory
+        if self.device.type != "cuda":  # on a CPU the arena is in the same memory
             return []
         missing = asleep + SLACK - self.free_bytes()
-        if missing <= 0:  # who holds what need not be counted
+        if missing <= 0:  # no need to measure the owners
             return []
         leaving = plan_offload(self.ledger.measure(), missing)
-        return [owner for owner in leaving if owner in owners]  # the wake-up says what is missing then
+        return [owner for owner in leaving if owner in owners]  # otherwise the wake-up raises and says what is missing
 
     def come_back(self, owners: Collection[str] = LEAVING) -> None:
-        """Start all returns. The policy is needed next; the optimizer's copies run under forward and backward, and
-        its step waits for them."""
+        """Start all returns. The policy is needed next, so it is waited for; the optimizer's copies run during forward
+        and backward, and its step waits for them."""
         for owner in reversed(LEAVING):
             if owner in owners:
                 self._offloads[owner].start_return()
@@ -154,37 +155,38 @@ class TrainerMemory:
             self._guarded, self._guards = optimizer, guard(optimizer, self._offloads["optimizer"])
 
     def settle(self) -> None:
-        """Everything is back and may be used: before a checkpoint, and at the end."""
+        """Bring everything back, ready for use: before a checkpoint, and at the end."""
         for offload in self._offloads.values():
             offload.return_all()
 
     def reclaim(self) -> None:
-        """Give back to the device what nothing refers to any more; another engine may want it all."""
+        """Give memory that nothing refers to back to the device; another engine may need all of it."""
         if self.device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
             self._unused = None
 
     def make_room_to_build(self, plan: Prediction) -> None:
-        """Let optimizer and policy wait in host memory while an engine is built beside which they are not going to be
-        in ROLLOUT. There is an optimizer's state after a resume, and where an engine was built before."""
+        """Move optimizer and policy to host memory while an engine is built, if they are going to be away in ROLLOUT.
+        An optimizer has state by then after a resume, or where an engine was built before."""
         self._leave(owner for owner in ("optimizer", "policy") if owner in plan.away["rollout"])
         self.reclaim()
 
     def return_after_build(self, engine: Engine) -> None:
-        """What left comes back; the KV cache makes room in turn, as at each weight sync."""
+        """Bring back what left while the engine was built; the KV cache sleeps meanwhile, as at each weight sync."""
         if not all(offload.resident for offload in self._offloads.values()):
             asked(self._source, engine, "sleep", keep_weights=True)
             self.come_back()
 
     def park_policy(self) -> None:
-        """Let the base weights wait in host memory while an engine is built that they are going to live in."""
+        """Move the base weights to host memory while the engine is built whose memory they are going to share."""
         for p in self._policy.base_parameters().values():
             p.data = p.data.cpu()
         torch.cuda.empty_cache()
 
     def unpark_policy(self) -> None:
-        """Bring to the device what did not find its place in the engine, or what waited for one that failed."""
+        """Move base weights back to the device that found no place in the engine's memory, or whose engine could not be
+        built."""
         self.settle()
         for p in self._policy.base_parameters().values():
             if p.device.type != self.device.type:
@@ -198,18 +200,18 @@ class TrainerMemory:
         """Refuse a run that cannot fit, before its engine is built.
 
         Args:
-            kv_cache_bytes: the KV cache's size, or the least that would do.
+            kv_cache_bytes: the KV cache's size, or the smallest that suffices.
             shared: whether the engine's weights will be the policy's memory.
-            engine_weight_bytes: see the method of that name.
-            workspace: bytes that building the engine takes beside it.
+            engine_weight_bytes: bytes of the engine's own weights, see the method `engine_weight_bytes`.
+            workspace: bytes that building the engine takes besides.
             sleeps: whether the engine gives memory back during TRAIN.
 
         Returns:
-            What building the engine will need, as far as is known by now.
+            The prediction of what building the engine will need, as far as is known now.
 
         Raises:
             MemoryPlanError: names the phase, the largest owner and the setting to change.
-            ConfigError: owners are to leave, and the engine does not sleep.
+            ConfigError: HybridConfig.offload is "all", and the engine does not sleep.
         """
         if self._mode == "all" and not sleeps:
             raise ConfigError(
@@ -221,25 +223,27 @@ class TrainerMemory:
         return self._predict(kv_cache_bytes + workspace, engine_weight_bytes, shared=shared, asleep=asleep)
 
     def engine_weight_bytes(self, itemsize: int, ranks_per_replica: int) -> int:
-        """Of an engine's own weights on one rank, which holds one part in `ranks_per_replica` of them. The same on all
-        ranks, however the policy is sharded."""
+        """Return the bytes of an engine's own weights on one rank, which holds one of `ranks_per_replica` parts. The
+        result is the same on all ranks, however the policy is sharded."""
         whole = sum(getattr(p, "ds_numel", None) or elements(p) for p in self._policy.module.parameters())
         return whole * itemsize // ranks_per_replica
 
     def predict_live(self, engine: Engine, keeps_weights: bool) -> None:
-        """Predict from the engine that was built; whether its weights stay during TRAIN is the weight sync's word."""
+        """Predict the run's memory from the engine that was built. `keeps_weights` is the weight sync's: whether the
+        engine's weights stay during TRAIN."""
         self._unused = None
         held = self.ledger.measure()
         whole = sum(storage.nbytes() for storage in storages(self._resident("weights")))
         shared = held["engine weights"] < whole / 2
         asleep = () if not engine.sleeps else ENGINES[1:] if keeps_weights else ENGINES
-        kv_cache = held["KV cache"] + engine.asleep_bytes  # nothing else has gone to sleep by now
+        kv_cache = held["KV cache"] + engine.asleep_bytes  # only the KV cache may be asleep by now
         self.prediction = self._predict(kv_cache, held["engine weights"], shared=shared, asleep=asleep)
 
     def _predict(
         self, kv_cache_bytes: int, engine_weight_bytes: int, *, shared: bool, asleep: Collection[str]
     ) -> Prediction:
-        """With as many owners away during ROLLOUT as it takes to fit; none where no engine makes room in turn."""
+        """Return the prediction with as few owners away during ROLLOUT as needed to fit; no owner is away where the
+        engine gives no memory back during TRAIN."""
         movable: tuple[str, ...] = LEAVING[:2] if shared else LEAVING
         if self._mode == "none" or not asleep or (self._mode == "auto" and self.device.type != "cuda"):
             movable = ()  # as in `_leaving`
@@ -257,22 +261,22 @@ class TrainerMemory:
         )
 
     def _optional_state(self) -> int:
-        """Return the bytes that the optimizer's options add to its state; none are known before there is one."""
+        """Return the bytes that the optimizer's options add to its state; 0 while there is no optimizer."""
         optimizer = self._optimizer()
         return 0 if optimizer is None else optional_state_bytes(torch_optimizer(optimizer))
 
     def capacity(self) -> int:
-        """Bytes that all owners together may take: what is free, and what they hold."""
+        """Return the bytes that all owners together may take: what is free, and what they hold."""
         held = self.ledger.measure()
         return self.free_bytes() + sum(n for owner, n in held.items() if owner != "other")
 
     def table(self) -> list[str]:
-        """For the header of the run."""
+        """Return the lines of the memory prediction for the run's header."""
         return table(self.prediction) if self.prediction is not None else []
 
     def free_bytes_in_rollout(self) -> int:
-        """What an engine that is about to be built may take, its weights included: what is free now, less the
-        optimizer state to come where that is not going to leave."""
+        """Return the bytes that an engine to be built may take, its weights included: what is free now, less the future
+        optimizer state if that stays on the device."""
         stays = 0
         if self._mode == "none":
             trainable = [p for p in parameter_sizes(self._policy.module) if p.trainable]
@@ -281,7 +285,7 @@ class TrainerMemory:
         return self.free_bytes() - stays
 
     def free_bytes(self) -> int:
-        """Bytes of the device that nobody uses, those that torch keeps for any later tensor included."""
+        """Return the bytes of the device that nobody uses, including those that torch caches for later tensors."""
         if self.device.type != "cuda":
             return int(psutil.virtual_memory().available)
         free, _ = torch.cuda.mem_get_info(self.device)
@@ -293,7 +297,7 @@ class TrainerMemory:
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
-        """Inside, an out-of-memory error leaves with a note of who held what."""
+        """Add a note of what each owner holds to an out-of-memory error raised inside the context."""
         try:
             yield
         except torch.OutOfMemoryError as error:
@@ -302,7 +306,7 @@ class TrainerMemory:
             raise
 
     def close(self) -> None:
-        """Bring everything back, take the hooks off the optimizer, free the arena."""
+        """Bring everything back, remove the hooks from the optimizer, and free the arena."""
         self.settle()
         self._guards()
         self._guarded, self._guards = None, lambda: None
@@ -310,11 +314,11 @@ class TrainerMemory:
 
 
 def unused_in_private_pools(segments: Iterable[Mapping[str, Any]], device: torch.device) -> int:
-    """Bytes that torch counts as reserved and not allocated, and gives to no tensor outside of these pools: those of
-    CUDA graphs, and those of an engine that sleeps, whose memory may be unmapped besides.
+    """Return the bytes in private pools that torch counts as reserved but not allocated, and that no tensor outside of
+    these pools can get: pools of CUDA graphs, and of a sleeping engine, whose memory may also be unmapped.
 
     Args:
-        segments: as `torch.cuda.memory_snapshot` tells them.
+        segments: segments as `torch.cuda.memory_snapshot` returns them.
     """
     private = (s for s in segments if s["device"] == device.index and tuple(s["segment_pool_id"]) != (0, 0))
     return sum(int(s["total_size"] - s["allocated_size"]) for s in private)

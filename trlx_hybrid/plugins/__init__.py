@@ -1,1 +1,2 @@
-"""Plugins: the hooks they implement, the host that calls them, the components they offer, and the choice of these."""
+"""Plugins: the hooks they implement, the host that calls the hooks, the components on offer, and the choice among
+them."""

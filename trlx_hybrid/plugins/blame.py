@@ -1,4 +1,5 @@
-"""Whose error it was: what code of a plugin's component raises says so, and what to do about it."""
+"""Attribution of errors: an error raised by the code of a plugin's component names the component, and says what to
+do."""
 
 from __future__ import annotations
 
@@ -13,25 +14,25 @@ if TYPE_CHECKING:
     from .registry import Component
 
 CALLED_BACK = "_trlx_hybrid_called_back"
-"""Attribute of an error that a component met in what it was given to call."""
+"""Attribute that marks an error raised by a function that a component was given to call."""
 
 
 @contextmanager
 def blaming(component: Component | None, method: str) -> Iterator[None]:
-    """Inside, the method of a component that somebody else than this package offers is called.
+    """Attribute errors raised inside the context to a component's method.
 
     Args:
-        component: None where nobody knows which it is: errors then stay as they are.
+        component: the component, or None where it is not known: errors then stay as they are.
 
     Raises:
-        ComponentError: it raised; names the component, its plugin, the method and the way out.
+        ComponentError: the method raised; the message names the component, its plugin, the method and what to do.
     """
     try:
         yield
-    except (HybridError, MemoryError):  # which say themselves what to do
+    except (HybridError, MemoryError):  # these already say what to do
         raise
     except Exception as error:
-        if component is None or _out_of_memory(error):  # told by whoever counts memory
+        if component is None or _out_of_memory(error):  # the memory ledger reports these
             raise
         if getattr(error, CALLED_BACK, False):
             error.add_note(f"Raised in what the {component} called in its `{method}`.")
@@ -42,30 +43,31 @@ def blaming(component: Component | None, method: str) -> Iterator[None]:
 
 @contextmanager
 def called_back() -> Iterator[None]:
-    """Inside is what a component was given to call, as a model's forward pass: what raises is not its own error."""
+    """Mark errors raised inside the context as not the component's own: they come from what it was given to call, such
+    as a model's forward pass."""
     try:
         yield
     except Exception as error:
-        with suppress(AttributeError):  # an error of a compiled class may take none
+        with suppress(AttributeError):  # errors of compiled classes may take no attributes
             setattr(error, CALLED_BACK, True)
         raise
 
 
 def asked(component: Component | None, part: object, method: str, *given: Any, **named: Any) -> Any:
-    """Call a method of what a component has built, and return its answer.
+    """Call a method of an object that a component has built, and return its answer.
 
     Raises:
-        ComponentError: as in `blaming`.
+        ComponentError: as for `blaming`.
     """
     with blaming(component, method):
         return getattr(part, method)(*given, **named)
 
 
 def asked_text(component: Component | None, part: object, method: str, *given: Any) -> str | None:
-    """Call a method that answers with a text or None, and return its answer.
+    """Call a method that returns a text or None, and return its answer.
 
     Raises:
-        ComponentError: as in `blaming`, or the answer is something else.
+        ComponentError: as for `blaming`, or the answer is neither a text nor None.
     """
     answer = asked(component, part, method, *given)
     if answer is not None and not isinstance(answer, str):
@@ -74,11 +76,11 @@ def asked_text(component: Component | None, part: object, method: str, *given: A
 
 
 def fault(component: Component | None, method: str, found: str, wanted: str) -> ComponentError:
-    """Return the error that says what a method answered, and what was expected of it."""
+    """Return an error that says what a method returned, and what was expected."""
     who, way_out = ("component", "") if component is None else (str(component), f" {component.way_out}")
     return ComponentError(f"The {who} returned {found} from `{method}`, where {wanted} was expected.{way_out}")
 
 
 def _out_of_memory(error: Exception) -> bool:
-    torch = sys.modules.get("torch")  # every process loads this module, and not all need torch
+    torch = sys.modules.get("torch")  # every process loads this module, but not all need torch
     return torch is not None and isinstance(error, torch.OutOfMemoryError)

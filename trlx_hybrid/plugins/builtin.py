@@ -1,4 +1,4 @@
-"""The components that come with the host. The `transformers` engine is TRL's own path and needs none."""
+"""The components that come with the host. The `transformers` engine is TRL's own path and needs no component."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Padded(Scoring):
     name = "padded"
 
     def score(self, rows: Rows) -> Scores:
-        """As TRL scores them."""
+        """Return the scores of TRL's own forward passes."""
         return rows.padded()
 
 
 @hookimpl
 def trlx_register(registry: Registry) -> None:
-    """Offer the defaults."""
+    """Offer the default components: the weight sync `gather`, the rollout `single_turn` and the scoring `padded`."""
     registry.offer(
         "weights",
         "gather",

@@ -1,4 +1,4 @@
-"""Every hook a plugin can implement: this module is the plugin author's manual.
+"""Specifications of every hook that a plugin can implement: this module is the plugin author's manual.
 
 Replace a component by offering one in `trlx_register`; observe the run with the others. Mark implementations with
 `trlx_hybrid.hookimpl`; a hook may take fewer arguments than listed here, never others. Plugins run in the order of
@@ -37,7 +37,7 @@ def trlx_register(registry: Registry) -> None:
 
 @hookspec
 def trlx_configure(session: Run) -> None:
-    """The trainer is built and the components are chosen; the engine does not exist yet.
+    """Prepare for a run: the trainer is built and the components are chosen; the engine does not exist yet.
 
     Called once per trainer, on every rank, before any rollout. Returns nothing.
     """
@@ -45,7 +45,7 @@ def trlx_configure(session: Run) -> None:
 
 @hookspec
 def trlx_unconfigure(session: Run) -> None:
-    """The session is closing: give back what `trlx_configure` took.
+    """Clean up at the end of a run: release what `trlx_configure` took. The session is closing.
 
     Called once, also after a failure; the engine still exists if it was built. Returns nothing.
     """
@@ -53,7 +53,7 @@ def trlx_unconfigure(session: Run) -> None:
 
 @hookspec
 def trlx_leave_phase(session: Run, phase: Phase, step: int) -> None:
-    """`phase` is over: give its memory back.
+    """Give back the memory of `phase`, which is over.
 
     Called at each phase edge, on every rank; every plugin's leave finishes before any plugin's enter starts.
     `step` is the number of optimizer steps done. Returns nothing.
@@ -62,16 +62,16 @@ def trlx_leave_phase(session: Run, phase: Phase, step: int) -> None:
 
 @hookspec
 def trlx_enter_phase(session: Run, phase: Phase, step: int) -> None:
-    """`phase` begins: claim its memory.
+    """Claim the memory of `phase`, which begins.
 
-    Called at each phase edge, on every rank, after all leaves. Entering ROLLOUT, the engine is awake and holds the
+    Called at each phase edge, on every rank, after all leaves. When ROLLOUT begins, the engine is awake and holds the
     current weights. Returns nothing.
     """
 
 
 @hookspec
 def trlx_sync_start(session: Run, plan: SyncPlan) -> None:
-    """The policy's weights are about to be brought into the engine.
+    """Observe the plan of a weight sync, before the policy's weights are brought into the engine.
 
     Called before each weight sync, on every rank; never with TRL's own generation path. Returns nothing.
     """
@@ -79,7 +79,7 @@ def trlx_sync_start(session: Run, plan: SyncPlan) -> None:
 
 @hookspec
 def trlx_sync_end(session: Run, report: SyncReport) -> None:
-    """The engine holds the policy's weights, and the checks passed.
+    """Observe the report of a weight sync: the engine holds the policy's weights, and the checks passed.
 
     Called after each successful weight sync, on every rank. Returns nothing.
     """
@@ -87,19 +87,20 @@ def trlx_sync_end(session: Run, report: SyncReport) -> None:
 
 @hookspec
 def trlx_rollout_end(session: Run, trajectories: Sequence[Trajectory]) -> None:
-    """A batch of trajectories was sampled and scored: log or record it.
+    """Log or record a batch of trajectories that was sampled and scored.
 
     Called on every rank with this rank's rows, in TRL's order, for training and evaluation batches alike
-    (`session.training` tells), with any engine. Trajectories are frozen: this hook observes. Returns nothing.
+    (`session.training` tells), with any engine. Trajectories are frozen: this hook only observes. Returns nothing.
     """
 
 
 @hookspec
 def trlx_log(session: Run, metrics: dict[str, float]) -> None:
-    """The trainer writes a line of its log: observe what TRL, transformers and `session.metrics` put into it.
+    """Observe a line of the trainer's log: what TRL, transformers and `session.metrics` put into it.
 
     Called on every rank whenever the trainer logs (`logging_steps`, evaluations, the end of training), with what its
-    callbacks are given as `logs`; `session.step` is the line's step. A copy: changes are not logged. Returns nothing.
+    callbacks are given as `logs`; `session.step` is the line's step. `metrics` is a copy: changes are not logged.
+    Returns nothing.
     """
 
 
@@ -129,7 +130,7 @@ def trlx_command(commands: Any) -> None:
     """Add a command to `trlx-hybrid`: `commands.add_parser("mine", help=...).set_defaults(run=function)`.
 
     Called whenever `trlx-hybrid` starts, so import heavy things inside the function. `commands` is what
-    `ArgumentParser.add_subparsers` makes; `run` takes the parsed arguments and gives the exit status.
+    `ArgumentParser.add_subparsers` returns; `run` takes the parsed arguments and returns the exit status.
     Returns nothing.
     """
 
@@ -138,8 +139,9 @@ def trlx_command(commands: Any) -> None:
 def trlx_doctor(options: Any) -> Iterable[Finding] | None:
     """Add checks to `trlx-hybrid doctor`, for what this plugin needs of the machine.
 
-    Called once by `trlx-hybrid doctor`, before it prints: raise a `ConfigError` for options that cannot be. `options`
-    are its parsed arguments; a plugin adds options of its own in `trlx_command`:
-    `commands.choices["doctor"].add_argument("--mine")`. What takes long belongs behind one. Return findings, printed
-    after its own checks, as they come if they come from a generator, or None to add nothing.
+    Called once by `trlx-hybrid doctor`, before it prints: raise a `ConfigError` for invalid options. `options` are its
+    parsed arguments; a plugin adds its own options in `trlx_command`:
+    `commands.choices["doctor"].add_argument("--mine")`. Run checks that take long only with such an option.
+    Return findings, or None to add nothing. They are printed after the command's own checks; those of a generator are
+    printed as they come.
     """

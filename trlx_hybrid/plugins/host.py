@@ -1,4 +1,5 @@
-"""The host: loads plugins, calls hooks, and says whose fault it was. Knows neither trl nor any backend."""
+"""The host: loads plugins, calls their hooks, and names the plugin at fault. It depends neither on trl nor on any
+backend."""
 
 from __future__ import annotations
 
@@ -20,10 +21,10 @@ from . import builtin, hookspecs
 from .registry import BUILTIN, SCRIPT, Registry
 
 API_VERSION = 1
-"""Of hooks, protocols and what they mention, see docs/compatibility.md."""
+"""Version of the plugin API: hooks, protocols and the types that they mention; see docs/compatibility.md."""
 
 ENTRY_POINT_GROUP = "trlx_hybrid"
-"""Of plugins for version 1; those of a later version N have `trlx_hybrid.vN`."""
+"""Entry-point group of plugins for version 1 of the API; the group of a later version N is `trlx_hybrid.vN`."""
 
 OTHER_VERSION = re.compile(rf"{ENTRY_POINT_GROUP}\.v(?!{API_VERSION}$)\d+")
 
@@ -32,7 +33,7 @@ DISABLE_VARIABLE = "TRLX_HYBRID_DISABLE"
 
 @dataclass(frozen=True, slots=True)
 class PluginInfo:
-    """A loaded plugin: its entry-point name, where it comes from, and the hooks it implements."""
+    """A loaded plugin: its entry-point name, its distribution and version, and the hooks that it implements."""
 
     name: str
     distribution: str
@@ -44,7 +45,7 @@ class PluginInfo:
 
 
 class Host:
-    """All plugins of this process that are not disabled.
+    """The plugins of this process that are not disabled, and their registry of components.
 
     Args:
         disable: plugin names to leave out, besides those in the environment variable TRLX_HYBRID_DISABLE.
@@ -61,11 +62,12 @@ class Host:
 
     @classmethod
     def load(cls, disable: Iterable[str] = (), plugins: Iterable[object] = ()) -> Host:
-        """A host with every installed plugin, in the order of their names; then those of the script.
+        """Return a host with every installed plugin, in the order of their names, followed by the plugins of the
+        script.
 
         Raises:
-            PluginError: a plugin does not load, is for another version, or two distributions claim one name.
-            ConfigError: `disable` names what is not installed.
+            PluginError: a plugin does not load, is for another version of the API, or two distributions claim one name.
+            ConfigError: `disable` names a plugin that is not installed.
         """
         host, disable = cls(disable), list(disable)
         installed = entry_points()
@@ -75,7 +77,7 @@ class Host:
                 if entry_point not in claims[entry_point.name]:  # one distribution found twice on sys.path
                     claims[entry_point.name].append(entry_point)
         others = host._refuse_other_versions(installed, claims)
-        for name in disable:  # not those of the variable, which may hold for several environments
+        for name in disable:  # TRLX_HYBRID_DISABLE may be for several installations
             if name not in claims and name not in others:
                 raise ConfigError(
                     f"HybridConfig.disable_plugins has {name!r}, and no plugin of that name is installed."
@@ -95,13 +97,14 @@ class Host:
         return host
 
     def _refuse_other_versions(self, installed: Any, claims: Collection[str]) -> set[str]:
-        """A plugin for another version of the API might load, and do something else than it says.
+        """Refuse plugins that are only for another version of the API: such a plugin might load and behave differently
+        than described.
 
         Args:
-            claims: names of plugins for this version; one that is for others as well is loaded for this one.
+            claims: names of plugins for this version; a plugin that is also for other versions is loaded for this one.
 
         Returns:
-            Names of those that are for other versions only.
+            The names of plugins that are for other versions only. They are disabled, else this raises.
         """
         groups = [group for group in installed.groups if OTHER_VERSION.fullmatch(group)]
         found = [claim for group in groups for claim in installed.select(group=group) if claim.name not in claims]
@@ -140,7 +143,7 @@ class Host:
         """Add a plugin: a module, or any object with hook implementations.
 
         Raises:
-            PluginError: a hook it implements does not exist, has other arguments or lacks the marker, or its
+            PluginError: one of its hooks does not exist, has other arguments or lacks the marker, or its
                 `trlx_register` failed.
         """
         hooks = tuple(n for n in dir(plugin) if self._manager.parse_hookimpl_opts(plugin, n) is not None)
@@ -178,9 +181,9 @@ class Host:
         self.plugins.append(info)
 
     def call(self, hook: str, **arguments: Any) -> Any:
-        """Call a hook on every plugin; an exception comes back as a PluginError that names its origin.
+        """Call a hook on every plugin; an exception is raised again as a PluginError that names its plugin.
 
-        Our own errors pass through unchanged: they already say what to do.
+        Errors of this package pass through unchanged: they already say what to do.
         """
         caller = getattr(self._manager.hook, hook)
         try:
@@ -194,7 +197,8 @@ class Host:
             raise self.fault(info, hook, error) from error
 
     def _culprit(self, hook: str, traceback: TracebackType | None) -> PluginInfo | None:
-        """The plugin whose implementation of `hook` lies on the traceback: attribution that costs nothing before."""
+        """Return the plugin whose implementation of `hook` is in the traceback, or None. Calls that succeed cost
+        nothing extra."""
         frames = {frame.f_code for frame, _ in walk_tb(traceback)}
         for implementation in getattr(self._manager.hook, hook).get_hookimpls():
             function = getattr(implementation.function, "__func__", implementation.function)
@@ -203,10 +207,10 @@ class Host:
         return None
 
     def require(self, names: Iterable[str], where: str) -> None:
-        """Refuse settings that nobody would read.
+        """Refuse settings for plugins that are not loaded, which nothing would read.
 
         Raises:
-            ConfigError: a plugin of that name is not loaded.
+            ConfigError: a plugin of one of the names is not loaded.
         """
         loaded = [p.name for p in self.plugins]
         for name in names:
@@ -218,10 +222,10 @@ class Host:
                 )
 
     def only(self, hook: str) -> PluginInfo | None:
-        """The plugin that implements a hook of which one answer counts; None if there is none.
+        """Return the plugin that implements a hook of which only one answer is used; None if there is none.
 
         Raises:
-            PluginError: there are several.
+            PluginError: several plugins implement it.
         """
         found = [p for p in self.plugins if hook in p.hooks]
         if len(found) > 1:
@@ -236,7 +240,7 @@ class Host:
 
     @staticmethod
     def fault(info: PluginInfo, hook: str, error: Exception) -> PluginError:
-        """The error that says which plugin failed where, and what to do."""
+        """Return the error that says which plugin failed in which hook, and what to do."""
         if info.distribution == SCRIPT:
             where, way_out = f"plugins=, {SCRIPT}", "Mend it there, or leave it out."
         else:
@@ -251,10 +255,10 @@ class Host:
 
 
 def _refuse_without_hooks(plugin: object, index: int) -> None:
-    """Refuse what a script hands over in the place of a plugin, and what would take part in nothing.
+    """Refuse an object in a script's `plugins=` that is no plugin, or has no hooks and would have no effect.
 
     Raises:
-        PluginError: names the thing, and what to hand over instead.
+        PluginError: names the object, and what to hand over instead.
     """
     where, name = f"plugins[{index}]", getattr(plugin, "__name__", type(plugin).__name__)
     problem = None
@@ -286,7 +290,7 @@ def _origin(entry_point: EntryPoint) -> str:
 
 
 def check_ranks_agree(plugins_per_rank: Sequence[Sequence[PluginInfo]]) -> None:
-    """Every rank must run the same plugins: one that lacks a hook would leave the others waiting in a collective.
+    """Check that every rank runs the same plugins: if one rank lacked a hook, the others would wait in a collective.
 
     Raises:
         PluginError: names the first rank that differs from rank 0, and the plugin.

@@ -1,6 +1,7 @@
-"""Whether a component is what its protocol says: all that is required, nothing misspelt, arguments as they are given.
+"""Checks that a component fits its protocol: it has all required members, none is misspelt, and its methods accept
+their arguments.
 
-Everything is told from the object alone, when it is made: what a run would call later is not called here.
+The checks inspect the object when it is built; they call none of the methods that a run calls later.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ OPTIONAL = {
     "Algorithm": {name for name in vars(Algorithm) if not name.startswith("_")},
     "EnvironmentArguments": {field.name for field in fields(EnvironmentArguments)},
 }
-"""Members that a component of that protocol may inherit; an engine may be without them as well."""
+"""Members that a component may inherit, by protocol. An engine need not have them at all."""
 
 ACTS = ("draw", "keep", "observe", "rewards", "advantages", "loss")
-"""Methods of an algorithm by which it changes or sees anything."""
+"""Methods by which an algorithm changes or observes anything."""
 
 ALIKE = 0.8
-"""From which similarity on, as difflib counts it, a name is taken for another one misspelt, as by a letter too many."""
+"""The similarity, as difflib computes it, from which on a name counts as a misspelt member, for instance with one
+letter too many."""
 
 
 def missing_members(built: object, protocol: type[Any]) -> list[str]:
-    """What the protocol requires and the object lacks. What it inherits from the protocol itself, it lacks, unless that
-    is optional."""
+    """Return the members that the protocol requires and the object lacks. A required member that is only inherited from
+    the protocol itself counts as lacking."""
     stubs = _members(protocol)
     optional = OPTIONAL.get(protocol.__name__, set())
     required = {*protocol.__annotations__, *stubs} - optional
@@ -42,10 +44,11 @@ def missing_members(built: object, protocol: type[Any]) -> list[str]:
 
 
 def mistaken_members(built: object, protocol: type[Any]) -> str | None:
-    """Say what nobody would call, or cannot be called as it will be; None where all is well.
+    """Return what is wrong with the object's own members (misspelt, not callable with the given arguments, without
+    effect), or None.
 
     Args:
-        built: has all that the protocol requires.
+        built: the object; it has all members that the protocol requires.
     """
     problem = next((p for p in (*_misspelt(built, protocol), *_uncallable(built, protocol))), None)
     if problem is None and protocol is Algorithm and not _acts(built):
@@ -54,13 +57,13 @@ def mistaken_members(built: object, protocol: type[Any]) -> str | None:
 
 
 def overrides(built: object, name: str, protocol: type[Any]) -> bool:
-    """Whether the object has this member of its own: of its class, or set on the object itself."""
+    """Return whether the object has its own version of a member, from its class or set on the object itself."""
     found = getattr(built, name, None)
     return getattr(found, "__func__", found) is not vars(protocol).get(name)
 
 
 def accepts(function: Any, *given: Any, **named: Any) -> bool:
-    """Whether a function can be called so; True where Python does not know its arguments."""
+    """Return whether a function can be called with these arguments; True where Python cannot tell its signature."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -73,7 +76,7 @@ def accepts(function: Any, *given: Any, **named: Any) -> bool:
 
 
 def described(function: Any) -> str:
-    """Its arguments as it declares them, for a message."""
+    """Return a function's declared arguments as text, for a message."""
     return str(inspect.signature(function))
 
 
@@ -82,7 +85,7 @@ def _members(protocol: type[Any]) -> dict[str, Any]:
 
 
 def _misspelt(built: object, protocol: type[Any]) -> Iterator[str]:
-    """Members whose names are almost those of what the object inherits or lacks."""
+    """Yield a message for each member whose name is almost that of a member which the object inherits or lacks."""
     stubs = _members(protocol)
     left = {name for name in stubs if not hasattr(built, name) or not overrides(built, name, protocol)}
     for kind in type(built).__mro__:
@@ -101,12 +104,13 @@ def _misspelt(built: object, protocol: type[Any]) -> Iterator[str]:
 
 
 def _uncallable(built: object, protocol: type[Any]) -> Iterator[str]:
-    """Methods that do not take what they are given: by position what is required, by name what is not."""
+    """Yield a message for each method that does not accept its arguments: required ones are passed by position,
+    optional ones by name."""
     for name, stub in _members(protocol).items():
         if not inspect.isroutine(stub) or not hasattr(built, name) or not overrides(built, name, protocol):
             continue
         method = getattr(built, name)
-        if method is None:  # left out by hand
+        if method is None:  # set to None on purpose
             continue
         if not callable(method):
             yield f"a {name!r} that is a {type(method).__name__}, where a method is called. Write one"

@@ -1,4 +1,5 @@
-"""Named components per slot. Plugins offer; one is chosen per slot, or the reasons against are raised."""
+"""The registry of named components per slot. Plugins offer components; one is chosen per slot, or an error says why
+none can be."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from .members import accepts, described, missing_members, mistaken_members
 Slot = Literal["engine", "weights", "rollout", "scoring", "algorithm", "environment", "server"]
 SLOTS: tuple[Slot, ...] = get_args(Slot)
 BUILTIN = "builtin"
-SCRIPT = "this script"  # in the place of a distribution
+SCRIPT = "this script"  # instead of a distribution
 
 BRINGS: dict[Slot, dict[str, str]] = {
     "engine": {"vllm": "trlx-hybrid-vllm", "remote": "trlx-hybrid-ray"},
@@ -37,33 +38,34 @@ BRINGS: dict[Slot, dict[str, str]] = {
     "environment": {},
     "server": {"vllm": "trlx-hybrid-vllm"},
 }
-"""Distributions of this project, by what they offer: no message may name one that somebody else could register."""
+"""The distributions of this project that bring components, by slot and name. Messages may name only these: anyone could
+register another name on a package index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Component:
-    """One way to fill a slot.
+    """A component: one way to fill a slot.
 
     Attributes:
-        factory: called with the session and the validated options, returns the live object. Heavy imports go here.
-            There is no session yet where an environment is made: its factory is called with None.
+        factory: called with the session and the validated options; returns the live object. Heavy imports belong here.
+            An environment is made before there is a session: its factory is called with None.
         options: dataclass that `HybridConfig.<slot>_options` is validated against; None takes no options.
         order: where `auto` tries it, lowest first (weights only).
         unavailable: called without arguments; returns why it cannot work on this machine, or None.
-        refuses: called with the session and the options when the trainer is built, before the component is;
-            returns why it cannot serve this model, or None.
-        streams: of an engine: whether it serves requests one at a time (`Engine.stream`).
-        routes: of an engine: whether its completions can name the experts of their tokens (`Completion.experts`).
-        keeps: of an engine or a server: whether its completions can name the ids that tokens were sampled from
+        refuses: called with the session and the options when the trainer is built, before the component is built;
+            returns why the component cannot serve this model, or None.
+        streams: for an engine: whether it serves requests one at a time (`Engine.stream`).
+        routes: for an engine: whether its completions can name the experts of their tokens (`Completion.experts`).
+        keeps: for an engine or a server: whether its completions can name the ids that tokens were sampled from
             (`Completion.support`).
-        needs: what it asks of the engine: "streams" (a rollout), "lora_slots" (a weight sync: memory in the engine for
-            the policy's adapters), or whatever an engine knows. Engines read it before they are built.
-        shares_memory: of a weight sync: whether the policy's parameters become the engine's memory where they can.
-        converses: of a rollout: whether it runs conversations with tools (`Rollout.converse`), and so is taken unasked
-            where the trainer has tools.
-        remote: of an engine: whether it computes on GPUs of its own, and takes no memory of the trainer's.
-        by_name: whether only its name chooses it: `auto` passes it over.
-        plugin: who offered it; distribution: what that came with.
+        needs: what it requires of the engine: "streams" (a rollout), "lora_slots" (a weight sync: memory in the engine
+            for the policy's adapters), or anything else that an engine knows. Engines read it before they are built.
+        shares_memory: for a weight sync: whether the policy's parameters become the engine's memory where they can.
+        converses: for a rollout: whether it runs conversations with tools (`Rollout.converse`), and so is chosen by
+            default where the trainer has tools.
+        remote: for an engine: whether it computes on its own GPUs, and takes no memory of the trainer's.
+        by_name: whether it is chosen only by its name: `auto` skips it.
+        plugin: the plugin that offered it; distribution: the distribution with that plugin.
     """
 
     slot: Slot
@@ -90,13 +92,13 @@ class Component:
 
     @property
     def way_out(self) -> str:
-        """What a user does about a fault of it, in a sentence."""
+        """A sentence that says what the user can do about a fault of this component."""
         if self.distribution.startswith(SCRIPT):
             return "Mend it in this script, or leave it out."
         return "Report it to its author, or choose another."
 
     def out_of_place(self) -> str | None:
-        """Return why it cannot work on this machine, or None.
+        """Return why the component cannot work on this machine, or None.
 
         Raises:
             ComponentError: its `unavailable` failed, or returned something else.
@@ -104,7 +106,7 @@ class Component:
         return asked_text(self, self, "unavailable")
 
     def refusal(self, session: Any, options: Any) -> str | None:
-        """Return why it cannot serve this run, or None, as far as it knows before it is built.
+        """Return why the component cannot serve this run, or None, as far as it knows before it is built.
 
         Raises:
             ComponentError: its `refuses` failed, or returned something else.
@@ -112,7 +114,7 @@ class Component:
         return asked_text(self, self, "refuses", session, options)
 
     def build(self, session: Any, options: Any) -> Any:
-        """The live object.
+        """Build the component: return the live object.
 
         Raises:
             ComponentError: its factory failed; it lacks what the slot's protocol requires, takes other arguments, or
@@ -133,7 +135,7 @@ class Component:
         return built
 
     def completions(self, sampled: Any, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """What an engine or a rollout sampled, one completion per request.
+        """Return the completions that this engine or rollout sampled, after checking that there is one per request.
 
         Raises:
             ComponentError: it returned something else, or the completions in another order.
@@ -145,7 +147,8 @@ class Component:
         return found
 
     def conversations(self, returned: Any, dialogues: int) -> list[Conversation]:
-        """What a rollout made of that many dialogues.
+        """Return the conversations that this rollout returned, after checking that there is one for each of `dialogues`
+        dialogues.
 
         Raises:
             ComponentError: it returned something else.
@@ -158,7 +161,7 @@ class Component:
 
 
 WRITTEN = (Engine, WeightSync, Rollout, Scoring, Algorithm)
-"""Protocols of which authors write a class; the others are classes of this package."""
+"""Protocols that plugin authors implement as classes; the other slots take classes of this package."""
 
 
 def _protocol(slot: Slot) -> type[Any]:
@@ -171,19 +174,19 @@ def _protocol(slot: Slot) -> type[Any]:
 
 
 class Registry:
-    """What every loaded plugin offers."""
+    """The components that the loaded plugins offer, by slot and name."""
 
     def __init__(self) -> None:
         self._components: dict[Slot, dict[str, Component]] = {slot: {} for slot in SLOTS}
         self._offering = self._distribution = BUILTIN
 
     def offer(self, slot: Slot, name: str, factory: Callable[..., Any], **declared: Any) -> None:
-        """Offer a component under `name`; `declared` is whatever else `Component` says of one.
+        """Offer a component under `name`; `declared` has further attributes of `Component`.
 
         Raises:
-            ComponentError: unknown slot, a factory that cannot be called as it will be, or the name is taken by another
-                plugin.
-            TypeError: something else is declared.
+            ComponentError: the slot is unknown, the factory does not take (session, options), or another plugin has
+                taken the name.
+            TypeError: `declared` has an unknown attribute.
         """
         if slot not in self._components:
             raise ComponentError(
@@ -213,14 +216,15 @@ class Registry:
         )
 
     def components(self, slot: Slot) -> list[Component]:
-        """All components of a slot in the order `auto` tries them."""
+        """Return all components of a slot in the order in which `auto` tries them."""
         return sorted(self._components[slot].values(), key=lambda c: (c.order, c.name))
 
     def choose(self, slot: Slot, name: str) -> Component:
-        """The component called `name`; "auto" takes the only one a plugin offers.
+        """Return the component called `name`; "auto" takes the only one that a plugin offers.
 
         Raises:
-            ComponentError: no such component, several for "auto", or it cannot work here; says why and what to do.
+            ComponentError: there is no such component, there are several or none for "auto", or it cannot work here.
+                The message says why and what to do.
         """
         offered = self._components[slot]
         if name == "auto":
@@ -258,7 +262,7 @@ class Registry:
 
 
 def _none(slot: Slot) -> str:
-    """Of a slot that no plugin fills: what does, as far as it is ours."""
+    """Return the text for a slot that no plugin fills: which distributions of this project bring components for it."""
     brings: dict[str, list[str]] = {}
     for name, distribution in BRINGS[slot].items():
         brings.setdefault(distribution, []).append(repr(name))

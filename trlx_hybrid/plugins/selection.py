@@ -1,4 +1,4 @@
-"""Which component fills each slot, and what chose it: a pure function of the settings and the registry."""
+"""The choice of a component for each slot, and the reason for it: a pure function of the settings and the registry."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ STOCK = "transformers"
 """The engine name that leaves generation to TRL."""
 
 SINGLE = "single_turn"
-"""The rollout that is chosen unasked, where no other converses with the trainer's tools."""
+"""The default rollout, where none converses with the trainer's tools."""
 
 PLAYED = "rollout_func"
-"""Why a rollout was chosen that the trainer's `rollout_func` plays on."""
+"""The reason given for a rollout that was chosen because the trainer's `rollout_func` plays on it."""
 
 PADDED = "padded"
 """The scoring that leaves log-probs to TRL."""
@@ -26,13 +26,14 @@ PADDED = "padded"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerArguments:
-    """What TRL's own arguments say about generation.
+    """The part of TRL's own arguments that concerns generation.
 
     Attributes:
-        use_vllm, vllm_mode: as the user set them.
+        use_vllm, vllm_mode: as the user set them in TRL.
         tools: whether the trainer was given tools or environments.
-        rollout: the rollout that its `rollout_func` plays on, where that says so.
-        engine_options: TRL's `vllm_*` arguments under the names the engine's options have; HybridConfig wins.
+        rollout: the rollout that its `rollout_func` plays on, where the function names one.
+        engine_options: TRL's `vllm_*` arguments under the names of the engine's options; values in HybridConfig take
+            precedence.
     """
 
     use_vllm: bool = False
@@ -44,7 +45,7 @@ class TrainerArguments:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A component, its validated options, and why it was taken."""
+    """A chosen component, its validated options, and why it was chosen."""
 
     component: Component
     options: Any
@@ -56,9 +57,9 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The components of one run. `engine` is None where TRL generates; `weights` None means: try `paths`, in order.
-    `tools` tells whether the trainer was given any. `environment` is None where none was chosen by its name.
-    `algorithms` are in the order in which they act."""
+    """The components of one run. `engine` is None where TRL generates. `weights` is None where `paths` are to be tried
+    in order. `tools` says whether the trainer has tools. `environment` is None where none was named. `algorithms` are
+    in the order in which they act."""
 
     engine: Choice | None
     weights: Choice | None
@@ -72,23 +73,24 @@ class Selection:
 
     @property
     def stock(self) -> bool:
-        """Whether generation is TRL's own."""
+        """True where TRL generates."""
         return self.engine is None
 
     @property
     def weight_paths(self) -> Sequence[Choice]:
-        """The weight syncs that this run may take."""
+        """The weight syncs that this run may use, in order."""
         return self.paths if self.weights is None else [self.weights]
 
 
 def select(config: HybridConfig, arguments: TrainerArguments, registry: Registry) -> Selection:
-    """Choose components. An explicit setting wins over TRL's arguments; nothing given leaves stock TRL.
+    """Choose the components of a run. An explicit setting takes precedence over TRL's arguments; without any setting,
+    stock TRL generates.
 
     Raises:
         ConfigError: settings that contradict each other, or an unknown option.
         ComponentError: a component is missing, ambiguous, or cannot work here.
     """
-    if config.replay is not None:  # whatever sampled the recording
+    if config.replay is not None:  # whichever engine sampled the recording
         why, scoring = "HybridConfig.replay", _scoring(config, registry)
         return Selection(engine=None, weights=None, rollout=None, scoring=scoring, stock_reason=why)
     server = arguments.use_vllm and arguments.vllm_mode == "server"
@@ -127,7 +129,7 @@ def select(config: HybridConfig, arguments: TrainerArguments, registry: Registry
 
 
 def _paths(registry: Registry, options: Mapping[str, Any]) -> list[Choice]:
-    """The weight syncs that `auto` tries, in that order, each with those of the options that it has."""
+    """Return the weight syncs that `auto` tries, in order, each with those of the options that it knows."""
     owners = {c: c.options or NoOptions for c in registry.components("weights") if not c.by_name}
     known = {c: {f.name for f in dataclasses.fields(owner)} for c, owner in owners.items()}
     check_keys(options, sorted(set().union(*known.values())), "HybridConfig.weights_options")
@@ -136,7 +138,8 @@ def _paths(registry: Registry, options: Mapping[str, Any]) -> list[Choice]:
 
 
 def _rollout(config: HybridConfig, arguments: TrainerArguments, registry: Registry, streams: bool) -> Choice:
-    """As set; else one that converses, where there are tools, it is installed and the engine serves it."""
+    """Choose the rollout: the one that is set; else one that converses, if the trainer has tools, such a rollout is
+    installed and the engine can serve it; else `single_turn`."""
     offered = registry.components("rollout")
     conversing = [c for c in offered if c.converses and not c.by_name and c.out_of_place() is None]
     served = [c for c in conversing if streams or "streams" not in c.needs]
@@ -166,10 +169,11 @@ def _rollout(config: HybridConfig, arguments: TrainerArguments, registry: Regist
 
 
 def choose_environment(config: HybridConfig, registry: Registry) -> Choice | None:
-    """The environment that the user named, if one. Chosen first: what it brings decides about the rest.
+    """Return the environment that the user named, or None. It is chosen first, because its arguments affect the other
+    choices.
 
     Raises:
-        ConfigError, ComponentError: as in `select`.
+        ConfigError, ComponentError: as for `select`.
     """
     if config.environment is None:
         return None
@@ -178,10 +182,11 @@ def choose_environment(config: HybridConfig, registry: Registry) -> Choice | Non
 
 
 def choose_algorithms(config: HybridConfig, registry: Registry) -> list[Choice]:
-    """Those that the user named, in that order.
+    """Return the algorithms that the user named, in that order.
 
     Raises:
-        ConfigError, ComponentError: as in `select`; one is named twice, or options are of one that is not named.
+        ConfigError, ComponentError: as for `select`; an algorithm is named twice, or there are options for one that is
+            not named.
     """
     names, given = config.algorithm or [], config.options("algorithm")
     check_keys(given, names, "HybridConfig.algorithm_options, for those in HybridConfig.algorithm,")
@@ -192,7 +197,7 @@ def choose_algorithms(config: HybridConfig, registry: Registry) -> list[Choice]:
 
 
 def _scoring(config: HybridConfig, registry: Registry) -> Choice:
-    """As set, with any engine; else TRL's own."""
+    """Choose the scoring: the one that is set, with any engine; else TRL's own."""
     why = "default" if config.scoring is None else "HybridConfig.scoring"
     return _choice(registry, "scoring", config.scoring or PADDED, config.options("scoring"), why)
 
@@ -205,7 +210,8 @@ def _choice(
     why: str,
     defaults: Mapping[str, Any] | None = None,
 ) -> Choice:
-    """A component with the user's options, which must all be its own; defaults it does not know are left out."""
+    """Return a component with the user's options, all of which it must know; defaults that it does not know are left
+    out."""
     component = registry.choose(slot, name)
     owner = component.options or NoOptions
     known = {f.name for f in dataclasses.fields(owner)}
@@ -217,11 +223,11 @@ READ_ANYWAY = {
     *("engine", "scoring", "scoring_options", "environment", "environment_options", "algorithm", "algorithm_options"),
     *("record", "replay", "rollout_only", "plugin_options", "disable_plugins"),
 }
-"""Settings that have a meaning where TRL generates."""
+"""Settings that have an effect where TRL generates."""
 
 
 def _refuse_leftovers(config: HybridConfig) -> None:
-    """With TRL generating, the other settings would be ignored in silence: refuse them instead."""
+    """Refuse settings that have no effect where TRL generates, instead of ignoring them silently."""
     for field in dataclasses.fields(config):
         if field.name not in READ_ANYWAY and getattr(config, field.name) != field.default:
             raise ConfigError(

@@ -1,1 +1,1 @@
-"""From prompts to completions, seeds included; conversations as data."""
+"""Rollouts: from prompts to completions, with their seeds; conversations as data."""

@@ -1,4 +1,5 @@
-"""Whether what was sampled can be trained on: one completion per request, in order, with the log-probs asked for."""
+"""Checks that a rollout's output can be trained on: one completion per request, in order, with the log-probs asked
+for."""
 
 from __future__ import annotations
 
@@ -10,15 +11,15 @@ from .conversation import Conversation
 
 
 def wrong_completions(sampled: Any, requests: Sequence[Request], sampling: Sampling) -> str | None:
-    """Say what an engine or a rollout returned instead of what it was asked for, or None where it is right.
+    """Return what is wrong with an engine's or a rollout's output, or None where it is right.
 
     Args:
-        sampled: what it returned.
-        requests: of this rank.
-        sampling: says whether there have to be log-probs.
+        sampled: the output.
+        requests: requests of this rank.
+        sampling: says whether log-probs are required.
 
     Returns:
-        The end of a sentence that begins with "returned", and how it is mended.
+        The end of a sentence that begins with "returned", and how to fix it.
     """
     problem = _wrong_list(sampled, len(requests), Completion, "request")
     if problem is not None:
@@ -31,8 +32,8 @@ def wrong_completions(sampled: Any, requests: Sequence[Request], sampling: Sampl
 
 
 def wrong_conversations(returned: Any, dialogues: int) -> str | None:
-    """Say what a rollout returned instead of one conversation for each of that many dialogues, or None where it is
-    right; as `wrong_completions` does."""
+    """Return what is wrong with a rollout's conversations, one for each dialogue, or None where they are right; worded
+    as in `wrong_completions`."""
     problem = _wrong_list(returned, dialogues, Conversation, "dialogue")
     if problem is not None:
         return problem
@@ -45,7 +46,7 @@ def wrong_conversations(returned: Any, dialogues: int) -> str | None:
 
 
 def _wrong_list(found: Any, wanted: int, kind: type, given: str) -> str | None:
-    """Say how it is no list with one of a kind for each thing that was given."""
+    """Return how an object is no list with one item of a kind for each thing given, or None where it is."""
     others = [one for one in found if not isinstance(one, kind)] if isinstance(found, list) else []
     if isinstance(found, list) and not others and len(found) == wanted:
         return None
@@ -65,7 +66,8 @@ def _wrong_tokens(completion: Completion) -> str | None:
 
 
 def _wrong_log_probs(completion: Completion, sampling: Sampling) -> str | None:
-    """The loss corrects for the engine by them, so without them it would fail, or correct by others'."""
+    """Return what is wrong with a completion's log-probs, or None. The loss corrects for the engine's sampling by them:
+    without them it would fail, and with others it would correct wrongly."""
     if sampling.logprobs is None:
         return None
     asked = "Sampling.logprobs asks for them: keep those of the engine's completions, one list for each token"
@@ -80,8 +82,9 @@ def _wrong_log_probs(completion: Completion, sampling: Sampling) -> str | None:
 
 
 def _wrong_order(sampled: Sequence[Completion], requests: Sequence[Request]) -> str | None:
-    """Rows in another order are told where the engine says which row it has sampled. A rollout may make requests of its
-    own, with other rows: only the same rows in another order are a mistake for certain."""
+    """Return which completion is out of order, or None. This is known only where the engine says which row it sampled.
+    A rollout may make its own requests, with other rows, so only the same rows in another order are certainly a
+    mistake."""
     given, expected = [completion.row for completion in sampled], [request.row for request in requests]
     rows = [row for row in given if row is not None]
     if len(rows) < len(given) or rows == expected or sorted(rows) != sorted(expected):

@@ -1,6 +1,7 @@
-"""Conversations with tools: what a trainer says about one, and what a rollout makes of it.
+"""Conversations with tools: what the trainer gives a rollout for each, and what the rollout returns.
 
-The trainer knows chat templates, tools and limits; the rollout knows clocks. They meet in this data.
+The trainer knows chat templates, tools and limits; the rollout schedules turns in time. These types are their
+interface.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..types import Completion, Request
 
-if TYPE_CHECKING:  # numpy comes with it, and not with the host
+if TYPE_CHECKING:  # it imports numpy, which the host does not need
     from ..support import Support
 
 Message = dict[str, Any]
@@ -21,12 +22,13 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Where a conversation ends, as in TRL.
+    """The limits at which a conversation ends, as in TRL.
 
     Attributes:
-        completion_tokens: sampled and observed tokens together; one observation that leads beyond is dropped.
+        completion_tokens: largest number of sampled and observed tokens together; an observation that exceeds it is
+            dropped.
         model_tokens: an observation must leave prompt and completion shorter than this.
-        tool_turns: how often tools are run.
+        tool_turns: largest number of turns in which tools are run.
     """
 
     completion_tokens: int
@@ -36,23 +38,24 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialogue:
-    """One row of a batch, before its conversation.
+    """A dialogue: one row of a batch, before its conversation.
 
     Attributes:
         prompt_ids: token ids of the rendered prompt.
-        parse: from the sampled ids of one turn, and all ids before them, the assistant's message; its "tool_calls"
-            are what to run. Called from the trainer's thread only, as `observe` is. Where it raises, the turn is plain
-            text.
-        decode: from the sampled ids of one turn, its text.
-        observe: from the tool messages of one turn, the ids between the end of the turn that called and the next.
-        sync_tools, async_tools: what may be called, by name; functions, and coroutine functions.
+        parse: takes the sampled ids of one turn, and all ids before them; returns the assistant's message, whose
+            "tool_calls" are to be run. Called from the trainer's thread only, as is `observe`. Where it raises, the
+            turn is plain text.
+        decode: takes the sampled ids of one turn; returns its text.
+        observe: takes the tool messages of one turn; returns the ids between the end of that turn and the next one.
+        sync_tools, async_tools: the tools that may be called, by name: functions, and coroutine functions.
         run_tools: the synchronous tools of the whole run: of other rows' environments, too.
-        images: of the prompt, or None.
-        first: the first turn, where something else has sampled it.
-        event_loop: where asynchronous tools run: the trainer's, so that clients they share with its reward functions
-            keep working. None where it has none.
-        environment: whose methods some of its tools are, or None.
-        discard: a call of the environment never came back: it must not be used for another row.
+        images: images of the prompt, or None.
+        first: the completion of the first turn, where it is sampled already.
+        event_loop: the loop that runs asynchronous tools: the trainer's, so that clients they share with its reward
+            functions keep working. None where it has none.
+        environment: the environment whose methods are among the tools, or None.
+        discard: to be called where a call of the environment never came back, so that no other row uses the
+            environment.
     """
 
     prompt_ids: list[int]
@@ -71,11 +74,11 @@ class Dialogue:
 
 @dataclass(slots=True, kw_only=True)
 class Turn:
-    """One turn: what was sampled, and what came back for it.
+    """The tokens of one turn: how many were sampled, and how many were observed after them.
 
     Attributes:
-        sampled, observed: tokens.
-        prompt: tokens before the sampled ones.
+        sampled, observed: number of tokens.
+        prompt: number of tokens before the sampled ones.
     """
 
     prompt: int
@@ -85,19 +88,19 @@ class Turn:
 
 @dataclass(slots=True, kw_only=True)
 class Conversation:
-    """What became of a dialogue.
+    """The result of a dialogue.
 
     Attributes:
         completion_ids: every token after the prompt.
         loss_mask: 1 where a token was sampled, 0 where it was observed; all 0 where the conversation failed.
-        logprobs: of each token, 0.0 where it was observed; None where none were asked for.
-        support: of each token the ids that it was sampled from, as far as completions say; None where none does.
-        messages: what was said after the prompt, by the model and its tools.
-        images: those that tools returned, or an environment showed after the prompt.
+        logprobs: log-prob of each token, 0.0 where it was observed; None where none were asked for.
+        support: the ids that each token was sampled from, as far as completions name them; None where none does.
+        messages: messages after the prompt, of the model and its tools.
+        images: images that tools returned, or that an environment showed after the prompt.
         turns: one entry per turn.
-        calls, failed_calls: tool calls, and those among them that the model was shown an error for.
-        mended_answers: answers of tools that the model was shown without the lone surrogates in them.
-        unparsed: why the last turn is plain text: the exception of `Dialogue.parse`; None where it was parsed.
+        calls, failed_calls: number of tool calls, and of those for which the model was shown an error.
+        mended_answers: number of tool answers from which lone surrogates were removed before the model saw them.
+        unparsed: why the last turn is plain text: the exception of `Dialogue.parse`; None where the turn was parsed.
         failure: why the conversation broke off, or None.
         finish_reason: how the last turn ended, see `Completion`.
     """
@@ -117,7 +120,7 @@ class Conversation:
     finish_reason: str | None = None
 
     def sampled(self, completion: Completion) -> None:
-        """Append what the model sampled."""
+        """Append a completion that the model sampled."""
         self._go_on(completion.support, len(completion.token_ids))
         self.completion_ids += completion.token_ids
         self.finish_reason = completion.finish_reason
@@ -126,7 +129,7 @@ class Conversation:
             self.logprobs = (self.logprobs or []) + [candidates[0] for candidates in completion.logprobs]
 
     def observed(self, token_ids: list[int]) -> None:
-        """Append what the model was shown."""
+        """Append tokens that the model was shown."""
         self._go_on(None, len(token_ids))
         self.completion_ids += token_ids
         self.loss_mask += [0] * len(token_ids)
@@ -134,7 +137,7 @@ class Conversation:
             self.logprobs += [0.0] * len(token_ids)
 
     def _go_on(self, support: Support | None, tokens: int) -> None:
-        """Append the support of so many tokens; None where they have none."""
+        """Append the support of `tokens` tokens; None where they have none."""
         known = self.support if support is None else support
         if known is None:
             return
@@ -144,15 +147,15 @@ class Conversation:
 
 
 RequestMaker = Callable[[int, int, list[int], list[Any] | None, int | None], Request]
-"""Makes the request of a row of this rank (by index) in a turn, which decide its seed; from the prompt's ids, its
-images, and the most to sample, where that is less than the run's limit."""
+"""A function that makes the request of one turn. Arguments: the row's index on this rank and the turn, which determine
+the seed; the prompt's ids; its images; and the most tokens to sample, where that is less than the run's limit."""
 
 
 def images_of(messages: Iterable[Message]) -> list[Any]:
-    """Those among the content blocks of chat messages, in their order.
+    """Return the images in the content blocks of chat messages, in order.
 
     Raises:
-        KeyError: a block of an image has none.
+        KeyError: an image block has no image.
     """
     return [
         part["image"]
@@ -164,7 +167,7 @@ def images_of(messages: Iterable[Message]) -> list[Any]:
 
 
 def opening(prompt: list[Message], observation: str | list[Message] | None) -> list[Message]:
-    """The prompt of an episode: the dataset's, and what `reset` showed."""
+    """Return the prompt of an episode: the dataset's prompt, extended by what `reset` showed."""
     if observation is None:
         return prompt
     if isinstance(observation, list):

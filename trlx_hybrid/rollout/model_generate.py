@@ -1,4 +1,4 @@
-"""`model.generate` while the engine is awake: called as transformers' own, answered by the engine.
+"""A replacement of `model.generate` while the engine is awake: called like transformers' own, answered by the engine.
 
 Source: transformers 5.17, `GenerationMixin.generate`.
 """
@@ -23,21 +23,22 @@ SERVED = (
     *("max_new_tokens", "max_length", "num_return_sequences", "do_sample", "temperature", "top_k", "top_p", "min_p"),
     *("repetition_penalty", "eos_token_id", "pad_token_id"),
 )
-"""Fields of a GenerationConfig that the engine follows, each call's own."""
+"""Fields of a GenerationConfig that the engine follows, separately for each call."""
 
 INDIFFERENT = {"bos_token_id", "decoder_start_token_id", "transformers_version", "_from_model_config"} | {
     *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size"),
     *("compile_config", "disable_compile", "synced_gpus"),
 }
-"""Those that do not say what is generated from a prompt, but how transformers does it."""
+"""Fields of a GenerationConfig that do not affect what is generated, only how transformers computes it."""
 
 
 @contextmanager
 def served_generate(session: Session, model: nn.Module) -> Iterator[None]:
-    """Inside, `model.generate` is the engine's, and so is that of what DDP or a compiler wraps.
+    """Replace `model.generate` by the engine's inside the context, also on the module inside DDP or a compiler's
+    wrapper.
 
-    An attribute of these objects hides their class's method and is taken away again: other models of the class, and
-    these ones before and after a rollout, generate as ever.
+    An attribute of these objects hides their class's method and is removed on exit. Other models of the class, and
+    these ones before and after a rollout, generate as always.
     """
     holders = {id(module): vars(module) for module in (model, session.policy.module)}.values()
     before = [dict(holder) for holder in holders]
@@ -48,28 +49,28 @@ def served_generate(session: Session, model: nn.Module) -> Iterator[None]:
     finally:
         for holder, old in zip(holders, before, strict=True):
             del holder["generate"]
-            if "generate" in old:  # somebody else's
+            if "generate" in old:  # a `generate` that was set before
                 holder["generate"] = old["generate"]
 
 
 def generate(session: Session, inputs: Tensor | None = None, generation_config: Any = None, **settings: Any) -> Tensor:
-    """What transformers' `generate` takes and returns, of which the engine samples the completions.
+    """Generate as transformers' `generate` does, with completions sampled by the engine.
 
-    It samples as the arguments, `generation_config` and the model's own say, in this order, and as transformers does
-    where these say nothing: greedily. `HybridEngine(sampling=...)` is for `engine.generate`. Draws depend on the run's
-    seed, not on torch's generators.
+    The arguments, `generation_config` and the model's own config set the sampling, in this order of precedence. Where
+    none of them does, it is greedy, as in transformers. `HybridEngine(sampling=...)` is for `engine.generate`. Draws
+    depend on the run's seed, not on torch's generators.
 
     Args:
-        inputs: or `input_ids`: (B, P) int64, prompts padded on the left.
+        inputs: (B, P) int64, may be passed as `input_ids`; prompts padded on the left.
         generation_config: a transformers `GenerationConfig`.
-        settings: `attention_mask` (B, P), 0 at padding; fields of a GenerationConfig, those in SERVED.
+        settings: `attention_mask` (B, P), 0 at padding; and the fields of a GenerationConfig in SERVED.
 
     Returns:
         (B * num_return_sequences, P + T) int64, on the device of the prompts: each prompt as it was given, its
         completion with the stop token, and `pad_token_id` up to T, the length of the longest.
 
     Raises:
-        ConfigError: something is asked for that the engine does not do.
+        ConfigError: a setting is not supported by the engine.
         EngineError: prompt and completion may be longer than the context.
     """
     import torch
@@ -90,7 +91,7 @@ def generate(session: Session, inputs: Tensor | None = None, generation_config: 
         )
     stops = [] if config.eos_token_id is None else torch.as_tensor(config.eos_token_id).reshape(-1).tolist()
     pad = config.pad_token_id if config.pad_token_id is not None else next(iter(stops), None)
-    if attention_mask is None:  # transformers' rule
+    if attention_mask is None:  # transformers' rule for a missing mask
         attention_mask = torch.ones_like(input_ids) if pad is None or pad in stops else (input_ids != pad).long()
     prompts = _without_padding(input_ids, attention_mask)
     longest, context = max(map(len, prompts)), session.live_engine.max_model_len
@@ -106,7 +107,7 @@ def generate(session: Session, inputs: Tensor | None = None, generation_config: 
         top_k=config.top_k,
         min_p=config.min_p or 0.0,
         repetition_penalty=config.repetition_penalty,
-        extra={"stop_token_ids": stops, "ignore_eos": True},  # the engine would add its tokenizer's
+        extra={"stop_token_ids": stops, "ignore_eos": True},  # else the engine would add its tokenizer's
     )
     copies = config.num_return_sequences
     repeated = [prompt for prompt in prompts for _ in range(copies)]
@@ -119,7 +120,8 @@ def generate(session: Session, inputs: Tensor | None = None, generation_config: 
 
 
 def _resolved(own: Any, given: Any, settings: Mapping[str, Any]) -> Any:
-    """The call's GenerationConfig, in transformers' order: arguments, the given one, the model's own, defaults.
+    """Return the call's GenerationConfig, in transformers' order of precedence: arguments, the given config, the
+    model's own, defaults.
 
     Raises:
         ConfigError: a setting that the engine does not follow has another value than transformers' default.
@@ -130,7 +132,7 @@ def _resolved(own: Any, given: Any, settings: Mapping[str, Any]) -> Any:
     defaults = config._get_default_generation_params()
     config.update(**own.to_dict(), defaults_only=True)
     unknown = config.update(**settings)
-    # Last, for None is often given beside do_sample=False.
+    # Defaults last, since None is often passed along with do_sample=False.
     config.update(**{k: v for k, v in defaults.items() if k != "max_length"}, defaults_only=True)
     known = INDIFFERENT | set(SERVED)
     for name, value in (config.to_dict() | unknown).items():
@@ -146,7 +148,7 @@ def _resolved(own: Any, given: Any, settings: Mapping[str, Any]) -> Any:
 
 
 def _without_padding(input_ids: Tensor, attention_mask: Tensor) -> list[list[int]]:
-    """The tokens of each prompt.
+    """Return the tokens of each prompt without padding.
 
     Raises:
         ConfigError: padding is elsewhere than on the left.

@@ -1,6 +1,6 @@
-"""Which groups make a batch that is sampled in several rounds: planning alone, the same on every rank.
+"""The plan of a batch that is sampled in several rounds: which groups belong to it, the same on every rank.
 
-TRL wants exactly as many rows of each rank as its data loader brought, with the completions of a prompt next to each
+TRL needs exactly as many rows on each rank as its data loader returned, with the completions of a prompt next to each
 other in the order of the ranks. So each round has equally many rows on every rank, and whole groups over all of them.
 """
 
@@ -21,16 +21,18 @@ class Place:
 
 
 def rows_per_rank(groups: int, size: int, world: int) -> int:
-    """The fewest rows on each of `world` ranks that hold so many groups of `size` rows, and whole groups only."""
+    """Return the smallest number of rows on each of `world` ranks that holds `groups` groups of `size` rows, and whole
+    groups only."""
     step = size // math.gcd(size, world)
     return step * -(-groups * size // (step * world))
 
 
 def batch_of(rounds: Sequence[Sequence[bool]], needed: int) -> list[Place]:
-    """The batch's groups: those that were kept, in the order of their sampling, then others where those are too few.
+    """Return the batch's groups: the kept ones, in the order of their sampling, then others if the kept ones are too
+    few.
 
     Args:
-        rounds: of each, which of its groups are kept; at least `needed` groups in all.
+        rounds: for each round, which of its groups are kept; it has at least `needed` groups in all.
     """
     places = [Place(r, g, kept) for r, groups in enumerate(rounds) for g, kept in enumerate(groups)]
     return sorted(places, key=lambda place: not place.kept)[:needed]

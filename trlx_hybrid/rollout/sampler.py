@@ -1,4 +1,4 @@
-"""From TRL's prompts to requests that carry their own randomness, and back to completions."""
+"""The sampler: turns TRL's prompts into requests with their own seeds, and returns their completions."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Sampler:
     """Samples the rollouts of one run.
 
     Args:
-        ranks: the processes of the run.
-        sampling: how to sample; a `seed` among its extras replaces the run's seed.
+        ranks: the ranks of the run.
+        sampling: the run's sampling parameters; a `seed` in its `extra` replaces the run's seed.
         run_seed: TRL's `seed`.
-        source: whose completions they are: a plugin's rollout, or the engine that the built-in one hands them on from.
+        source: the component that returns the completions: a plugin's rollout, or the engine behind the built-in one.
 
     Attributes:
-        source: the same.
+        source: as passed.
     """
 
     def __init__(self, ranks: Ranks, sampling: Sampling, run_seed: int, source: Component | None) -> None:
@@ -41,24 +41,24 @@ class Sampler:
         self.sampling = dataclasses.replace(sampling, extra=extra)
         self._ranks, self.source = ranks, source
         self._tracker: RowTracker | None = None
-        self._conversing = 0  # rows that converse in this batch
-        self._group = 1  # size of a group, as the first turn says: TRL's later turns are asked for one by one
+        self._conversing = 0  # rows with conversations in this batch
+        self._group = 1  # size of a group, from the first turn: TRL requests later turns one by one
         self._version = -1
-        self._drawn: Counter[str] = Counter()  # rows that this weight version has sampled, per stream
+        self._drawn: Counter[str] = Counter()  # rows sampled with this weight version, per stream
 
     def begin(self, stream: str, version: int) -> None:
-        """A batch of a weight version begins; `stream` is "train" or "eval", which share no draws."""
+        """Begin a batch of a weight version; `stream` is "train" or "eval", which share no draws."""
         self._stream, self._tracker, self._conversing = stream, None, 0
         if version != self._version:
             self._version = version
             self._drawn.clear()
 
     def forget(self) -> None:
-        """A checkpoint was loaded: rows of its weight version count from the first again."""
+        """Restart the row count: a checkpoint was loaded, so rows of its weight version count from the first again."""
         self._version = -1
 
     def end(self) -> None:
-        """The batch is over: the next one of this weight version continues the row count. Collective."""
+        """End the batch: the next one of this weight version continues the row count. Collective."""
         rows = len(self._tracker) if self._tracker is not None else self._conversing
         self._drawn[self._stream] += self._ranks.sum(rows)
         self._tracker = None
@@ -73,14 +73,14 @@ class Sampler:
         timer: AbstractContextManager[Any] | None = None,
         sampling: Sampling | None = None,
     ) -> list[Completion]:
-        """One completion per prompt of this rank, in order.
+        """Return one completion per prompt of this rank, in order.
 
         Args:
-            run: the rollout's.
+            run: the rollout's `run`.
             prompts: token ids; the copies of one prompt's group follow each other, as TRL lays them out.
             num_generations: size of a group.
             timer: entered around the engine's work (TRL's profiler).
-            sampling: how to sample this once, where not as the run does.
+            sampling: sampling parameters of this call; by default the run's.
 
         Raises:
             EngineError: a prompt is empty, or leaves no room for a completion.
@@ -111,10 +111,10 @@ class Sampler:
         return completions
 
     def experts(self, completions: Sequence[Completion]) -> list[np.ndarray[Any, Any]]:
-        """Those that the tokens of each were routed to, see `Completion.experts`.
+        """Return the experts that the tokens of each completion were routed to, see `Completion.experts`.
 
         Raises:
-            ComponentError: a rollout has left them out.
+            ComponentError: a rollout has left out the experts.
         """
         found = [completion.experts for completion in completions]
         if any(experts is None for experts in found):
@@ -125,7 +125,8 @@ class Sampler:
         return [experts for experts in found if experts is not None]
 
     def converse(self, engine: Engine, prompts: Sequence[list[int]], num_generations: int) -> RequestMaker:
-        """What makes the requests of conversations that start with these prompts: the same as `sample` would make.
+        """Return a function that makes the requests of conversations which start with these prompts: the same requests
+        as `sample` makes.
 
         Raises:
             EngineError: a prompt leaves no room for a completion.
@@ -149,7 +150,7 @@ class Sampler:
         return request
 
     def _first_row(self, rows: int) -> int:
-        """Global row of this rank's first prompt; every rank has as many."""
+        """Return the global row of this rank's first prompt; every rank has equally many rows."""
         return self._drawn[self._stream] + self._ranks.rank * rows
 
     def _seed(self, row: int, turn: int) -> int:

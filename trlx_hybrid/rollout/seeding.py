@@ -1,4 +1,5 @@
-"""Randomness without state: every request carries its seed, and the trainer's generators are never touched."""
+"""Seeds of requests: every request has its own, so that sampling has no state; the trainer's generators are never
+touched."""
 
 from __future__ import annotations
 
@@ -10,11 +11,11 @@ from contextlib import contextmanager
 
 
 def request_seed(run_seed: int, stream: str, weight_version: int, row: int, generation: int, turn: int) -> int:
-    """The seed of one request: a hash of what identifies it, so that it depends on nothing else.
+    """Return the seed of one request: a hash of what identifies it, so that it depends on nothing else.
 
-    Which rank asks, in which order, how many processes there are, and who else drew random numbers all stay out of
-    it. That makes the ranks of one replica agree, runs repeat on another number of processes, and resumes exact,
-    with no generator state to checkpoint.
+    It does not depend on which rank asks, in which order, how many processes there are, and who else drew random
+    numbers. So the ranks of one replica agree, runs repeat on another number of processes, and resumes are exact,
+    without generator state in checkpoints.
 
     Args:
         run_seed: the run's seed (TRL's `seed`).
@@ -33,7 +34,7 @@ def request_seed(run_seed: int, stream: str, weight_version: int, row: int, gene
 
 @contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Give the global generators of `random`, NumPy and torch (CPU and current GPU) back as they were.
+    """Restore the global generators of `random`, NumPy and torch (CPU and current GPU) on exit.
 
     Building an engine and each of its calls draw from them, which would change dropout and data order of the
     training around it.
@@ -52,10 +53,10 @@ def preserved_generators() -> Iterator[None]:
 
 
 class RowTracker:
-    """Places the prompts of one rollout phase on this rank.
+    """Assigns rows and turns to the prompts of one rollout phase on this rank.
 
-    The first call holds every row of this rank. TRL's tool loop then calls again with the rows that go on, each
-    prompt being what was sampled so far plus the tool's answer: such a prompt is recognised by its prefix.
+    The first call holds every row of this rank. TRL's tool loop then calls again with the rows that go on. Each prompt
+    then is what was sampled so far plus the tool's answer, and is recognised by its prefix.
 
     Args:
         first_row: global row of this rank's first prompt.
@@ -71,7 +72,7 @@ class RowTracker:
         return len(self._sequences)
 
     def place(self, prompts: Sequence[list[int]]) -> list[tuple[int, int]]:
-        """(row, turn) of each prompt, in order: its completion's number over all ranks, and the turn within the
+        """Return (row, turn) for each prompt, in order: the row's number over all ranks, and the turn within the
         trajectory. TRL keeps the order of rows, so each search starts after the last hit."""
         self._calls += 1
         if not self._sequences:
@@ -81,7 +82,7 @@ class RowTracker:
         places, start = [], 0
         for index, prompt in enumerate(prompts):
             hit = next((i for i in range(start, len(self._sequences)) if _continues(prompt, self._sequences[i])), None)
-            if hit is None:  # a custom rollout asks for something of its own: the call's number keeps it distinct
+            if hit is None:  # a custom rollout's own request: the call's number keeps it distinct
                 places.append((self._first_row + index, self._calls - 1))
                 continue
             start = hit + 1
@@ -92,7 +93,7 @@ class RowTracker:
     def extend(
         self, places: Sequence[tuple[int, int]], prompts: Sequence[list[int]], completions: Sequence[list[int]]
     ) -> None:
-        """Remember what was sampled, for the next turn."""
+        """Record what was sampled, for the next turn."""
         for (row, _), prompt, completion in zip(places, prompts, completions, strict=True):
             index = row - self._first_row
             if index < len(self._sequences):

@@ -9,13 +9,13 @@ from ..types import Completion, Request, Sampling
 
 
 class SingleTurn(Rollout):
-    """Also serves TRL's tool loop, which calls once per turn."""
+    """The built-in rollout: one completion per prompt. It also serves TRL's tool loop, which calls it once per turn."""
 
     name = "single_turn"
     tells = True
 
     def run(self, session: Run, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """One completion per request, in order."""
+        """Return one completion per request, in order."""
         engine, tell = session.live_engine, session.on_completion
         if tell is None:
             return engine.generate(requests, sampling)

@@ -1,4 +1,4 @@
-"""The supports of a rollout's rows, put together from those of the turns that they were sampled in."""
+"""The supports of a rollout's rows, assembled from the supports of the turns that they were sampled in."""
 
 from __future__ import annotations
 
@@ -9,29 +9,30 @@ from ..errors import ComponentError
 from ..support import Support
 
 Turn = tuple[list[int], Support]
-"""The token ids that were sampled behind a context, and their support."""
+"""The token ids that were sampled after a context, and their support."""
 
 
 class Supports:
-    """The supports of all that was sampled in one rollout, found again by the tokens.
+    """The supports of all turns sampled in one rollout, looked up by their tokens.
 
-    TRL and rollouts of a user's own hand on tokens alone, ask for a row in several turns, and may cut the last one. So
-    a row's support is that of its turns: of each, of what was sampled behind the same tokens and begins as it does.
+    TRL and users' own rollouts pass on tokens only, request a row in several turns, and may cut the last one. So a
+    row's support is assembled from its turns: for each, from a completion that was sampled after the same tokens and
+    begins with the same ones.
     """
 
     def __init__(self) -> None:
         self._turns: defaultdict[int, list[Turn]] = defaultdict(list)  # by the hash of the context
 
     def clear(self) -> None:
-        """Forget those of an earlier rollout."""
+        """Forget the supports of the last rollout."""
         self._turns.clear()
 
     def add(self, prompt_ids: Sequence[int], completion_ids: Sequence[int], support: Support | None) -> None:
-        """Keep that of a turn, or of a whole conversation; None says nothing.
+        """Record the support of a turn, or of a whole conversation; None records nothing.
 
         Args:
-            prompt_ids: all tokens before it.
-            completion_ids: those that the support is of.
+            prompt_ids: all tokens before the turn.
+            completion_ids: the tokens that the support belongs to.
         """
         if support is None:
             return
@@ -45,7 +46,7 @@ class Supports:
     def of_row(
         self, prompt_ids: Sequence[int], completion_ids: Sequence[int], mask: Sequence[int] | None
     ) -> Support | None:
-        """Return the support of a row, None where that of a sampled token is not known.
+        """Return the support of a row, or None where the support of a sampled token is not known.
 
         Args:
             mask: 0 for the tokens that were not sampled, or are not trained on; None where all were.
@@ -70,19 +71,20 @@ class Supports:
         return sum(whole[1:], whole[0])
 
     def _take(self, context: tuple[int, ...], tokens: Sequence[int]) -> Support | None:
-        """Return the support of as many of the tokens as were sampled in one turn behind the context. Rows that say the
-        same are equal in it but for rounding, and each has its own as long as there is another."""
+        """Return the support of as many of the tokens as were sampled in one turn after the context. Turns with the
+        same tokens have equal supports except for rounding; rows with equal tokens get different ones as long as there
+        are enough."""
         turns, tokens = self._turns.get(hash(context), []), list(tokens)
         found = next((n for n, (sampled, _) in enumerate(turns) if sampled == tokens), None)
-        if found is None:  # the row goes on behind it, or was cut
+        if found is None:  # the row goes on after this turn, or was cut
             begun = [n for n, (sampled, _) in enumerate(turns) if sampled and _begins(sampled, tokens)]
             found = max(begun, key=lambda n: len(turns[n][0]), default=None)
         if found is None:
             return None
-        turns.append(turns.pop(found))  # the next row that says the same takes another
+        turns.append(turns.pop(found))  # the next row with the same tokens takes another
         return turns[-1][1][: len(tokens)]
 
 
 def _begins(one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether the shorter of the two is how the longer one begins."""
+    """Return whether the shorter of two sequences is a prefix of the longer one."""
     return one[0] == other[0] and all(a == b for a, b in zip(one, other, strict=False))

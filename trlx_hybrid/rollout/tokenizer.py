@@ -1,4 +1,4 @@
-"""A tokenizer that nobody else can reach."""
+"""A private copy of a tokenizer, whose state no other code can change."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 _backends: WeakKeyDictionary[Any, tuple[Any, int, Any]] = WeakKeyDictionary()
-"""By tokenizer: its backend, how many tokens that had, and our copy of it."""
+"""Private backends by tokenizer: the shared backend, how many tokens it had, and our copy of it."""
 
 
 def own_tokenizer(shared: Any) -> Any:
-    """The tokenizer, or the processor around it, with a backend of its own; for callers that neither truncate nor pad.
+    """Return the tokenizer, or the processor around it, with a private backend; for callers that neither truncate nor
+    pad.
 
     Truncation and padding are state of the `tokenizers` library's backend, which each call of a fast tokenizer sets for
-    itself. A tool that truncates with the trainer's, in a thread, would cut what is being encoded here.
+    itself. A tool that truncates with the trainer's tokenizer, in a thread, would cut what is being encoded here.
 
-    The backend is copied once, as long as no token is added; all else is the shared tokenizer's of now. A tokenizer
-    without such a backend is returned as it is.
+    The backend is copied again only when a token is added; all else is the shared tokenizer's current state. A
+    tokenizer without such a backend is returned as it is.
     """
     inner = getattr(shared, "tokenizer", shared)
     backend = getattr(inner, "_tokenizer", None)

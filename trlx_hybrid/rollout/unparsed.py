@@ -1,4 +1,4 @@
-"""Turns that a parser raises at: plain text and counted, unless it raises at all of them.
+"""Unparsed turns: turns at which the parser raises are plain text and counted, unless it raises at all of them.
 
 A model may write what makes a parser raise: 1,000 brackets are a RecursionError of Python's JSON. TRL 1.16 reads a turn
 as plain text where `parse_response` raises a ValueError or a TypeError, and ends the run at all else.
@@ -17,14 +17,15 @@ from ..errors import ConfigError
 logger = logging.getLogger(__name__)
 
 UNPARSED = "hybrid/turns/unparsed"
-"""The metric: turns of a batch, per rank."""
+"""The metric: number of unparsed turns of a batch, per rank."""
 
 FEWEST = 2
-"""Rows in succession that say that the parser is broken: one row alone may be the model's doing."""
+"""Number of consecutive unparsed rows from which on the parser counts as broken: one row alone may be the model's
+doing."""
 
 
 class UnparsedTurns:
-    """Counts the rows of a run whose turn no parser took."""
+    """Counts the rows of a run whose turn the parser could not parse."""
 
     def __init__(self) -> None:
         self._in_succession, self._warned = 0, False
@@ -33,10 +34,11 @@ class UnparsedTurns:
         """Return how many rows of a batch were not parsed.
 
         Args:
-            reasons: the exception of each row's parser, None where it was parsed.
+            reasons: the parser's exception for each row, None where the row was parsed.
 
         Raises:
-            ConfigError: no row of the batch was, nor any of the batches right before it, two rows at least together.
+            ConfigError: the parser raised at every row of this batch and of those right before it, in at least two
+                consecutive rows.
         """
         raised = [reason for reason in reasons if reason is not None]
         self._in_succession = self._in_succession + len(raised) if len(raised) == len(reasons) else 0
@@ -59,11 +61,12 @@ class UnparsedTurns:
 
 
 class ParsingTokenizer:
-    """A tokenizer for TRL's `parse_response`, which reads turns as plain text where this one's parser raises.
+    """A tokenizer for TRL's `parse_response`, which treats turns as plain text where the wrapped tokenizer's parser
+    raises.
 
     Attributes:
-        tokenizer: the one that it stands for, in all else, too.
-        reasons: of each turn that was parsed, the exception, or None.
+        tokenizer: the wrapped tokenizer, which serves everything else.
+        reasons: for each call of the parser its exception, or None.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -74,22 +77,22 @@ class ParsingTokenizer:
         return getattr(self.tokenizer, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Encode."""
+        """Encode with the wrapped tokenizer."""
         return self.tokenizer(*args, **kwargs)
 
     def __len__(self) -> int:
         return len(self.tokenizer)
 
     def parse_response(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the tokenizer's message.
+        """Return the message that the wrapped tokenizer parses.
 
         Raises:
-            ValueError: the parser raised, whatever it was.
+            ValueError: the parser raised any exception but a TypeError, which passes through.
         """
         parse: Callable[..., Any] = self.tokenizer.parse_response
         try:
             message = parse(*args, **kwargs)
-        except (ValueError, TypeError):  # TRL knows these: a malformed call
+        except (ValueError, TypeError):  # TRL handles these: a malformed call
             self.reasons.append(None)
             raise
         except Exception as error:

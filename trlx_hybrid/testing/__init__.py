@@ -1,1 +1,1 @@
-"""For tests of this package and of plugins: tiny real models, a tokenizer, tasks."""
+"""Helpers for tests of this package and of plugins: tiny real models, a tokenizer, tasks."""

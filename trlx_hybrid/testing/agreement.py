@@ -1,16 +1,17 @@
-"""How far an engine and the policy are apart on what the engine samples."""
+"""A measure of how far engine and policy are apart in the log-probs of what the engine samples."""
 
 from __future__ import annotations
 
 from typing import Any
 
 PROMPTS = [[5, 6, 7, 40], list(range(10, 43)), [90]]
-"""A single token, and more than one KV block of 32."""
+"""Prompts of several lengths: a single token, and more tokens than one KV block of 32."""
 
 
 def gap(session: Any) -> float:
-    """The largest difference between log-probs that the engine samples with and those of the policy as it is, its
-    adapters unmerged, in nats. A rollout phase of its own, which syncs first."""
+    """Return the largest difference, in nats, between the log-probs that the engine samples with and those of the
+    policy as it is, its adapters unmerged. NaN where one of them is. Runs a rollout phase of its own, which syncs
+    first."""
     import torch
 
     from ..types import Request, Sampling
@@ -23,4 +24,4 @@ def gap(session: Any) -> float:
         torch.tensor([p[0] for p in c.logprobs]) - session.policy.log_probs(prompt, c.token_ids)
         for prompt, c in zip(PROMPTS, completions, strict=True)
     ]
-    return float(torch.cat(differences).abs().max())  # NaN where there is one
+    return float(torch.cat(differences).abs().max())  # NaN if any value is NaN

@@ -1,4 +1,4 @@
-"""A chat model that calls tools although nobody taught it to: single tokens that spell whole turns."""
+"""A chat model that calls tools without training: it samples single tokens that spell whole turns."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ TEMPLATES = {"qwen3": QWENS, "qwen3_vl": QWENS, "llama3_1": ("<|begin_of_text|>"
 """TRL's chat templates by name, with the tokens that begin a text and end a turn."""
 
 SCHEMA = "type function parameters properties description integer string object required array items return"
-SPOKEN = 30.0  # how far the embedding of a spoken turn reaches towards the end of one
+SPOKEN = 30.0  # strength of the direction that makes a turn end
 
 
 def chat_tokenizer(turns: Sequence[str], template: str = "qwen3") -> Any:
-    """Characters, the words of a chat template, and a token for each of `turns`; with TRL's copy of the template.
+    """Return a tokenizer of characters, the words of a chat template, and a token for each of `turns`, with TRL's copy
+    of that template.
 
-    Encoding never makes those tokens, only sampling does: text that is encoded again comes back as other ids.
+    Encoding never produces the tokens of `turns`, only sampling does: a sampled text that is encoded again gives other
+    ids.
     """
     from importlib.resources import files
 
@@ -47,7 +49,8 @@ def chat_tokenizer(turns: Sequence[str], template: str = "qwen3") -> Any:
 
 
 def text_processor(tokenizer: Any, chat_template: str) -> Any:
-    """A processor as TRL loads one for a multimodal checkpoint, of text alone: its template takes content blocks."""
+    """Return a text-only processor of the kind that TRL loads for a multimodal checkpoint: its template takes content
+    blocks."""
     from transformers import ProcessorMixin
 
     class TextProcessor(ProcessorMixin):  # type: ignore[misc]
@@ -61,7 +64,7 @@ def text_processor(tokenizer: Any, chat_template: str) -> Any:
 
 
 def chatty_model(tokenizer: Any, turns: Sequence[str], architecture: str = "qwen3", **config: Any) -> Any:
-    """A tiny model that mostly samples a whole turn and then its end, differently for each prompt."""
+    """Return a tiny model that mostly samples a whole turn and then its end, differently for each prompt."""
     model = tiny_model(
         architecture,
         vocab_size=len(tokenizer),
@@ -73,7 +76,8 @@ def chatty_model(tokenizer: Any, turns: Sequence[str], architecture: str = "qwen
 
 
 def made_chatty(model: Any, tokenizer: Any, turns: Sequence[str]) -> Any:
-    """Any model of such a tokenizer, made to do that."""
+    """Change the weights of any model with such a tokenizer so that it mostly samples a whole turn and then its end;
+    return it."""
     import torch
 
     spoken = torch.tensor(tokenizer.convert_tokens_to_ids(list(turns)))
@@ -82,11 +86,11 @@ def made_chatty(model: Any, tokenizer: Any, turns: Sequence[str]) -> Any:
         over = torch.nn.functional.normalize(
             torch.randn(words.shape[1], generator=torch.Generator().manual_seed(1)), dim=0
         )
-        words[spoken] += SPOKEN * over  # a turn was spoken: now end it, most of the time
+        words[spoken] += SPOKEN * over  # after a turn's token, mostly sample the end
         logits *= 0.1
         logits[spoken] *= 16.0
         for name, parameter in model.named_parameters():
             if "q_proj.weight" in name or "q_norm.weight" in name:
-                parameter *= 2.0  # look at few tokens, so that the question matters
+                parameter *= 2.0  # attend to few tokens, so that the question matters
         logits[tokenizer.eos_token_id] = 0.6 * over
     return model

@@ -1,4 +1,5 @@
-"""A pytest plugin with what tests of plugins need: `pytest_plugins = ["trlx_hybrid.testing.fixtures"]` in conftest.py.
+"""A pytest plugin with fixtures for tests of plugins: `pytest_plugins = ["trlx_hybrid.testing.fixtures"]` in
+conftest.py.
 
 Everything is real and runs on a CPU; only the models are tiny.
 """
@@ -23,7 +24,7 @@ def tiny_model() -> Any:
 
 @pytest.fixture
 def tiny_tokenizer() -> Any:
-    """One token per printable character."""
+    """A tokenizer with one token per printable character."""
     from .models import character_tokenizer
 
     return character_tokenizer()
@@ -31,7 +32,7 @@ def tiny_tokenizer() -> Any:
 
 @pytest.fixture
 def tiny_dataset() -> Any:
-    """Prompts that this tokenizer can read, a `datasets.Dataset`."""
+    """A `datasets.Dataset` of prompts that `tiny_tokenizer` can read."""
     from .launched import sorting_prompts
 
     return sorting_prompts()
@@ -43,9 +44,9 @@ def tiny_trainer(
 ) -> Iterator[Callable[..., Any]]:
     """Makes a GRPO trainer of `trlx_hybrid` that trains in seconds: `tiny_trainer(plugins=[...], max_steps=3)`.
 
-    What the trainer takes is handed to it, all else to its GRPOConfig; model, tokenizer, dataset and reward are tiny
-    ones. With TRL's own generation unless told otherwise: `use_vllm=True`, or `hybrid=HybridConfig(engine=...)`. Its
-    engine is closed after the test.
+    Arguments of the trainer go to the trainer, all others to its GRPOConfig. Model, tokenizer, dataset and reward are
+    tiny by default. TRL generates unless `use_vllm=True` or `hybrid=HybridConfig(engine=...)` is passed. The engine is
+    closed after the test.
     """
     made: list[Any] = []
 
@@ -61,7 +62,7 @@ def tiny_trainer(
         own = {"plugins", "hybrid", *inspect.signature(BaseGRPOTrainer.__init__).parameters}
         arguments = {name: given.pop(name) for name in list(given) if name in own}
         defaults = {"model": tiny_model, "processing_class": tiny_tokenizer}
-        if getattr(arguments.get("hybrid"), "environment", None) is None:  # which brings these
+        if getattr(arguments.get("hybrid"), "environment", None) is None:  # an environment brings these
             defaults |= {"train_dataset": tiny_dataset, "reward_funcs": _digits}
         settings = {"use_vllm": False, "per_device_train_batch_size": 4} | given
         trainer = GRPOTrainer(**defaults | arguments, args=GRPOConfig(**tiny_grpo(tmp_path, **settings)))
@@ -74,7 +75,7 @@ def tiny_trainer(
 
 
 def _digits(completions: list[str], **_: Any) -> list[float]:
-    """A reward that differs between completions."""
+    """A reward that differs between completions: the number of digits in each."""
     return [float(sum(c.isdigit() for c in text)) for text in completions]
 
 
@@ -82,8 +83,8 @@ def _digits(completions: list[str], **_: Any) -> list[float]:
 def two_processes(tmp_path: Path) -> Callable[..., list[Any]]:
     """Runs a script as the two ranks of a job: `two_processes(script, *arguments)`.
 
-    The script is called as `SCRIPT FOLDER ARGUMENTS`, with the variables that torchrun sets, and writes what it found
-    to `FOLDER/rank<rank>.json`; these are returned. Both must end well.
+    The script is called as `SCRIPT FOLDER ARGUMENTS`, with the variables that torchrun sets, and writes its results to
+    `FOLDER/rank<rank>.json`; these are returned. Both ranks must exit with code 0.
     """
     from .processes import rank_reports
 
@@ -94,27 +95,27 @@ def two_processes(tmp_path: Path) -> Callable[..., list[Any]]:
 
 
 class FakeClock:
-    """Time that passes only when somebody sleeps.
+    """A clock whose time passes only in calls of `sleep`.
 
     Attributes:
-        seconds: since it was made.
+        seconds: time since the clock was made.
     """
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def now(self) -> float:
-        """As `time.monotonic`."""
+        """Return the time in seconds, as `time.monotonic` does."""
         return self.seconds
 
     def sleep(self, seconds: float) -> None:
-        """As `time.sleep`, at once."""
+        """Advance the time by some seconds, and return at once."""
         self.seconds += max(0.0, seconds)
 
 
 @pytest.fixture
 def fake_clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
-    """In the place of `time.monotonic`, `time.perf_counter`, `time.time` and `time.sleep`, for the test."""
+    """A FakeClock that replaces `time.monotonic`, `time.perf_counter`, `time.time` and `time.sleep` during the test."""
     clock = FakeClock()
     for name in ("monotonic", "perf_counter", "time"):
         monkeypatch.setattr(time, name, clock.now)

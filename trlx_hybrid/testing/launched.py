@@ -1,4 +1,4 @@
-"""For scripts that tests launch in several processes: what they have in common."""
+"""Settings shared by the scripts that tests launch in several processes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ FSDP2 = {
     "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
     "FSDP_CPU_RAM_EFFICIENT_LOADING": "False",
 }
-"""What `accelerate launch` would set for a `tiny_model` under FSDP2; `use_fsdp_on_cpu` comes with it."""
+"""The variables that `accelerate launch` would set for a `tiny_model` under FSDP2; to be used with
+`use_fsdp_on_cpu`."""
 
 FSDP2_FILE = {
     "compute_environment": "LOCAL_MACHINE",
@@ -35,11 +36,12 @@ FSDP2_FILE = {
         "fsdp_cpu_ram_efficient_loading": False,
     },
 }
-"""The same for two processes, as `accelerate launch --config_file` reads it; JSON is YAML, too."""
+"""The same settings for two processes, as `accelerate launch --config_file` reads them; JSON is valid YAML."""
 
 
 def use_fsdp_on_cpu() -> None:
-    """Honour accelerate's FSDP setting on a CPU, where 1.15 turns it into DDP in silence. FSDP2 over gloo is real."""
+    """Make accelerate honour its FSDP setting on a CPU, where version 1.15 silently turns it into DDP. FSDP2 over gloo
+    is real."""
     from accelerate import state
     from accelerate.utils import DistributedType
 
@@ -57,11 +59,12 @@ def use_fsdp_on_cpu() -> None:
 
 
 def tiny_grpo(folder: Path, **settings: Any) -> dict[str, Any]:
-    """Arguments of a GRPOConfig: a few steps of a tiny model through vLLM on a CPU, the same on any number of ranks.
+    """Return arguments of a GRPOConfig: a few steps of a tiny model through vLLM on a CPU, the same on any number of
+    ranks.
 
     Args:
-        folder: for its output.
-        settings: further arguments, or other values.
+        folder: the output folder.
+        settings: further arguments, which override the defaults.
     """
     return {
         "output_dir": str(folder),
@@ -81,7 +84,7 @@ def tiny_grpo(folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 def sorting_prompts(count: int = 32) -> Any:
-    """A `datasets.Dataset` of different prompts that `character_tokenizer` can read."""
+    """Return a `datasets.Dataset` of different prompts that `character_tokenizer` can read."""
     from datasets import Dataset
 
     return Dataset.from_dict({"prompt": [f"sort {i * 7919 % 1000}=" for i in range(count)]})

@@ -54,7 +54,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 0,
     },
     "glm4_moe": ROUTED | {"use_qk_norm": True},
-    # Of latents, transformers takes 1e-6 whatever the config says (published: 1e-5, which is 2e-5 nats off in vLLM).
+    # For latents transformers uses 1e-6 whatever the config says (published: 1e-5, which is 2e-5 nats off in vLLM).
     "glm4_moe_lite": LATENT | ROUTED | {"mlp_layer_types": ["dense", "sparse"], "rms_norm_eps": 1e-6},
     "gpt2": {"activation_function": "gelu_new", "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "gpt_oss": SLIDING | {"num_local_experts": 4, "num_experts_per_tok": 2},
@@ -74,7 +74,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3_next": LINEAR | EXPERTS | {"shared_expert_intermediate_size": 64},
     "smollm3": {"no_rope_layers": [1, 0]},
 }
-"""What architectures need beside the fields that all have: transformers' model types, and fields of their configs."""
+"""Config fields that architectures need beside TINY, by transformers' model type."""
 
 
 TINY: dict[str, Any] = {
@@ -90,14 +90,15 @@ TINY: dict[str, Any] = {
     "bos_token_id": 2,
     "initializer_range": 0.1,
 }
-"""Fields that the text models of all have; the ids are those of `character_tokenizer`."""
+"""Config fields that all text models share; the ids are those of `character_tokenizer`."""
 
 
 def character_tokenizer(**special: str) -> Any:
-    """One token per printable ASCII character, with pad, eos and bos; a `PreTrainedTokenizerFast`.
+    """Return a tokenizer with one token per printable ASCII character, with pad, eos and bos; a
+    `PreTrainedTokenizerFast`.
 
     Args:
-        special: further special tokens, by the names that a processor asks for.
+        special: further special tokens, by the names under which a processor reads them.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -120,10 +121,10 @@ def character_tokenizer(**special: str) -> Any:
 def tiny_model(
     architecture: str = "qwen3", *, tied: bool = False, seed: int = 0, dtype: Any = None, **config: Any
 ) -> Any:
-    """A causal language model of a few ten thousand parameters, weights spread widely enough to tell apart.
+    """Return a causal language model of a few ten thousand parameters, whose weights differ enough to tell them apart.
 
     Args:
-        architecture: a model type of transformers, most of them with the fields of SHAPES.
+        architecture: a model type of transformers, with its fields of SHAPES, if it has any.
         tied: whether input and output embeddings share their weight.
         config: fields of the model's config to change.
     """

@@ -1,6 +1,6 @@
-"""Real processes for tests, which start with the training stack imported: forks of one process that holds it.
+"""Real processes for tests that start with the training stack imported: forks of one process that has imported it.
 
-A rank spends some ten seconds of a core on imports, and often less than one on what a test asks of it.
+A rank spends some ten seconds of CPU time on imports, and often less than one on the test itself.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ STACK = (
     "vllm.v1.worker.cpu_worker",
 )
 PORTS = range(20000, 32000)
-_born: dict[str, str] = {}  # the environment that the process with the imports was started in
+_born: dict[str, str] = {}  # variables of the process with the imports
 
 
 class Script:
-    """`python SCRIPT ARGUMENTS`, running, forked from a process that has imported `STACK`.
+    """A running `python SCRIPT ARGUMENTS`, forked from a process that has imported `STACK`.
 
     Args:
-        environment: in place of this process's.
+        environment: environment variables; by default those of this process.
     """
 
     def __init__(self, script: Path | str, *arguments: object, environment: Mapping[str, str] | None = None) -> None:
@@ -59,13 +59,13 @@ class Script:
         self._process.start()
 
     def wait(self, timeout: float) -> CompletedProcess[str]:
-        """Its end, after which it is gone in any case.
+        """Wait for the process to end and return its result; the process is gone afterwards in any case.
 
         Args:
             timeout: seconds.
 
         Raises:
-            TimeoutError: it had not ended and was killed; with the last lines of its stderr.
+            TimeoutError: it had not ended and was killed; the message has the end of its stderr.
         """
         self._process.join(timeout)
         late = self._process.exitcode is None
@@ -77,7 +77,7 @@ class Script:
         return CompletedProcess(self._command, self._process.exitcode or 0, stdout, stderr)
 
     def kill(self) -> None:
-        """End it now, if it has not ended."""
+        """Kill the process, if it has not ended."""
         self._process.kill()
         self._process.join()
 
@@ -85,7 +85,7 @@ class Script:
 def start_ranks(
     script: Path | str, *arguments: object, count: int, environment: Mapping[str, str] | None = None
 ) -> list[Script]:
-    """Rank 0 to `count` - 1 of a script, with the variables that torchrun would give them."""
+    """Start ranks 0 to `count` - 1 of a script, with the variables that torchrun would set for them."""
     common = dict(os.environ if environment is None else environment)
     common |= {"OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)} for rank in range(count))
@@ -93,10 +93,10 @@ def start_ranks(
 
 
 def wait_all(scripts: list[Script], timeout: float) -> list[CompletedProcess[str]]:
-    """How all of them ended; where one is late, all are killed.
+    """Wait for all scripts and return their results; where one is late, kill all.
 
     Raises:
-        TimeoutError: as `Script.wait`.
+        TimeoutError: as for `Script.wait`.
     """
     ends, late = [], None
     for script in scripts:
@@ -117,7 +117,8 @@ def rank_reports(
     environment: Mapping[str, str] | None = None,
     timeout: float = 400.0,
 ) -> list[Any]:
-    """What each rank of `SCRIPT FOLDER ARGUMENTS` wrote to `FOLDER/rank<rank>.json`. All must end well."""
+    """Run `SCRIPT FOLDER ARGUMENTS` on each rank and return what each wrote to `FOLDER/rank<rank>.json`. All must exit
+    with code 0."""
     ends = wait_all(start_ranks(script, folder, *arguments, count=count, environment=environment), timeout)
     if any(end.returncode for end in ends):
         raise AssertionError("\n".join(f"exit code {end.returncode}\n{end.stderr[-3000:]}" for end in ends))
@@ -125,15 +126,17 @@ def rank_reports(
 
 
 def models_inspected_here() -> AbstractContextManager[Any]:
-    """vLLM looks at each class of models that it has not met on this machine in a process of its own, which imports all
-    for ten seconds of a core, since a look could start CUDA: not on a CPU."""
+    """Let vLLM inspect model classes in this process inside the context. By default it inspects each class that is new
+    on this machine in a subprocess, whose imports take ten seconds of CPU time, because the inspection could start
+    CUDA; on a CPU it cannot."""
     return patch("vllm.model_executor.models.registry._run_in_subprocess", lambda look: look())
 
 
 def free_port() -> int:
-    """A TCP port of this machine that nobody listens on now, and that Linux gives to nobody who asks for any: it may be
-    seconds until a rank listens there, and other processes of the machine open ports all the time."""
-    for port in random.SystemRandom().sample(PORTS, 100):  # the global generator is the tests'
+    """Return a TCP port of this machine on which nothing listens now, outside of the range from which Linux assigns
+    ports: it may take seconds until a rank listens there, and other processes of the machine open ports all the
+    time."""
+    for port in random.SystemRandom().sample(PORTS, 100):  # not the global generator, which tests may seed
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("", port))
             return port
@@ -141,7 +144,7 @@ def free_port() -> int:
 
 
 def _run(command: list[str], environment: dict[str, str], gone: set[str], outputs: list[Path]) -> None:
-    """In the forked process: what `python SCRIPT ARGUMENTS` does after its imports."""
+    """Run `python SCRIPT ARGUMENTS` in the forked process, from the point after its imports."""
     for number, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
     for name in gone:
@@ -149,7 +152,7 @@ def _run(command: list[str], environment: dict[str, str], gone: set[str], output
     os.environ.update(environment)
     sys.argv = command
     sys.path[:0] = [str(Path(command[0]).parent), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))]
-    gc.freeze()  # each start of an engine collects garbage: not among what was imported
+    gc.freeze()  # engines collect garbage when they start: skip what was imported
     try:
         with models_inspected_here() if "vllm" in sys.modules else nullcontext():
             runpy.run_path(command[0], run_name="__main__")

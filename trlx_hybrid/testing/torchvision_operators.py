@@ -1,6 +1,6 @@
-"""Lets torchvision be imported beside a torch that its compiled part does not fit, as a torch for CPUs, since published
-builds are for CUDA: importing this before it declares its operators, which compute nothing. Processors of images need
-none of them.
+"""A stand-in for torchvision's compiled operators: import it before torchvision where they do not fit the installed
+torch, as with a torch for CPUs, since published builds are for CUDA. It declares the operators, which then compute
+nothing; image processors need none of them.
 
 `make test-vision` imports it as Python starts.
 """
@@ -13,16 +13,16 @@ from typing import Any
 
 BACKWARD = ("roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
 OPERATORS = ("nms", "qnms", "qroi_align", *BACKWARD, *(f"_{name}_backward" for name in BACKWARD))
-"""Those for which torchvision 0.28 registers shapes."""
+"""The operators for which torchvision 0.28 registers shapes."""
 
 
 class Declaring(MetaPathFinder):
-    """Declares the operators when torchvision is about to be imported, and finds nothing."""
+    """An import hook that declares the operators when torchvision is about to be imported; it never finds a module."""
 
     library: Any = None
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
-        """Called by Python for each import."""
+        """Declare the operators if torchvision is being imported. Python calls it for each import."""
         if fullname == "torchvision" and self.library is None:
             import torch
 

@@ -11,7 +11,8 @@ from .models import SLIDING, TINY, character_tokenizer
 
 MARKS = {name: f"<|{name}|>" for name in ("vision_start", "vision_end", "image_pad", "video_pad")}
 PATCHES = {"qwen2_5_vl": 14, "qwen3_vl": 16}
-"""Pixels of a patch's side, of each model type served here; a picture has four by four, an image token two by two."""
+"""Pixels of a patch's side, by the model types served here; a picture has four by four patches, an image token covers
+two by two."""
 TEMPLATE = (
     "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}{% if part['type'] == 'image' %}"
@@ -25,13 +26,13 @@ TEMPLATE = (
 def tiny_vision_model(
     architecture: str = "qwen2_5_vl", seed: int = 0, head_dim: int = 32, tokenizer: Any = None, tower_heads: int = 2
 ) -> tuple[Any, Any]:
-    """A model of a few ten thousand parameters, and its processor.
+    """Return a model of a few ten thousand parameters, and its processor.
 
     Args:
         architecture: one of PATCHES.
-        head_dim: of tower and text; vLLM's attention on GPUs wants 64 or more.
-        tokenizer: one with a chat template, in the place of one of characters.
-        tower_heads: as many as ranks of tensor parallelism, or a multiple.
+        head_dim: head dimension of vision tower and text model; vLLM's attention on GPUs needs 64 or more.
+        tokenizer: a tokenizer with a chat template; a character tokenizer by default.
+        tower_heads: attention heads of the vision tower; a multiple of the number of tensor-parallel ranks.
     """
     import torch
     import transformers
@@ -60,7 +61,7 @@ def tiny_vision_model(
         tower |= {"window_size": 56, "fullatt_block_indexes": [1]}
     else:
         tower |= {"deepstack_visual_indexes": [0], "num_position_embeddings": 64}
-    sections = [head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16]  # of time, height and width
+    sections = [head_dim // 8, 3 * head_dim // 16, 3 * head_dim // 16]  # for time, height and width
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": sections}
     text = {
         "vocab_size": len(tokenizer),
@@ -88,21 +89,21 @@ def tiny_vision_model(
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config).eval()
     head = model.get_output_embeddings().weight.data
-    model.get_input_embeddings().weight.data[:, 0] = 1  # of each text token, and no layer changes it
+    model.get_input_embeddings().weight.data[:, 0] = 1  # a constant of each text token that no layer changes
     for layer in model.model.language_model.layers:
         layer.self_attn.o_proj.weight.data[0] = layer.mlp.down_proj.weight.data[0] = 0
     head[:, 0] = 0
-    head[list(ids.values()), 0] = -30  # as after pretraining, these are hardly ever sampled
+    head[list(ids.values()), 0] = -30  # hardly ever sampled, as after pretraining
     model.generation_config.update(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     return model, processor
 
 
 def other_vision_model(architecture: str, seed: int = 0, **fields: Any) -> tuple[Any, Any]:
-    """As `tiny_vision_model`, of Gemma 3 or 4 or Mistral 3, and without a chat template.
+    """Return a model like `tiny_vision_model` and its processor, of Gemma 3 or 4 or Mistral 3, without a chat template.
 
     Args:
         architecture: `gemma3`, `gemma4` or `mistral3`.
-        fields: of the text model's config, to change.
+        fields: fields of the text model's config to change.
     """
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
@@ -118,7 +119,7 @@ def other_vision_model(architecture: str, seed: int = 0, **fields: Any) -> tuple
         for name, p in model.named_parameters():
             if name.endswith("mm_input_projection_weight"):  # zeros until a checkpoint fills it: no picture would count
                 torch.nn.init.normal_(p.data, std=0.1)
-    if architecture == "gemma3":  # whose names have one more part in published checkpoints, which vLLM reads
+    if architecture == "gemma3":  # published names, which vLLM reads, have one more part
         old, new = "vision_tower.", "vision_tower.vision_model."
         state = {name.replace(old, new): p for name, p in model.state_dict().items() if name != "lm_head.weight"}
         model = type(model).from_pretrained(None, config=config, state_dict=state)
@@ -187,8 +188,8 @@ def _mistral3(text: dict[str, Any], tower: dict[str, Any]) -> tuple[Any, dict[st
 
 
 def chatty_vision_model(turns: Sequence[str]) -> tuple[Any, Any]:
-    """A Qwen3-VL that samples whole turns, the last one most easily, and its processor with TRL's copy of the template.
-    See `trlx_hybrid.testing.chat`."""
+    """Return a Qwen3-VL that samples whole turns, the last one with the highest probability, and its processor with
+    TRL's copy of the template. See `trlx_hybrid.testing.chat`."""
     tokenizer = chat_tokenizer(turns, "qwen3_vl")
     model, processor = tiny_vision_model("qwen3_vl", tokenizer=tokenizer)
     made_chatty(model, processor.tokenizer, turns)
@@ -202,7 +203,8 @@ def chatty_vision_model(turns: Sequence[str]) -> tuple[Any, Any]:
 
 
 def picture(architecture: str, squares: int, seed: int = 0) -> Any:
-    """A white PIL image of four by four patches with so many dark squares, at most 16, each in a patch of its own."""
+    """Return a white PIL image of four by four patches with `squares` dark squares, at most 16, each in its own
+    patch."""
     from PIL import Image
 
     patch = PATCHES[architecture]
@@ -214,7 +216,7 @@ def picture(architecture: str, squares: int, seed: int = 0) -> Any:
 
 
 def counted_squares(architecture: str, rows: int = 16) -> Any:
-    """A dataset of TRL's for such a model: pictures of up to three squares, and how many there are."""
+    """Return a TRL dataset for such a model: pictures with up to three squares, and the number of squares in each."""
     from datasets import Dataset
 
     prompt = [{"role": "user", "content": "how many? "}]

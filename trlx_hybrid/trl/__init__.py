@@ -1,1 +1,1 @@
-"""Everything that knows TRL's trainers; trainer.py is the only file that imports TRL."""
+"""Code that knows TRL's trainers; trainer.py is the only file that imports TRL."""

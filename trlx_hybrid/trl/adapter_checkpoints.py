@@ -1,8 +1,8 @@
-"""The adapters of a PEFT model in a checkpoint, of which transformers 5.17 and accelerate 1.15 miss some.
+"""The adapters of a PEFT model in a checkpoint, some of which transformers 5.17 and accelerate 1.15 miss.
 
-Resuming, transformers loads adapters from their folders, and not the one "default", which lies beside those. At the end
-it looks for the best model's adapter in that place alone, and loads what lies there into the first active adapter.
-accelerate saves one adapter of a model whose checkpoint FSDP keeps in shards.
+When it resumes, transformers loads adapters from their folders, but not the adapter "default", which lies beside those
+folders. At the end it looks for the best model's adapter only where "default" lies, and loads it into the first active
+adapter. accelerate saves only one adapter of a model whose checkpoint FSDP keeps in shards.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from typing import Any
 from ..weights.adapters import tuned
 
 DEFAULT = "default"
-"""The adapter that PEFT saves in a checkpoint itself; each of the others gets a folder there."""
+"""The adapter that PEFT saves in the checkpoint's folder itself; each other adapter gets a subfolder."""
 
 FILES = ("adapter_model.safetensors", "adapter_model.bin")
 
 
 def saved_adapters(model: Any, checkpoint: Path) -> dict[str, Path]:
-    """Return the adapters of a model that lie in a checkpoint as PEFT saves them, each with its folder."""
+    """Return the adapters of a model that a checkpoint contains in PEFT's format, each with its folder."""
     folders = {name: checkpoint if name == DEFAULT else checkpoint / name for name in model.peft_config}
     return {name: path for name, path in folders.items() if any((path / file).is_file() for file in FILES)}
 
 
 def load_adapters(model: Any, checkpoint: Path) -> bool:
-    """Load all adapters of a PEFT model that lie in a checkpoint as PEFT saves them. Returns whether any do."""
+    """Load all adapters of a PEFT model that a checkpoint contains in PEFT's format. Return whether there are any."""
     found = saved_adapters(model, checkpoint) if tuned(model) else {}
     for name, path in found.items():
         model.load_adapter(str(path), name, is_trainable=True)
@@ -35,7 +35,7 @@ def load_adapters(model: Any, checkpoint: Path) -> bool:
 
 
 def load_default(model: Any, checkpoint: Path) -> None:
-    """Load the adapter "default" of a checkpoint that has others beside it."""
+    """Load the adapter "default" of a checkpoint that contains other adapters as well."""
     found = saved_adapters(model, checkpoint) if tuned(model) else {}
     if DEFAULT in found and len(found) > 1:
         model.load_adapter(str(checkpoint), DEFAULT, is_trainable=True)
@@ -43,13 +43,13 @@ def load_default(model: Any, checkpoint: Path) -> None:
 
 @contextmanager
 def one_by_one(model: Any, plugin: Any, move: Callable[[int], object]) -> Iterator[None]:
-    """Where FSDP keeps checkpoints in shards, have them hold all active adapters of a PEFT model.
+    """Make FSDP's sharded checkpoints hold all active adapters of a PEFT model, not only one.
 
-    What runs inside saves or loads the first of them.
+    The code inside saves or loads the first active adapter.
 
     Args:
         plugin: accelerate's settings of FSDP; None without FSDP.
-        move: saves or loads a further one, under a number from 1.
+        move: a function that saves or loads a further adapter, under a number from 1.
     """
     if plugin is None or "SHARDED_STATE_DICT" not in str(plugin.state_dict_type) or not tuned(model):
         yield
@@ -57,7 +57,7 @@ def one_by_one(model: Any, plugin: Any, move: Callable[[int], object]) -> Iterat
     first, *further = model.active_adapters
     named = model.active_adapter
     try:
-        model.active_adapter = first  # by which accelerate knows what to save
+        model.active_adapter = first  # accelerate saves the active adapter
         yield
         for number, name in enumerate(further, start=1):
             model.active_adapter = name

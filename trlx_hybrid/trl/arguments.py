@@ -1,4 +1,5 @@
-"""TRL's arguments in our terms, and the checks on them that TRL skips where the engine is ours."""
+"""The translation of TRL's arguments into this package's, and the checks of them that TRL skips where the engine is
+ours."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ VESPO_MODES = ("token_truncate", "token_mask")
 
 
 def trainer_arguments(args: Any, tools: Any = None, rollout_func: Any = None) -> TrainerArguments:
-    """TRL's `vllm_*` arguments under the names of the engine's options, those that are None left out: the engine's own
-    defaults stand. So do all where `args` is None, or of a loop that has no trainer."""
+    """Return TRL's `vllm_*` arguments under the names of the engine's options. Arguments that are None are left out, so
+    that the engine's defaults apply. All are left out where `args` is None or belongs to a loop that has no trainer."""
     rollout = getattr(rollout_func, "rollout", None)
     if not hasattr(args, "vllm_mode"):
         return TrainerArguments(engine_options={}, tools=bool(tools), rollout=rollout)
@@ -30,7 +31,7 @@ def trainer_arguments(args: Any, tools: Any = None, rollout_func: Any = None) ->
     rows = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
     options = {
         "tensor_parallel_size": args.vllm_tensor_parallel_size,
-        "gpu_memory_utilization": None if share == trls else share,  # left at TRL's: the engine may know better
+        "gpu_memory_utilization": None if share == trls else share,  # TRL's default: leave the choice to the engine
         "max_model_len": args.vllm_max_model_length,
         "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * rows,
         "enable_sleep_mode": args.vllm_enable_sleep_mode,
@@ -43,13 +44,14 @@ def trainer_arguments(args: Any, tools: Any = None, rollout_func: Any = None) ->
 
 
 def environment_arguments(choice: Choice, given: Mapping[str, Any], trainer: type[Any]) -> dict[str, Any]:
-    """What an environment adds to the arguments of a trainer of TRL's, by their names.
+    """Return the arguments that an environment adds to those of TRL's trainer, by name.
 
     Args:
-        given: those of the user, which keep their rewards and datasets.
+        given: the user's arguments, whose rewards and datasets have priority.
 
     Raises:
-        ConfigError: the user passes something that answers the model, too, or this trainer has nothing that does.
+        ConfigError: the user also passes something that answers the model, or this trainer does not take what the
+            environment adds.
     """
     name = choice.component.name
     for argument in ("rollout_func", "environment_factory"):
@@ -76,10 +78,10 @@ def environment_arguments(choice: Choice, given: Mapping[str, Any], trainer: typ
 
 @functools.cache
 def selecting(base: type[Any]) -> type[Any]:
-    """`base`, a trainer of TRL's, choosing components from the arguments it is given.
+    """Return a subclass of `base`, a trainer of TRL's, that chooses components from the arguments it is given.
 
-    It comes right before `base` in the order of method resolution, behind a user's subclasses: whatever those take and
-    pass on, by position, as `*args, **kwargs` or from values of their own, arrives here as TRL is going to read it.
+    It comes right before `base` in the method resolution order, behind a user's subclasses. So whatever arguments those
+    take and pass on, by position, as `*args, **kwargs` or computed, arrive here as TRL is going to read them.
     """
 
     def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -95,10 +97,10 @@ def selecting(base: type[Any]) -> type[Any]:
 
 
 def _refuse_unknown(trainer: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse an argument that no trainer takes; one of ours has another place.
+    """Refuse an argument that the trainer does not take; a setting of HybridConfig belongs elsewhere.
 
     Raises:
-        ConfigError: names it, and where it belongs.
+        ConfigError: names the argument, and where it belongs.
     """
     settings = [field.name for field in dataclasses.fields(HybridConfig)]
     for name, value in given.items():
@@ -114,7 +116,8 @@ def _refuse_unknown(trainer: str, given: Mapping[str, Any], known: Iterable[str]
 
 
 def suggesting(parser: type[Any]) -> type[Any]:
-    """TRL's `TrlParser`, which refuses an unknown key of `--config`, or flag, by its name and the nearest known one."""
+    """TRL's `TrlParser`, which refuses an unknown key of `--config`, or an unknown flag, and names the nearest known
+    one."""
 
     def parse_args_and_config(
         self: Any,
@@ -140,7 +143,7 @@ def suggesting(parser: type[Any]) -> type[Any]:
     ) -> Any:
         unread = (
             [] if return_remaining_strings else self.parse_known_args(args)[1]
-        )  # before a config refuses the others
+        )  # before the config's own check of unknown arguments
         if unread:
             unknown = unread[0].partition("=")[0]
             hint = did_you_mean(unknown, (f"--{name}" for name in _read_by(self)))
@@ -157,18 +160,18 @@ def suggesting(parser: type[Any]) -> type[Any]:
 
 
 def _read_by(parser: argparse.ArgumentParser) -> list[str]:
-    """Names of a parser's settings, those of its subcommands among them."""
+    """Return the names of a parser's settings, including those of its subcommands."""
     names = {action.dest for action in parser._actions} - {"help"}
     commands = [action.choices.values() for action in parser._actions if isinstance(action, argparse._SubParsersAction)]
     return sorted(names.union(*(_read_by(command) for choices in commands for command in choices)))
 
 
 COLDEST = 0.01
-"""The lowest temperature above 0 that is sampled at. vLLM raises lower ones to it (`vllm/sampling_params.py`)."""
+"""The lowest sampling temperature above 0. vLLM raises lower ones to it (`vllm/sampling_params.py`)."""
 
 
 def sampling_of(args: Any, trainer: str) -> Sampling:
-    """Return how TRL samples, in our terms. Only GRPO's importance-sampling correction reads log-probs.
+    """Return TRL's sampling settings as a `Sampling`. Only GRPO's importance-sampling correction reads log-probs.
 
     Args:
         args: TRL's config.
@@ -188,10 +191,11 @@ def sampling_of(args: Any, trainer: str) -> Sampling:
 
 
 def score_as_sampled(args: Any) -> None:
-    """Set `args.temperature` to the one that tokens are sampled at, since the trainer scores them at it.
+    """Set `args.temperature` to the temperature that tokens are sampled at, since the trainer scores tokens at it.
 
-    `generation_kwargs` may name another one, which the engine follows; and no engine samples below 0.01 without being
-    greedy. TRL would score at the former temperature, and correct for a difference that is none of the engine's.
+    `generation_kwargs` may name another temperature, which the engine follows; and no engine samples below 0.01 without
+    being greedy. TRL would score at the original temperature, and correct for a difference that the engine did not
+    cause.
     """
     temperature = (args.generation_kwargs or {}).get("temperature", args.temperature)
     if temperature:
@@ -202,8 +206,8 @@ def refuse_penalties(sampling: Sampling, args: Any) -> None:
     """Refuse sampling from a distribution that the trainer cannot score, where TRL corrects for the sampler.
 
     Raises:
-        ConfigError: the setting makes each token's ratio a number other than 1, and their product falls toward 0 with
-            the length of a completion.
+        ConfigError: the setting makes each token's ratio differ from 1, so that the product of the ratios falls toward
+            0 with the length of a completion.
     """
     reason = sampling.reweighted_by() if getattr(args, "vllm_importance_sampling_correction", False) else None
     if reason is not None:
@@ -215,19 +219,20 @@ def refuse_penalties(sampling: Sampling, args: Any) -> None:
 
 
 def refuse_empty(dataset: Any) -> None:
-    """Refuse an empty dataset; Trainer would find out in its sampler, with a message about num_samples."""
+    """Refuse an empty dataset. Without this, the Trainer's sampler would fail with a message about num_samples."""
     if hasattr(dataset, "__len__") and len(dataset) == 0:
         raise ConfigError("train_dataset is empty. Check the split and any filter applied to it.")
 
 
 def refuse_reserved(generation_kwargs: dict[str, Any] | None) -> None:
-    """Refuse what each request is asked for by the trainer, which reads one log-prob per token, the sampled one's."""
+    """Refuse generation settings that the trainer sets for each request: it reads one completion, and one log-prob per
+    token, that of the sampled token."""
     for name in {"n", "logprobs"} & (generation_kwargs or {}).keys():
         raise ConfigError(f"generation_kwargs has {name!r}, which the trainer decides by itself. Leave it out.")
 
 
 def check_skipped(args: Any) -> None:
-    """TRL's own checks that `use_vllm` being False in its `__init__` skipped."""
+    """Run those checks of TRL's `__init__` that it skips because `use_vllm` is False there."""
     mode = getattr(args, "vllm_importance_sampling_mode", None)
     corrects = getattr(args, "loss_type", None) == "vespo" and args.vllm_importance_sampling_correction
     if corrects and mode not in VESPO_MODES:

@@ -1,6 +1,6 @@
-"""The scoring of a run, asked under its name. What it answers is held against what it was asked.
+"""Calls of the run's scoring component that name it in errors and check what it returns.
 
-TRL's own scoring is asked plainly: its errors are those of the model and of TRL, which name themselves.
+TRL's own scoring is called directly: its errors come from the model and from TRL, and already name their source.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def scored(session: Session, rows: Rows, entropies: bool) -> Scores:
-    """Score rows. Collective.
+    """Score rows with the run's scoring. Collective.
 
     Args:
-        entropies: whether they are asked for.
+        entropies: whether entropies are needed.
 
     Raises:
         ComponentError: a plugin's scoring failed, or returned something else than scores of these rows.
@@ -50,13 +50,14 @@ def scored(session: Session, rows: Rows, entropies: bool) -> Scores:
 def grouped(
     session: Session, micro_batches: Sequence[dict[str, Any]], prompts: Tensor, tokens: Sequence[int]
 ) -> list[dict[str, Any]]:
-    """Return the rows of these micro-batches in those that the scoring chooses.
+    """Return the rows of `micro_batches`, regrouped into the micro-batches that the scoring chooses.
 
     Args:
         prompts, tokens: as `Scoring.micro_batches` takes them.
 
     Raises:
-        ComponentError: a plugin's scoring failed, or does not put each row into one of equally large groups.
+        ComponentError: a plugin's scoring failed, or did not put each row into exactly one of the equally large
+            groups.
     """
     component = session.selection.scoring.component
     groups = asked(component, session.scoring, "micro_batches", prompts, tokens, len(micro_batches))
@@ -68,13 +69,13 @@ def grouped(
 
 
 def joined(session: Session, tokens: Sequence[int]) -> int:
-    """Return how many of the next micro-batches share a pass.
+    """Return how many of the next micro-batches share one pass.
 
     Args:
         tokens: as `Scoring.joined` takes them.
 
     Raises:
-        ComponentError: a plugin's scoring failed, or returned something else than a number from 1 on.
+        ComponentError: a plugin's scoring failed, or returned something else than an integer of at least 1.
     """
     component = session.selection.scoring.component
     count = asked(component, session.scoring, "joined", tokens)

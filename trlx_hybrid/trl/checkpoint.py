@@ -1,4 +1,4 @@
-"""What a hybrid trainer does with checkpoints: goes on from one, tells its session, and saves the session beside."""
+"""Checkpoints of a hybrid trainer: it resumes from one, informs its session, and saves the session's state in each."""
 
 from __future__ import annotations
 
@@ -28,24 +28,26 @@ logger = logging.getLogger(__name__)
 
 
 class Checkpointing:
-    """Stands between `HybridTrainer` and TRL's trainer."""
+    """A mixin between `HybridTrainer` and TRL's trainer that saves checkpoints with a manifest and resumes from
+    them."""
 
     session: Session
-    _identity: RunIdentity | None = None  # of the run, in all of its starts
-    _open_save: Path | None = None  # a checkpoint whose save has not ended
-    _write_errors: WriteErrors  # of that save, on this rank
-    _limit: int | None = None  # save_total_limit, while that is so
+    _identity: RunIdentity | None = None  # the run's identity, which all of its starts share
+    _open_save: Path | None = None  # the checkpoint that is being saved
+    _write_errors: WriteErrors  # this rank's errors in that save
+    _limit: int | None = None  # the user's save_total_limit, during a save
     _taken_over_said = False
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """As in TRL; where a launcher has started the run again and nothing is said here, from its last checkpoint."""
+        """Train as TRL does. If a launcher has started the run again and no checkpoint is named here, resume from the
+        run's last checkpoint."""
         return super().train(self._start_from(resume_from_checkpoint), *args, **kwargs)  # type: ignore[misc]
 
     def _start_from(self, given: str | bool | None) -> str | bool | None:
-        """Take an identity, and return what TRL resumes from. Collective.
+        """Determine the run's identity, and return what TRL resumes from. Collective.
 
         Args:
-            given: what `train` was told: a checkpoint, True for the newest, False for none, None for a restart's.
+            given: the argument of `train`: a checkpoint, True for the newest, False for none, None for a restart's.
         """
         trainer: Any = self
         ranks, output_dir = self.session.ranks, Path(trainer.args.output_dir)
@@ -76,7 +78,8 @@ class Checkpointing:
         return given if found is None else str(found)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
-        """Not after the last step: transformers 5.17 takes one more where it resumes a run that had ended."""
+        """Run an epoch, except after the last step: transformers 5.17 takes one more step when it resumes a run that
+        had ended."""
         trainer: Any = self
         if trainer.state.global_step < trainer.state.max_steps:
             super()._run_epoch(*args, **kwargs)  # type: ignore[misc]
@@ -84,7 +87,8 @@ class Checkpointing:
             trainer.control.should_training_stop = True
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """As in transformers, which of several adapters loads some, and leaves one active."""
+        """Load the weights as transformers does, and repair what it does to several adapters: it loads only some, and
+        leaves one active."""
         from accelerate.utils import load_fsdp_model
 
         trainer: Any = self
@@ -96,7 +100,8 @@ class Checkpointing:
         self.session.weights_changed()
 
     def _load_best_model(self) -> None:
-        """As in transformers, which of an adapter that is not "default" finds nothing, and of several loads one."""
+        """Load the best model as transformers does, and all of its adapters: transformers finds no adapter except
+        "default", and loads one of several."""
         from accelerate.utils import load_fsdp_model
 
         trainer: Any = self
@@ -108,16 +113,18 @@ class Checkpointing:
         self.session.weights_changed()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """As in transformers, which here saves FSDP's shards of the model, too: those of all active adapters."""
+        """Save as transformers does, which also saves FSDP's shards of the model here; these get all active
+        adapters."""
         from accelerate.utils import save_fsdp_model
 
         trainer: Any = self
-        meets = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # the other ranks in this very write
+        meets = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled  # ranks meet within this write
         with self._held(meets), self._all_adapters(save_fsdp_model, trainer.model, output_dir):
             super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
 
     def _all_adapters(self, move: Callable[..., object], model: Any, folder: str) -> Any:
-        """Where one active adapter is saved to FSDP's shards or loaded from them: `move` does so with the others."""
+        """Return a context in which one active adapter is saved to FSDP's shards or loaded from them, and after which
+        `move` does the same for the others."""
         trainer: Any = self
         accelerator = trainer.accelerator
         plugin = accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
@@ -134,7 +141,8 @@ class Checkpointing:
             self.session.load_state(Path(checkpoint), trainer.state.global_step)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """As in TRL, between the two versions of a manifest. Older checkpoints go when the last one is written."""
+        """Save a checkpoint as TRL does, between the first and the last version of its manifest. Older checkpoints are
+        removed after the last version is written."""
         from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
         trainer: Any = self
@@ -155,7 +163,8 @@ class Checkpointing:
             rotate_checkpoints(str(output_dir), args.save_total_limit, best_model_checkpoint=best, use_mtime=True)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
-        """As in transformers, which saves the arguments, too: those that the user gave."""
+        """Save the model as transformers does, which also saves the arguments: with `save_total_limit` as the user gave
+        it."""
         trainer: Any = self
         held_back = trainer.args.save_total_limit
         if self._open_save is not None:
@@ -167,12 +176,12 @@ class Checkpointing:
             trainer.args.save_total_limit = held_back
 
     def _held(self, meets: bool = False) -> AbstractContextManager[None]:
-        """Inside, a part of a checkpoint is written, and its errors are told when all ranks meet.
+        """Return a context for writing a part of a checkpoint, whose errors are held and raised when all ranks meet.
 
         Args:
-            meets: whether ranks meet in the write, so that this cannot be.
+            meets: whether ranks wait for each other within the write, so that an error must be raised at once.
         """
-        if self._open_save is None:  # no checkpoint: what is saved at the end of a script
+        if self._open_save is None:  # not a checkpoint but, for example, a save at the end of a script
             return nullcontext()
         return self._write_errors.at_once(self._open_save) if meets else self._write_errors.held()
 
@@ -181,7 +190,7 @@ class Checkpointing:
             super()._save_place(*args, **kwargs)  # type: ignore[misc]
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """As in TRL."""
+        """Create TRL's model card."""
         with self._held():
             super().create_model_card(*args, **kwargs)  # type: ignore[misc]
 
@@ -194,12 +203,13 @@ class Checkpointing:
             super()._save_rng_state(output_dir)  # type: ignore[misc]
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        """As in transformers, with the manifest."""
+        """Push a checkpoint as transformers does, after its manifest is written."""
         self._end_save()
         super()._push_from_checkpoint(checkpoint_folder)  # type: ignore[misc]
 
     def _begin_save(self, checkpoint: Path) -> None:
-        """Open a manifest, and write the session's state. Collective: no rank writes before the folder is clean."""
+        """Write the manifest's first version and the session's state. Collective: no rank writes before the folder is
+        clean."""
         trainer: Any = self
         self._open_save, self._write_errors = checkpoint, WriteErrors()
         self._identity = identity = self._identity or self.session.ranks.broadcast(new_identity())
@@ -212,7 +222,7 @@ class Checkpointing:
         self._meet()
 
     def _meet(self) -> None:
-        """Wait for all ranks, and raise on all what one could not write. Collective."""
+        """Wait for all ranks, and raise on all of them what one could not write. Collective."""
         if self._open_save is not None:
             try:
                 self._write_errors.tell(self.session.ranks, self._open_save)
@@ -221,7 +231,7 @@ class Checkpointing:
                 raise
 
     def _end_save(self) -> None:
-        """Write the manifest, when all ranks have written what is in it. Collective."""
+        """Write the manifest's last version, after all ranks have written the files that it lists. Collective."""
         trainer: Any = self
         if self._open_save is None or self._identity is None:
             return
@@ -233,10 +243,11 @@ class Checkpointing:
         self._open_save = None
 
     def _see_whose_folder(self, output_dir: Path, identity: RunIdentity) -> None:
-        """Write down whose folder it is where nobody has; warn, once, where another process has begun in it since."""
+        """Write the run's identity into a folder that has none; warn, once, if another process has since begun a run in
+        the folder."""
         try:
             known = read_identity(output_dir)
-        except ConfigError:  # torn: it is written anew
+        except ConfigError:  # damaged: it is written again
             known = None
         if known is None:
             write_identity(output_dir, identity)
@@ -252,14 +263,15 @@ class Checkpointing:
 
 
 def checkpoint_to_resume(output_dir: str | Path) -> str | None:
-    """Return what to pass to `trainer.train(resume_from_checkpoint=...)` of a trainer of another kind.
+    """Return what to pass to `trainer.train(resume_from_checkpoint=...)` of a trainer from outside this package.
 
-    None at a run's first start, and where nothing was saved yet, or by an earlier run only. A trainer of this package
-    that is started again finds the same by itself. Where torch has a process group this is collective: rank 0 alone
-    reads the checkpoints, each of which may hold a file of every rank, and the others take what it found.
+    None at a run's first start, and where nothing was saved yet or only an earlier run has saved. A trainer of this
+    package finds the same by itself when it is started again. Where torch has a process group this is collective: rank
+    0 alone reads the checkpoints, each of which may hold a file of every rank, and the others use its result.
 
     Raises:
-        ConfigError: the folder's identity cannot be read, or this rank does not see what rank 0 has found.
+        ConfigError: the folder's identity cannot be read, or this rank does not see the checkpoint that rank 0 has
+            found.
     """
     if os.environ.get(RESUME_VARIABLE) != "1":
         return None
@@ -276,8 +288,8 @@ def checkpoint_to_resume(output_dir: str | Path) -> str | None:
 
 
 def newest_checkpoint(output_dir: str | Path) -> Path | None:
-    """Return the newest whole checkpoint of the run that a folder belongs to; None if there is none.
+    """Return the newest complete checkpoint of the run that a folder belongs to; None if there is none.
 
-    transformers takes the one with the highest number, which may be cut short, or another run's.
+    transformers takes the checkpoint with the highest number, which may be incomplete, or another run's.
     """
     return restart.newest_start(Path(output_dir)).checkpoint

@@ -1,14 +1,15 @@
-"""The place of a run in its data, kept in each checkpoint: so a resumed run reads on where the run had been.
+"""The position of a run in its data, saved in each checkpoint, so that a resumed run reads on where it had stopped.
 
-transformers resumes by reading an epoch from its beginning and skipping what was trained on. That is not enough here:
-TRL's sampler draws the order of each epoch from a generator of its own, which nothing saves; TRL trains several
-optimizer steps on one rollout, which nothing saves either; and the epochs of a stream cannot be told from its length.
+transformers resumes by reading an epoch from its beginning and skipping what was trained on. That is not enough here.
+TRL's sampler draws the order of each epoch from a generator of its own, which nothing saves. TRL trains several
+optimizer steps on one rollout, which nothing saves either. And the epochs of a stream cannot be derived from its
+length.
 
     trlx_hybrid_data.pt          the epoch, where it began, the states of the sampler's generators, and the settings
                                  that decide the order
     trlx_hybrid_rollout_0.pt     rank 0's micro-batches of a rollout that later steps train on, where there is one
 
-A run that is not interrupted does what it does in stock TRL: all this only reads.
+A run that is not interrupted trains exactly as in stock TRL: the code here only reads its state.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ ORDERING = (
 """Arguments of a trainer that decide which prompts a step gets."""
 
 SEEDS = ("seed", "data_seed")
-"""Arguments in the place of which the saved states of the sampler's generators stand."""
+"""Arguments that the saved states of the sampler's generators override."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Place:
-    """The place of all ranks in their data when a checkpoint is written.
+    """The position of all ranks in their data when a checkpoint is written.
 
     Attributes:
-        epoch: the epoch that runs.
-        first_step: optimizer steps done when it began.
-        sized: whether the length of an epoch is known, so that transformers finds the place in it.
+        epoch: number of the current epoch.
+        first_step: optimizer steps done when the epoch began.
+        sized: whether the length of an epoch is known, so that transformers finds the position in it.
         begin: (n,) uint8 states of the sampler's generators before the epoch.
-        now: their states when the checkpoint is written: before the next epoch, if this one is over.
+        now: the generators' states when the checkpoint is written: before the next epoch, if this one is over.
         micro_batch: micro-batches that the run has trained on, TRL's `_step`.
         kept: whether later steps train on the rollout, and each rank has written its part of it.
         settings: the arguments that decide the order, by name, and facts of the dataset.
@@ -72,17 +73,18 @@ class Place:
 
 
 class Ordered:
-    """Stands between `Checkpointing` and TRL's trainer: saves the place in the data, and takes it up."""
+    """A mixin between `Checkpointing` and TRL's trainer that saves the position in the data and restores it."""
 
     session: Session
-    _taken_up: tuple[Path, Place | None] | None = None  # a checkpoint whose place the next epoch starts from
+    _taken_up: tuple[Path, Place | None] | None = None  # the checkpoint at whose place the next epoch starts
     _epoch_began: tuple[int, int, list[torch.Tensor]] | None = None  # epoch, step, states of the sampler's generators
     _inexact_said = False
 
     def _init_training_state(
         self, max_steps: Any, steps_per_epoch: Any, epochs: Any, resume_from_checkpoint: Any, trial: Any
     ) -> tuple[int, int]:
-        """Return epochs and micro-batches of the last epoch to skip, as transformers; of a stream, the saved ones."""
+        """Return the epochs, and the micro-batches of the last epoch, to skip: transformers' numbers; for a stream, the
+        saved ones."""
         trainer: Any = self
         skipped: tuple[int, int] = super()._init_training_state(  # type: ignore[misc]
             max_steps, steps_per_epoch, epochs, resume_from_checkpoint, trial
@@ -118,7 +120,7 @@ class Ordered:
         super()._save_checkpoint(model, trial)  # type: ignore[misc]
 
     def _save_place(self, folder: Path, epoch: int, first_step: int, begin: list[torch.Tensor]) -> None:
-        """Write the place in the data, and this rank's rows of a rollout that later steps train on."""
+        """Write the position in the data, and this rank's rows of a rollout that later steps train on."""
         trainer: Any = self
         loader = trainer.callback_handler.train_dataloader
         kept = bool(trainer._step % micro_batches_of_a_rollout(trainer)) and trainer._buffered_inputs is not None
@@ -145,12 +147,12 @@ class Ordered:
     # --- resuming ---------------------------------------------------------------------------------------------------
 
     def _take_up(self, checkpoint: Path, place: Place | None, epoch: int, loader: Any, skipped: int) -> None:
-        """Go on at a place in the data. Collective.
+        """Restore a position in the data. Collective.
 
         Args:
-            place: of the checkpoint; None where it has none, as stock TRL's.
-            epoch: the epoch that begins, or goes on.
-            skipped: its micro-batches that are not read again.
+            place: the checkpoint's position; None where the checkpoint has none, as stock TRL's.
+            epoch: number of the epoch that begins or continues.
+            skipped: number of the epoch's micro-batches that are not read again.
         """
         trainer: Any = self
         differing = differences(place.settings, ordering_settings(trainer)) if place is not None else {}
@@ -186,7 +188,7 @@ class Ordered:
 
     def _kept_rollout(self, checkpoint: Path) -> tuple[list[dict[str, Any]] | None, str | None]:
         """Return this rank's micro-batches of the checkpoint's rollout, None where there are none; and what is wrong
-        with the file."""
+        with the file, None if nothing is."""
         file = checkpoint / ROLLOUT_FILE.format(rank=self.session.ranks.rank)
         try:
             return send_to_device(_read(file), self.session.policy.device), None
@@ -195,7 +197,7 @@ class Ordered:
 
 
 def read_place(checkpoint: Path) -> Place | None:
-    """The place in the data that a checkpoint was written at; None where it has none.
+    """Return the position in the data at which a checkpoint was written; None where it has none.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -208,7 +210,7 @@ def read_place(checkpoint: Path) -> Place | None:
 
 
 def micro_batches_of_a_rollout(trainer: Any) -> int:
-    """Return how many TRL takes from a rollout, those of further iterations included."""
+    """Return how many micro-batches TRL takes from a rollout, including those of further iterations."""
     args = trainer.args
     of_one = getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps
     return int(of_one * getattr(trainer, "num_iterations", 1))
@@ -225,7 +227,8 @@ def sampler_generators(loader: Any) -> list[torch.Generator]:
 
 
 def pass_epochs(loader: Any, epochs: int) -> None:
-    """Draw the orders of epochs that are over from TRL's sampler, whose states the checkpoint does not have."""
+    """Draw and discard the orders of past epochs from TRL's sampler, if the checkpoint does not have the generator
+    states."""
     sampler = next((part for part in _samplers(loader) if hasattr(part, "mini_repeat_count")), None)
     if sampler is not None:
         for _ in range(epochs):
@@ -243,13 +246,13 @@ def ordering_settings(trainer: Any) -> dict[str, Any]:
 
 
 def differences(then: dict[str, Any], now: dict[str, Any]) -> dict[str, str]:
-    """Compare the settings of a checkpoint with those of a run; a text for each that is another, by name."""
+    """Return a text for each setting in which a checkpoint and a run differ, by the setting's name."""
     names = [name for name in dict.fromkeys([*then, *now]) if then.get(name) != now.get(name)]
     return {name: f"{name} is {now.get(name)!r:.60}, and was {then.get(name)!r:.60}" for name in names}
 
 
 def changed_text(checkpoint: Path, differing: dict[str, str]) -> str:
-    """Say what settings that changed do to the data of a resumed run."""
+    """Return a text on how changed settings affect the data of a resumed run."""
     text = f"This run resumes from {checkpoint} with other settings ({listed(list(differing.values()), 8)}), "
     if all(name in SEEDS for name in differing):
         return f"{text}and goes on in the checkpoint's order of prompts; its completions are drawn with the new seed."
@@ -257,7 +260,7 @@ def changed_text(checkpoint: Path, differing: dict[str, str]) -> str:
 
 
 def inexact_reasons(trainer: Any, foreign: str | None) -> Iterator[str]:
-    """Say why a resumed run may not be bit for bit the uninterrupted one."""
+    """Yield the reasons why a resumed run may not equal the uninterrupted one bit for bit."""
     if foreign is not None:
         yield f"its rollout holds {foreign}, which a checkpoint cannot keep, and is sampled anew"
     if trainer.accelerator.device.type != "cpu":
@@ -267,7 +270,7 @@ def inexact_reasons(trainer: Any, foreign: str | None) -> Iterator[str]:
 
 
 def foreign_values(value: Any, name: str = "") -> Iterator[str]:
-    """Name the values in nested containers that are neither tensors nor plain."""
+    """Yield name and type of the values in nested containers that are neither tensors nor plain data."""
     if isinstance(value, dict):
         for key, part in value.items():
             yield from foreign_values(part, str(key))
@@ -279,7 +282,7 @@ def foreign_values(value: Any, name: str = "") -> Iterator[str]:
 
 
 def _samplers(loader: Any) -> list[Any]:
-    """Return the loader and what it and its samplers sample from, the outermost first."""
+    """Return a data loader and all of its nested samplers, outermost first."""
     found: list[Any] = []
     parts = [loader]
     while parts:
@@ -291,7 +294,8 @@ def _samplers(loader: Any) -> list[Any]:
 
 
 def _prompts_digest(dataset: Any) -> str | None:
-    """Return a digest of the first, the middle and the last prompt; None where the dataset has no such column."""
+    """Return a digest of the first, the middle and the last prompt; None where the dataset is empty or has no column
+    "prompt"."""
     if not len(dataset) or "prompt" not in (getattr(dataset, "column_names", None) or ()):
         return None
     prompts = [dataset[index]["prompt"] for index in sorted({0, len(dataset) // 2, len(dataset) - 1})]
@@ -300,14 +304,14 @@ def _prompts_digest(dataset: Any) -> str | None:
 
 
 def _write(value: Any, file: Path) -> None:
-    """Rename the file when it is whole, so that a kill leaves none that is not."""
+    """Write a value to a file that gets its name only once it is complete, so that a kill leaves no partial file."""
     part = file.with_name(f"{file.name}.part")
     torch.save(value, part)
     part.replace(file)
 
 
 def _read(file: Path) -> Any:
-    """Return its value on the CPU, None where there is no such file; ConfigError where it is torn."""
+    """Return a file's value on the CPU; None where the file does not exist. Raise ConfigError where it is damaged."""
     if not file.exists():
         return None
     try:

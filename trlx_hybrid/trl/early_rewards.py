@@ -1,9 +1,10 @@
-"""Rewards of groups that are sampled, begun while others are sampled still.
+"""Rewards of finished groups, begun while other groups are still being sampled.
 
-TRL scores a rollout once all of it is there, and the longest tenth of its rows takes half of the time to sample; with
-tools and environments, those with the slowest calls. A reward that is computed elsewhere need not wait: a reward
-function that says `begins_early` is told of each group as soon as it is there, by its method `begin`, which returns at
-once; before the rollout its method `prepare` is called. TRL's own call, for all rows, then finds rewards begun.
+TRL scores a rollout once all of it is sampled, and the longest tenth of the rows takes half of the sampling time. With
+tools and environments, the rows with the slowest calls do. A reward that is computed elsewhere need not wait. If a
+reward function has a true attribute `begins_early`, its method `prepare` is called before the rollout, and its method
+`begin`, which must return at once, for each group that is complete. TRL's own call, for all rows, then finds the
+rewards begun.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from ..types import Completion, Request
 logger = logging.getLogger(__name__)
 
 NOT_COLUMNS = ("prompt", "completion", "completion_ids")
-"""Of a dataset's row, what TRL does not hand on under its own name."""
+"""Columns of a dataset's row that TRL does not pass on to reward functions under their own names."""
 
 
 @contextmanager
 def begun_early(trainer: Any, parse_response: Callable[..., dict[str, Any]], prompts: Sequence[Any]) -> Iterator[None]:
-    """Inside, reward functions that begin early are told of each group that is sampled.
+    """Tell reward functions that can begin early of each group that is sampled inside.
 
     Args:
-        parse_response: TRL's.
-        prompts: of the rollout that begins, as TRL will hand them to reward functions.
+        parse_response: TRL's function of that name.
+        prompts: the prompts of the rollout that begins, as TRL will pass them to reward functions.
     """
     functions = [f for f in getattr(trainer, "reward_funcs", None) or () if getattr(f, "begins_early", False)]
     reason = _impossible(trainer, prompts) if functions else None
@@ -52,7 +53,7 @@ def begun_early(trainer: Any, parse_response: Callable[..., dict[str, Any]], pro
 
 
 def _impossible(trainer: Any, prompts: Sequence[Any]) -> str | None:
-    """Why nothing is known of a row before all rows are there, or None."""
+    """Return the reason why no row is known before all rows are sampled, or None."""
     selection, rollout = trainer.session.selection, trainer.session.rollout
     if selection.stock:
         return "TRL generates"
@@ -70,12 +71,12 @@ def _impossible(trainer: Any, prompts: Sequence[Any]) -> str | None:
 
 
 class SampledGroups:
-    """Collects a rollout's completions, or its conversations, and tells reward functions of each group that is whole.
+    """A collector of a rollout's completions or conversations that tells reward functions of each complete group.
 
     Args:
-        parse_response: TRL's.
-        functions: those that can begin.
-        prompts: of this rank's rows, as TRL hands them to reward functions.
+        parse_response: TRL's function of that name.
+        functions: the reward functions that can begin early.
+        prompts: the prompts of this rank's rows, as TRL passes them to reward functions.
     """
 
     def __init__(
@@ -93,15 +94,16 @@ class SampledGroups:
         first = session.ranks.rank * len(prompts)  # a group may lie on two ranks, each of which has a part of it
         groups = groupby(range(len(prompts)), key=lambda row: (first + row) // size)
         self._group_of = {row: group for group in (list(rows) for _, rows in groups) for row in group}
-        self._scored: dict[int, tuple[Any, list[int]]] = {}  # of each row what will be scored: completion, token ids
+        self._scored: dict[int, tuple[Any, list[int]]] = {}  # by row: completion and token ids to score
 
     def sampled(self, row: int, request: Request, completion: Completion) -> None:
-        """A completion is there. One beyond the prompts, of a rollout of one's own, is in no group."""
+        """Add a row's completion. A completion beyond the prompts, from a custom rollout, belongs to no group and is
+        ignored."""
         if row in self._group_of:
             self._add(row, self._completion(row, request, completion), completion.token_ids)
 
     def ended(self, row: int, conversation: Conversation) -> None:
-        """A conversation is over, or broke off."""
+        """Add a row's conversation, which has ended or broken off."""
         self._add(row, conversation.messages, conversation.completion_ids)
 
     def _add(self, row: int, completion: Any, token_ids: list[int]) -> None:
@@ -113,7 +115,7 @@ class SampledGroups:
                 function.begin(group, **copied(arguments))
 
     def _arguments(self, rows: Sequence[int]) -> dict[str, Any]:
-        """What TRL will call a reward function with, of these rows.
+        """Return the arguments with which TRL will call a reward function, for these rows.
 
         Source: trl 1.16, `_generate` (completions) and `_calculate_rewards` (the rest) of GRPO and RLOO.
         """
@@ -131,7 +133,8 @@ class SampledGroups:
         } | ({} if environments is None else {"environments": [environments[row] for row in rows]})
 
     def _completion(self, row: int, request: Request, completion: Completion) -> Any:
-        """Text, or messages where the prompt is messages; GRPO parses these where it can, RLOO does not."""
+        """Return a completion as text, or as messages where the prompt is messages. GRPO parses messages where it can,
+        RLOO does not."""
         trainer = self._trainer
         messages, tokenizer = not isinstance(self._prompts[row], str), trainer._tokenizer
         templates = (getattr(tokenizer, name, None) for name in ("response_template", "response_schema"))

@@ -1,4 +1,5 @@
-"""The form of a checkpoint's files, which tells a torn one where no manifest says sizes and digests."""
+"""Checks of the format of a checkpoint's files, which find incomplete ones where no manifest lists sizes and
+digests."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-# As transformers.trainer calls them, which takes seconds to import: `checkpoint_to_resume` asks before a rank needs it.
+# Names from transformers.trainer, whose import takes seconds: `checkpoint_to_resume` runs before a rank needs it.
 TRAINER_STATE_NAME = "trainer_state.json"
 SCHEDULER_NAME = "scheduler.pt"
 OPTIMIZER_NAME, OPTIMIZER_NAME_BIN = "optimizer.pt", "optimizer.bin"
@@ -24,7 +25,7 @@ GENERATORS = re.compile(r"rng_state(?:_(\d+))?\.pth")
 
 
 def fault(checkpoint: Path) -> str | None:
-    """Return the first thing that keeps a checkpoint from being whole, as far as its files tell; None if nothing."""
+    """Return the first reason why a checkpoint is incomplete, as far as its files show; None if there is none."""
     if not (checkpoint / TRAINER_STATE_NAME).is_file():
         return f"{TRAINER_STATE_NAME} is missing"
     try:
@@ -32,12 +33,12 @@ def fault(checkpoint: Path) -> str | None:
         problems = ((path, _problem(path)) for path in files)
         found = next((f"{path.relative_to(checkpoint)} {problem}" for path, problem in problems if problem), None)
         return found or next(_absent(checkpoint, {path.name for path in files}), None)
-    except OSError as error:  # somebody removes it
+    except OSError as error:  # for example because it is being removed
         return f"it cannot be read ({error})"
 
 
 def generators(checkpoint: Path) -> int | None:
-    """Return how many ranks left the states of their generators in a checkpoint; None where none did."""
+    """Return how many ranks saved the states of their random generators in a checkpoint; None where none did."""
     return sum(1 for path in checkpoint.iterdir() if GENERATORS.fullmatch(path.name)) or None
 
 
@@ -63,7 +64,7 @@ def _malformed(path: Path) -> str | None:
 
 
 def _malformed_safetensors(path: Path) -> str | None:
-    """Compare the file's size with what its header says."""
+    """Return how the file's size differs from the size in its header, or None if it does not."""
     size = path.stat().st_size
     with path.open("rb") as file:
         header = int.from_bytes(file.read(8), "little")
@@ -76,14 +77,15 @@ def _malformed_safetensors(path: Path) -> str | None:
 
 
 def _absent(checkpoint: Path, files: set[str]) -> Iterator[str]:
-    """Name what a checkpoint lacks that was saved to be gone on from: with generators, or a schedule."""
+    """Yield what is missing from a checkpoint that was saved for resuming, as its generator states or its schedule
+    show."""
     if SCHEDULER_NAME not in files and not any(map(GENERATORS.fullmatch, files)):
         return  # saved with save_only_model, or by a trainer of another kind
     ranks = {int(match[1]) for name in files if (match := GENERATORS.fullmatch(name)) and match[1]}
-    several = range(max(2, len(ranks))) if ranks else ()  # one rank's has no number
+    several = range(max(2, len(ranks))) if ranks else ()  # a single rank's file has no number
     yield from (f"rng_state_{rank}.pth is missing" for rank in several if rank not in ranks)
     folders = {path.name for path in checkpoint.iterdir() if path.is_dir() and SHARDED.fullmatch(path.name)}
-    engine = any(name.startswith("global_step") for name in folders)  # DeepSpeed's: weights and optimizer
+    engine = any(name.startswith("global_step") for name in folders)  # DeepSpeed's folder has weights and optimizer
     if not engine and not any(map(WEIGHTS.fullmatch, files)) and not any("model" in name for name in folders):
         yield "the model's weights are missing"
     sharded = any(name.startswith("optimizer") for name in folders)

@@ -1,4 +1,4 @@
-"""The arithmetic that training on some tokens needs, and what a device can do of it in a second."""
+"""The FLOPs that training on some tokens needs, and the FLOP/s that a device can reach."""
 
 from __future__ import annotations
 
@@ -29,27 +29,32 @@ PEAK = {
     "NVIDIA GeForce RTX 4090": (165e12, 82.6e12, 82.6e12),
     "AMD Instinct MI300X": (1307e12, 653e12, 163e12),
 }
-"""FLOP/s of dense matrix products in 16 bits (summed in float32), TF32 and float32, by the driver's name of the device,
-which is another one for a part of it (MIG). Half of what data sheets state "with sparsity".
+"""Dense FLOP/s of matrix products in 16 bits (summed in float32), TF32 and float32, by the device name that the driver
+reports. The driver reports another name for a part of a device (MIG). Data sheets state twice these numbers "with
+sparsity".
 
 Sources: NVIDIA's data sheets of HGX B200, H200, H100, A100 and L40S, and its whitepaper on the Ada architecture for the
-RTX 4090; AMD's data sheet of the MI300X."""
+RTX 4090; AMD's data sheet of the MI300X.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFlops:
-    """FLOPs of one forward and one backward pass over real tokens: nothing padded, recomputed or done twice.
+    """FLOPs of one forward and one backward pass over real tokens, without padding, recomputation or repeated passes.
 
-    That is 6·N for each token, and attention, as in PaLM (Chowdhery et al. 2022, appendix B), with these refinements:
+    The count is 6·N per token, plus attention, as in PaLM (Chowdhery et al. 2022, appendix B), with these refinements:
 
-    - N are the weights that every token is multiplied with: no embeddings, no norms, no biases; of experts as many as a
-      token is routed to. A frozen weight counts 4, forward and the gradient of its input, as the base under LoRA.
-    - The head counts for the tokens that are scored only, those of completions.
-    - Attention counts its causal half, where PaLM counts all of 12·L·H·Q·T: 12·L·H·Q for each pair of a token and one
-      that it attends to, itself included.
+    - N counts the weights that every token is multiplied with: no embeddings, norms or biases, and only as many
+      experts as a token is routed to. A frozen weight, as in the base model under LoRA, counts 4 instead of 6: the
+      forward pass and the gradient of its input.
+    - The head counts only for the tokens that are scored, which are those of completions.
+    - Attention counts its causal half, where PaLM counts all of 12·L·H·Q·T: 12·L·H·Q for each pair of a token and a
+      token that it attends to, itself included.
 
     Attributes:
-        token, scored, pair: FLOPs of a token, of a token of a completion, and of such a pair in all layers.
+        token: FLOPs of a token.
+        scored: FLOPs of a completion token in the head.
+        pair: FLOPs of a pair of a token and a token that it attends to, in all layers.
     """
 
     token: float
@@ -57,18 +62,18 @@ class ModelFlops:
     pair: float
 
     def of(self, tokens: int, scored: int, pairs: int) -> float:
-        """What a batch needs, counted as `counted` does."""
+        """Return the FLOPs of a batch with these counts, see `counted`."""
         return self.token * tokens + self.scored * scored + self.pair * pairs
 
 
 def counted(prompt_mask: Tensor, completion_mask: Tensor) -> Tensor:
-    """The tokens of a micro-batch, without waiting for the device.
+    """Count the tokens of a micro-batch, without waiting for the device.
 
     Args:
         prompt_mask, completion_mask: (B, P) and (B, C), 1 where a token is real.
 
     Returns:
-        (3,) int64: tokens, those of completions, and pairs of a token and one that it attends to.
+        (3,) int64: all tokens, completion tokens, and pairs of a token and a token that it attends to.
     """
     scored = completion_mask.sum(1)
     tokens = prompt_mask.sum(1) + scored
@@ -76,9 +81,12 @@ def counted(prompt_mask: Tensor, completion_mask: Tensor) -> Tensor:
 
 
 def model_flops(policy: Policy) -> ModelFlops | None:
-    """What the policy needs, or None where the shapes of its weights do not tell: images, layers that do not attend to
-    all that comes before, latent attention, quantised weights, FSDP1, experts that are not stacked, adapters other than
-    LoRA of plain layers, and a base that is frozen in part, where it depends on which part."""
+    """Return the policy's FLOPs, or None where the shapes of its weights do not determine them.
+
+    That is the case for images, layers that do not attend to all earlier tokens, latent attention, quantised weights,
+    FSDP1, experts that are not stacked, adapters other than LoRA of plain layers, and a partly frozen base, where the
+    FLOPs depend on which part is frozen.
+    """
     base, config = policy.base, policy.base.config
     heads, layers = getattr(config, "num_attention_heads", None), getattr(config, "num_hidden_layers", None)
     head: Any = base.get_output_embeddings()
@@ -106,7 +114,7 @@ def model_flops(policy: Policy) -> ModelFlops | None:
 
 
 def _is_plain(base: Any) -> bool:
-    """Whether it is text alone, multiplied with weights as they are, and attends to all that comes before."""
+    """Return whether a model takes text only, uses its weights unquantised, and attends to all earlier tokens."""
     config = base.config
     special = getattr(base, "_is_stateful", False) or getattr(config, "kv_lora_rank", None)
     quantised = getattr(config, "quantization_config", None) is not None
@@ -119,17 +127,18 @@ def _is_plain(base: Any) -> bool:
 
 
 def _shape(p: Tensor) -> tuple[int, ...]:
-    """In full, also where this rank holds a part (FSDP2, ZeRO-3)."""
+    """Return a parameter's full shape, also where this rank holds a part of it (FSDP2, ZeRO-3)."""
     return tuple(getattr(p, "ds_shape", p.shape))
 
 
 def _flops(p: Tensor) -> float:
-    """Of a token's product with a weight: forward, gradient of the input, and of the weight where it is trained."""
+    """Return the FLOPs of one token's product with a weight: forward, gradient of the input, and gradient of the weight
+    where it is trained."""
     return 2.0 * (3 if p.requires_grad else 2) * math.prod(_shape(p))
 
 
 def peak(policy: Policy, args: Any) -> float | None:
-    """FLOP/s that the policy's device can do at most, in what the trainer computes in; None where it is not known.
+    """Return the maximum FLOP/s of the policy's device in the trainer's compute dtype; None where it is not known.
 
     Args:
         args: `transformers.TrainingArguments`.

@@ -1,4 +1,4 @@
-"""What TRL sees as `trainer.vllm_generation`: the two methods and one attribute its trainers use of it.
+"""The object that TRL sees as `trainer.vllm_generation`: the two methods and the one attribute that TRL's trainers use.
 
 Source: trl 1.16, `trl/generation/vllm_generation.py` and the trainers' `_generate_single_turn`, `_tool_call_loop`.
 """
@@ -27,14 +27,14 @@ SETTINGS = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "r
     "generation_kwargs": "extra",
     "structured_outputs_regex": "regex",
 }
-"""Attributes of TRL's VLLMGeneration that say how to sample, and their names in `Sampling`."""
+"""The sampling attributes of TRL's VLLMGeneration, and their names in `Sampling`."""
 
 
 class Generation:
-    """Stands where TRL expects its own VLLMGeneration.
+    """The stand-in for TRL's own VLLMGeneration.
 
-    What that samples with can be read and set here as well (`trainer.vllm_generation.temperature = 0.8`), from the next
-    rollout on. Setting anything else is an AttributeError: nothing would read it.
+    The sampling settings can be read and set here as in TRL's (`trainer.vllm_generation.temperature = 0.8`), with
+    effect from the next rollout. Setting anything else raises an AttributeError, since nothing would read it.
     """
 
     mode = "colocate"
@@ -52,7 +52,7 @@ class Generation:
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name not in SETTINGS:
-            getattr(self, name)  # what is not there is not set
+            getattr(self, name)  # raises if there is no such attribute
             object.__setattr__(self, name, value)
             return
         if name == "generation_kwargs":
@@ -64,14 +64,15 @@ class Generation:
         session.sampler.sampling = sampling
 
     def sync_weights(self) -> None:
-        """Bring the policy's weights into the engine, for requests of a user's own between rollouts. Collective.
+        """Copy the policy's weights into the engine, for a user's own requests between rollouts. Collective.
 
-        Within a rollout there is nothing to do: it has begun with that, by version and not by `global_step`.
+        Within a rollout this does nothing: the rollout has begun with a weight sync, decided by weight version rather
+        than by `global_step`.
         """
         session = self._session
         if session.phase is Phase.ROLLOUT:
             return
-        kept = session.training, session.metrics  # of the trainer's own rollout, which are logged later
+        kept = session.training, session.metrics  # state of the trainer's own rollout, which is logged later
         with session.rollout_phase(training=False):
             pass
         session.training, session.metrics = kept
@@ -90,7 +91,7 @@ class Generation:
             None where no log-probs were asked for.
 
         Raises:
-            StaleWeightsError: nothing has begun a rollout, which syncs the weights first.
+            StaleWeightsError: no rollout is running, so the weights have not been synced.
         """
         if self._session.phase is not Phase.ROLLOUT:
             raise StaleWeightsError(
@@ -106,9 +107,10 @@ class Generation:
 
     @property
     def llm(self) -> Any:
-        """vLLM's own LLM where that is the engine, for custom rollouts that use it; else what TRL's loop reads.
+        """vLLM's own LLM if the engine is vLLM, for custom rollouts that use it; else an object with the fields TRL's
+        loop reads.
 
-        Its requests are served by the policy's adapter where they name none.
+        Requests that name no adapter are served by the policy's adapter.
         """
         engine = self._session.live_engine
         limits = SimpleNamespace(model_config=SimpleNamespace(max_model_len=engine.max_model_len))
@@ -118,11 +120,11 @@ class Generation:
 def trajectories_of(
     trainer: str, generated: Any, *, rewards: Any, reward_weights: Any, rank: int, weight_version: int
 ) -> list[Trajectory]:
-    """This rank's trajectories of one batch, in TRL's order.
+    """Return this rank's trajectories of one batch, in TRL's order.
 
     Args:
-        trainer: `_name` of the trainer of TRL's that it is; the tuple that `_generate` returns depends on it.
-        generated: that tuple.
+        trainer: `_name` of TRL's trainer; the tuple that its `_generate` returns depends on it.
+        generated: the tuple that `_generate` returned.
         rewards: tensor (world * B, functions) of all ranks, NaN where a function returned None; or None.
         reward_weights: tensor (functions,) or None.
     """

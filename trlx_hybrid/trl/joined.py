@@ -1,10 +1,10 @@
 """One forward and one backward pass for several micro-batches of an optimizer step.
 
-TRL makes each micro-batch's loss of its rows' log-probs and entropies, and differentiates it at once; nothing else of
-that reaches the model. So the rows of several micro-batches may be scored in one forward pass: each loss gets its rows
-without their graph, its backward pass ends there, and after the last one the gradients of all go through the model
-together. What TRL computes, normalises and logs of a micro-batch stays what it was, whatever the loss; only sums over
-rows are taken in another order.
+TRL computes each micro-batch's loss from its rows' log-probs and entropies, and differentiates the loss at once. The
+model receives nothing else from the loss. So the rows of several micro-batches may be scored in one forward pass: each
+loss gets its rows' scores without their graph, and its backward pass ends at these scores. After the last loss, the
+gradients of all scores go through the model together. TRL computes, normalises and logs each micro-batch as before,
+whatever the loss. Only the order of sums over rows changes.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor
 from ..protocols import Scores
 
 WIDE = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
-"""Of a micro-batch, what its log-probs are computed from."""
+"""Names of the tensors of a micro-batch from which its log-probs are computed."""
 
 
 class JoinedPass:
-    """The scores of several micro-batches, and the gradients that their losses bring.
+    """The scores of several micro-batches, and the gradients that their losses leave at these scores.
 
     Args:
-        scores: of all their rows, with their graph.
-        micro_batches: TRL's, in the order of the rows.
+        scores: scores of all rows of the micro-batches, with their graph.
+        micro_batches: TRL's micro-batches, in the order of the rows.
     """
 
     def __init__(self, scores: Scores, micro_batches: Sequence[dict[str, Any]]) -> None:
@@ -37,7 +37,7 @@ class JoinedPass:
         self._waiting = list(enumerate(micro_batches))
 
     def take(self, micro_batch: dict[str, Any]) -> Scores | None:
-        """The scores of the micro-batch whose turn it is, once; None of another."""
+        """Return the scores of the micro-batch that is next in line, once; None for any other micro-batch."""
         if not self._waiting or self._waiting[0][1] is not micro_batch:
             return None
         number, _ = self._waiting.pop(0)
@@ -47,11 +47,11 @@ class JoinedPass:
 
     @property
     def taken(self) -> bool:
-        """Whether every micro-batch has had its scores."""
+        """True once every micro-batch has taken its scores."""
         return not self._waiting
 
     def backward(self) -> None:
-        """Bring what the losses' backward passes have left at the scores into the model's gradients."""
+        """Propagate the gradients that the losses have left at the scores into the model's parameters."""
         outputs, gradients = [], []
         for scored, parts in zip(self._scored, self._parts, strict=True):
             if any(part.grad is not None for part in parts):
@@ -65,15 +65,15 @@ def _apart(tensor: Tensor) -> Tensor:
 
 
 def joinable(trainer: Any, micro_batch: dict[str, Any], done: int) -> list[dict[str, Any]]:
-    """The micro-batches of an optimizer step that one pass could compute: this one first, then those that follow it.
+    """Return the micro-batches of an optimizer step that one pass could compute: the given one, then its followers.
 
     Args:
-        done: how many of the step came before it.
+        done: number of the step's micro-batches that came before the given one.
     """
     kind = trainer.accelerator.distributed_type
     left = trainer.current_gradient_accumulation_steps - done
     if kind in (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
-        left -= 1  # DDP averages in the backward pass of the last one, and prepares for it in that one's forward pass
+        left -= 1  # DDP averages gradients in the last one's backward pass, prepared in its own forward pass
     elif kind != DistributedType.NO and not trainer.accelerator.is_fsdp2:
         left = 1
     drawn = getattr(trainer, "_buffered_inputs", None) or [micro_batch]
@@ -84,6 +84,6 @@ def joinable(trainer: Any, micro_batch: dict[str, Any], done: int) -> list[dict[
 
 
 def tokens_of(micro_batches: Sequence[dict[str, Any]]) -> list[int]:
-    """Of each, prompts and completions; waits for the device once."""
+    """Return the number of prompt and completion tokens of each micro-batch. Waits for the device once."""
     counts = [micro["prompt_mask"].sum() + micro["completion_mask"].sum() for micro in micro_batches]
     return [int(count) for count in torch.stack(counts).tolist()]

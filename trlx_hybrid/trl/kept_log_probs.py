@@ -1,8 +1,9 @@
-"""Log-probs over the ids that were kept, in the place of TRL's head while a model scores tokens with a support.
+"""Log-probs over the kept ids, which replace those of TRL's head while a model scores tokens with a support.
 
-TRL 1.16 projects hidden states in tiles and never has all logits (`trl/kernels/chunked_logprob.py`). The function here
-does the same with the ids left out that an engine could not sample: a token's log-prob is its logit less the logarithm
-of the sum over the kept ones, at the run's temperature. The kept ids' share of the whole is computed beside it.
+TRL 1.16 projects hidden states in tiles and never holds all logits (`trl/kernels/chunked_logprob.py`). The function
+here does the same, but leaves out the ids that the engine could not sample. A token's log-prob is its logit minus the
+logarithm of the sum over the kept ids, at the run's temperature. The function also computes the share of the whole
+distribution that the kept ids have.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from ..kept_tokens import KeptTokens
 from ..support import UNSAMPLED, WORD
 
 TOKENS = 512
-"""How many tokens a tile has. TRL's have 4,096; here each logit takes some 16 bytes beside itself."""
+"""Tokens per tile. TRL uses 4,096; here each logit takes about 16 bytes in addition to itself."""
 
 
 @contextmanager
 def scoring_over(kept: KeptTokens | None, scored: Tensor, masses: list[Tensor], trl: Any) -> Iterator[None]:
-    """While a model with TRL's fused head scores these positions, once and in this order, however many at a time.
+    """Replace the function of TRL's fused head while a model scores the given positions, once and in this order, in any
+    number of calls.
 
     Args:
-        kept: of the positions; None changes nothing.
-        scored: bool, as many: whether a label stands there.
-        masses: gets a (2,) float for each pass: the sum of the logarithms of the kept ids' shares, over the tokens that
-            were sampled, and their number.
-        trl: `trl.trainer.utils`, whose head looks its function up by name.
+        kept: the kept ids of the positions; None changes nothing.
+        scored: bool, one for each position: whether it has a label.
+        masses: receives a (2,) float for each pass: the sum of the logarithms of the kept ids' shares over the sampled
+            tokens, and the number of these tokens.
+        trl: `trl.trainer.utils`, in which TRL's head looks its function up by name.
 
     Raises:
-        ComponentError: the model scored others.
+        ComponentError: the model scored other positions.
     """
     if kept is None:
         yield
@@ -50,14 +52,14 @@ def scoring_over(kept: KeptTokens | None, scored: Tensor, masses: list[Tensor], 
 
 
 class _Head:
-    """Stands in for TRL's function, of which it has `apply` alone."""
+    """A stand-in for TRL's function, with its method `apply` only."""
 
     def __init__(self, kept: KeptTokens, scored: Tensor, masses: list[Tensor], trl: Any) -> None:
         self._trl = trl
         bounds = kept.bounds.flatten(0, -2)
         self._kept, self._masses = replace(kept, bounds=bounds), masses
         self._scored = scored.to(bounds.device)
-        self._at, self._of = 0, len(scored)  # how many positions have been scored, and how many there are
+        self._at, self._of = 0, len(scored)  # number of scored positions, and of all positions
 
     def apply(
         self,
@@ -71,13 +73,14 @@ class _Head:
         logit_scale: float,
         outputs: Sequence[str],
     ) -> tuple[Tensor | None, ...]:
-        """As TRL's: (N,) log-probs, entropies where asked for, and None for what only its other trainers read."""
+        """Return what TRL's function returns: (N,) log-probs, entropies if asked for, and None for the outputs that
+        only other trainers of TRL read."""
         if len(weight) != self._kept.vocabulary:
             raise ComponentError(
                 f"The engine samples from {self._kept.vocabulary} ids, and the trainer's head has {len(weight)}: the "
                 "support of a token says nothing of the others. Report it with `trlx-hybrid env`."
             )
-        if self._at == 0 and self._trl._use_triton(hidden.device):  # then TRL leaves out the positions without a label
+        if self._at == 0 and self._trl._use_triton(hidden.device):  # TRL then skips positions without a label
             self._kept, self._scored = self._kept[self._scored], self._scored[self._scored]
             self._of = len(self._scored)
         part = slice(self._at, self._at + len(hidden))
@@ -92,7 +95,7 @@ class _Head:
         return log_probs, entropies if "entropy" in outputs else None, None, None, None
 
     def end(self) -> None:
-        """See that all positions were scored, and no others."""
+        """Check that all positions were scored, and no others."""
         if self._at != self._of:
             raise ComponentError(
                 f"A model scored {self._at} tokens, and the support of {self._of} is known. What scores must compute "
@@ -103,14 +106,14 @@ class _Head:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """How hidden states become logits, tile by tile.
+    """The computation from hidden states to logits, tile by tile.
 
     Attributes:
-        chunk_size: ids of a tile.
-        inverse_temperature: what logits are multiplied with at last.
-        softcap: what they are capped at softly before; None for no cap.
-        logit_scale: what they are multiplied with first.
-        gathered: called with weight and bias, a context in which they are whole.
+        chunk_size: number of ids in a tile.
+        inverse_temperature: the last factor of the logits.
+        softcap: the soft cap of the logits, applied before the temperature; None for no cap.
+        logit_scale: the first factor of the logits.
+        gathered: called with weight and bias; returns a context in which both are complete.
     """
 
     chunk_size: int
@@ -120,7 +123,8 @@ class Projection:
     gathered: Callable[[Tensor, Tensor | None], AbstractContextManager[Any]] = lambda weight, bias: nullcontext()
 
     def tile(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """(n, ids) float32 logits of these ids; and what a cap's derivative is made of, where there is one."""
+        """Return (n, ids) float32 logits of the given ids; and the tanh from which the cap's derivative is computed, or
+        None without a cap."""
         product = hidden @ weight.to(hidden.dtype).t()
         if bias is not None:
             product += bias.to(hidden.dtype)
@@ -132,7 +136,7 @@ class Projection:
 
 
 class _Sum:
-    """The logarithm of a sum of exponentials, tile by tile; and the mean of the exponents under it."""
+    """A running log-sum-exp over tiles, and the mean of the logits under the distribution that it normalises."""
 
     def __init__(self, like: Tensor) -> None:
         self._max = torch.full((len(like),), -torch.inf, device=like.device)
@@ -141,7 +145,7 @@ class _Sum:
     def add(self, logits: Tensor, kept: Tensor | None = None) -> None:
         exponents = logits if kept is None else logits.masked_fill(~kept, -torch.inf)
         largest = torch.maximum(self._max, exponents.amax(1))
-        base = largest.masked_fill(largest == -torch.inf, 0.0)  # nothing was kept so far
+        base = largest.masked_fill(largest == -torch.inf, 0.0)  # no id was kept so far
         before, terms = torch.exp(self._max - base), torch.exp(exponents - base[:, None])
         self._sum = self._sum * before + terms.sum(1)
         self._weighted = self._weighted * before + (terms * logits).sum(1)
@@ -155,14 +159,15 @@ class _Sum:
 
 
 def _columns(masks: Tensor, start: int, end: int) -> Tensor:
-    """(n, end - start) bool, from bits."""
+    """Return columns `start` to `end` of bit masks, as (n, end - start) bool."""
     first = start // WORD
     words = masks[:, first : -(-end // WORD), None] >> torch.arange(WORD, device=masks.device, dtype=torch.int32)
     return (words & 1).bool().flatten(1)[:, start - first * WORD : end - first * WORD]
 
 
 class KeptLogProbs(torch.autograd.Function):
-    """(N,) log-probs of targets, entropies, and logarithms of the kept ids' shares, which have no gradient."""
+    """An autograd function that gives (N,) log-probs of targets, entropies, and logarithms of the kept ids' shares. The
+    latter have no gradient."""
 
     @staticmethod
     def forward(
@@ -174,11 +179,11 @@ class KeptLogProbs(torch.autograd.Function):
         kept: KeptTokens,
         projection: Projection,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute all three.
+        """Compute log-probs, entropies and logarithms of the kept ids' shares.
 
         Args:
             hidden: (N, H); weight: (V, H); bias: (V,); targets: (N,) int64, ids.
-            kept: of the N tokens.
+            kept: the kept ids of the N tokens.
         """
         ctx.set_materialize_grads(False)
         kind = hidden.device.type
@@ -207,7 +212,7 @@ class KeptLogProbs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, log_prob_grads: Tensor | None, entropy_grads: Tensor | None, *_: Any) -> tuple[Any, ...]:
-        """Compute each tile anew, and the gradients that come through it, which are summed in float32."""
+        """Recompute each tile, and sum the gradients that come through it in float32."""
         hidden, weight, bias, targets, entropies, totals = ctx.saved_tensors
         projection, (of_hidden, of_weight, of_bias) = ctx.projection, ctx.needs_input_grad[:3]
         with projection.gathered(weight, bias):
@@ -244,7 +249,7 @@ class KeptLogProbs(torch.autograd.Function):
 
 
 def _add_product(to: Tensor, left: Tensor, right: Tensor) -> None:
-    """`to += left @ right`, in float32: rounding each tile's product would bias training, as TRL has found."""
+    """Compute `to += left @ right` in float32: rounding each tile's product would bias training, as TRL has found."""
     if to.device.type == "cuda" and left.dtype in (torch.float16, torch.bfloat16):
         torch.addmm(to, left, right, out_dtype=torch.float32, out=to)
     else:

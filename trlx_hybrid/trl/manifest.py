@@ -1,13 +1,14 @@
-"""The manifest of a checkpoint: whose it is, and which files it has to hold.
+"""The manifest of a checkpoint: the run that saved it, and the files that it must hold.
 
     trlx_hybrid_manifest.json    {"run": "5f0c…", "ranks": 2, "ended": true,
                                   "files": {"model.safetensors": [1048576, "9a3e11f0"], …}}    bytes, and digest
 
-Its first version is written when a save begins, with `"ended": false`, so that a save that was killed can be told. The
-last one is written when all ranks have written their files. Either replaces the file at once: none is half a manifest.
+The first version is written when a save begins, with `"ended": false`, so that a killed save can be recognised. The
+last version is written when all ranks have written their files. Each version replaces the file atomically, so that a
+manifest is never incomplete.
 
-A digest is a CRC-32, which finds what a crash or a full disk leaves, and is no proof against a forger. Of a large file
-it reads both ends and pieces between them: to read all of it would cost a tenth of the save.
+A digest is a CRC-32, which detects the damage of a crash or a full disk, but not forgery. For a large file it covers
+both ends and pieces between them: reading all of the file would add a tenth to the time of the save.
 """
 
 from __future__ import annotations
@@ -24,21 +25,21 @@ from .file_formats import TRAINER_STATE_NAME
 
 MANIFEST_FILE = "trlx_hybrid_manifest.json"
 SENTINEL_FILE = "checkpoint-is-incomplete.txt"
-"""The file that transformers' `JITCheckpointCallback` removes when its save is over."""
+"""The file that transformers' `JITCheckpointCallback` removes when its save is complete."""
 
-WHOLE = 16 << 20  # bytes; a file of so many is read to its end
-END = 1 << 20  # bytes at each end of a larger one
-PIECE, STRIDE = 64 << 10, 16 << 20  # bytes of each piece between them, and from one to the next
+WHOLE = 16 << 20  # bytes; a file of at most this size is read completely
+END = 1 << 20  # bytes read at each end of a larger file
+PIECE, STRIDE = 64 << 10, 16 << 20  # bytes of each piece in between, and from one piece's start to the next
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """Facts of a checkpoint, written with it.
+    """The facts of a checkpoint that are saved with it.
 
     Attributes:
         run: identity of the run that saved it.
-        ranks: how many ranks it had.
-        ended: whether the save came to its end.
+        ranks: how many ranks the run had.
+        ended: whether the save was completed.
         files: bytes and digest of each file, by its path in the checkpoint.
     """
 
@@ -49,10 +50,10 @@ class Manifest:
 
 
 def begin(checkpoint: Path, run: str, ranks: int) -> None:
-    """Note that a save begins, in a folder that is made for it.
+    """Write the first manifest of a save, and make the checkpoint's folder if there is none.
 
-    What another run has left in this folder, or a save that was killed, is removed: it would be taken for a part of
-    this checkpoint.
+    If another run or a killed save has left files in this folder, they are removed first: they would be taken for a
+    part of this checkpoint.
     """
     try:
         before = read(checkpoint)
@@ -66,7 +67,8 @@ def begin(checkpoint: Path, run: str, ranks: int) -> None:
 
 
 def end(checkpoint: Path, run: str, ranks: int) -> None:
-    """Write down what the checkpoint holds. After all ranks have written their files, and before older ones go."""
+    """Write the last manifest, with all files of the checkpoint. Called after all ranks have written their files, and
+    before older checkpoints are removed."""
     files = {path.relative_to(checkpoint).as_posix(): digest(path) for path in _files(checkpoint)}
     _write(checkpoint, Manifest(run=run, ranks=ranks, ended=True, files=files))
 
@@ -75,7 +77,7 @@ def read(checkpoint: Path) -> Manifest | None:
     """Return the manifest of a checkpoint; None where it has none.
 
     Raises:
-        ValueError: it cannot be read.
+        ValueError: the manifest cannot be read.
     """
     try:
         text = (checkpoint / MANIFEST_FILE).read_text()
@@ -92,7 +94,7 @@ def read(checkpoint: Path) -> Manifest | None:
 
 
 def fault(checkpoint: Path, manifest: Manifest) -> str | None:
-    """Hold a checkpoint against its manifest; return the first thing that differs, None where nothing does."""
+    """Return the first thing in which a checkpoint differs from its manifest; None where nothing differs."""
     if not manifest.ended:
         return "its save did not come to its end"
     if (checkpoint / SENTINEL_FILE).exists():
@@ -112,7 +114,7 @@ def fault(checkpoint: Path, manifest: Manifest) -> str | None:
 
 
 def digest(file: Path) -> tuple[int, str]:
-    """Return a file's size in bytes, and the CRC-32 of the parts that `parts` names, in hexadecimal digits."""
+    """Return a file's size in bytes, and the CRC-32 of the parts that `parts` yields, as hexadecimal digits."""
     found = 0
     with file.open("rb", buffering=0) as opened:
         size = os.fstat(opened.fileno()).st_size
@@ -125,7 +127,7 @@ def digest(file: Path) -> tuple[int, str]:
 
 
 def parts(size: int) -> Iterator[tuple[int, int]]:
-    """Yield begin and length in bytes of the parts of a file that its digest reads."""
+    """Yield begin and length, in bytes, of the parts of a file that its digest covers."""
     if size <= WHOLE:
         yield 0, size
         return
@@ -135,7 +137,8 @@ def parts(size: int) -> Iterator[tuple[int, int]]:
 
 
 def _files(checkpoint: Path) -> Iterator[Path]:
-    """Yield the files of a checkpoint, those of its folders included, without what another save is about to rename."""
+    """Yield the files of a checkpoint and its subfolders, except manifests and files that another save is about to
+    rename."""
     for path in sorted(checkpoint.rglob("*")):
         if path.is_file() and path.name not in (MANIFEST_FILE, SENTINEL_FILE) and path.suffix != ".part":
             yield path

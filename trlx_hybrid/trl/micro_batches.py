@@ -1,10 +1,10 @@
-"""Rows in other micro-batches than TRL drew, and TRL's metrics of those that it drew.
+"""Micro-batches with other rows than TRL drew, and TRL's metrics computed for the micro-batches that it drew.
 
-TRL logs the mean over an optimizer step of numbers that it computes of single micro-batches: means over tokens, which
-count alike however many tokens they are of, smallest and largest ones. With other rows in each, these are other numbers
-(the KL divergence of one step was 4.59 for 3.48), although the gradient of the step is the same. So where all losses of
-a rollout are computed, TRL computes them once more of the micro-batches as they were drawn, from scores that were kept,
-and its metrics are taken from there.
+TRL computes some numbers for single micro-batches and logs their mean over an optimizer step: minima, maxima, and means
+over tokens, which have equal weight whatever the number of their tokens. With other rows in each micro-batch these
+numbers change (the KL divergence of one step was 4.59 instead of 3.48), although the gradient of the step does not. So
+after the last loss of a rollout, TRL computes all losses once more for the micro-batches as they were drawn, from
+stored scores, and its metrics are taken from there.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ..errors import ComponentError
 from ..protocols import Scores
 
 ROW = "drawn_row"
-"""In a batch whose rows were regrouped: where each stood among all that were drawn, (b,) int64."""
+"""The key in a regrouped batch for each row's position among all rows that were drawn, (b,) int64."""
 
 LOG_PROBS, ENTROPIES = "drawn_log_probs", "drawn_entropies"
-"""In such a batch whose loss was computed: what it was computed from, (b, T) float, without a graph."""
+"""The keys in a regrouped batch for the scores that its loss was computed from, (b, T) float, without a graph."""
 
 
 def regrouped(
@@ -31,11 +31,11 @@ def regrouped(
     """Return the same rows in other micro-batches.
 
     Args:
-        groups: the rows of each, counted through all the micro-batches as they were.
-        by: who chose them.
+        groups: the rows of each new micro-batch, numbered through all the given micro-batches.
+        by: name of the component that chose the groups.
 
     Raises:
-        ComponentError: they do not hold each row once, or not equally many.
+        ComponentError: the groups do not contain each row once, or differ in size.
     """
     size = len(micro_batches[0]["prompt_ids"])
     rows, sizes = size * len(micro_batches), [len(group) for group in groups]
@@ -56,14 +56,14 @@ def regrouped(
 
 
 def number(micro_batches: Sequence[dict[str, Any]]) -> None:
-    """Note in micro-batches where their rows stand, for `as_drawn`."""
+    """Store each row's position in its micro-batch, for `as_drawn`."""
     size, device = len(micro_batches[0]["prompt_ids"]), micro_batches[0]["prompt_ids"].device
     for first, micro_batch in enumerate(micro_batches):
         micro_batch[ROW] = torch.arange(first * size, (first + 1) * size, device=device)
 
 
 def keep(micro_batch: dict[str, Any], scores: Scores) -> None:
-    """Keep what a loss is computed from, where the rows were regrouped."""
+    """Store the scores that a loss is computed from in its micro-batch, where the rows were regrouped."""
     if ROW in micro_batch:
         micro_batch[LOG_PROBS] = scores.log_probs.detach()
         if scores.entropies is not None:
@@ -71,13 +71,13 @@ def keep(micro_batch: dict[str, Any], scores: Scores) -> None:
 
 
 def kept(micro_batch: Mapping[str, Any]) -> Scores:
-    """Return what `keep` has kept."""
+    """Return the scores that `keep` has stored."""
     return Scores(micro_batch[LOG_PROBS], micro_batch.get(ENTROPIES), None)
 
 
 def as_drawn(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return regrouped rows as they were drawn, with their scores, which the given micro-batches lose; nothing where
-    some have none, for a loss that was computed without them."""
+    """Return regrouped rows in the micro-batches that TRL drew, with their scores, which are removed from the given
+    micro-batches; an empty list if some have no scores because their loss was computed without them."""
     if not all(LOG_PROBS in micro_batch for micro_batch in micro_batches):
         return []
     places = torch.cat([micro_batch[ROW] for micro_batch in micro_batches]).argsort()
@@ -89,12 +89,13 @@ def as_drawn(micro_batches: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def replace_last(metrics: Mapping[str, list[float]], lengths: Mapping[str, int], count: int) -> None:
-    """Take the last numbers of each metric in the place of as many before them, where both are of the same losses.
+    """Let the last `count` values of each metric replace the `count` values before them, where both are of the same
+    losses.
 
     Args:
-        metrics: TRL's, since its last line.
-        lengths: of the lists in it, before the last numbers came.
-        count: how many losses there are.
+        metrics: TRL's metrics since its last log line.
+        lengths: length of each metric's list before the last values were added.
+        count: the number of losses.
     """
     for name, values in metrics.items():
         before = lengths.get(name, 0)

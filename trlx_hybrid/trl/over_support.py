@@ -1,8 +1,9 @@
-"""Whether a run scores tokens over the ids that the engine kept, and the supports of a rollout's rows.
+"""The choice whether a run scores tokens over the ids that the engine kept, and the supports of a rollout's rows.
 
-Where sampling leaves ids out, the engine's log-probs are of what is left. The trainer's are of all ids, and GRPO's
-importance-sampling correction multiplies each row's loss by the product of their ratios: with `top_k=50` on a flat
-model 8e-13 at 200 tokens. Scored over the same ids the ratio is 1, and the gradient that of what was sampled from.
+Where sampling leaves ids out, the engine's log-probs refer to the remaining ids, and the trainer's to all ids. GRPO's
+importance-sampling correction multiplies each row's loss by the product of the ratios between the two. With `top_k=50`
+on a flat model, that product is 8e-13 at 200 tokens. If the trainer scores over the same ids, the ratio is 1, and the
+gradient is that of the distribution that was sampled from.
 """
 
 from __future__ import annotations
@@ -19,23 +20,24 @@ if TYPE_CHECKING:
     from ..types import Sampling
 
 FACT = "scored over"
-"""In what a recording says of its run: the setting that left ids out, where tokens are scored over the others."""
+"""The key in a recording's facts for the setting that left ids out, where tokens are scored over the kept ids."""
 
 TRUNCATION = "ratio/truncation"
-"""The metric: mean of the logarithm of the kept ids' share of all, in nats, over the tokens that were sampled."""
+"""The metric: mean logarithm of the share that the kept ids have of the whole distribution, in nats, over the sampled
+tokens."""
 
 MOST = 16 << 30
-"""Bytes that the ids of one rollout may take on a rank, in the host's memory."""
+"""The maximum size of the kept ids of one rollout on a rank, in bytes of host memory."""
 
 WAY_OUT = "Leave the setting out, or set vllm_importance_sampling_correction=False to train without the correction."
 
 
 def refuses(trainer: Any, engine: Component | None, own_scorer: str | None, *, replays: bool) -> str | None:
-    """Return why this run cannot score over what the engine kept, or None.
+    """Return the reason why this run cannot score over the ids that the engine kept, or None.
 
     Args:
-        engine: that samples; None where TRL does.
-        own_scorer: a method of the user's that computes log-probs, if there is one.
+        engine: the engine that samples; None where TRL does.
+        own_scorer: the name of a user's method that computes log-probs, if there is one.
         replays: whether batches come from a recording.
     """
     if not replays and (engine is None or not engine.keeps):
@@ -51,13 +53,13 @@ def refuses(trainer: Any, engine: Component | None, own_scorer: str | None, *, r
 
 
 def rows_of(trainer: Any, generated: Any) -> list[Support]:
-    """Return the supports of a rollout's rows, which the session forgets.
+    """Return the supports of a rollout's rows, and clear them from the session.
 
     Args:
-        generated: what `_generate` of GRPO returns.
+        generated: the result of GRPO's `_generate`.
 
     Raises:
-        ComponentError: that of a token which is trained on is not known.
+        ComponentError: the support of a token that is trained on is missing.
     """
     session, (prompt_ids, ids, mask, *_) = trainer.session, generated
     vocabulary = session.policy.base.config.get_text_config().vocab_size
@@ -83,13 +85,13 @@ def rows_of(trainer: Any, generated: Any) -> list[Support]:
 
 
 def forecast(sampling: Sampling, rows: int, vocabulary: int) -> str:
-    """Return what the ids of a rollout take in the host's memory, as the header has it.
+    """Return a line for the run's header on how much host memory the kept ids of a rollout take.
 
     Args:
-        rows: of a rollout, on one rank.
+        rows: number of rows of a rollout on one rank.
 
     Raises:
-        ConfigError: `top_k` keeps so many that long rows take more than MOST.
+        ConfigError: `top_k` keeps so many ids that long rows take more than MOST.
     """
     top_k, whole = int(sampling.extra.get("top_k", sampling.top_k)), mask_words(vocabulary)
     words = min(top_k, whole) if top_k > 0 else whole
@@ -101,10 +103,10 @@ def forecast(sampling: Sampling, rows: int, vocabulary: int) -> str:
 
 
 def refuse_too_many(size: int, setting: str | None) -> None:
-    """Refuse a rollout whose ids take too many bytes.
+    """Refuse a rollout whose kept ids take too many bytes.
 
     Raises:
-        ConfigError: more than MOST.
+        ConfigError: they take more than MOST.
     """
     if size > MOST:
         raise ConfigError(
@@ -115,13 +117,13 @@ def refuse_too_many(size: int, setting: str | None) -> None:
 
 
 def require(micro_batch: Mapping[str, Any], setting: str | None) -> None:
-    """See that a micro-batch has the supports of its tokens.
+    """Check that a micro-batch has the supports of its tokens.
 
     Args:
-        setting: by which some ids were left out.
+        setting: the setting that left some ids out.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the micro-batch has no supports.
     """
     if not {WORDS, BOUNDS} <= micro_batch.keys():
         raise ConfigError(

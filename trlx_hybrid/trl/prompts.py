@@ -1,4 +1,5 @@
-"""Rows that have no prompt, and environments that make none: TRL and tokenizers fail on them without naming the row."""
+"""Checks for rows without a prompt and environments that return none: TRL and tokenizers fail on them without naming
+the row."""
 
 from __future__ import annotations
 
@@ -8,17 +9,18 @@ from typing import Any
 from ..errors import ConfigError
 
 COLUMN = "prompt"
-ROWS = 10_000  # looked at at once
+ROWS = 10_000  # rows per batch that is read
 
 
 def refuse_missing_prompts(dataset: Any, name: str) -> None:
-    """Refuse a dataset with a row whose prompt is None, or a conversation without messages.
+    """Refuse a dataset with a row whose prompt is None or a conversation without messages.
 
-    Reads the prompts alone, as Arrow keeps them, and of a `datasets.Dataset` only: another one, or one whose rows a
-    function makes, may not be read twice. An empty text is no mistake where the tokenizer begins texts with a token.
+    Reads only the prompts, in Arrow's format, and only of a `datasets.Dataset`: other datasets, or ones whose rows a
+    function makes, may not be readable twice. An empty text is no error, since some tokenizers begin texts with a
+    token.
 
     Args:
-        name: of the trainer's argument.
+        name: name of the trainer's argument.
 
     Raises:
         ConfigError: names the row.
@@ -40,7 +42,8 @@ def refuse_missing_prompts(dataset: Any, name: str) -> None:
 
 
 def _missing(column: Any) -> tuple[int, str] | None:
-    """The first row of an Arrow column that has no prompt, and what it has instead."""
+    """Return the first row of an Arrow column without a prompt, and what it has instead; None where all rows have
+    one."""
     import pyarrow.compute as pc
     import pyarrow.types as kinds
 
@@ -53,9 +56,9 @@ def _missing(column: Any) -> tuple[int, str] | None:
 
 
 def reset_that_failed(error: BaseException) -> str | None:
-    """Say which environment's `reset` raised an error, and for which row; None where none did.
+    """Return a note that says which environment's `reset` raised an error, and for which row; None where none did.
 
-    TRL calls `reset` for each row in one loop, so the traceback has the row: in the frame that called it.
+    TRL calls `reset` for each row in one loop, so the row is found in the traceback, in the frame that called `reset`.
     """
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
     for caller, called in zip(frames, [*frames[1:], None], strict=True):

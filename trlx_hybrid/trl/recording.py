@@ -1,11 +1,11 @@
-"""A folder with every batch that a run trained on and evaluated: tensors in safetensors, the rest as JSON.
+"""A folder with every batch that a run trained on or evaluated: tensors in safetensors, the rest as JSON.
 
     recording.json                      what ran: versions, ranks, model, tokenizer, settings, device
     rank0/train-000012-0.safetensors    rank 0's rows of the batch that begins with micro-batch 0 of step 12
     rank0/eval-000010-3.safetensors     its rows of batch 3 of the evaluation after 10 steps
 
-A file is renamed when it is whole, so a run that is killed leaves whole ones. Each has the digest of its tensors, and
-the number of those before it: one that is damaged or missing is told.
+A file gets its name only once it is complete, so a run that is killed leaves complete files. Each file contains a
+digest of its tensors and the number of batches before it, so that a damaged or missing file is detected.
 """
 
 from __future__ import annotations
@@ -44,42 +44,44 @@ FOREIGN = re.compile(
     r"temperature|top_[pk]|min_p|repetition_penalty|generation_kwargs|max_completion_length|pad_to_multiple_of|beta|"
     r"mask_truncated_completions|scale_rewards|reward_weights|multi_objective_aggregation|vllm_importance_.*)"
 )
-"""Facts by which batches are another run's: what they were made of, and settings that nothing would read any more."""
+"""A pattern of the facts that must agree for a replay: what batches were made from, and settings that a replay would
+not read."""
 
 EVALUATION = re.compile(r"settings\.(eval_(strategy|steps|delay|on_start)|(per_device|num_generations)_eval.*)")
-"""The same of a run that evaluates."""
+"""A pattern of further facts that must agree for a replay, in a run that evaluates."""
 
 QUIET = re.compile(r"output_dir|run_name|log|report_to|save|push|hub|vllm|tqdm|dataloader|resume|eval|project|trackio")
-"""Those that change no number of a training step."""
+"""A pattern of the facts that change no number of a training step."""
 
 TRUNCATED = "truncated completions"
-"""The fact by which completions are masked, where they are."""
+"""The key of the fact that says which completions are masked as truncated, in runs that mask any."""
 
 NO_FACTS = (
     *("_name_or_path", "transformers_version", "dtype", "torch_dtype", "base_model_name_or_path", "peft_version"),
-    "architectures",  # which saving a model adds; its class is a fact of its own
+    "architectures",  # saving a model adds it; the model's class is a separate fact
 )
-"""Of the configs of a model and its adapters: what another place on disk or another version says otherwise."""
+"""Fields of the configs of a model and its adapters that differ with the place on disk or the library version."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class RecordedBatch:
-    """One rank's rows of a rollout, as TRL trains on them, and what else the training takes from it.
+    """One rank's rows of a rollout, as TRL trains on them, and everything else that training takes from the rollout.
 
     Attributes:
         mode: "train" or "eval".
-        step: optimizer steps done when it was sampled.
-        number: the micro-batch of that step which it begins with; in an evaluation, which of its batches it is.
-        index: how many batches of training were recorded before it.
-        weight_version: of the weights that sampled it.
-        weights: whether this rank held shards of them, digests of the trainable and of the frozen ones.
-        tokens_seen: TRL's `num_input_tokens_seen` after it.
-        metrics: what TRL's log got from the rollout, by name: whether it took the place of what was there, and values.
+        step: optimizer steps done when the rollout was sampled.
+        number: the micro-batch of the step with which the batch begins; in an evaluation, the number of the batch.
+        index: how many training batches were recorded before this one.
+        weight_version: version of the weights that sampled the rollout.
+        weights: whether this rank held shards of the weights, and digests of its trainable and of its frozen weights.
+        tokens_seen: TRL's `num_input_tokens_seen` after the rollout.
+        metrics: what the rollout added to TRL's log, by name: whether it replaced the earlier values, and the new
+            values.
         values: what TRL calls the batch: tensors and plain data, in TRL's order.
         rewards: (world * B, functions) float, of all ranks; NaN where a function returned None. None without rewards.
-        generators: states of torch's generators after it, (n,) uint8, by type of device.
-        threads: with which torch trains on a CPU, where sums are rounded in the order in which threads share them; 0
-            where it trains elsewhere. vLLM takes some away.
+        generators: states of torch's generators after the rollout, (n,) uint8, by type of device.
+        threads: number of torch's threads if the run trains on a CPU, where rounding of sums depends on it; else 0.
+            vLLM reduces the number.
     """
 
     mode: str
@@ -98,10 +100,10 @@ class RecordedBatch:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Inside, a file of a recording is written.
+    """Raise an error that names `path` if the code inside cannot write this file of a recording.
 
     Raises:
-        HybridError: it cannot be; names it. A recording with holes is none, so the run stops.
+        HybridError: the file cannot be written. A recording with gaps is useless, so the run stops.
     """
     try:
         yield
@@ -113,23 +115,23 @@ def writing(path: Path) -> Iterator[None]:
 
 
 class Recording:
-    """One rank's part of the folder.
+    """One rank's part of a recording's folder.
 
     Args:
-        folder: on several nodes, one that all of them share.
+        folder: the recording's folder; on several nodes, one that all of them share.
     """
 
     def __init__(self, folder: str | Path, rank: int = 0) -> None:
         self.folder, self.rank = Path(folder), rank
-        self.places: list[tuple[int, int]] = []  # (step, number) of the batches of training, once inspected
+        self.places: list[tuple[int, int]] = []  # (step, number) of each training batch, after `inspect`
         self._written = 0
 
     @functools.cached_property
     def facts(self) -> dict[str, Any] | None:
-        """What ran, as `facts_of` says it; None where nothing was recorded.
+        """The facts of the recorded run, see `facts_of`; None where nothing was recorded.
 
         Raises:
-            ConfigError: `recording.json` is none of ours.
+            ConfigError: `recording.json` cannot be read, or has another format.
         """
         path = self.folder / FILE
         try:
@@ -143,7 +145,8 @@ class Recording:
         return dict(found)
 
     def begin(self, facts: Mapping[str, Any], step: int) -> None:
-        """Batches from that step on will come: those that a run had recorded further on, before it was resumed, go."""
+        """Prepare for batches from `step` on, and remove the batches from there on that a run had recorded before it
+        was resumed."""
         with writing(self._here):
             self._here.mkdir(parents=True, exist_ok=True)
         self._written = 0
@@ -157,14 +160,14 @@ class Recording:
             with writing(part):
                 part.write_text(json.dumps(facts, indent=1))
                 part.replace(self.folder / FILE)
-        self.__dict__.pop("facts", None)  # which were None before
+        self.__dict__.pop("facts", None)  # the cached facts, which were None
 
     def write(self, batch: RecordedBatch) -> None:
-        """Add one; its `index` is set here.
+        """Write one batch, and set its `index`.
 
         Raises:
-            ConfigError: it holds something else than tensors and plain data.
-            HybridError: the file cannot be written, on a full disk for one.
+            ConfigError: the batch holds something else than tensors and plain data.
+            HybridError: the file cannot be written, for example on a full disk.
         """
         batch.index = self._written
         tensors = {f"batch.{name}": value for name, value in batch.values.items() if isinstance(value, Tensor)}
@@ -187,7 +190,7 @@ class Recording:
         self._written += batch.mode == "train"
 
     def inspect(self) -> str | None:
-        """Read all batches once; returns what is wrong with them, or None."""
+        """Read all batches once, fill `places`, and return what is wrong with the batches, or None."""
         self.places = []
         for mode, *place in sorted(self._files()):
             try:
@@ -201,7 +204,7 @@ class Recording:
         return None if self.places else f"{self._here} holds no batch of a training step."
 
     def latest(self, step: int, micro_batch: int) -> tuple[int, int]:
-        """Where the batch lies that a micro-batch is taken from: (step, number).
+        """Return the place, (step, number), of the batch that a micro-batch is taken from.
 
         Raises:
             ConfigError: the recording begins later.
@@ -215,10 +218,10 @@ class Recording:
         return earlier[-1]
 
     def read(self, mode: str, step: int, number: int) -> RecordedBatch:
-        """One batch, on the CPU.
+        """Return one batch, on the CPU.
 
         Raises:
-            ConfigError: it is not there, or is not what was written.
+            ConfigError: the batch is missing, or differs from what was written.
         """
         path = self._path(mode, step, number)
         try:
@@ -251,7 +254,7 @@ WAY_OUT = "Record anew, or remove it and what comes after it, on all ranks, to r
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """Of names, dtypes, shapes and bits of tensors on the CPU, which must be contiguous."""
+    """Return a SHA-256 of the names, dtypes, shapes and bits of tensors, which must be contiguous and on the CPU."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)};".encode())
@@ -260,7 +263,7 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def facts_of(trainer: Any) -> dict[str, Any]:
-    """What a recording says of the run that makes it, as JSON has it."""
+    """Return the facts that a recording stores of its run, as JSON data."""
     session = trainer.session
     policy, config = session.policy, session.config
     tokenizer = getattr(policy.processing_class, "tokenizer", policy.processing_class)
@@ -300,16 +303,16 @@ def facts_of(trainer: Any) -> dict[str, Any]:
 
 
 def compared(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """Facts of a recording that are not those of a run: by which it is another run's, and by which the same batches may
-    train otherwise."""
+    """Return texts for the facts in which a recording differs from a run: first those by which it is another run's
+    recording, then those by which the same batches may train differently."""
     then, now = dict(_flat(recorded)), dict(_flat(here))
     if TRUNCATED in now:
-        then.setdefault(TRUNCATED, BY_TOKEN)  # which recordings of earlier versions do not say
+        then.setdefault(TRUNCATED, BY_TOKEN)  # recordings of earlier versions lack this fact
     evaluates = now["settings.eval_strategy"] != "no"
     foreign, other = [], []
     for name in dict.fromkeys([*then, *now]):
         if then.get(name) == now.get(name) or (name.startswith("model.") and not (name in then and name in now)):
-            continue  # a field of a config that another version of transformers does not have
+            continue  # a config field that only one of the two transformers versions has
         text = f"{name.removeprefix('settings.')} is {now.get(name)!r:.60}, and {then.get(name)!r:.60} was recorded"
         if FOREIGN.fullmatch(name) or (evaluates and EVALUATION.fullmatch(name)):
             foreign.append(text)
@@ -319,7 +322,7 @@ def compared(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> tuple[list
 
 
 def refuse_foreign(folder: Path, foreign: list[str]) -> None:
-    """Where there is anything in it by which a recording is another run's."""
+    """Raise a ConfigError if `foreign` names any fact by which a recording is another run's."""
     if foreign:
         raise ConfigError(
             f"The recording in {folder} is not of this run: {listed(foreign, 8)}. Replay it with the model, the "

@@ -1,9 +1,10 @@
-"""Keeps the reference of `beta > 0` right where the policy is a PEFT adapter, and the policy what it was.
+"""The reference model of `beta > 0` for policies that are PEFT adapters, kept correct without changing the policy.
 
-TRL 1.16 scores with the adapters off where it adds the adapter itself (`peft_config`). Where a PEFT model is given, it
-adds an adapter "ref", a copy of the one named "default", and switches to it and back. It copies no parameter whose name
-ends in the adapter's (embeddings, token rows), initialises the copy as the config says, which for PiSSA and its like
-writes to the base, and comes back to one adapter alone.
+TRL 1.16 scores the reference with the adapters off if it added the adapter itself (`peft_config`). If it is given a
+PEFT model, it adds an adapter "ref", a copy of the adapter named "default", switches to "ref" and back. Three things go
+wrong there. TRL copies no parameter whose name ends in the adapter's name (embeddings, token rows). It initialises the
+copy as the config says, which writes to the base model for PiSSA and similar methods. And it switches back to one
+adapter only.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ REFERENCE = "ref"
 """The name that TRL gives to the copy of the policy's adapter."""
 
 FURTHER = "ref_of_"
-"""Begins the names of the copies of further active adapters."""
+"""The prefix of the names of the copies of further active adapters."""
 
 TRLS = "default"
 """The name of the adapter that TRL copies."""
@@ -38,11 +39,11 @@ TRLS = "default"
 
 @contextmanager
 def reference_of_active(model: Any, args: Any) -> Iterator[None]:
-    """Have TRL's `__init__`, which runs inside, make a reference of all adapters that are active.
+    """Make TRL's `__init__`, which runs inside, build a reference of all adapters that are active.
 
     Args:
-        model: given to that `__init__`; nothing is done unless it is a PEFT model.
-        args: the run's, with `beta` and `disable_dropout`.
+        model: the model passed to TRL's `__init__`; nothing is done unless it is a PEFT model.
+        args: the run's arguments, with `beta` and `disable_dropout`.
 
     Raises:
         ConfigError: one of the policy's adapters has a name that the copies need.
@@ -67,7 +68,7 @@ def reference_of_active(model: Any, args: Any) -> Iterator[None]:
             del configs[TRLS]
             if own is not None:
                 configs[TRLS] = own
-        if REFERENCE in configs:  # else TRL has left it out, and says so
+        if REFERENCE in configs:  # else TRL has made no reference, and says so
             _copy_all(model, active, again=copied != active[0])
             if getattr(args, "disable_dropout", False):
                 for dropout in (m for m in model.modules() if isinstance(m, nn.Dropout)):
@@ -86,7 +87,7 @@ def _copy_all(model: Any, active: list[str], again: bool) -> None:
     """Make the frozen copies of the active adapters.
 
     Args:
-        again: whether "ref" was made from another adapter's config than that of the first active one.
+        again: whether "ref" was made from the config of another adapter than the first active one.
     """
     if again:
         model.delete_adapter(REFERENCE)
@@ -105,12 +106,12 @@ def _copy_all(model: Any, active: list[str], again: bool) -> None:
 
 
 def _copies(active: list[str]) -> dict[str, str]:
-    """Return the names of the frozen copies of active adapters."""
+    """Return the name of each active adapter's frozen copy, by the adapter's name."""
     return {active[0]: REFERENCE} | {name: FURTHER + name for name in active[1:]}
 
 
 def _held_twice(layer: Any, active: list[str]) -> Iterator[tuple[list[nn.Parameter], list[nn.Parameter]]]:
-    """Yield the parameters that a PEFT layer has for each active adapter, and those that it has for its copy."""
+    """Yield, for each active adapter, its parameters in a PEFT layer and the parameters of its copy."""
     held = defaultdict[str, list[nn.Parameter]](list)
     for name, parameter in held_by(layer):
         held[name].append(parameter)
@@ -118,8 +119,8 @@ def _held_twice(layer: Any, active: list[str]) -> Iterator[tuple[list[nn.Paramet
 
 
 def activate_copies(model: Any) -> None:
-    """Where TRL has switched a PEFT model to "ref", switch the copies of further adapters on as well. TRL switches back
-    by itself, and `adapters_kept` around it to what was active."""
+    """Activate the copies of further adapters as well, if TRL has switched a PEFT model to "ref". TRL switches "ref"
+    off by itself, and `adapters_kept`, around TRL's code, restores the active adapters."""
     if not tuned(model) or model.active_adapter != REFERENCE:
         return
     further = [name for name in model.peft_config if name.startswith(FURTHER)]
@@ -128,17 +129,17 @@ def activate_copies(model: Any) -> None:
 
 
 def check_reference(policy: Policy, ranks: Ranks, autocast: torch.dtype) -> None:
-    """See that the policy is its reference before the first step. Collective.
+    """Check that the policy equals its reference before the first step. Collective.
 
-    The means of their log-probs differ by rounding. In ZeRO-3, where no pass of this kind may come before the first
-    rollout (`Policy.in_zero3`), their parameters are compared. Of full fine-tuning, the reference is another model,
-    which may be another one on purpose.
+    The mean difference of their log-probs must be within rounding. In ZeRO-3, no such forward pass may come before the
+    first rollout (`Policy.in_zero3`), so the parameters are compared instead. In full fine-tuning nothing is checked:
+    there the reference is a separate model, which may differ on purpose.
 
     Args:
-        autocast: what the trainer's matrix products are computed in.
+        autocast: the dtype in which the trainer computes matrix products.
 
     Raises:
-        ConfigError: the reference is not what training starts from.
+        ConfigError: the reference is not the model that training starts from.
     """
     model: Any = policy.module
     if not tuned(model):
@@ -159,10 +160,11 @@ def check_reference(policy: Policy, ranks: Ranks, autocast: torch.dtype) -> None
 
 
 def parameters_apart(policy: Policy) -> bool:
-    """Whether what this rank holds of the parameters tells that an adapter is not its reference.
+    """Return whether the parameters on this rank show that an adapter differs from its reference.
 
-    A frozen copy has the adapter's values. Where the reference is the model with its adapters off, a LoRA adapter
-    starts from zero, with its B. Adapters of other kinds do so in ways of their own, and are not looked at.
+    A frozen copy must have the adapter's values. Where the reference is the model with its adapters off, a LoRA adapter
+    must start from zero, that is, with a zero B. Adapters of other kinds start from zero in other ways, and are not
+    checked.
     """
     model: Any = policy.module
     active = list(model.active_adapters)
@@ -181,7 +183,8 @@ def parameters_apart(policy: Policy) -> bool:
 
 
 def _gap(policy: Policy) -> float:
-    """Return how far the policy's log-probs of a short sequence are from its reference's, in nats a token."""
+    """Return the mean difference between the log-probs of policy and reference on a short sequence, in nats per
+    token."""
     model: Any = policy.module
     vocabulary = policy.base.config.get_text_config().vocab_size
     ids = [(7919 * i + 11) % vocabulary for i in range(1, 2 * PROBE_TOKENS + 1)]
@@ -200,7 +203,7 @@ def _gap(policy: Policy) -> float:
 
 
 def _why_apart(model: Any) -> str:
-    """Return how a reference comes to be another model, and the way out."""
+    """Return the reason why a reference differs from the policy, and the way out."""
     if REFERENCE in model.peft_config:
         return (
             f"TRL scores it with the adapter {REFERENCE!r}, a copy of the policy's from when the trainer was made. "
@@ -215,7 +218,8 @@ def _why_apart(model: Any) -> str:
 
 
 def refuse_tied_token_rows(policy: Policy) -> None:
-    """Refuse a head that is tied to embeddings of which some rows are trained: TRL multiplies by its frozen weight.
+    """Refuse a head that is tied to embeddings of which some rows are trained: TRL would multiply by the head's frozen
+    weight.
 
     Raises:
         ConfigError: names the setting and the ways out.

@@ -1,9 +1,9 @@
-"""A hybrid trainer's batches, kept in a recording or taken from one; and rollouts that nothing is trained on.
+"""Batches of a hybrid trainer that are written to a recording or read from one; and rollouts without training.
 
-All that a training step reads of a rollout comes out of TRL's `_generate_and_score_completions`, but for the order of
-its rows, which TRL draws from torch's generator afterwards. So what that method returns is kept, with the generator's
-state, and given back where nothing is sampled. When TRL asks for a batch depends on its `_step`, which counts from 0
-again where a run is resumed; a replay sets it to where the recording has its batches.
+All that a training step reads of a rollout comes from TRL's `_generate_and_score_completions`, except for the order of
+its rows, which TRL draws from torch's generator afterwards. So a recording keeps what that method returns together with
+the generator's state, and a replay returns both instead of sampling. TRL decides by its `_step` when to ask for a
+batch, and `_step` counts from 0 again in a resumed run. A replay sets `_step` to where the recording has its batches.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ logger = logging.getLogger(__name__)
 
 
 class Replayed:
-    """Stands between `Scored` and `Checkpointing`."""
+    """A mixin between `Scored` and `Checkpointing` that records batches, or replays recorded ones."""
 
     session: Session
 
-    _recording: Recording | None = None  # to which batches are added
-    _replay: Recording | None = None  # from which they come
-    _begun = False  # whether there is something of this run in the recording
+    _recording: Recording | None = None  # the recording that batches are written to
+    _replay: Recording | None = None  # the recording that batches are read from
+    _begun = False  # whether this run has begun its recording
     _last = (-1, 0)  # step and number of the last batch of training that was recorded
-    _said_apart = False  # that the weights are not those of the recorded run
+    _said_apart = False  # a warning that the weights differ from the recorded run's was given
 
     def _attach_recording(self) -> None:
-        """The trainer is built: see that what is to be replayed is of this run, and whole. Collective."""
+        """Check, once the trainer is built, that the recording to be replayed is of this run, and complete.
+        Collective."""
         trainer: Any = self
         session, config = self.session, self.session.config
         if config.rollout_only:
@@ -71,7 +72,7 @@ class Replayed:
             session.notes.append(f"replay: {len(replay.places)} batches of {replay.folder}{differing}")
 
     def _starts(self, step: int) -> None:
-        """Training starts, or an evaluation before it. Collective."""
+        """Handle the start of training, or of an evaluation before it: begin the recording. Collective."""
         trainer: Any = self
         if self._replay is not None and self._replayed_steps <= step < trainer.state.max_steps:
             raise ConfigError(
@@ -89,7 +90,7 @@ class Replayed:
         recording.begin(facts, step)
 
     def _ends(self, steps: int) -> None:
-        """After so many, training does, where the recording is shorter than the run was to be."""
+        """End training after `steps` optimizer steps, if the recording has no batches for further steps of the run."""
         trainer: Any = self
         if self._replayed_steps <= steps < trainer.state.max_steps:
             trainer.control.should_training_stop = True
@@ -100,7 +101,8 @@ class Replayed:
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def _batch(self, roll_out: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What a rollout makes, kept where the run records; in a replay, what it made when it was recorded."""
+        """Return the batch that the rollout `roll_out` makes, and write it where the run records; in a replay, return
+        the recorded batch."""
         trainer: Any = self
         if self._replay is not None:
             return self._recorded(self._replay)
@@ -134,7 +136,7 @@ class Replayed:
         return values
 
     def _recorded(self, replay: Recording) -> dict[str, Any]:
-        """The batch that was recorded here, on the device of this run. Collective."""
+        """Return the batch that was recorded for this place of the run, on this run's device. Collective."""
         trainer: Any = self
         mode, *here = self._place()
         step, number = replay.latest(*here) if mode == "train" else here
@@ -161,12 +163,12 @@ class Replayed:
         taken = self._before(*here) - self._before(*self._replay.latest(*here))
         if trainer._step % self._every != taken:
             trainer._step = taken
-        within = taken and trainer._buffered_inputs is None  # resumed where the batch was drawn from already
+        within = taken and trainer._buffered_inputs is None  # resumed in the middle of a batch
         with preserved_generators() if within else nullcontext():
             return stock(generation_batch)
 
     def _place(self) -> tuple[str, int, int]:
-        """Mode, step and number of the batch that is asked for now."""
+        """Return mode, step and number of the batch that TRL asks for now."""
         trainer: Any = self
         if trainer.model.training:
             return "train", *self._window  # type: ignore[attr-defined]
@@ -180,7 +182,7 @@ class Replayed:
 
     @property
     def _every(self) -> int:
-        """Micro-batches that TRL takes from a batch."""
+        """The number of micro-batches that TRL takes from one batch."""
         args = self.args  # type: ignore[attr-defined]
         return int(
             (getattr(args, "steps_per_generation", None) or args.gradient_accumulation_steps)
@@ -189,21 +191,22 @@ class Replayed:
 
     @property
     def _epoch(self) -> tuple[int, int]:
-        """Micro-batches and optimizer steps of an epoch, whose last step may have fewer of them than the others."""
+        """The numbers of micro-batches and of optimizer steps in an epoch. The last step may have fewer micro-batches
+        than the others."""
         trainer: Any = self
         loader, accumulated = trainer.callback_handler.train_dataloader, trainer.args.gradient_accumulation_steps
         length = len(loader) if has_length(loader) else trainer.state.max_steps * accumulated
         return length, -(-length // accumulated)
 
     def _before(self, step: int, micro_batch: int) -> int:
-        """Micro-batches of the run before one of a step."""
+        """Return how many micro-batches of the run come before a given micro-batch of a step."""
         length, steps = self._epoch
         epochs, rest = divmod(step, steps)
         return epochs * length + rest * int(self.args.gradient_accumulation_steps) + micro_batch  # type: ignore[attr-defined]
 
     @property
     def _replayed_steps(self) -> int:
-        """Optimizer steps that the recording has all batches of."""
+        """The number of optimizer steps for which the recording has all batches."""
         assert self._replay is not None
         length, steps = self._epoch
         epochs, rest = divmod(self._before(*self._replay.places[-1]) + self._every, length)
@@ -212,7 +215,8 @@ class Replayed:
     # --- weights ----------------------------------------------------------------------------------------------------
 
     def _weights(self) -> list[Any]:
-        """Whether this rank holds shards, and digests of its trainable and of its frozen weights."""
+        """Return whether this rank holds shards, the digest of its trainable weights, and the digest of its frozen
+        weights."""
         policy = self.session.policy
         policy.reshard()
         return [any(map(is_sharded, policy.module.parameters())), policy.digest(), self._frozen]
@@ -223,9 +227,10 @@ class Replayed:
         return policy.digest(p for p in policy.module.parameters() if not p.requires_grad)
 
     def _compare_weights(self, batch: RecordedBatch, first: bool) -> None:
-        """With those that the batch was sampled with; those before the first step must be the same. Collective."""
+        """Compare this rank's weights with the weights that sampled the batch. A difference before the first step is an
+        error; a later one is warned of, once. Collective."""
         here = self._weights()
-        apart = here[0] == batch.weights[0] and here != batch.weights  # sharded otherwise, nothing can be said
+        apart = here[0] == batch.weights[0] and here != batch.weights  # digests of whole and sharded weights differ
         if self._said_apart or not self.session.ranks.any(apart):
             return
         where = f"{self._replay.folder if self._replay else ''} at step {batch.step}"
@@ -245,7 +250,8 @@ class Replayed:
     # --- rollouts only ----------------------------------------------------------------------------------------------
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in TRL, as long as there is something to replay; with `rollout_only`, only the batch, where it is due."""
+        """Run TRL's training step, and end training when the recording does. With `rollout_only`, only make the batch
+        where one is due."""
         trainer: Any = self
         if not self.session.config.rollout_only:
             loss = super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
@@ -255,7 +261,7 @@ class Replayed:
         model.train()
         trainer._prepare_inputs(inputs)
         trainer._step += 1
-        trainer.accelerator.gradient_state._set_sync_gradients(False)  # its optimizer and scheduler take no step then
+        trainer.accelerator.gradient_state._set_sync_gradients(False)  # so optimizer and scheduler take no step
         return torch.zeros((), device=trainer.args.device)
 
     def _clip_grad_norm(self, model: Any) -> Any:
@@ -266,7 +272,8 @@ class Replayed:
 
 
 def _added(before: list[float], after: list[float]) -> list[Any]:
-    """What a list of TRL's metrics became: whether anew, and the values; nothing where it did not change."""
+    """Return how a list of TRL's metrics changed: whether it was replaced, and the new values. An empty list means no
+    change."""
     if after[: len(before)] != before:
         return [True, list(after)]
     return [False, after[len(before) :]] if len(after) > len(before) else []
@@ -280,7 +287,7 @@ def _generators(device: torch.device) -> dict[str, Tensor]:
 
 
 def _restore(states: dict[str, Tensor], device: torch.device) -> None:
-    """Those of devices that this run has."""
+    """Set the generator states of those devices that this run has."""
     torch.set_rng_state(states["cpu"])
     if device.type in states and device.type != "cpu":
         torch.get_device_module(device).set_rng_state(states[device.type], device)

@@ -1,9 +1,9 @@
-"""A batch for training that is sampled in rounds, until enough groups of it are kept.
+"""Sampling of a training batch in rounds, until enough of its groups are kept.
 
-TRL asks `_generate` for the completions of its data loader's prompts and takes back one per prompt; who asks reads its
-prompts and the dataset's rows again afterwards, from the lists it had. So both lists, and what `_generate` returns, are
-filled with the rows that are trained on, whichever round and rank has sampled them, and `_calculate_rewards` returns
-what was scored already.
+TRL asks `_generate` for the completions of its data loader's prompts, and takes back one completion per prompt. The
+caller reads its lists of prompts and of dataset rows again afterwards. So both lists, and the result of `_generate`,
+are filled with the rows that are trained on, whichever round and rank sampled them. `_calculate_rewards` then returns
+the rewards that the rounds have computed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..rollout.rounds import batch_of, rows_per_rank
 logger = logging.getLogger(__name__)
 
 SUMMED = ("hybrid/rollout_seconds", "hybrid/sync_seconds", "hybrid/sync_bytes", "hybrid/fingerprint_seconds")
-"""Metrics of a rollout that those of further rounds are added to."""
+"""Metrics of a rollout that are summed over its rounds."""
 
 TOOLS = ("_sync_tool_dicts", "_async_tool_dicts")
-"""Of a trainer of TRL's: the tools of each row."""
+"""Attributes of TRL's trainer that hold the tools of each row."""
 
 
 @dataclass(slots=True)
@@ -36,11 +36,12 @@ class SampledRow:
     """One row of a round, as `_generate` and the reward functions left it.
 
     Attributes:
-        row: the dataset's, with what a `rollout_func` has added; prompt: as TRL handed it to `_generate`.
-        experts: those of its tokens, where the run replays routers.
-        support: that of its tokens, where the run scores over what was kept.
-        logged: what reward functions have logged of it, by column.
-        truncated: whether it was cut at its limit.
+        row: the dataset's row, with the fields that a `rollout_func` has added.
+        prompt: the prompt as TRL passed it to `_generate`.
+        experts: the experts of the row's tokens, where the run replays routers.
+        support: the support of the row's tokens, where the run scores over the kept ids.
+        logged: values that reward functions have logged for the row, by column.
+        truncated: whether the completion was cut at its limit.
     """
 
     row: dict[str, Any]
@@ -63,10 +64,10 @@ class Round:
     """One rollout of a batch.
 
     Attributes:
-        rows: this rank's.
+        rows: this rank's rows.
         rewards: (world * B, functions), of all ranks.
-        numbers: of each group of all ranks, its row of the dataset; None where that is not known.
-        kept: which of the groups.
+        numbers: for each group of all ranks, the number of its row in the dataset; None where that is not known.
+        kept: for each group, whether it is kept.
         totals: (groups, num_generations), weighted sums of the rewards; NaN where a row has none.
     """
 
@@ -78,7 +79,7 @@ class Round:
 
 
 def refuses(trainer: Any) -> str | None:
-    """Why this run cannot sample other prompts than those of TRL's data loader, or None."""
+    """Return the reason why this run cannot sample other prompts than those of TRL's data loader, or None."""
     dataset = trainer.train_dataset
     if not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         return "its training dataset is iterable, so no row can be asked for. Load it as a `datasets.Dataset`"
@@ -95,11 +96,11 @@ def refuses(trainer: Any) -> str | None:
 
 
 def drawn(trainer: Any, rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]] | None:
-    """This rank's rows of a batch whose prompts an algorithm chooses, and the row number of each group; None where
-    TRL's data loader chooses. Collective.
+    """Return this rank's rows of a batch whose prompts an algorithm chooses, and each group's row number in the
+    dataset; None where TRL's data loader chooses. Collective.
 
     Args:
-        rows: TRL's, of this rank.
+        rows: this rank's rows from TRL's data loader.
     """
     session, size = trainer.session, trainer.num_generations
     numbers = session.algorithms.draw(len(rows) * session.ranks.world // size, len(trainer.train_dataset))
@@ -109,11 +110,12 @@ def drawn(trainer: Any, rows: Sequence[dict[str, Any]]) -> tuple[list[dict[str, 
 
 
 def resampled(trainer: Any, prompts: list[Any], sample: Callable[[list[Any]], Any]) -> Any:
-    """What `_generate` returns of a batch whose groups the run's algorithms keep.
+    """Sample a batch in rounds until the run's algorithms have kept enough groups, and return it as `_generate` returns
+    one.
 
     Args:
-        prompts: TRL's, of this rank; they and `session.rows` are replaced by those of the batch.
-        sample: one round, as TRL's `_generate`.
+        prompts: TRL's prompts of this rank. The prompts of the batch replace them, and its rows replace `session.rows`.
+        sample: a function that samples one round, as TRL's `_generate`.
     """
     session, size, ranks = trainer.session, trainer.num_generations, trainer.session.ranks
     batch_rows, needed = session.rows, len(prompts) * ranks.world // size
@@ -123,7 +125,7 @@ def resampled(trainer: Any, prompts: list[Any], sample: Callable[[list[Any]], An
     missing = needed
     while missing > 0 and len(rounds) < session.algorithms.rounds:
         rows, numbers = _drawn_rows(trainer, missing, columns) if rounds else _first_round(trainer, needed)
-        for name, of_rows in tools.items():  # without environments, each row has the same
+        for name, of_rows in tools.items():  # without environments, all rows have the same tools
             setattr(trainer, name, of_rows[:1] * len(rows))
         rounds.append(_round(trainer, rows, numbers, sample))
         metrics = _together(metrics, session.metrics)
@@ -152,13 +154,14 @@ def resampled(trainer: Any, prompts: list[Any], sample: Callable[[list[Any]], An
 
 
 def _batch(trainer: Any, rounds: Sequence[Round], needed: int) -> list[SampledRow]:
-    """This rank's rows of the batch; leaves rewards and row numbers of all its groups with the trainer. Collective."""
+    """Return this rank's rows of the batch, and store the rewards and row numbers of all its groups in the trainer.
+    Collective."""
     ranks, size = trainer.session.ranks, trainer.num_generations
     places = batch_of([one.kept for one in rounds], needed)
     wanted = [(place.round, place.group * size + n) for place in places for n in range(size)]
     held = {(k, ranks.rank * len(one.rows) + i): row for k, one in enumerate(rounds) for i, row in enumerate(one.rows)}
     share = len(wanted) // ranks.world
-    sizes = [len(one.rows) for one in rounds]  # alike on all ranks
+    sizes = [len(one.rows) for one in rounds]  # the same on all ranks
     moving = [(k, at) for place, (k, at) in enumerate(wanted) if at // sizes[k] != place // share]
     if moving:
         for part in ranks.gather({at: held[at] for at in moving if at in held}):
@@ -167,7 +170,7 @@ def _batch(trainer: Any, rounds: Sequence[Round], needed: int) -> list[SampledRo
     here = slice(ranks.rank * share, (ranks.rank + 1) * share)
     batch = [held[at] for at in wanted[here]]
     for row, fill in zip(batch, fills[here], strict=True):
-        if any(fills):  # on this rank or another one
+        if any(fills):  # on any rank
             trained = row.loss_mask if row.loss_mask is not None else [1] * len(row.completion_ids)
             row.loss_mask = [0] * len(trained) if fill else trained
     rewards = torch.stack([rounds[k].rewards[at] for k, at in wanted])
@@ -177,11 +180,11 @@ def _batch(trainer: Any, rounds: Sequence[Round], needed: int) -> list[SampledRo
 
 
 def sampled_groups(trainer: Any, rewards: Tensor, numbers: Sequence[int | None] | None = None) -> Groups:
-    """The groups of what TRL has generated last. Collective.
+    """Return the groups of the rows that TRL has generated last. Collective.
 
     Args:
         rewards: (world * B, functions), of all ranks.
-        numbers: of each group, its row of the dataset.
+        numbers: for each group, the number of its row in the dataset.
     """
     _, ids, mask, *_ = trainer._generated
     return groups_of(
@@ -196,7 +199,8 @@ def sampled_groups(trainer: Any, rewards: Tensor, numbers: Sequence[int | None] 
 
 
 def _first_round(trainer: Any, needed: int) -> tuple[list[dict[str, Any]], Sequence[int | None]]:
-    """This rank's rows, and the row number of each group of all ranks: TRL's, and more where algorithms ask for it."""
+    """Return this rank's rows for the first round, and the row number of each group of all ranks: TRL's groups, and
+    further ones where algorithms oversample."""
     session, size = trainer.session, trainer.num_generations
     known = trainer._row_numbers or [None] * needed
     wanted = math.ceil(needed * session.algorithms.oversampling)
@@ -209,7 +213,8 @@ def _first_round(trainer: Any, needed: int) -> tuple[list[dict[str, Any]], Seque
 
 
 def _drawn_rows(trainer: Any, groups: int, columns: Sequence[str]) -> tuple[list[dict[str, Any]], list[int]]:
-    """The same of a further round, for at least so many groups."""
+    """Return this rank's rows for a further round, and the row number of each group of all ranks, for at least `groups`
+    groups."""
     world, size = trainer.session.ranks.world, trainer.num_generations
     numbers = _draw(trainer, rows_per_rank(groups, size, world) * world // size)
     return _rows_here(trainer, numbers, columns), numbers
@@ -221,7 +226,8 @@ def _draw(trainer: Any, count: int) -> list[int]:
 
 
 def _rows_here(trainer: Any, groups: Sequence[Any], columns: Any) -> list[dict[str, Any]]:
-    """This rank's rows of groups of all ranks, each given as its row or as the number of that in the dataset."""
+    """Return this rank's rows of the groups of all ranks. Each group is given as its row, or as that row's number in
+    the dataset."""
     ranks, size = trainer.session.ranks, trainer.num_generations
     share = len(groups) * size // ranks.world
     rows = []
@@ -235,7 +241,7 @@ def _rows_here(trainer: Any, groups: Sequence[Any], columns: Any) -> list[dict[s
 def _round(
     trainer: Any, rows: list[dict[str, Any]], numbers: Sequence[int | None], sample: Callable[[list[Any]], Any]
 ) -> Round:
-    """Sample and score this rank's rows, as TRL would, and see which groups are kept."""
+    """Sample and score this rank's rows, as TRL would, and determine which groups are kept."""
     session, prompts = trainer.session, [row["prompt"] for row in rows]
     session.rows, session.experts = rows, []
     prompt_ids, ids, mask, completions, logprobs, added, images, tool_images = sample(prompts)
@@ -255,7 +261,7 @@ def _round(
 
 
 def _as_generated(batch: Sequence[SampledRow]) -> Any:
-    """Rows as TRL's `_generate` returns them."""
+    """Return rows in the form in which TRL's `_generate` returns them."""
 
     def column(name: str) -> list[Any] | None:
         values = [getattr(row, name) for row in batch]
@@ -266,13 +272,15 @@ def _as_generated(batch: Sequence[SampledRow]) -> Any:
 
 
 def _together(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """The metrics of a batch after one more round: sums of what each takes, all values of a list, else the last."""
+    """Return the metrics of a batch after one more round: sums for SUMMED, concatenated lists, and the latest value of
+    all others."""
     both = before.keys() & now.keys()
     return {**before, **now} | {n: before[n] + now[n] for n in both if n in SUMMED or isinstance(now[n], list)}
 
 
 def _say_short(trainer: Any, kept: int, needed: int, sampled: int) -> None:
-    """Once per run; the metric `hybrid/kept_groups` has it for each batch."""
+    """Warn, once per run, that a batch has too few kept groups; the metric `hybrid/kept_groups` has the count of each
+    batch."""
     if not trainer.__dict__.get("_said_short"):
         trainer._said_short = True
         logger.warning(

@@ -1,4 +1,4 @@
-"""The place where a run begins: at its beginning, or at the newest whole checkpoint of its own."""
+"""The choice of where a run begins: at step 0, or at the newest complete checkpoint of its own."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ WAY_OUT = f"Resume from another one, or remove its {manifest.MANIFEST_FILE} to h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
-    """Where a run begins, and as which run.
+    """A starting point of a run, and the identity under which it starts.
 
     Attributes:
-        identity: of the run.
-        checkpoint: what it goes on from; None at its beginning.
-        saved_by: how many ranks saved that; None where nothing tells.
-        known: whether it has a manifest.
-        passed: newer checkpoints that are not taken, each with the reason.
+        identity: identity of the run.
+        checkpoint: the checkpoint that the run resumes from; None to begin at step 0.
+        saved_by: how many ranks saved the checkpoint; None where that is unknown.
+        known: whether the checkpoint has a manifest.
+        passed: newer checkpoints that are not used, each with the reason.
     """
 
     identity: RunIdentity
@@ -45,7 +45,7 @@ class Start:
 
 
 def numbered(output_dir: Path) -> list[Path]:
-    """Return the checkpoints in a folder, whole or not, the newest first."""
+    """Return the checkpoints in a folder, complete or not, newest first."""
     found = {
         int(match[1]): path
         for path in (output_dir.iterdir() if output_dir.is_dir() else ())
@@ -55,10 +55,10 @@ def numbered(output_dir: Path) -> list[Path]:
 
 
 def examined(checkpoint: Path, identity: RunIdentity | None) -> tuple[manifest.Manifest | None, str | None]:
-    """Return a checkpoint's manifest, None where it has none, and why this run cannot go on from it, if it cannot.
+    """Return a checkpoint's manifest, and the reason why this run cannot resume from it; each may be None.
 
     Args:
-        identity: of the run; None where a checkpoint of any run will do.
+        identity: identity of the run; None where a checkpoint of any run will do.
     """
     try:
         known = manifest.read(checkpoint)
@@ -73,9 +73,9 @@ def examined(checkpoint: Path, identity: RunIdentity | None) -> tuple[manifest.M
 
 
 def newest_start(output_dir: Path) -> Start:
-    """Return the newest whole checkpoint of the run that a folder belongs to, and its identity.
+    """Return the start at the newest complete checkpoint of the run that a folder belongs to.
 
-    A folder that nobody has said the run of belongs to the run of its newest whole checkpoint.
+    A folder without an identity file belongs to the run of its newest complete checkpoint.
 
     Raises:
         ConfigError: the folder's identity cannot be read.
@@ -99,7 +99,8 @@ def newest_start(output_dir: Path) -> Start:
 def launched_again(output_dir: Path) -> Start:
     """Return the start of a process that a launcher has started again.
 
-    Where that launch has begun no run in the folder, its first start died before: nothing there belongs to it.
+    If this launch has begun no run in the folder, its first start failed before that, and no checkpoint there belongs
+    to it.
 
     Raises:
         ConfigError: the folder's identity cannot be read.
@@ -118,12 +119,13 @@ def first_start(output_dir: Path) -> Start:
 
 
 def named_start(output_dir: Path, checkpoint: Path) -> Start:
-    """Return the start at a checkpoint that a script names: of its run, where it lies in the run's own folder.
+    """Return the start at a checkpoint that a script names. It continues that checkpoint's run if the checkpoint lies
+    in `output_dir`.
 
     Raises:
-        ConfigError: the checkpoint is not what was saved.
+        ConfigError: the checkpoint differs from what was saved.
     """
-    known, reason = examined(checkpoint, None) if checkpoint.is_dir() else (None, None)  # TRL says that it is nowhere
+    known, reason = examined(checkpoint, None) if checkpoint.is_dir() else (None, None)  # TRL reports a missing folder
     if reason is not None and (checkpoint / manifest.MANIFEST_FILE).exists():
         raise ConfigError(f"{checkpoint} is not whole: {reason}. {WAY_OUT}")
     own = known is not None and checkpoint.resolve().parent == output_dir.resolve()
@@ -144,7 +146,7 @@ def _ranks_of(checkpoint: Path, known: manifest.Manifest | None) -> int | None:
 def _of_this_start(
     output_dir: Path, identity: RunIdentity | None, run: str | None, checkpoint: Path | None
 ) -> RunIdentity:
-    """Return the identity of this process's start: of a known run, of a checkpoint's, or of a new one."""
+    """Return the identity of this process's start: of the known run, of the checkpoint's run, or of a new run."""
     if identity is not None:
         return new_identity(identity.foreign, identity.run)
     others = [path for path in numbered(output_dir) if path != checkpoint]
@@ -155,16 +157,18 @@ def _of_this_start(
 
 
 def started(ranks: Ranks, output_dir: Path, choose: Callable[[], Start], *, saves: bool, writes: bool) -> Start:
-    """Choose where a run begins, and write down whose folder it is. Collective.
+    """Choose where a run begins, and write the run's identity into its folder. Collective.
 
-    Rank 0 chooses, as does each rank that saves on a disk of its own. The others look whether they see what was chosen.
+    Rank 0 chooses, and so does each rank that saves on a disk of its own. The other ranks check that they see the
+    chosen checkpoint.
 
     Args:
+        choose: returns the start, see `newest_start`.
         saves: whether this rank writes checkpoints.
         writes: whether the run writes any.
 
     Raises:
-        ConfigError: what `choose` raises on a rank, or ranks see different checkpoints: part of them would start over.
+        ConfigError: `choose` raised it on a rank, or ranks see different checkpoints: some of them would start over.
     """
     first = ranks.by_first(choose)
     own, problem = first if ranks.rank == 0 else None, None
@@ -195,7 +199,7 @@ def _sees(start: Start) -> bool:
 
 
 def announce(start: Start, output_dir: str | Path) -> None:
-    """Say where a run goes on that was started again, what it passes over, and why. For rank 0."""
+    """Print from where a restarted run continues, and which checkpoints it passes over and why. For rank 0."""
     for passed in start.passed:
         _say(f"passed over {passed}")
     none = f"no whole checkpoint{' of this run' if start.passed else ''} in {output_dir}: starting over"
@@ -203,7 +207,8 @@ def announce(start: Start, output_dir: str | Path) -> None:
 
 
 def warn(start: Start, ranks: int) -> None:
-    """Warn of what is not known of a checkpoint that is gone on from, and of another number of ranks. For rank 0."""
+    """Warn, on rank 0, if the checkpoint that a run resumes from has no manifest, or was saved by another number of
+    ranks."""
     if start.checkpoint is not None and not start.known:
         logger.warning(
             "%s has no manifest, as one of stock TRL or of an older version: whose it is, and whether its files are "
@@ -215,8 +220,8 @@ def warn(start: Start, ranks: int) -> None:
 
 
 def world_text(checkpoint: Path, then: int, now: int) -> str:
-    """Say what another number of ranks means for a run that goes on from a checkpoint."""
-    if then == 1 or now == 1:  # transformers names the files otherwise
+    """Return a text on what a changed number of ranks means for a run that resumes from a checkpoint."""
+    if then == 1 or now == 1:  # transformers names the files of one rank differently
         lost = "no rank takes up the states of its random generators"
     elif now > then:
         lost = f"the random generators of ranks {then} to {now - 1} begin anew"
@@ -229,7 +234,7 @@ def world_text(checkpoint: Path, then: int, now: int) -> str:
 
 
 def ranks_text(count: int) -> str:
-    """Return "1 rank", "2 ranks"."""
+    """Return a count of ranks as text: "1 rank", "2 ranks"."""
     return f"{count} rank{'s' if count > 1 else ''}"
 
 

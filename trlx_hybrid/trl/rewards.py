@@ -1,4 +1,4 @@
-"""Reward functions, with a literal NaN told apart from TRL's None."""
+"""Reward functions: checks of their arguments and results, which tell a literal NaN from TRL's None."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def refuse_missing_package(functions: Any) -> None:
-    """Refuse TRL's accuracy rewards without math-verify. They say so themselves at their first batch only.
+    """Refuse TRL's accuracy rewards without math-verify, which they report themselves only at their first batch.
 
     Args:
         functions: what the trainer was given as `reward_funcs`.
@@ -38,25 +38,25 @@ def refuse_missing_package(functions: Any) -> None:
 
 
 GIVEN = ("prompts", "completions", "completion_ids")
-"""Arguments by which TRL calls every reward function, beside the dataset's columns."""
+"""Arguments that TRL passes to every reward function, in addition to the dataset's columns."""
 
 GIVEN_BY_SOME = ("trainer_state", "log_extra", "log_metric", "environments")
-"""Further ones, which not every trainer has."""
+"""Further arguments, which not every trainer passes to reward functions."""
 
 
 def refuse_other_arguments(functions: Any, dataset: Any, adds: bool) -> None:
-    """Refuse a reward function that cannot be called as TRL is going to. It would fail when the engine has sampled.
+    """Refuse a reward function that cannot take TRL's arguments. It would fail only after the engine has sampled.
 
     Args:
         functions: what the trainer was given as `reward_funcs`.
-        dataset: its `train_dataset`.
-        adds: whether a `rollout_func` may hand over further arguments.
+        dataset: the trainer's `train_dataset`.
+        adds: whether a `rollout_func` may add further arguments.
 
     Raises:
         RewardError: names the function, and the arguments.
     """
     columns = getattr(dataset, "column_names", None)
-    if not isinstance(columns, list):  # a stream need not know them
+    if not isinstance(columns, list):  # a stream may not know its columns
         return
     given = [*GIVEN, *(name for name in columns if name not in ("prompt", "completion"))]
     for function in functions if isinstance(functions, list | tuple) else [functions]:
@@ -71,7 +71,7 @@ def refuse_other_arguments(functions: Any, dataset: Any, adds: bool) -> None:
 
 
 def _other_arguments(function: Any, given: Sequence[str], adds: bool) -> str | None:
-    """Say what a function does not take, or takes and is not given; None where it can be called."""
+    """Return which arguments a function does not take, or needs but does not get; None where it can be called."""
     try:
         takes = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -86,7 +86,7 @@ def _other_arguments(function: Any, given: Sequence[str], adds: bool) -> str | N
 
 @contextmanager
 def checking(trainer: Any) -> Iterator[None]:
-    """Inside, what reward functions return is checked; outside, the trainer has the user's own objects."""
+    """Check what reward functions return while inside; outside, the trainer has the user's own objects."""
     functions = trainer.reward_funcs
     trainer.reward_funcs = [checked_reward(function) for function in functions]
     try:
@@ -96,10 +96,10 @@ def checking(trainer: Any) -> Iterator[None]:
 
 
 def checked_reward(function: Any) -> Any:
-    """`function` as TRL may call it, refusing NaN and infinity. Reward models pass through unchanged.
+    """Return `function` with a check that refuses NaN and infinity. Reward models are returned unchanged.
 
-    TRL turns None ("not applicable to this sample") into NaN and skips it, so a NaN that a function computed by
-    mistake is skipped as well, in silence.
+    TRL turns None ("not applicable to this sample") into NaN and skips it, so it would also silently skip a NaN that a
+    function computed by mistake.
     """
     if hasattr(function, "parameters") or not callable(function):  # a reward model
         return function
@@ -132,7 +132,8 @@ def _name_of(function: Any) -> str:
 
 @contextmanager
 def _naming(name: str, given: Mapping[str, Any]) -> Iterator[None]:
-    """Leave what a function raises as it is, for scripts that catch it; a note names the function."""
+    """Add a note that names the reward function to what it raises. The exception itself stays the same, for scripts
+    that catch it."""
     try:
         yield
     except Exception as error:
@@ -142,7 +143,7 @@ def _naming(name: str, given: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _checked(returned: Any, name: str) -> list[Any]:
-    """Rewards as a list: TRL takes any iterable, and an iterator can be read once."""
+    """Return checked rewards as a list: TRL takes any iterable, and an iterator can be read only once."""
     try:
         rewards = None if isinstance(returned, str | Mapping) else list(returned)
     except TypeError:  # no iterable
@@ -169,7 +170,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A number as it is, anything else with its type."""
+    """Return a number as text, and anything else with its type."""
     return str(value) if isinstance(value, float) else f"{value!r:.60} ({type(value).__name__})"
 
 
@@ -177,14 +178,16 @@ HOOK = "trlx_advantages"
 
 
 def without_masked(rewards: Tensor, loss_mask: Sequence[Sequence[int]] | None, session: Session) -> Tensor:
-    """The rewards of a batch, NaN in rows of which no token is trained, as those of conversations that broke off.
+    """Return the rewards of a batch, NaN in rows without a trained token, such as conversations that broke off.
+    Collective.
 
-    TRL takes a row without any reward for unscorable: it leaves it out of its group's mean and deviation, and gives it
-    no advantage. What a broken conversation happens to score would else move its neighbours' advantages. Collective.
+    TRL treats a row without any reward as not scorable: it excludes the row from its group's mean and deviation, and
+    gives it no advantage. Otherwise, the accidental score of a broken conversation would change its neighbours'
+    advantages.
 
     Args:
         rewards: (world * B, functions), of all ranks.
-        loss_mask: of this rank's B rows; None where every token is trained.
+        loss_mask: mask of this rank's B rows; None where every token is trained.
     """
     if loss_mask is None:
         return rewards
@@ -193,10 +196,10 @@ def without_masked(rewards: Tensor, loss_mask: Sequence[Sequence[int]] | None, s
 
 
 def replaced(session: Session, batch: Mapping[str, Any], rewards: Tensor | None) -> Tensor:
-    """The plugin's advantages where there is one and it answers, else TRL's.
+    """Return the advantages of the plugin that implements `trlx_advantages`, if it returns any; else TRL's.
 
     Args:
-        batch: what TRL trains on, this rank's rows.
+        batch: the batch that TRL trains on, this rank's rows.
         rewards: (world * B, functions), of all ranks.
 
     Raises:
@@ -226,11 +229,11 @@ def replaced(session: Session, batch: Mapping[str, Any], rewards: Tensor | None)
 
 
 def tabulate(trainer: Any, advantages: Tensor) -> None:
-    """Show in TRL's table of completions the advantages that are trained with. Collective.
+    """Show the advantages that are trained with in TRL's table of completions. Collective.
 
     Args:
         advantages: (B,), of this rank's rows.
     """
     every, shown = trainer.accelerator.gather(advantages).tolist(), trainer._logs["advantages"]
-    for place in range(1, min(len(every), len(shown)) + 1):  # it keeps those of the last rows
+    for place in range(1, min(len(every), len(shown)) + 1):  # the table keeps the last rows only
         shown[-place] = every[-place]

@@ -1,8 +1,9 @@
 """Router replay: the trainer computes each token with the experts that the engine chose for it.
 
-Engine and trainer round differently, and where two experts are nearly equally probable, they choose different ones: the
-trainer then learns from log-probs of another function than the one that was sampled from. Here the choice is the
-engine's; the weights of the chosen experts come from the trainer's own router, which so gets its gradients.
+Engine and trainer round differently, so where two experts are nearly equally probable they choose different ones. The
+trainer then learns from log-probs of another function than the one that was sampled from. With router replay, the
+trainer uses the engine's choice. The weights of the chosen experts come from the trainer's own router, which therefore
+still gets its gradients.
 
 Source: Ma et al. 2025, "Stabilizing MoE Reinforcement Learning by Aligning Training and Inference Routers",
 arXiv:2510.11370.
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
     from ..weights.policy import Policy
 
 EXPERTS = "experts"
-"""In a batch: (B, P + C, layers, experts per token) int16, what the engine chose, -1 where it is not known."""
+"""The key in a batch for the experts that the engine chose: (B, P + C, layers, experts per token) int16, -1 where
+unknown."""
 
 DIFFERENCE = "hybrid/router_difference"
-"""The metric: share of the experts that the trainer would have chosen and the engine had not."""
+"""The metric: share of the experts that the trainer would have chosen but the engine did not choose."""
 
 ROUTERS = (
     "MixtralTopKRouter",
@@ -40,32 +42,33 @@ ROUTERS = (
     "Qwen3NextTopKRouter",
     "Qwen3_5MoeTopKRouter",
 )
-"""transformers' routers that return logits, weights and indices, the weights from a softmax over all experts."""
+"""transformers' routers that return logits, weights and indices, with weights from a softmax over all experts."""
 
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 class RouterReplay:
-    """Lets the routers of a model take given experts, while `replaying`.
+    """A set of hooks that make the routers of a model use given experts, while `replaying`.
 
     Args:
-        model: transformers', with its adapters if any.
+        model: transformers' model, with its adapters if any.
 
     Raises:
-        ConfigError: it has no experts, or a router that is not known.
+        ConfigError: the model has no experts, or a router that is not known.
     """
 
     def __init__(self, model: nn.Module) -> None:
         routers = routers_of(model)
-        self._given: Tensor | None = None  # (N, layers, experts per token), of the passes that come
-        self._trained: Tensor | None = None  # of the last one with gradients, whose layers may be computed again
-        self._places: Counter[int] = Counter()  # by layer, how many of the tokens have been computed
-        self._counts: list[Tensor] = []  # (2,) each: experts that differ, and all
+        self._given: Tensor | None = None  # (N, layers, experts per token), for the next passes
+        self._trained: Tensor | None = None  # for the last pass with gradients, whose layers may be recomputed
+        self._places: Counter[int] = Counter()  # number of tokens that each layer has computed
+        self._counts: list[Tensor] = []  # (2,) each: number of differing experts, and of all
         self._hooks = [router.register_forward_hook(self._hook(layer)) for layer, router in routers.items()]
 
     @contextmanager
     def replaying(self, experts: Tensor) -> Iterator[None]:
-        """While passes compute these tokens, once and in this order, whatever the passes' shapes.
+        """Use the given experts while forward passes compute these tokens, once and in this order, in passes of any
+        shape.
 
         Args:
             experts: (…, layers, experts per token) int16, -1 where the model chooses.
@@ -80,13 +83,13 @@ class RouterReplay:
             self._given = None
 
     def difference(self) -> Tensor:
-        """Since it was asked last: (2,) float, how many experts of the trainer's choice the engine had not chosen, and
-        how many were compared. Empty where nothing was."""
+        """Return (2,) float, counted since the last call: how many experts of the trainer's choice the engine had not
+        chosen, and how many experts were compared. Empty where none were compared."""
         counts, self._counts = self._counts, []
         return torch.stack(counts).sum(0) if counts else torch.zeros(0)
 
     def close(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model, and forget the given experts."""
         for hook in self._hooks:
             hook.remove()
         self._given = self._trained = None
@@ -94,14 +97,14 @@ class RouterReplay:
     def _hook(self, layer: int) -> Any:
         def replace(router: Any, args: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...] | None:
             logits, weights, own = output
-            again = torch._C._current_graph_task_id() != -1  # in a backward pass: a checkpointed layer
+            again = torch._C._current_graph_task_id() != -1  # in a backward pass: a checkpointed layer is recomputed
             given = self._again(len(own)) if again else self._next(layer, len(own))
             if given is None:
                 return None
             chosen = given[:, layer].to(own.dtype)
             known = (chosen >= 0).all(1, keepdim=True)
             shared = (own[:, :, None] == chosen[:, None, :]).any(2)
-            indices = torch.where(known & ~shared.all(1, keepdim=True), chosen, own)  # equal ones in the model's order
+            indices = torch.where(known & ~shared.all(1, keepdim=True), chosen, own)  # equal sets: the model's order
             if not again:
                 self._counts.append(torch.stack([(known & ~shared).sum(), known.sum() * own.shape[1]]).float())
             taken = torch.softmax(logits, dim=-1, dtype=torch.float).gather(1, indices)
@@ -132,7 +135,7 @@ class RouterReplay:
 
 
 def routers_of(model: nn.Module) -> dict[int, nn.Module]:
-    """The routers of a model, by layer.
+    """Return the routers of a model, by layer number.
 
     Raises:
         ConfigError: there are none, or none that are known.
@@ -153,10 +156,10 @@ def routers_of(model: nn.Module) -> dict[int, nn.Module]:
 def refuses(
     trainer: Any, policy: Policy, engine: Component | None, scoring: Sequence[str], replays: bool
 ) -> str | None:
-    """Why this run cannot replay its routers, and what to change; None where it can.
+    """Return the reason why this run cannot replay its routers, and what to change; None where it can.
 
     Args:
-        engine: that samples; None where TRL does.
+        engine: the engine that samples; None where TRL does.
         scoring: names of TRL's trainers that train on log-probs of single tokens.
         replays: whether batches, and the experts of their tokens, come from a recording.
     """
@@ -179,10 +182,10 @@ def refuses(
 
 
 def aligned(experts: Sequence[np.ndarray[Any, Any]], prompt_mask: Tensor, width: int) -> Tensor:
-    """The experts of a rollout's tokens, where TRL puts the tokens.
+    """Return the experts of a rollout's tokens, at the positions where TRL puts the tokens.
 
     Args:
-        experts: of each row, see `Completion.experts`.
+        experts: experts of each row, see `Completion.experts`.
         prompt_mask: (B, P), 0 where padded, which is at the left.
         width: P + C.
 
@@ -201,10 +204,10 @@ def aligned(experts: Sequence[np.ndarray[Any, Any]], prompt_mask: Tensor, width:
 
 
 def experts_of(micro_batch: dict[str, Any]) -> Tensor:
-    """Those that a micro-batch is to be computed with.
+    """Return the experts that a micro-batch is to be computed with.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the micro-batch has none.
     """
     experts: Tensor | None = micro_batch.get(EXPERTS)
     if experts is None:

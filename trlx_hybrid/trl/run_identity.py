@@ -1,9 +1,9 @@
-"""The identity of a run: a number in its output folder, and in the manifest of each of its checkpoints.
+"""The identity of a run: a random id in its output folder and in the manifest of each of its checkpoints.
 
     trlx_hybrid_run.json    {"run": "5f0c…", "process": "77ab…", "foreign": ["checkpoint-10"], "launch": "c1e0…"}
 
-A run gets it when it starts first, and keeps it when it is started again, by a launcher or by a queue: the folder is
-what both starts share. A run that starts first in a folder that held another one gets a new identity.
+A run gets its identity at its first start, and keeps it when a launcher or a queue starts it again: both starts share
+the output folder. If a run starts for the first time in a folder that held another run, it gets a new identity.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ IDENTITY_FILE = "trlx_hybrid_run.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunIdentity:
-    """Whose output folder it is.
+    """The identity of the run that an output folder belongs to.
 
     Attributes:
-        run: the identity, which all starts of a run share.
-        process: of the latest start.
+        run: the id of the run, which all starts of the run share.
+        process: the id of the latest start.
         foreign: names of checkpoints without a manifest that were in the folder before the run began.
-        launch: of `trlx-hybrid launch`, which that start belongs to; None of another.
+        launch: the id of the `trlx-hybrid launch` that made the latest start; None for another kind of start.
     """
 
     run: str
@@ -39,7 +39,7 @@ class RunIdentity:
 
 
 def new_identity(foreign: Iterable[str] = (), run: str | None = None) -> RunIdentity:
-    """Return the identity of a start: of a new run, or of one that is known."""
+    """Return the identity of a start: of a new run, or of the known run `run`."""
     return RunIdentity(
         run=run or secrets.token_hex(8),
         process=secrets.token_hex(8),
@@ -49,7 +49,7 @@ def new_identity(foreign: Iterable[str] = (), run: str | None = None) -> RunIden
 
 
 def read_identity(output_dir: Path) -> RunIdentity | None:
-    """Return whose folder it is; None where nobody has said.
+    """Return the identity of the run that a folder belongs to; None where the folder has no identity file.
 
     Raises:
         ConfigError: the file cannot be read.
@@ -68,7 +68,8 @@ def read_identity(output_dir: Path) -> RunIdentity | None:
 
 
 def write_identity(output_dir: Path, identity: RunIdentity) -> None:
-    """Write whose folder it is. Of two starts at one time the later one stays, as a whole.
+    """Write the identity of the run that a folder belongs to. If two starts write at once, the later file stays,
+    complete.
 
     Raises:
         ConfigError: the folder cannot be written to.

@@ -1,15 +1,15 @@
-"""TRL's per-token log-probs, computed by the session's scoring; the old ones taken from the first loss forward.
+"""TRL's per-token log-probs, computed by the session's scoring; the old ones come from the first loss forward.
 
 TRL 1.16's GRPO and RLOO trainers score rows in one method, `_get_per_token_logps_and_entropies`, called
 
 - by `_generate_and_score_completions` without gradients, for all rows of a rollout: the old log-probs first, then those
   of the reference model;
-- by `_compute_loss` first of all, for the rows of one micro-batch. It reads the old log-probs, and what was made of
-  them, from that micro-batch afterwards.
+- by `_compute_loss` at its start, for the rows of one micro-batch. Afterwards it reads the old log-probs, and the
+  values computed from them, from that micro-batch.
 
-So where the first loss forward of each row has the weights that the rollout was sampled from, the old log-probs are
-what it computes. The pass without gradients is left out then: `Deferred` puts them, and what TRL makes of them, where
-TRL would have put them.
+If the first loss forward of each row runs with the weights that sampled the rollout, then it computes the old
+log-probs. In that case the pass without gradients is left out: `Deferred` stores the log-probs, and the values that TRL
+computes from them, where TRL would have stored them.
 """
 
 from __future__ import annotations
@@ -49,53 +49,53 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NUMBER = "deferred_row"
-"""In a batch: where each row stood in the rollout, before TRL's shuffle."""
+"""The key in a batch for each row's position in the rollout, before TRL's shuffle."""
 
 DIVERGENCE = tuple(f"sampling/sampling_logp_difference/{name}" for name in ("mean", "max"))
 RATIO = tuple(f"sampling/importance_sampling_ratio/{name}" for name in ("min", "mean", "max"))
-"""TRL's metrics that are made of the old log-probs of a rollout."""
+"""TRL's metrics that are computed from the old log-probs of a rollout."""
 
 OF_SEQUENCES = ("sequence_mask", "sequence_truncate")
-"""Modes of TRL's correction that take the ratio of whole sequences."""
+"""Modes of TRL's importance-sampling correction that take one ratio per sequence."""
 
 LOSS = ("_prepare_inputs", "compute_loss", "_compute_loss")
-"""Methods of TRL's that take a micro-batch to its loss."""
+"""TRL's methods that lead from a micro-batch to its loss."""
 
 READERS = ("_generate_and_score_completions", *LOSS)
-"""Those that see the old log-probs."""
+"""TRL's methods that can read the old log-probs."""
 
 IGNORED = -100
 """The label of a position that is not scored."""
 
 SCORER = "_get_per_token_logps_and_entropies"
-"""The one that computes log-probs."""
+"""TRL's method that computes log-probs."""
 
 
 class Scored:
-    """Stands between `HybridTrainer` and TRL's trainer."""
+    """A mixin between `HybridTrainer` and TRL's trainer that scores rows with the session's scoring."""
 
     session: Session
 
-    _skips_old = False  # the next rows to be scored are those of the old log-probs, which are left out
-    _micro_batch: dict[str, Any] | None = None  # whose loss is being computed
-    _logs_again = False  # that loss was computed before, of the same scores
-    _terms_added = False  # to the loss of that micro-batch, by algorithms
-    _loss_scores: Scores | None = None  # of that micro-batch, where algorithms add to its loss
-    _loss_tokens = 0  # that the model was given to compute losses from, padding included
-    _window = (-1, 0)  # the optimizer step, and the micro-batches that it has already
-    _joined: JoinedPass | None = None  # of the micro-batches whose losses are being computed
-    _generating = False  # what is scored meanwhile, a rollout of the user's has asked for
+    _skips_old = False  # the next call is for the old log-probs, which are not computed
+    _micro_batch: dict[str, Any] | None = None  # the micro-batch whose loss is being computed
+    _logs_again = False  # that loss is computed a second time, from stored scores
+    _terms_added = False  # algorithms have added to that micro-batch's loss
+    _loss_scores: Scores | None = None  # scores of that micro-batch, where algorithms add to its loss
+    _loss_tokens = 0  # tokens that the model got to compute losses, padding included
+    _window = (-1, 0)  # the optimizer step, and how many of its micro-batches are done
+    _joined: JoinedPass | None = None  # the pass of the micro-batches whose losses are being computed
+    _generating = False  # `_generate` runs: a user's rollout asks for any scores meanwhile
     _trl: Any = None  # `trl.trainer.utils`
-    _left_out_by: str | None = None  # the setting by which the rollout that is trained on misses some ids
-    _supports: list[Support] | None = None  # of the rows of the rollout that is scored
-    _kept: dict[str, Tensor] | None = None  # the same as tensors
-    _scores_alone = False  # the rows that are scored are one, for the second time
-    _sampled_at: int | None = None  # the weight version of the rollout that is trained on
-    _to_measure: dict[str, Any] | None = None  # the micro-batch of which a row is to be scored alone
-    _scores_old = False  # the next rows to be scored are those of the old log-probs, with the rollout's experts
+    _left_out_by: str | None = None  # the setting that left ids out of the trained rollout
+    _supports: list[Support] | None = None  # supports of the rows being scored after a rollout
+    _kept: dict[str, Tensor] | None = None  # these supports as tensors
+    _scores_alone = False  # one row is being scored once more, alone
+    _sampled_at: int | None = None  # the weight version that sampled a rollout, until its first loss
+    _to_measure: dict[str, Any] | None = None  # the micro-batch with a row to be scored alone
+    _scores_old = False  # the next call is for the old log-probs, with the rollout's experts
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As in TRL; what is left of a step that was interrupted goes with the run that it belongs to."""
+        """Train as TRL does. Whatever an interrupted step has left behind is dropped when its run ends."""
         self._window = (-1, 0)
         try:
             return super().train(*args, **kwargs)  # type: ignore[misc]
@@ -103,14 +103,16 @@ class Scored:
             self._joined = None
 
     def _starts(self, step: int) -> None:
-        """Training starts, its checkpoint loaded: what an earlier run left of a rollout of other weights goes."""
+        """Handle the start of training, after its checkpoint is loaded: drop what an earlier run left of a rollout that
+        other weights sampled."""
         super()._starts(step)  # type: ignore[misc]
         left = self._deferred.get("train")
         if left is not None and left.outlived(self.session.weight_version):
             self._buffered_inputs, self._step = None, 0
 
     def training_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in TRL; counts the micro-batches of each optimizer step, and ends the pass that several share."""
+        """Run TRL's training step, count the micro-batches of each optimizer step, and finish a joined pass after its
+        last micro-batch."""
         step = self.state.global_step  # type: ignore[attr-defined]
         if self._window[0] != step:
             self._window, self._joined = (step, 0), None
@@ -134,7 +136,7 @@ class Scored:
         return loss
 
     def _end_joined(self, joined: JoinedPass) -> None:
-        """The backward pass that several micro-batches share; its time belongs to TRL's `step_time`."""
+        """Run the backward pass that several micro-batches share, and add its time to TRL's `step_time`."""
         trainer: Any = self
         self._joined, started = None, time.perf_counter()
         joined.backward()
@@ -160,11 +162,11 @@ class Scored:
             self._scores_old, self._supports, self._kept = False, None, None
         if replays:
             batch[EXPERTS] = self._experts(batch["prompt_mask"], batch["completion_ids"].shape[1])
-            session.experts = []  # a rollout's worth of memory
+            session.experts = []  # frees the memory of a rollout's experts
         return batch
 
     def _leave_out_unscored(self, batch: dict[str, Any]) -> None:
-        """Train nothing on tokens whose log-prob the sampler does not know, and count them. Collective."""
+        """Exclude from training the tokens whose log-prob the sampler does not know, and count them. Collective."""
         trainer: Any = self
         if self.session.selection.stock or not corrects(trainer) or "sampling_per_token_logps" not in batch:
             return
@@ -172,12 +174,12 @@ class Scored:
         tokens = self.session.ranks.sum(int(without.sum()))
         if tokens:
             trainer._metrics["train" if trainer.model.training else "eval"][UNSCORED].append(tokens)
-        if "importance_sampling_ratio" in batch:  # else it comes with the first loss forward
+        if "importance_sampling_ratio" in batch:  # else the first loss forward computes it
             batch["importance_sampling_ratio"] = left_out(batch["importance_sampling_ratio"], without)
 
     def _scores_over_support(self, sampling: Sampling) -> tuple[bool, str | None]:
-        """Whether the run that begins scores tokens over the ids that its engine kept; and what to tell where it cannot
-        although some are left out."""
+        """Return whether the run that begins scores tokens over the ids that its engine kept, and a note for the user:
+        what this costs, or why it is impossible although the sampling leaves ids out."""
         trainer: Any = self
         corrected = getattr(trainer, "vllm_importance_sampling_correction", False)
         if trainer._base_name != "GRPO" or not corrected:
@@ -198,12 +200,13 @@ class Scored:
         return False, f"importance sampling: {told}. {over_support.WAY_OUT}"
 
     def _note_supports(self, generated: Any) -> None:
-        """Keep the supports of the rows that were generated, where they are to be scored over these."""
+        """Store the supports of the generated rows, where the rows are to be scored over them."""
         if self._left_out_by is not None and self._rolls_out:  # type: ignore[attr-defined]
             self._supports = over_support.rows_of(self, generated)
 
     def _kept_in_rollout(self, completion_length: int) -> dict[str, Tensor]:
-        """What the batch that is being scored has of its rows' supports: nothing, where they keep all ids."""
+        """Return the supports of the batch that is being scored, as tensors; an empty dict where its rows keep all
+        ids."""
         if self._supports is None:
             return {}
         if self._kept is None:
@@ -222,7 +225,7 @@ class Scored:
             batch = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         finally:
             self._skips_old = False
-        for name in (*DIVERGENCE, *RATIO):  # of log-probs that were not there
+        for name in (*DIVERGENCE, *RATIO):  # these were computed from placeholders
             del metrics[name][logged.get(name, 0) :]
             if not metrics[name]:
                 del metrics[name]
@@ -239,7 +242,7 @@ class Scored:
             self._sampled_at = self.session.weight_version
         if drawn is known or len(drawn) == 1 or scoring is None or not scoring.balanced:
             return inputs
-        images = any(isinstance(value, list) for value in drawn[0].values())  # which are not one to a row
+        images = any(isinstance(value, list) for value in drawn[0].values())  # images do not have one entry per row
         if images or self._bound is not None or not self._in_one_step():
             return inputs
         micro_batches.number(drawn)
@@ -250,16 +253,17 @@ class Scored:
 
     @functools.cached_property
     def _bound(self) -> str | None:
-        """Why it matters which rows share a micro-batch, or None."""
+        """The reason why it matters which rows share a micro-batch, or None."""
         return bound_together(self)
 
     @functools.cached_property
     def _own_loss(self) -> str | None:
-        """A user's method that may score other rows than a micro-batch's, or not those of every one; or None."""
+        """The name of a user's method that may score other rows than a micro-batch's, or skip some micro-batches; or
+        None."""
         return overriding(self, ("training_step", *LOSS))
 
     def _in_one_step(self) -> bool:
-        """Whether all micro-batches of the rollout that begins belong to the optimizer step that begins or goes on."""
+        """Return whether all micro-batches of the rollout that begins belong to the current optimizer step."""
         trainer: Any = self
         micro_batches = self._window[1] + trainer.args.steps_per_generation
         return bool(micro_batches <= trainer.current_gradient_accumulation_steps)
@@ -276,7 +280,7 @@ class Scored:
             self._micro_batch = self._loss_scores = None
 
     def _note_to_measure(self, micro_batch: dict[str, Any]) -> None:
-        """Have a row of the first micro-batch of a rollout scored alone, at every so many steps."""
+        """Schedule one row of a rollout's first micro-batch to be scored alone, once every `shape.EVERY` steps."""
         sampled_at, self._sampled_at = self._sampled_at, None
         session, trainer = self.__dict__.get("session"), cast(Any, self)
         if sampled_at is None or session is None or session.weight_version != sampled_at:
@@ -285,20 +289,22 @@ class Scored:
             self._to_measure = micro_batch
 
     def _compares(self, batch: Mapping[str, Any]) -> bool:
-        """Whether rows of a batch can be scored alone, and are the engine's to rounding."""
+        """Return whether rows of a batch can be scored alone, and should equal the engine's log-probs up to
+        rounding."""
         session, trainer = self.session, cast(Any, self)
         return (
             (not session.selection.stock or trainer._replay is not None)
             and not shape.switched_off(self)
             and not trainer._names_own_log_probs
             and shape.measurable(batch)
-            and not trainer.is_deepspeed_enabled  # whose backward pass steps, too
+            and not trainer.is_deepspeed_enabled  # its backward pass also takes the optimizer step
             and overriding(self, (SCORER,)) is None
             and session.versions.incomparable(trainer.temperature, self._left_out_by is not None) is None
         )
 
     def _measure_shape(self, micro_batch: Mapping[str, Any]) -> None:
-        """Log how far the shape of a micro-batch parts the trainer from itself, by its first row. Collective."""
+        """Log how much the shape of a micro-batch changes the trainer's own log-probs, measured on its first row.
+        Collective."""
         trainer: Any = self
         self._to_measure = None
         one = shape.alone(micro_batch, 0)
@@ -306,7 +312,8 @@ class Scored:
         shape.log(trainer._metrics["train"], trainer.accelerator.gather(found[None]))
 
     def _rescoring(self, batch: Mapping[str, Any]) -> Callable[[tuple[float, float]], str | None] | None:
-        """What tells whether the shape of a micro-batch parts trainer and engine, see `WeightVersions.check_batch`."""
+        """Return a function that tells whether the shape of a micro-batch makes trainer and engine differ, see
+        `WeightVersions.check_batch`; None where `batch` cannot be compared."""
 
         def again(allowed: tuple[float, float]) -> str | None:
             row = shape.furthest(batch, allowed[0])
@@ -316,7 +323,7 @@ class Scored:
         return again if self._compares(batch) else None
 
     def _scored_alone(self, one: dict[str, Any]) -> Tensor:
-        """(1, T): log-probs of a row that is a batch of its own. Collective."""
+        """Return the log-probs, (1, T), of one row that is a batch of its own. Collective."""
         trainer: Any = self
         outer, self._micro_batch, self._scores_alone = self._micro_batch, one, True
         ids = torch.cat([one["prompt_ids"], one["completion_ids"]], dim=1)
@@ -329,13 +336,14 @@ class Scored:
             self._micro_batch, self._scores_alone = outer, False
             if self.session.router_replay is not None:
                 self.session.router_replay.difference()  # these tokens were counted before
-        self.session.policy.reshard()  # gradients that are clipped next are those of the shards
+        self.session.policy.reshard()  # clipping comes next, and needs the shards' gradients
         found: Tensor = scored[0]
         return found
 
     @torch.no_grad()
     def _log_as_drawn(self, model: Any) -> None:
-        """With the last micro-batch of regrouped rows: TRL's metrics of its own micro-batches. Collective."""
+        """Recompute TRL's metrics for the micro-batches that TRL drew, once the last micro-batch of regrouped rows has
+        been computed. Collective."""
         trainer: Any = self
         computed = trainer._buffered_inputs
         if trainer._step % len(computed) != len(computed) - 1:
@@ -351,7 +359,8 @@ class Scored:
         micro_batches.replace_last(metrics, lengths, len(drawn))
 
     def _added_loss(self, scores: Scores, inputs: dict[str, Any]) -> Any:
-        """What the run's algorithms add to a micro-batch's loss, divided as TRL divides its own. Collective."""
+        """Return the sum of the terms that the run's algorithms add to a micro-batch's loss, divided as TRL divides its
+        own loss. Collective."""
         trainer: Any = self
         self._terms_added = True
         terms = self.session.algorithms.loss(scores, inputs)
@@ -381,7 +390,7 @@ class Scored:
         if self._logs_again and self._micro_batch is not None:
             return micro_batches.kept(self._micro_batch)
         skipped = of_old = False
-        if not self._generating:  # else these are not the rows that the flags are about
+        if not self._generating:  # else the flags are about other rows
             skipped, self._skips_old = self._skips_old, False
             of_old, self._scores_old = self._scores_old, False
         if skipped:
@@ -466,7 +475,7 @@ class Scored:
         return scores
 
     def _kept_of(self, input_ids: Tensor, completion_length: int) -> KeptTokens | None:
-        """The ids that the tokens of these rows were sampled from; None where all are kept."""
+        """Return the ids that the tokens of these rows were sampled from; None where all ids are kept."""
         batch: dict[str, Any] = {}
         if self._micro_batch is not None:
             batch = self._micro_batch
@@ -485,7 +494,7 @@ class Scored:
         return KeptTokens.of(batch, input_ids.shape[1] - completion_length, vocabulary)
 
     def _log_truncation(self, masses: Sequence[Tensor]) -> None:
-        """How much of the whole distribution was kept. Collective."""
+        """Log what share of the whole distribution the kept ids have. Collective."""
         trainer: Any = self
         if masses:  # else an earlier micro-batch's pass computed this one's rows
             total, tokens = trainer.accelerator.gather(torch.stack(list(masses)).sum(0)).view(-1, 2).sum(0).tolist()
@@ -493,7 +502,7 @@ class Scored:
             trainer._metrics[mode][over_support.TRUNCATION].append(total / max(tokens, 1))
 
     def _experts(self, prompt_mask: Tensor, completion_length: int) -> Tensor:
-        """Those of the rollout's tokens, see `routing.aligned`."""
+        """Return the experts of the rollout's tokens, see `routing.aligned`."""
         return aligned(self.session.experts, prompt_mask, prompt_mask.shape[1] + completion_length)
 
     def _replaying(self, experts: Tensor | None) -> AbstractContextManager[None]:
@@ -501,7 +510,7 @@ class Scored:
         return nullcontext() if replay is None or experts is None else replay.replaying(experts)
 
     def _log_difference(self) -> None:
-        """How often the trainer's routers would have chosen otherwise. Collective."""
+        """Log the share of experts that the trainer's routers would have chosen differently. Collective."""
         trainer: Any = self
         assert self.session.router_replay is not None
         counts = self.session.router_replay.difference()
@@ -516,13 +525,13 @@ class Scored:
         padded: Callable[[Tensor, Tensor, None, Tensor | None, KeptTokens | None], Scores],
         entropies: bool,
     ) -> Scores | None:
-        """The rows of the micro-batch whose loss is computed, scored in one pass with those that follow; None where
-        they have a pass of their own. Collective.
+        """Return the scores of the current micro-batch, computed in one pass with the micro-batches that follow; None
+        where the micro-batch has a pass of its own. Collective.
 
         Args:
-            padded: scores ids with a mask, experts and a support as TRL does, all at once: sharded ranks take equally
-                many forward passes.
-            entropies: whether they are asked for.
+            padded: a function that scores ids with a mask, experts and a support as TRL does. It scores all rows at
+                once, so that sharded ranks run equally many forward passes.
+            entropies: whether entropies are needed.
         """
         trainer: Any = self
         micro_batch, joins = self._micro_batch, self.session.scoring.joins
@@ -553,18 +562,18 @@ class Scored:
         return self._joined.take(micro_batch)
 
     def _defers(self) -> bool:
-        """Whether the old log-probs of the rollout that begins are left to its first loss forwards."""
+        """Return whether the first loss forwards of the rollout that begins will compute its old log-probs."""
         session = self.__dict__.get("session")
         if session is None or not session.scoring.deferred or session.scores_apart is not None:
             return False
         if session.config.rollout_only:
-            return False  # no loss will bring them
+            return False  # there is no loss forward
         trainer: Any = self
         if not reads_old(trainer):
             return False
         if trainer.model.training:
             if not self._in_one_step():
-                return False  # the last rows will meet other weights
+                return False  # the weights will have changed before the last rows
             random = noise(session.policy.module, session.policy.modules)
             if random is not None:
                 self._say_once(f"{random} makes each forward pass another one")
@@ -587,11 +596,13 @@ class Scored:
 
 @contextmanager
 def in_training(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside, the first `model.train()` does nothing where all is in training mode: transformers calls it for each
-    micro-batch, which takes 10 ms for adapters in 28 layers. After it, the model is as it was, to be copied for one.
+    """Make the first `model.train()` inside do nothing if all modules are in training mode already.
+
+    transformers calls `model.train()` for each micro-batch, which takes 10 ms for adapters in 28 layers. After that
+    call, the model has its own method again, so that it can be copied, for example.
 
     Args:
-        modules: all inside the model, but for what wraps it.
+        modules: all modules inside the model, except those that wrap it.
     """
     stock = model.train
 
@@ -606,14 +617,14 @@ def in_training(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[None
 
 
 def completions_of(attention_mask: Tensor, completion_length: int) -> Tensor:
-    """(B, P + C) bool: the positions before those tokens of completions that are attended to."""
+    """Return a (B, P + C) bool mask of the positions right before those completion tokens that are attended to."""
     scored = torch.zeros_like(attention_mask, dtype=torch.bool)
     scored[:, -completion_length - 1 : -1] = attention_mask[:, -completion_length:] != 0
     return scored
 
 
 def reads_old(trainer: Any) -> bool:
-    """Whether TRL computes old log-probs after a rollout at all."""
+    """Return whether TRL computes old log-probs after a rollout at all."""
     if trainer._base_name == "RLOO":
         return True
     every = trainer.args.steps_per_generation * trainer.num_iterations
@@ -621,12 +632,12 @@ def reads_old(trainer: Any) -> bool:
 
 
 def corrects(trainer: Any) -> bool:
-    """Whether TRL corrects for what sampler and trainer differ by."""
+    """Return whether TRL corrects for differences between sampler and trainer (importance sampling)."""
     return bool(trainer.use_vllm and getattr(trainer, "vllm_importance_sampling_correction", False))
 
 
 def scores_apart(trainer: Any, adviser: PluginInfo | None) -> str | None:
-    """Why this run needs its old log-probs before the first loss forward, or None."""
+    """Return the reason why this run needs its old log-probs before the first loss forward, or None."""
     args = trainer.args
     own = overriding(trainer, READERS)
     if own is not None:
@@ -644,7 +655,8 @@ def scores_apart(trainer: Any, adviser: PluginInfo | None) -> str | None:
 
 
 def overriding(trainer: Any, methods: tuple[str, ...]) -> str | None:
-    """The first of the methods that a class between ours and TRL's trainer, or below ours, has one of its own for."""
+    """Return the name, "Class.method", of the first user's method that overrides one of `methods`, in a class between
+    ours and TRL's trainer or derived from ours; or None."""
     package = __name__.partition(".")[0]
     for owner in type(trainer).__mro__:
         if owner.__dict__.get("_name") == trainer._base_name and owner.__module__.startswith("trl.trainer."):
@@ -656,10 +668,11 @@ def overriding(trainer: Any, methods: tuple[str, ...]) -> str | None:
 
 
 def bound_together(trainer: Any) -> str | None:
-    """Why another choice of the rows of a micro-batch would change an optimizer step's gradient, or None.
+    """Return the reason why other rows in a micro-batch would change an optimizer step's gradient, or None.
 
-    TRL sums over tokens or over rows and divides by numbers that are the same for each micro-batch of a step, as long
-    as each has as many rows. What is listed here divides by the tokens of one micro-batch, or compares them.
+    TRL sums over tokens or rows and divides by numbers that are the same for each micro-batch of a step, as long as all
+    micro-batches have equally many rows. The settings listed here divide by the number of tokens of one micro-batch, or
+    compare its tokens with each other.
     """
     args = trainer.args
     own = overriding(trainer, LOSS)
@@ -681,12 +694,13 @@ def bound_together(trainer: Any) -> str | None:
 
 
 class Deferred:
-    """The old log-probs of one rollout, while the first loss forward of its micro-batches brings them.
+    """The old log-probs of one rollout, collected as the first loss forward of each micro-batch computes them.
 
     Args:
-        batch: what TRL made of the rollout, this rank's rows; what was computed from placeholders is taken out.
+        batch: this rank's rows of the rollout, as TRL made them. What TRL computed from placeholders is removed from
+            it.
         mode: "train" or "eval".
-        version: of the weights that sampled it.
+        version: version of the weights that sampled the rollout.
     """
 
     def __init__(self, batch: dict[str, Any], mode: str, version: int) -> None:
@@ -702,15 +716,15 @@ class Deferred:
         batch[NUMBER] = torch.arange(len(mask), device=mask.device)
 
     def outlived(self, version: int) -> bool:
-        """Whether rows of it wait for a loss, and the weights are others by now."""
+        """Return whether some rows still wait for their loss, although the weights have changed since the rollout."""
         return self._waiting > 0 and version != self._version
 
     def fill(self, trainer: Any, micro_batch: dict[str, Any], log_probs: Tensor) -> None:
-        """The first loss forward of a micro-batch has scored its rows: give TRL what it reads next. With the last one,
-        the rollout's metrics are logged and its sampler is checked. Collective.
+        """Store the log-probs of a micro-batch's first loss forward in the micro-batch, where TRL reads them next.
+        After the last micro-batch, log the rollout's metrics and check its sampler. Collective.
 
         Args:
-            log_probs: (b, T), without their graph.
+            log_probs: (b, T), without a graph.
 
         Raises:
             StaleWeightsError: the weights have changed since the rollout.
@@ -732,7 +746,7 @@ class Deferred:
             return
         micro_batch["old_per_token_logps"] = log_probs
         ratio = None
-        if corrects(trainer):  # over all rows, as TRL sums them: kernels may sum another number of rows otherwise
+        if corrects(trainer):  # over all rows, as in TRL: with fewer rows, kernels may sum in another order
             assert self._sampled is not None
             ratio = importance_ratio(trainer, self._old, self._sampled, self._mask)
             without = self._sampled.isnan() & self._mask.bool()
@@ -747,14 +761,15 @@ class Deferred:
         if self._sampled is not None:
             batch["sampling_per_token_logps"] = self._sampled
         trainer._check_sampled(batch, micro_batch)
-        self._old = self._sampled = None  # a rollout's worth of memory, until the next
+        self._old = self._sampled = None  # frees memory until the next rollout
 
 
 def importance_ratio(trainer: Any, old: Tensor, sampled: Tensor, mask: Tensor) -> Tensor:
-    """TRL's correction for what sampler and trainer differ by: `GRPOTrainer._generate_and_score_completions`.
+    """Return TRL's importance-sampling ratio between trainer and sampler, as
+    `GRPOTrainer._generate_and_score_completions` computes it.
 
     Args:
-        old, sampled: log-probs, (B, T) float; NaN where the sampler has none.
+        old, sampled: log-probs of trainer and sampler, (B, T) float; NaN where the sampler has none.
         mask: (B, T), 0 where no token is trained.
 
     Returns:
@@ -775,10 +790,10 @@ def importance_ratio(trainer: Any, old: Tensor, sampled: Tensor, mask: Tensor) -
 def log_divergence(
     trainer: Any, metrics: dict[str, list[float]], old: Tensor, sampled: Tensor, mask: Tensor, ratio: Tensor
 ) -> None:
-    """TRL's metrics of a rollout, from the same method. Collective.
+    """Log TRL's metrics of how far sampler and trainer differ, as the same method of TRL does. Collective.
 
     Args:
-        mask: (B, T) bool; the others as in `importance_ratio`.
+        mask: (B, T) bool; the other arguments as in `importance_ratio`.
     """
     gather = trainer.accelerator.gather
     difference = torch.abs(old - sampled)
@@ -795,6 +810,6 @@ def log_divergence(
 
 
 def _finite(gathered: Tensor) -> Tensor:
-    """Without NaN, unless there is nothing else."""
+    """Return the values without NaN; all of them if every value is NaN."""
     kept = gathered[~torch.isnan(gathered)]
     return kept if kept.numel() else gathered

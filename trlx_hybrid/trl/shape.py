@@ -1,12 +1,12 @@
-"""How far log-probs depend on the shape of the micro-batch that they are scored in, apart from the engine's rounding.
+"""A measurement of how far log-probs depend on the shape of the micro-batch, apart from the engine's rounding.
 
-Kernels sum in an order that depends on how many rows and how much padding they are given, and a model may let rows see
-each other. Engine and trainer then differ, and the engine has no part in it. So one row of a rank is scored once more,
-alone and without padding, with the weights that scored it in its micro-batch. What differs between the two is the
-shape's, trainer against trainer. What is left between the engine and the row alone is rounding. See TRL #6789.
+Kernels sum in an order that depends on how many rows and how much padding they get, and a model may let rows see each
+other. Engine and trainer then differ, though the engine is not the cause. So one row of a rank is scored once more,
+alone and without padding, with the weights that scored it in its micro-batch. The difference between these two trainer
+scores comes from the shape. The difference between the engine and the row alone is rounding. See TRL #6789.
 
-Each of the R rows of a step takes a forward pass, and a backward pass that costs two of them. So one row in EVERY steps
-costs 1 / (3 * R * EVERY) of what the passes cost: 0.02% with 8 rows to a rank.
+Each of the R rows of a step takes a forward pass, and a backward pass that costs as much as two. So one row in EVERY
+steps costs 1 / (3 * R * EVERY) of what the passes cost: 0.02% with 8 rows to a rank.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from ..weights.verify import disagreement
 from .routing import EXPERTS
 
 EVERY = 250
-"""Optimizer steps from one that is measured to the next. The first step is."""
+"""Optimizer steps from one measured step to the next. The first step is measured."""
 
 SHAPE, ROUNDING = (tuple(f"ratio/{part}/{name}" for name in ("mean", "max")) for part in ("shape", "rounding"))
-"""The metrics: absolute differences of a token's log-probs, in nats. SHAPE is between a row in its micro-batch and the
-row alone, ROUNDING between the engine and the row alone."""
+"""The metrics: mean and maximum of the absolute difference of a token's log-probs, in nats. SHAPE compares a row in its
+micro-batch with the row alone, ROUNDING the engine with the row alone."""
 
 OLD, SAMPLED = "old_per_token_logps", "sampling_per_token_logps"
-"""In TRL's batches: log-probs of the trainer and of the engine, (B, T) float."""
+"""Keys in TRL's batches for the log-probs of the trainer and of the engine, (B, T) float."""
 
 PICTURES = ("pixel_values", "image_grid_thw", "num_images", "token_type_ids", "mm_token_type_ids")
-"""In TRL's batches of rows with images, which are not one to a row."""
+"""Keys in TRL's batches of rows with images, whose values do not have one entry per row."""
 
 
 UNMEASURED = "log-probs not compared"
-"""In what a recording says of its run: that `max_logprob_gap` had switched this off."""
+"""The key in a recording's facts for runs where `max_logprob_gap` switched this measurement off."""
 
 
 def switched_off(trainer: Any) -> bool:
-    """Return whether this run, or the one that it replays, holds no log-probs against each other."""
+    """Return whether this run, or the run that it replays, compares no log-probs."""
     facts = (trainer._replay.facts or {}) if trainer._replay is not None else {}
     return trainer.session.config.max_logprob_gap == math.inf or bool(facts.get(UNMEASURED))
 
 
 def measurable(batch: Mapping[str, Any]) -> bool:
-    """Return whether rows of a batch can be scored alone, and have log-probs of both sides."""
+    """Return whether rows of a batch can be scored alone, and have log-probs of both trainer and engine."""
     return {OLD, SAMPLED, "prompt_ids"} <= batch.keys() and not batch.keys() & set(PICTURES)
 
 
@@ -55,7 +55,7 @@ def alone(batch: Mapping[str, Any], row: int) -> dict[str, Any]:
     """Return one row as a batch of its own, without padding.
 
     Args:
-        batch: of TRL's, see `measurable`.
+        batch: a batch of TRL's, see `measurable`.
     """
     prompt, mask = batch["prompt_mask"][row].bool(), batch["completion_mask"][row]
     tokens = max(1, int(mask.count_nonzero()))
@@ -77,16 +77,16 @@ def alone(batch: Mapping[str, Any], row: int) -> dict[str, Any]:
 
 
 def compared(batch: Mapping[str, Any]) -> Tensor:
-    """Return which tokens the engine sampled, and says how probably: (B, T) bool."""
+    """Return a (B, T) bool mask of the tokens that the engine sampled and whose log-probs it returned."""
     sampled = batch["completion_mask"] * batch.get("tool_mask", 1)
     return sampled.bool() & ~batch[SAMPLED].isnan()  # type: ignore[no-any-return]
 
 
 def parts(one: Mapping[str, Any], scored: Tensor) -> Tensor:
-    """Return (5,) float64 of a row: the sum and the largest of SHAPE, the same of ROUNDING, and how many tokens.
+    """Return (5,) float64 for one row: sum and maximum of SHAPE, sum and maximum of ROUNDING, and the number of tokens.
 
     Args:
-        one: see `alone`.
+        one: the row, see `alone`.
         scored: (1, T), the trainer's log-probs of the row alone.
     """
     tokens = compared(one)
@@ -97,10 +97,10 @@ def parts(one: Mapping[str, Any], scored: Tensor) -> Tensor:
 
 
 def log(metrics: dict[str, list[float]], of_ranks: Tensor) -> None:
-    """Log what was measured; nothing where no rank has a token that can be compared.
+    """Log what was measured; log nothing where no rank has a token that can be compared.
 
     Args:
-        metrics: TRL's, of training.
+        metrics: TRL's training metrics.
         of_ranks: (ranks, 5), see `parts`.
     """
     sums, largest = of_ranks.sum(0).tolist(), of_ranks.max(0).values.tolist()
@@ -111,19 +111,19 @@ def log(metrics: dict[str, list[float]], of_ranks: Tensor) -> None:
 
 
 def furthest(batch: Mapping[str, Any], nats: float) -> int:
-    """Return the row with the most tokens of which engine and trainer are further apart than `nats`."""
+    """Return the row with the most tokens for which engine and trainer differ by more than `nats`."""
     beyond = compared(batch) & ~((batch[SAMPLED] - batch[OLD]).abs() <= nats)
     return int(beyond.sum(1).argmax())
 
 
 def fault(one: Mapping[str, Any], scored: Tensor, row: int, allowed: tuple[float, float]) -> str | None:
-    """Return how a row shows that the shape of its micro-batch parts the trainer from the engine, or None.
+    """Return how a row shows that the shape of its micro-batch makes trainer and engine differ, or None if it does not.
 
     Args:
-        one: see `alone`.
+        one: the row, see `alone`.
         scored: (1, T), the trainer's log-probs of the row alone.
-        row: its number, for the message.
-        allowed: see `weights.verify.allowed_gap`. The row must be beyond it in its micro-batch, and within it alone.
+        row: the row's number, for the message.
+        allowed: see `weights.verify.allowed_gap`. The row must exceed it in its micro-batch, and stay within it alone.
     """
     tokens, ids = compared(one), one["completion_ids"]
     within = disagreement(one[SAMPLED], scored, tokens, ids, allowed) is None

@@ -1,8 +1,8 @@
-"""Where the time of an optimizer step goes and how much it computes, for the trainer's logs and its progress bar.
+"""Metrics of an optimizer step's time and computation, for the trainer's logs and its progress bar.
 
 A step begins and ends where transformers' Trainer says so. In between, each `training_step` prepares a micro-batch,
-which is a rollout and its scoring where it is time for one, and computes its loss. A step that was not seen whole,
-because of an error or in a loop of somebody else's, is not logged.
+including a rollout and its scoring where one is due, and computes its loss. A step that was not observed completely,
+because of an error or in a loop of another package, is not logged.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ PARTS = ("rollout", "scoring", "loss", "optimizer")
 
 
 class Clock:
-    """Moments in a device's work, taken without waiting for it: CUDA events on the current stream. A CPU has done what
-    it was asked, so there it is the time."""
+    """A clock for a device's work that does not wait for the device: it uses CUDA events on the current stream. A CPU
+    has finished its work when it returns, so there the wall clock is used."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device.type == "cuda"
 
     def now(self) -> Any:
-        """This moment."""
+        """Return a marker of this moment, for `reached` and `seconds`."""
         if not self._cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -42,27 +42,27 @@ class Clock:
         return event
 
     def reached(self, moment: Any, wait: bool = False) -> bool:
-        """Whether the device has come to it; True once it has, where it is to `wait`."""
+        """Return whether the device has reached a moment. With `wait`, wait until it has, and return True."""
         if self._cuda and wait:
             moment.synchronize()
         return not self._cuda or moment.query()
 
     def seconds(self, begin: Any, end: Any) -> float:
-        """Between two moments that are reached."""
+        """Return the seconds between two moments that the device has reached."""
         return float(begin.elapsed_time(end) / 1000 if self._cuda else end - begin)
 
 
 @dataclass(slots=True, eq=False)
 class MeasuredStep:
-    """One optimizer step.
+    """The measurements of one optimizer step.
 
     Attributes:
-        began: the parts that run now, and since when.
+        began: the parts that run now, each with its start.
         parts: begin and end of each stretch of a part.
-        sync: seconds of the weight syncs in its rollouts.
-        counts: of each micro-batch on this rank, as `counted`; when it is over (4,) int64 of all ranks, with the tokens
-            that the model was given.
-        end: by when the device is done with it.
+        sync: seconds of the weight syncs in the step's rollouts.
+        counts: for each micro-batch on this rank, its tokens as `counted` returns them; once the step is over, one (4,)
+            int64 tensor with the sums over all ranks and the number of tokens that the model was given.
+        end: the moment at which the device has finished the step.
     """
 
     began: dict[str, Any] = field(default_factory=dict)
@@ -73,37 +73,37 @@ class MeasuredStep:
 
 
 class StepMetrics(TrainerCallback):  # type: ignore[misc]
-    """Follows the steps of one trainer. Nothing in it waits for the device but `settle`, where it is told to.
+    """A callback that measures the steps of one trainer. It never waits for the device, except in `settle` with `wait`.
 
     Args:
-        trainer: returns it.
-        flops: whether a loss is one forward and one backward pass of the policy, so that their FLOPs are known.
+        trainer: a function that returns the trainer.
+        flops: whether a loss is one forward and one backward pass of the policy, so that the FLOPs of both are known.
     """
 
     def __init__(self, session: Session, trainer: Callable[[], Any], flops: bool) -> None:
         self._session, self._trainer, self._knows_loss = session, trainer, flops
         self._clock = Clock(session.policy.device)
         self._step: MeasuredStep | None = None
-        self._preparing = False  # whether a micro-batch of the step is, now
-        self._over: deque[MeasuredStep] = deque()  # those the device may not be done with
+        self._preparing = False  # whether a micro-batch is being prepared
+        self._over: deque[MeasuredStep] = deque()  # steps that the device may not have finished
         self._flops: ModelFlops | None = None
         self._peak: float | None = None
 
     def on_train_begin(self, args: Any, *others: Any, **kwargs: Any) -> None:
-        """The model is what will be trained; steps of an earlier run are not this one's."""
+        """Compute the FLOPs of the model that will be trained, and drop steps of an earlier run."""
         self._step = None
         self._over.clear()
         self._peak = peak(self._session.policy, args) if self._knows_loss else None
         self._flops = model_flops(self._session.policy) if self._peak is not None else None
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Whatever the one before was interrupted by."""
+        """Start a new step, even if an error has interrupted the step before it."""
         self._step = MeasuredStep()
         self._trainer()._loss_tokens = 0
 
     @contextmanager
     def micro_batch(self) -> Iterator[None]:
-        """Around `training_step`."""
+        """Measure the `training_step` that runs inside."""
         self._preparing = self._step is not None
         try:
             yield
@@ -116,7 +116,8 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Around a part of the preparation of a micro-batch; in an evaluation, a loss or another part it is none."""
+        """Measure the part of a micro-batch's preparation that runs inside; measure nothing in an evaluation, in a
+        loss, or within another part."""
         step = self._step
         if not self._preparing or step is None or step.began:
             yield
@@ -128,7 +129,7 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
             step.sync += cast(float, self._session.metrics.get("hybrid/sync_seconds", 0.0))
 
     def prepared(self, inputs: Any) -> None:
-        """A micro-batch is, and its loss begins."""
+        """Note that a micro-batch is prepared and its loss begins."""
         if not self._preparing or self._step is None:
             return
         self._preparing = False
@@ -137,11 +138,11 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
         self._begin("loss")
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Gradients are clipped."""
+        """Start the time of the optimizer: the gradients have been clipped."""
         self._begin("optimizer")
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """The step is over, for the host. Collective."""
+        """End the step on the host, and queue its numbers until the device has finished it. Collective."""
         self._end("optimizer")
         step, self._step = self._step, None
         if step is None:
@@ -163,8 +164,8 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
             self._step.parts[name].append((self._step.began.pop(name), self._clock.now()))
 
     def settle(self, wait: bool = False) -> None:
-        """Give the trainer's log the numbers of the steps that the device is done with, of all where it is to `wait`,
-        and the progress bar those of the last."""
+        """Add the numbers of the steps that the device has finished to the trainer's log, and show the last step's on
+        the progress bar. With `wait`, wait for the device and add all steps."""
         while self._over and self._clock.reached(self._over[0].end, wait):
             step = self._over.popleft()
             found = self._numbers(step)
@@ -172,7 +173,7 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
                 self._trainer()._metrics["train"][f"hybrid/step/{name}"].append(value)
             for callback in self._trainer().callback_handler.callbacks:
                 bar = callback.training_bar if type(callback) is ProgressCallback else None  # not a user's own
-                if bar is not None:  # that of rank 0, which is drawn next when the step ends
+                if bar is not None:  # on rank 0; drawn again when the step ends
                     bar.set_postfix_str(line(found, step.sync), refresh=False)
 
     def _numbers(self, step: MeasuredStep) -> dict[str, float]:
@@ -192,10 +193,10 @@ class StepMetrics(TrainerCallback):  # type: ignore[misc]
 
 
 def line(found: dict[str, float], sync: float) -> str:
-    """A step's numbers for the end of a progress bar.
+    """Return a step's numbers as text for the end of a progress bar.
 
     Args:
-        found: the metrics, without `hybrid/step/`.
+        found: the metrics, without the prefix `hybrid/step/`.
         sync: seconds of weight syncs.
     """
     seconds = {part: found[f"{part}_seconds"] for part in PARTS}
@@ -212,7 +213,7 @@ def line(found: dict[str, float], sync: float) -> str:
 
 
 class Metered:
-    """Stands between `HybridTrainer` and `Scored`; does nothing where `_steps` is None."""
+    """A mixin between `HybridTrainer` and `Scored` that measures steps; it does nothing where `_steps` is None."""
 
     session: Session
     _steps: StepMetrics | None = None
@@ -221,7 +222,7 @@ class Metered:
         return nullcontext() if self._steps is None else self._steps.part(name)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As in TRL."""
+        """Run the training step, and measure it."""
         with nullcontext() if self._steps is None else self._steps.micro_batch():
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
@@ -236,7 +237,8 @@ class Metered:
             return super()._get_per_token_logps_and_entropies(*args, **kwargs)  # type: ignore[misc]
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """As in TRL, which takes the mean of what the steps since the last line gave."""
+        """Log as TRL does, which takes the mean over the steps since the last line, after the numbers of all steps have
+        arrived."""
         if self._steps is not None:
             self._steps.settle(wait=True)
         super().log(*args, **kwargs)  # type: ignore[misc]

@@ -1,7 +1,8 @@
-"""TRL's tool calling in our terms: its rows as dialogues, and finished conversations as what its tool loop returns.
+"""The link between TRL's tool calling and the rollout's conversations: it turns TRL's rows into dialogues, and finished
+conversations into what TRL's tool loop returns.
 
-Knows the attributes that TRL 1.16's `GRPOTrainer` and `DistillationTrainer` keep for it, which
-tests/test_trl_internals.py names.
+The code reads the attributes in which TRL 1.16's `GRPOTrainer` and `DistillationTrainer` keep their tool-calling state;
+tests/test_trl_internals.py lists them.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ def dialogues(
     images: Sequence[list[Any] | None] | None,
     first: Sequence[Completion] | None = None,
 ) -> list[Dialogue]:
-    """One dialogue per row of the batch.
+    """Return one dialogue per row of the batch.
 
     Args:
-        parse_response: TRL's.
+        parse_response: TRL's function of that name.
         first: first turns that a custom rollout has sampled.
     """
     observe, environments = observer(trainer), getattr(trainer, "environments", None)
@@ -58,7 +59,7 @@ def dialogues(
 
 
 def limits(trainer: Any, max_model_len: int) -> Limits:
-    """Where TRL ends a conversation."""
+    """Return the limits at which TRL ends a conversation."""
     return Limits(
         completion_tokens=trainer.max_completion_length,
         model_tokens=max_model_len,
@@ -67,7 +68,8 @@ def limits(trainer: Any, max_model_len: int) -> Limits:
 
 
 def refuse_text(prompts: Sequence[Any]) -> None:
-    """Tools need chat messages; TRL would fail on the first completion, after it was sampled."""
+    """Refuse plain-text prompts where there are tools, which need chat messages. TRL would fail only after it has
+    sampled the first completion."""
     if prompts and isinstance(prompts[0], str):
         raise ConfigError(
             "The trainer was given tools, but the dataset's prompts are plain text: there is no conversation to put a "
@@ -76,12 +78,14 @@ def refuse_text(prompts: Sequence[Any]) -> None:
 
 
 def with_images(trainer: Any, generated: Any) -> Any:
-    """What TRL's `_generate` returns, with the images that a `rollout_func` returned in a field `images`: of each row
-    those of prompt and completion in their order, or None. TRL itself takes none from it, and without an engine of ours
-    the field is what it is in TRL: a column for reward functions.
+    """Return the result of TRL's `_generate`, with the images that a `rollout_func` returned in its field `images`: for
+    each row, the images of prompt and completion in order, or None.
+
+    TRL itself takes no images from this field. In a run without an engine of ours, the field stays what it is in TRL: a
+    column for reward functions.
 
     Raises:
-        ConfigError: TRL's loss would not take them.
+        ConfigError: TRL's loss would not take the images.
     """
     if getattr(trainer, "rollout_func", None) is None or trainer.session.selection.stock or not trainer._is_vlm:
         return generated
@@ -103,18 +107,19 @@ def with_images(trainer: Any, generated: Any) -> Any:
 
 
 def show_images(trainer: Any, generated: Any) -> None:
-    """Have TRL's loss take images from behind the prompt, as it does for tools that answer with them, in the batch that
-    it is about to score. `tools` is to be put back afterwards."""
+    """Make TRL's loss take images from behind the prompt, as it does for tools that answer with images, in the batch
+    that it is about to score. The caller must restore `tools` afterwards."""
     *_, tool_images = generated
     if any(tool_images or ()) and not trainer.tools:
         trainer.tools = [trainer.rollout_func]
 
 
 def check_images(trainer: Any, generated: Any) -> None:
-    """See that all ranks can train on the images of a batch. Collective where the model sees any.
+    """Check that all ranks can train on the images of a batch. Collective where the model takes images.
 
-    Sharded towers are gathered by all ranks together: a rank that skips its own would leave the others waiting. And TRL
-    gathers images for its logs on those ranks that have any: `log_multimodal` is to be put back afterwards.
+    All ranks gather sharded vision towers together, so a rank that skipped its tower would leave the others waiting.
+    And TRL gathers images for its logs only on the ranks that have any: this sets `log_multimodal` to False where some
+    ranks have none, and the caller must restore it afterwards.
 
     Raises:
         ConfigError: the tower is sharded, and some rows have images and others have none.
@@ -139,8 +144,8 @@ def check_images(trainer: Any, generated: Any) -> None:
 
 
 def skip_absent_images(model: Any) -> None:
-    """Let a model compute rows without images as text. TRL cuts the images of a batch into micro-batches, and one
-    without any would get none of them as tensors of length 0, which towers do not take."""
+    """Make a model compute rows without images as text. TRL splits the images of a batch into micro-batches, and would
+    pass image tensors of length 0, which vision towers reject, to a micro-batch that has none."""
 
     def without(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         pixels = kwargs.get("pixel_values")
@@ -152,7 +157,7 @@ def skip_absent_images(model: Any) -> None:
 
 
 def first_turns(trainer: Any, conversations: Sequence[Conversation]) -> Any:
-    """What TRL's `_generate_single_turn` returns: of every row the first turn."""
+    """Return what TRL's `_generate_single_turn` returns: the first turn of every row."""
     lengths = [c.turns[0].sampled for c in conversations]
     token_ids = [c.completion_ids[:n] for c, n in zip(conversations, lengths, strict=True)]
     if not _is_grpo(trainer):
@@ -161,7 +166,7 @@ def first_turns(trainer: Any, conversations: Sequence[Conversation]) -> Any:
 
 
 def sampled_turns(token_ids: Sequence[list[int]], logprobs: Sequence[list[float]] | None) -> list[Completion]:
-    """First turns that a custom rollout sampled, from what it returned."""
+    """Return the first turns that a custom rollout sampled, as completions."""
     return [
         Completion(token_ids=list(ids), logprobs=[[value] for value in logprobs[i]] if logprobs is not None else None)
         for i, ids in enumerate(token_ids)
@@ -169,7 +174,7 @@ def sampled_turns(token_ids: Sequence[list[int]], logprobs: Sequence[list[float]
 
 
 def loop_result(trainer: Any, conversations: Sequence[Conversation]) -> tuple[Any, ...]:
-    """What TRL's `_tool_call_loop` returns."""
+    """Return finished conversations as TRL's `_tool_call_loop` returns them."""
     logprobs = ([c.logprobs or [] for c in conversations],) if _is_grpo(trainer) else ()
     return (
         [c.loss_mask for c in conversations],
@@ -189,25 +194,25 @@ def _is_grpo(trainer: Any) -> bool:
 def _parser(
     trainer: Any, parse_response: Callable[..., dict[str, Any]], index: int
 ) -> Callable[[list[int], list[int]], dict[str, Any]]:
-    """A row's turns are parsed with the tools that its prompt was rendered with."""
+    """Return a function that parses a row's turns with the tools that its prompt was rendered with."""
     tools = trainer.tools
     if getattr(trainer, "environment_factories", None) is not None:
         tools = trainer._env_tools[trainer._batch_environments[index]]
     tokenizer = trainer._tokenizer
-    if isinstance(tokenizer, ParsingTokenizer):  # what the parser raises is the conversation's to count
+    if isinstance(tokenizer, ParsingTokenizer):  # the conversation counts what the parser raises
         tokenizer = tokenizer.tokenizer
     return lambda token_ids, prefix: parse_response(tokenizer, token_ids, prefix=prefix, tools=tools)
 
 
 @contextmanager
 def forgiving(trainer: Any) -> Iterator[None]:
-    """Inside, TRL takes a turn as plain text whatever its parser raises; stock TRL ends the run.
+    """Make TRL take a turn as plain text if its parser raises; in stock TRL the error ends the run.
 
-    TRL itself parses all first turns, and counts nothing. Those of conversations that the rollout runs are counted
-    there.
+    TRL itself parses all first turns, and does not count failures. The failures in conversations that the rollout runs
+    are counted by the rollout.
 
     Raises:
-        ConfigError: the parser raised at every turn, when all is over.
+        ConfigError: the parser raised at every turn; raised once everything is sampled.
     """
     tokenizer = getattr(trainer, "_tokenizer", None)
     if trainer._selection.stock or tokenizer is None:
@@ -224,9 +229,10 @@ def forgiving(trainer: Any) -> Iterator[None]:
 
 
 def _discarding(trainer: Any, index: int) -> Callable[[], None]:
-    """Take a row's environment out of TRL's pool: a call that never came back may still be using it.
+    """Return a function that takes a row's environment out of TRL's pool: a call that never returned may still be using
+    it.
 
-    TRL makes another when a batch needs it. Here its factory, which may fail, would end everybody's conversations.
+    TRL makes another environment when a batch needs one. Making it here could fail, which would end all conversations.
     """
 
     def discard() -> None:
@@ -240,11 +246,12 @@ def _discarding(trainer: Any, index: int) -> Callable[[], None]:
 
 
 def observer(trainer: Any) -> Callable[[Sequence[dict[str, Any]]], list[int]]:
-    """The ids that follow a turn's tool calls; the opening is rendered once per tool's name, and encoded once.
+    """Return a function that gives the ids that follow a turn's tool calls.
 
-    Good for one batch: the template, and what it is given, may be others in the next. To be called from several threads
-    at once. Lists of which the template does not show everything become texts, see `answers.Answers`; all else has
-    TRL's ids. A trainer that has a method of its own in place of TRL's is asked as it is.
+    It renders and encodes the opening of the conversation once per tool name. It is valid for one batch, since the
+    template and its arguments may change in the next, and several threads may call it at once. Message lists that the
+    template does not show completely become texts, see `answers.Answers`; all others get TRL's ids. A trainer with its
+    own method in place of TRL's is called directly.
     """
     method = getattr(type(trainer), "_get_tool_suffix_ids", None)
     if method is None or not method.__module__.startswith("trl."):
@@ -259,7 +266,7 @@ def observer(trainer: Any) -> Callable[[Sequence[dict[str, Any]]], list[int]]:
     def observe(messages: Sequence[dict[str, Any]]) -> list[int]:
         try:
             return method(stand_in, answers.shown(messages))  # type: ignore[no-any-return]
-        except Exception:  # the template's or the tokenizer's, which took one word for each text
+        except Exception:  # from the template or tokenizer, although a trial list passed
             if not any(isinstance(message["content"], list) for message in messages):
                 raise
             return method(stand_in, answers.as_texts(messages))  # type: ignore[no-any-return]
@@ -268,7 +275,8 @@ def observer(trainer: Any) -> Callable[[Sequence[dict[str, Any]]], list[int]]:
 
 
 def _rendered(trainer: Any, tokenizer: Any, messages: list[dict[str, Any]]) -> str:
-    """The text of a short conversation that ends with these messages of tools, as TRL renders one for their ids."""
+    """Return the text of a short conversation that ends with these tool messages, rendered as TRL renders it to get
+    their ids."""
     call = {"type": "function", "function": {"name": messages[0]["name"], "arguments": {}}}
     before: list[dict[str, Any]] = [
         {"role": "user", "content": "dummy"},
@@ -292,18 +300,18 @@ def _rendered(trainer: Any, tokenizer: Any, messages: list[dict[str, Any]]) -> s
 
 @dataclass(frozen=True, slots=True)
 class _Opening:
-    """A conversation up to where its last turn ended, with the token that ends it."""
+    """A conversation up to the token that ends its last turn, that token included."""
 
     text: str
     ids: list[int]
 
 
 class _Openings:
-    """The tokenizer or processor; remembers the ids of conversations that have no answers yet.
+    """A wrapper of the tokenizer or processor that remembers the ids of conversations without answers.
 
-    Of a conversation with answers only what follows the opening is encoded. That gives the same ids where the opening
-    ends with a token at which texts are split before anything else happens to them, and which takes no spaces with it.
-    What a tokenizer does at a text's beginning alone is seen at the first answer, which is encoded both ways.
+    In a conversation with answers, it encodes only the text after the opening. That gives the same ids if the opening
+    ends with a token at which the tokenizer splits texts before any other step, and which absorbs no spaces. The first
+    answer is encoded both ways, to detect tokenizers that treat the beginning of a text differently.
     """
 
     def __init__(self, inner: Any) -> None:
@@ -331,7 +339,8 @@ class _Openings:
     def _opening(
         self, name: str, messages: Sequence[dict[str, Any]], ids: list[int], given: dict[str, Any]
     ) -> _Opening | None:
-        """What may be left out, if encoding the rest of this conversation gives the rest of its ids."""
+        """Return the opening that need not be encoded again, or None if encoding the rest of this conversation gives
+        other ids."""
         end, end_id = self._inner.eos_token, self._inner.eos_token_id
         as_text = given | {"tokenize": False}
         text = self._inner.apply_chat_template(messages, **as_text)
@@ -345,12 +354,14 @@ class _Openings:
         return opening if same else None
 
     def _encoded(self, text: str) -> list[int]:
-        """Past what transformers does around it: no setting of an earlier call is there."""
+        """Encode text with the tokenizers library directly, past transformers' wrapper: no setting of an earlier call
+        applies."""
         return self._inner.backend_tokenizer.encode(text, add_special_tokens=False).ids  # type: ignore[no-any-return]
 
 
 def _splits_at_its_end_of_turn(inner: Any) -> bool:
-    """Whether this is a tokenizer of the `tokenizers` library that cuts texts at its end-of-sequence token."""
+    """Return whether `inner` is a tokenizer of the `tokenizers` library that splits texts at its end-of-sequence
+    token."""
     if not getattr(inner, "is_fast", False) or getattr(inner, "split_special_tokens", False):
         return False
     end = inner.added_tokens_decoder.get(inner.eos_token_id)

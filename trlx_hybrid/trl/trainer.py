@@ -2,12 +2,12 @@
 
 TRL's generating trainers reach vLLM through two methods of `self.vllm_generation`, guarded by `self.use_vllm`. The
 subclass makes `use_vllm` a property that is False until our engine is chosen and TRL's `__init__` is over, so TRL
-builds no engine of its own; from then on its own code generates through ours. Nothing is patched but the function of
-TRL's head, while tokens are scored over a part of the vocabulary (kept_log_probs.py).
+builds no engine of its own. From then on, TRL's own code generates through our engine. The only thing that is patched
+is the function of TRL's head, while tokens are scored over a part of the vocabulary (kept_log_probs.py).
 
-What is relied on, and checked by tests/test_trl_internals.py: `_generate(prompts)` is one rollout, `_calculate_rewards`
-returns gathered rewards (world * B, functions), `_generate_and_score_completions` the batch, and `_metrics` is the log.
-What is relied on of its log-probs is in scoring.py.
+The code relies on the following, which tests/test_trl_internals.py checks: `_generate(prompts)` is one rollout,
+`_calculate_rewards` returns gathered rewards (world * B, functions), `_generate_and_score_completions` returns the
+batch, and `_metrics` is the log. scoring.py lists what the code relies on for log-probs.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ from .truncation import BY_TOKEN, MASKS, Truncation, by_last_token, correct_metr
 
 GENERATING = (trl.GRPOTrainer, trl.RLOOTrainer, trl.DistillationTrainer)
 SCORING = ("GRPO", "RLOO")
-"""Those of them, by `_name`, that train on log-probs of single tokens."""
+"""The trainers among GENERATING, by their `_name`, that train on log-probs of single tokens."""
 
 SCORED_BESIDE = ("ref_model", "teacher_model")
-"""Attributes of TRL's trainers: models that score the policy's rows."""
+"""Attributes of TRL's trainers that hold further models which score the policy's rows."""
 
 OWN_ENGINE = {"SDPOTrainer", "SDFTTrainer", "GOLDTrainer", "IWOPDTrainer"}
 """Experimental trainers that build a VLLMGeneration of their own, which ours cannot replace."""
@@ -89,7 +89,7 @@ OWN_ENGINE = {"SDPOTrainer", "SDFTTrainer", "GOLDTrainer", "IWOPDTrainer"}
 
 @functools.cache
 def hybrid(trainer_class: type[Any]) -> type[Any]:
-    """`trainer_class` with its generation going through the plugin host: a true subclass, otherwise unchanged.
+    """Return a subclass of `trainer_class` that generates through the plugin host and is otherwise unchanged.
 
     The class takes two more keyword arguments: `hybrid`, a HybridConfig (or mapping of its fields), and `plugins`,
     objects with hook implementations to register beside the installed ones.
@@ -121,9 +121,9 @@ def hybrid(trainer_class: type[Any]) -> type[Any]:
 
 
 class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncation):
-    """What `hybrid` puts in front of a TRL trainer.
+    """The class that `hybrid` puts in front of a TRL trainer.
 
-    An instance made without `__init__`, as TRL's tests of single methods do, is TRL's own.
+    An instance made without `__init__`, as TRL's tests of single methods make it, behaves as TRL's own.
 
     Attributes:
         session: the live objects of this run.
@@ -132,12 +132,12 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
     session: Session
     _trl = trl.trainer.utils
     _rolls_out = False  # a batch is being sampled and scored
-    _in_rounds = False  # in rounds
+    _in_rounds = False  # a batch is being sampled in rounds
     _sampled_before = False
-    _known_rewards: Any = None  # of the batch that rounds have sampled, until TRL asks
-    _row_numbers: Any = None  # of the batch's groups in the training dataset, where somebody has chosen them
-    _groups: Any = None  # of the batch, with the rewards that are trained on
-    _base_name: str  # of the trainer of TRL's below; `_name` may be the user's own, for model cards
+    _known_rewards: Any = None  # rewards of a batch sampled in rounds, until TRL asks for them
+    _row_numbers: Any = None  # dataset rows of the batch's groups, if an algorithm chose them
+    _groups: Any = None  # the batch's groups, with the rewards that are trained on
+    _base_name: str  # `_name` of TRL's trainer; a user's class may have a `_name` of its own, for model cards
     _selection = select(HybridConfig(), TrainerArguments(engine_options={}), Host().registry)
 
     def __init__(
@@ -153,13 +153,13 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         self._attach()
 
     def _select(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Choose components. Before TRL's own __init__, which loads the model: a wrong setting should not cost that.
+        """Choose the run's components before TRL's own `__init__` loads the model, so that a wrong setting fails first.
 
         Args:
-            given: the arguments of that `__init__`, by name.
+            given: the arguments of TRL's `__init__`, by name.
 
         Returns:
-            Those that the environment adds to them.
+            The arguments that the environment adds to `given`.
         """
         environment = choose_environment(self._config, self._host.registry)
         base = next(c for c in type(self).__mro__ if c in GENERATING)
@@ -199,18 +199,20 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         return brought
 
     def _referring(self, given: Mapping[str, Any]) -> Any:
-        """Where TRL's `__init__` runs, with those arguments: its reference is that of the adapters that are active."""
+        """Return the context in which TRL's `__init__` runs with the arguments `given`: TRL's reference is then made
+        from the adapters that are active."""
         return nullcontext() if self._selection.stock else reference_of_active(given.get("model"), given.get("args"))
 
     @property
     def _refers(self) -> bool:
-        """Whether rows are also scored by a reference that is the policy with other adapters, or without."""
+        """True where a reference model also scores the rows, and that reference is the policy with other adapters or
+        with none."""
         trainer: Any = self
         without = getattr(trainer, "ref_model", None) is None and getattr(trainer, "beta", 0) != 0
         return not self._selection.stock and without and trainer._base_name in SCORING
 
     def _adapters_kept(self) -> Any:
-        """Where a rollout is scored by such a reference: the adapters are afterwards as they were."""
+        """Return a context that restores the policy's active adapters after such a reference has scored a rollout."""
         if not self._refers:
             return nullcontext()
         policy = self.session.policy
@@ -218,7 +220,8 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         return adapters_kept(policy.module, policy.modules)
 
     def _starts(self, step: int) -> None:
-        """Training starts; before the engine does, a fresh run's reference is held against its policy."""
+        """Handle the start of training: before the engine starts, check that a fresh run's reference equals its
+        policy."""
         super()._starts(step)
         trainer: Any = self
         session = self.session
@@ -226,7 +229,8 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
             check_reference(session.policy, session.ranks, autocast_dtype(trainer.args))
 
     def _check_sampling(self, args: Any) -> None:
-        """Have the trainer score what the engine samples from, or refuse it. Before TRL reads the temperature."""
+        """Make the trainer score the distribution that the engine samples from, or refuse it. Runs before TRL reads the
+        temperature."""
         if args is not None and self._base_name in SCORING:
             score_as_sampled(args)
             refuse_penalties(sampling_of(args, self._base_name), args)
@@ -276,15 +280,15 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
             others = (getattr(trainer, name, None) for name in SCORED_BESIDE)
             models = (policy.base, *(transformers_model(model) for model in others if model is not None))
             self.session.positions = Positions(models)
-        weakref.finalize(trainer, self.session.close).atexit = False  # then the session leaves by itself
+        weakref.finalize(trainer, self.session.close).atexit = False  # at exit, the session closes itself
         ours = not selection.stock or self._config.scoring is not None or self._replay is not None
         if ours and policy.device.type in ("cpu", "cuda"):
             self._steps = StepMetrics(self.session, this, flops=trainer._base_name in SCORING)
-            trainer.add_callback(self._steps)  # first, for the time of the optimizer's step alone
+            trainer.add_callback(self._steps)  # first, so that it times the optimizer's step alone
         trainer.add_callback(SessionCallback(self.session, lambda step: this()._starts(step)))
         if not selection.stock:
             check_skipped(args)
-            args.use_vllm, args.vllm_mode = True, "colocate"  # what the checkpoint records is what ran
+            args.use_vllm, args.vllm_mode = True, "colocate"  # so that checkpoints record what ran
             trainer.vllm_mode = "colocate"
             trainer.vllm_generation = Generation(self.session)
             trainer._last_loaded_step = -1
@@ -322,8 +326,9 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
 
     @property
     def use_vllm(self) -> bool:
-        """Whether generation leaves transformers. False while TRL's `__init__` runs if the engine is to be ours. In a
-        replay, whether it did when it was recorded: TRL's loss corrects for the engine."""
+        """True where an engine generates, rather than transformers. False while TRL's `__init__` runs if the engine is
+        to be ours. In a replay, it says whether an engine generated when the run was recorded, since TRL's loss
+        corrects for the engine."""
         if self._replay is not None:
             return self._attached and bool((self._replay.facts or {})["sampler"])
         return self._trl_use_vllm if self._selection.stock else self._attached
@@ -342,7 +347,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
 
     @property
     def _attached(self) -> bool:
-        """Whether `__init__` is over."""
+        """True once `__init__` has finished and the session exists."""
         return "session" in self.__dict__
 
     # --- one rollout ------------------------------------------------------------------------------------------------
@@ -357,7 +362,8 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
             self._generating = False
 
     def _sampled(self, prompts: list[Any]) -> Any:
-        """What `_generate` returns."""
+        """Sample the completions of `prompts`, in rounds where algorithms filter groups; return `_generate`'s
+        result."""
         if self._learns and self._rolls_out and self.session.algorithms.filters:
             self._in_rounds = True
             try:
@@ -374,7 +380,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
 
     @property
     def _learns(self) -> bool:
-        """Whether what is sampled now is to be trained on."""
+        """True where the rows that are sampled now will be trained on."""
         return bool(self.model.training)  # type: ignore[attr-defined]
 
     def _one_round(self, prompts: list[Any]) -> Any:
@@ -394,7 +400,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         return self._generated
 
     def _note_truncated(self) -> None:
-        """Keep which rows of the rollout are truncated, and log it. Collective."""
+        """Store which rows of the rollout are truncated, and correct TRL's metrics of truncated rows. Collective."""
         if not hasattr(self, "eos_token_ids"):
             return
         prompt_ids, ids, *rest = self._generated
@@ -406,19 +412,20 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
 
     @functools.cached_property
     def _unparsed(self) -> UnparsedTurns:
-        """Counts the turns that TRL parses itself."""
+        """A counter of failed parses among the turns that TRL itself parses."""
         return UnparsedTurns()
 
     @property
     def _converses(self) -> bool:
-        """Whether conversations are the rollout's to run, not TRL's."""
+        """True where the rollout, not TRL, runs conversations with tools."""
         rollout = self.session.rollout if self._attached else None
         return rollout is not None and rollout.converses and bool(getattr(self, "tools", None))
 
     def _generate_single_turn(
         self, prompt_ids: Any, images: Any, multimodal_fields: Any, *rest: Any, **kwargs: Any
     ) -> Any:
-        """The first turn; where the rollout converses, it comes with all that follow, kept for `_tool_call_loop`."""
+        """Sample the first turn. Where the rollout runs conversations, it samples all further turns too, and they are
+        kept for `_tool_call_loop`."""
         if not self._converses:
             stock = super()._generate_single_turn  # type: ignore[misc]
             return stock(prompt_ids, images, multimodal_fields, *rest, **kwargs)
@@ -455,10 +462,11 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         return self._rewards
 
     def _all_rewards(self, *args: Any, **kwargs: Any) -> Any:
-        """(world * B, functions), as TRL's reward functions return them.
+        """Return the rewards of all ranks, (world * B, functions), as TRL's reward functions return them.
 
-        Functions may write to what they are given. So they get copies, one of all that all of them share, as in TRL.
-        Stock TRL gives them its own lists, from which it has made its tensors already: there the copy is ours.
+        Reward functions may write to their arguments. So they get copies: one copy of everything, which all functions
+        share, as in TRL. Stock TRL gives them its own lists, from which it has already made its tensors. So there
+        the result of `_generate` is copied, which trajectories are made from.
         """
         if self._in_rounds or not self._selection.stock:
             args, kwargs = copied(args), copied(kwargs)
@@ -479,8 +487,8 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
     def _roll_out(self, inputs: list[Any]) -> Any:
         trainer: Any = self
         session, self._rewards, self._row_numbers, self._groups = self.session, None, None, None
-        self._known_rewards = None  # of a batch that something interrupted
-        inputs = list(inputs)  # rounds put others in
+        self._known_rewards = None  # an interrupted batch may have left them
+        inputs = list(inputs)  # a copy, since rounds replace the rows
         drawn = resampling.drawn(self, inputs) if session.algorithms.draws and self._learns else None
         if drawn is not None:
             inputs, self._row_numbers = drawn
@@ -516,7 +524,8 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         return batch
 
     def _advised(self, stock: Any) -> Any:
-        """(B,): the advantages of the run's algorithms, of this rank's rows; TRL's where they have none."""
+        """Return the advantages, (B,), that the run's algorithms give this rank's rows; TRL's advantages where the
+        algorithms give none."""
         advantages = self.session.algorithms.advantages(self._groups) if self._groups is not None else None
         if advantages is None:
             return stock
@@ -524,10 +533,10 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         return advantages.flatten()[first : first + len(stock)].to(stock)
 
     def _check_sampled(self, batch: Mapping[str, Any], whole: Mapping[str, Any] | None = None) -> None:
-        """Hold the engine's log-probs against the trainer's, where both are in the batch, this rank's rows.
+        """Compare the engine's log-probs with the trainer's, where the batch, this rank's rows, has both.
 
         Args:
-            whole: rows of it with all that it takes to score them again; by default those of the batch.
+            whole: rows of the batch with everything needed to score them again; by default the rows of `batch`.
         """
         trainer: Any = self
         session = self.session
@@ -550,12 +559,12 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
 
     @property
     def _names_own_log_probs(self) -> bool:
-        """Whether a user's `rollout_func` samples, and names the log-probs."""
+        """True where a user's `rollout_func` samples the tokens and returns their log-probs."""
         custom = getattr(self, "rollout_func", None)
         return custom is not None and not getattr(custom, "samples_from_session", False)
 
     def _without_checkpointing(self) -> AbstractContextManager[None]:
-        """Inside, no layer is recomputed, as in TRL's own passes without gradients."""
+        """Return a context in which no layer is recomputed, as in TRL's own passes without gradients."""
         trainer: Any = self
         return disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs)  # type: ignore[no-any-return]
 
@@ -571,8 +580,8 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As in TRL, also after an evaluation: accelerate takes a model that it prepared for that, without DDP, for one
-        that is ready to be trained, and each rank would train on its own."""
+        """Train as TRL does, also after an evaluation. accelerate prepares a model for evaluation without DDP, and
+        would take it for one that is ready for training; each rank would then train on its own."""
         if self.model_wrapped is self.model and self.accelerator.distributed_type.startswith("MULTI_"):  # type: ignore[attr-defined]
             self.model._is_accelerate_prepared = False  # type: ignore[attr-defined]
         if self.is_deepspeed_enabled and self.deepspeed is not None and self.optimizer is None:  # type: ignore[attr-defined]
@@ -583,12 +592,13 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         return super().train(*args, **kwargs)  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As in TRL; an out-of-memory error says who held what."""
+        """Run TRL's training step; an out-of-memory error names how much memory each owner held."""
         with self.session.memory.reporting():
             return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
     def training_chat_template(self) -> str | None:
-        """TRL's template that preserves prefixes, None where the tokenizer's own does; ValueError where it has none."""
+        """Return TRL's prefix-preserving template; None where the tokenizer's own template preserves prefixes. Raise
+        ValueError where TRL has none."""
         return get_training_chat_template(self.processing_class)  # type: ignore[attr-defined, no-any-return]
 
 
@@ -599,7 +609,7 @@ TrlParser = suggesting(trl.TrlParser)
 
 
 class Trained(NamedTuple):
-    """What `trainer` of a recipe names: ours, TRL's below it, and its config."""
+    """The classes that a recipe's `trainer` stands for: our trainer, TRL's trainer below it, and TRL's config."""
 
     trainer: type[Any]
     base: type[Any]
@@ -621,7 +631,8 @@ REWARDS: dict[str, Callable[..., Any]] = {
 
 
 def model_arguments(model: Any, args: Any) -> dict[str, Any]:
-    """What TRL's `ModelConfig` says, as arguments of a trainer and in the `model_init_kwargs` of its config."""
+    """Return the trainer arguments that TRL's `ModelConfig` specifies, and put its other settings into
+    `args.model_init_kwargs`."""
     said = {
         "revision": model.model_revision,
         "trust_remote_code": args.trust_remote_code,
@@ -636,21 +647,22 @@ def model_arguments(model: Any, args: Any) -> dict[str, Any]:
 
 
 def assistant_message(tokenizer: Any, token_ids: list[int], prefix: list[int], tools: Sequence[Any]) -> dict[str, Any]:
-    """What a model said, with its calls of these tools, as TRL reads it; `prefix` are all ids before it."""
+    """Parse a model's output, with its calls of `tools`, into a message as TRL does; `prefix` holds all ids before the
+    output."""
     if getattr(tokenizer, "response_template", None) is None:
         add_response_schema(tokenizer)
     return parse_response(tokenizer, token_ids, prefix=prefix, tools=list(tools))  # type: ignore[no-any-return]
 
 
 class SessionCallback(TrainerCallback):  # type: ignore[misc]
-    """Tells the session what the training loop does."""
+    """A callback that tells the session what the training loop does."""
 
     def __init__(self, session: Session, starts: Callable[[int], None]) -> None:
         self._session, self._starts = session, starts
         self._first: FirstStep | None = None
 
     def on_train_begin(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
-        """Open it: the model is prepared, sharded, its checkpoint loaded."""
+        """Open the session: by now the model is prepared and sharded, and its checkpoint is loaded."""
         session = self._session
         trains = not session.config.rollout_only
         if trains:
@@ -661,16 +673,16 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
         self._first = FirstStep(session.policy, session.ranks) if followed else None
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-        """Note what the first steps start from."""
+        """Record the state from which the first steps start."""
         if self._first is not None:
             self._first.begins(kwargs["optimizer"])
 
     def on_log(self, *args: Any, logs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:
-        """Show the line to the plugins, which have no callbacks of their own."""
+        """Pass the log line to the plugins, which have no callbacks of their own."""
         self._session.host.call("trlx_log", session=self._session, metrics=dict(logs or {}))
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Move the weight version on; see that the first steps changed something."""
+        """Increase the weight version, and check that the first steps changed some weights."""
         if not self._session.config.rollout_only:
             self._session.versions.changed()
         if self._first is not None:
@@ -678,7 +690,8 @@ class SessionCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _refuse_other_than_numbers(name: str, values: Sequence[object], host: Host) -> None:
-    """Before TRL takes their mean, and fails without a plugin's name."""
+    """Raise a PluginError for a metric that is not a number, before TRL takes the mean and fails without naming a
+    plugin."""
     for value in values:
         if not isinstance(value, Number) and getattr(value, "shape", None) != ():
             plugins = ", ".join(str(plugin) for plugin in host.plugins)

@@ -1,11 +1,11 @@
-"""TRL's own reward functions, and what of a completion they do not see, told from the first batch of a run.
+"""Warnings about TRL's own reward functions that cannot see parts of a completion, given at a run's first batch.
 
-`think_format_reward` wants a completion to begin with `<think>`. Where the chat template has written that tag at the
-end of the prompt, no completion begins with it, and the reward is 0 for ever. A tokenizer with a response template
-moves the reasoning out of `content`, which is what TRL's functions read; with tools TRL gives every tokenizer one. And
-they read the first message of a completion, of which a conversation with tools has several.
+`think_format_reward` wants a completion to begin with `<think>`. If the chat template has written that tag at the end
+of the prompt, no completion begins with it, and the reward is always 0. A tokenizer with a response template moves the
+reasoning out of `content`, which is what TRL's functions read; for runs with tools, TRL gives every tokenizer such a
+template. And TRL's functions read the first message of a completion, but a conversation with tools has several.
 
-Source: trl 1.16, `trl/rewards/format_rewards.py` and `accuracy_rewards.py`. Their values stay as they are.
+Source: trl 1.16, `trl/rewards/format_rewards.py` and `accuracy_rewards.py`. The rewards themselves are not changed.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 OPENS, CLOSES = "<think>", "</think>"
-TAIL = 32  # tokens at the end of a prompt that are looked at: the tag and the blanks behind it, in letters too
+TAIL = 32  # tokens to decode at a prompt's end: enough for the tag and blanks, even with a token per letter
 READS_FIRST = ("trl.rewards.format_rewards", "trl.rewards.accuracy_rewards")
-"""Modules of functions that read `completion[0]["content"]` and nothing else."""
+"""Modules of TRL's functions that read `completion[0]["content"]` and nothing else."""
 
 
 def warn(
     functions: Any, prompt_ids: Sequence[Sequence[int]], processor: Any, parse: Callable[..., Any], tools: bool
 ) -> None:
-    """Warn of TRL's functions that cannot see what they reward, by the prompts of a batch as they were rendered.
+    """Warn of TRL's reward functions that cannot see what they reward, judged by the rendered prompts of a batch.
 
     Args:
         functions: the trainer's `reward_funcs`.
         prompt_ids: (B, prompt tokens) of this rank.
         processor: the trainer's `processing_class`.
         parse: TRL's `parse_response`.
-        tools: whether the run has any.
+        tools: whether the run has any tools.
     """
     own = [function for function in functions if _is_trls(_called(function))]
     if not own:
@@ -48,7 +48,7 @@ def warn(
 
 
 def _problems(function: Any, opened: int, rows: int, moved: bool, tools: bool) -> Iterator[str]:
-    """Yield what a function does not see, and the way out."""
+    """Yield a text for each part of a completion that a function does not see, with the way out."""
     name = getattr(_called(function), "__name__", "")
     if name == "think_format_reward" and opened and not moved:
         yield (
@@ -71,19 +71,20 @@ def _problems(function: Any, opened: int, rows: int, moved: bool, tools: bool) -
 
 
 def _called(function: Any) -> Any:
-    """Return what a `functools.partial` calls."""
+    """Return the function that a `functools.partial` calls, or `function` itself if it is no partial."""
     while isinstance(function, functools.partial):
         function = function.func
     return function
 
 
 def _is_trls(function: Any) -> bool:
-    """Tell TRL's function from a user's around it, of whatever name: that one may be the way out."""
+    """Return whether a function is TRL's own. A user's wrapper around it, whatever its name, does not count: it may be
+    the way out."""
     return getattr(function, "__module__", None) in READS_FIRST and not hasattr(function, "__wrapped__")
 
 
 def _given(function: Any) -> dict[str, Any]:
-    """Return the arguments that a `functools.partial` holds, the outermost of partials first."""
+    """Return the keyword arguments that nested `functools.partial` objects hold; the outermost partial wins."""
     held: dict[str, Any] = {}
     while isinstance(function, functools.partial):
         held, function = function.keywords | held, function.func
@@ -91,7 +92,7 @@ def _given(function: Any) -> dict[str, Any]:
 
 
 def _moves_reasoning(tokenizer: Any, prompt_ids: Sequence[int], parse: Callable[..., Any]) -> bool:
-    """Parse a completion that thinks, and look where its reasoning is."""
+    """Return whether the tokenizer's parser moves reasoning out of `content`, by parsing a sample completion."""
     if all(getattr(tokenizer, name, None) is None for name in ("response_template", "response_schema")):
         return False
     ends_open = tokenizer.decode(list(prompt_ids)[-TAIL:]).rstrip().endswith(OPENS)

@@ -1,12 +1,13 @@
-"""Which completions are truncated, by the engine's word.
+"""The rows of a batch that count as truncated, as the engine reports it.
 
 TRL 1.16 takes a completion for truncated unless its last token is an end token or padding. With `stop`,
 `stop_token_ids` or `ignore_eos` that is wrong: every row that ended properly counts as truncated, and
-`mask_truncated_completions` takes all of them out of the loss. Here a row is truncated where its last turn has
-`finish_reason == "length"`. Where nobody says how a row ended, TRL's rule stays.
+`mask_truncated_completions` removes all of them from the loss. Here a row is truncated if its last turn has
+`finish_reason == "length"`. If no finish reason is known for a row, TRL's rule stays.
 
-Where both agree on all rows, TRL does everything itself. Else its own masking is switched off for the batch, and done
-here in the same places: the loss mask before tokens are counted, the attention mask in scoring, the batch at last.
+Where both rules agree on all rows, TRL does everything itself. Otherwise TRL's own masking is switched off for the
+batch and done here in the same three places: the loss mask before tokens are counted, the attention mask in scoring,
+and the finished batch.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ MASKS = "mask_truncated_completions"
 """TRL's setting, an attribute of its GRPO and RLOO trainers."""
 
 BY_ENGINE, BY_TOKEN = "those whose finish_reason is 'length'", "those that end with no end token, as in TRL"
-"""Truncated completions, as a header and a recording say it."""
+"""The two rules for truncated completions, in the words of the run's header and of recordings."""
 
 TERMINATED = tuple(f"completions/{name}_terminated_length" for name in ("mean", "min", "max"))
 
 
 def by_last_token(trainer: Any, completion_ids: Sequence[Sequence[int]]) -> list[bool]:
-    """Return TRL's answer for each row."""
+    """Return whether each row is truncated by TRL's rule."""
     ends = {*trainer.eos_token_ids, trainer._tokenizer.pad_token_id}
     return [not row or row[-1] not in ends for row in completion_ids]
 
 
 def rule_of(trainer: Any) -> str:
-    """Return which completions are truncated in this run, as far as one can know before it samples."""
+    """Return the rule for truncated completions in this run, as far as it is known before sampling."""
     custom = getattr(trainer, "rollout_func", None)
     replays = trainer.session.config.replay is not None
     ours = replays or not trainer.session.selection.stock
@@ -46,7 +47,7 @@ def rule_of(trainer: Any) -> str:
 
 
 def truncated_rows(trainer: Any, prompt_ids: Sequence[Any], completion_ids: Sequence[Any]) -> list[bool]:
-    """Return whether each row was cut at its limit, as the rollout says, else by TRL's rule."""
+    """Return whether each row was cut at its limit: as the rollout reports, or by TRL's rule where it does not."""
     rows, endings = by_last_token(trainer, completion_ids), trainer.session.endings
     said = [endings.truncated(*row) for row in zip(prompt_ids, completion_ids, strict=True)]
     if getattr(trainer, MASKS, False) and not trainer.session.selection.stock and any(known is None for known in said):
@@ -55,12 +56,12 @@ def truncated_rows(trainer: Any, prompt_ids: Sequence[Any], completion_ids: Sequ
 
 
 def correct_metrics(trainer: Any, lengths: Sequence[int], rule: Sequence[bool], rows: Sequence[bool]) -> None:
-    """Put the numbers of truncated rows in the place of TRL's, where they differ. Collective.
+    """Replace TRL's metrics of truncated rows, where its rule gives other rows. Collective.
 
     Args:
-        lengths: of this rank's completions, as TRL counts them.
-        rule: TRL's answer for each of them.
-        rows: the true one.
+        lengths: lengths of this rank's completions, as TRL counts them.
+        rule: whether each completion is truncated by TRL's rule.
+        rows: whether each completion is truncated in fact.
     """
     device = trainer.accelerator.device
     numbers = torch.tensor([lengths, rule, rows], dtype=torch.long, device=device).T.contiguous()
@@ -68,7 +69,7 @@ def correct_metrics(trainer: Any, lengths: Sequence[int], rule: Sequence[bool], 
     if bool((theirs == ours).all()):
         return
     metrics = trainer._metrics["train" if trainer.model.training else "eval"]
-    if not metrics["completions/clipped_ratio"]:  # of a user's own `_generate`, which logs nothing
+    if not metrics["completions/clipped_ratio"]:  # a user's own `_generate` logs nothing
         return
     metrics["completions/clipped_ratio"][-1] = ours.float().mean().item()
     ended = length[ours == 0].float()
@@ -78,20 +79,21 @@ def correct_metrics(trainer: Any, lengths: Sequence[int], rule: Sequence[bool], 
 
 
 class Truncation:
-    """Stands in front of TRL's trainer, behind all else: masks truncated rows where TRL would mask others."""
+    """A mixin right before TRL's trainer, after all other mixins, that masks truncated rows where TRL would mask
+    others."""
 
-    _truncated: list[bool] | None = None  # of the rows that were generated last
-    _masked: Tensor | None = None  # (B,) bool: the truncated rows of the batch that is scored, where TRL is wrong
-    _made_mask = False  # the batch's loss mask was made for this
+    _truncated: list[bool] | None = None  # for each row that was generated last
+    _masked: Tensor | None = None  # (B,) bool: truncated rows of the batch being scored, if TRL's rule gives others
+    _made_mask = False  # the batch had no loss mask, and got one for this masking
 
     def _hands_on(self, generated: Any) -> Any:
-        """Return what TRL is to take for the result of `_generate`, for the batch that it is about to score."""
+        """Return what TRL should take as the result of `_generate`, for the batch that it is about to score."""
         trainer: Any = self
         self._masked = None
         ids, rows = generated[1], self._truncated
         if rows is None or not getattr(trainer, MASKS, False) or rows == by_last_token(trainer, ids):
             return generated
-        setattr(trainer, MASKS, False)  # which the trainer puts back when the batch is there
+        setattr(trainer, MASKS, False)  # the trainer restores it after the batch
         self._masked = torch.tensor(rows, device=trainer.accelerator.device)
         if trainer._base_name != "GRPO":
             return generated
@@ -101,7 +103,7 @@ class Truncation:
         return (prompts, ids, [[0] * len(m) if cut else m for m, cut in zip(known, rows, strict=True)], *rest)
 
     def _attended(self, attention_mask: Tensor, completion_length: int) -> Tensor:
-        """Return the mask without the completions of truncated rows, while a batch is scored.
+        """Return the attention mask without the completions of truncated rows, while a batch is scored.
 
         Args:
             attention_mask: (B, P + T).
@@ -125,7 +127,7 @@ class Truncation:
 
 
 def _say_unknown(trainer: Any, rows: int, of: int) -> None:
-    """Once per run."""
+    """Warn, once per run, that the rollout does not say how some completions ended."""
     if not trainer.__dict__.get("_said_unknown_endings"):
         trainer._said_unknown_endings = True
         logger.warning(

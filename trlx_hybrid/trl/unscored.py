@@ -1,6 +1,6 @@
-"""Tokens whose log-prob the sampler does not know: they are counted, and count for nothing.
+"""Tokens whose log-prob the sampler does not know: they are counted, and excluded from training.
 
-TRL 1.16 gives them an importance ratio of 1, as if the sampler had said what the trainer says.
+TRL 1.16 gives them an importance ratio of 1, as if sampler and trainer agreed on them.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import Any
 from torch import Tensor
 
 UNSCORED = "ratio/unscored_tokens"
-"""The metric: how many tokens of a rollout have no log-prob, over all ranks. Logged where there are any."""
+"""The metric: number of a rollout's tokens without a log-prob, over all ranks. Logged only where there are any."""
 
 
 def unscored(batch: Mapping[str, Any]) -> Tensor:
-    """Return which tokens are trained on and have none: (B, T) bool."""
+    """Return a (B, T) bool mask of the tokens that are trained on but have no log-prob from the sampler."""
     trained = batch["completion_mask"] * batch.get("tool_mask", 1)
     return batch["sampling_per_token_logps"].isnan() & trained.bool()  # type: ignore[no-any-return]
 
 
 def left_out(ratio: Tensor, without: Tensor) -> Tensor:
-    """Return the ratio of each token, 0 for those without a log-prob.
+    """Return the ratio of each token, 0 for tokens without a log-prob.
 
     Args:
-        ratio: (B, T), or (B, 1) of whole sequences.
-        without: (B, T) bool; where there are none, the ratio stays as it is.
+        ratio: (B, T), or (B, 1) for whole sequences.
+        without: (B, T) bool, the tokens without a log-prob; if there are none, `ratio` is returned unchanged.
     """
     return ratio.masked_fill(without, 0.0) if bool(without.any()) else ratio

@@ -1,4 +1,4 @@
-"""Errors of writing a checkpoint: held on their rank until all ranks meet, and raised on all of them."""
+"""Errors of writing a checkpoint: each rank holds its error until all ranks meet, and then all ranks raise it."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 
 class WriteErrors:
-    """Errors that this rank meets as it writes its part of the checkpoint whose save is open.
+    """The errors that this rank meets while it writes its part of the checkpoint that is being saved.
 
-    Within a save ranks wait for each other. A rank that raised there would leave the others waiting, so it goes on, and
-    what it has written is no checkpoint: its manifest does not say that the save came to its end.
+    Within a save, ranks wait for each other. A rank that raised there would leave the others waiting, so it goes on.
+    The result is no valid checkpoint: its manifest does not say that the save was completed.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class WriteErrors:
         """Hold the error of a file that cannot be written inside. Other errors are raised.
 
         Args:
-            ours: whether errors of this package are held as well.
+            ours: whether to hold this package's errors as well.
         """
         try:
             yield
@@ -42,8 +42,8 @@ class WriteErrors:
 
     @contextmanager
     def at_once(self, checkpoint: Path) -> Iterator[None]:
-        """Raise an error where it is met: inside is a write that other ranks wait for. The error ends this process, and
-        the launcher ends the others.
+        """Raise an error where it occurs: the write inside is one that other ranks wait for. The error ends this
+        process, and the launcher ends the others.
 
         Raises:
             HybridError: the part cannot be written.
@@ -52,10 +52,10 @@ class WriteErrors:
             yield
 
     def tell(self, ranks: Ranks, checkpoint: Path) -> None:
-        """Meet the other ranks, and raise what could not be written on one of them. Collective.
+        """Meet the other ranks, and raise an error on all of them if one could not write. Collective.
 
         Raises:
-            HybridError: on each of them, where one has an error. Names the checkpoint, what is free on its disk, and
+            HybridError: on every rank, if any rank has an error. Names the checkpoint, the free space on its disk, and
                 the way out.
         """
         first, self._first = self._first, None
@@ -70,7 +70,7 @@ def _text(error: BaseException, checkpoint: Path) -> str:
     output_dir = checkpoint.parent
     try:
         whole = restart.newest_start(output_dir).checkpoint
-    except ConfigError:  # nobody can tell whose they are
+    except ConfigError:  # the checkpoints' run is unknown
         whole = None
     begins = f"goes on from {whole.name}, which is whole" if whole is not None else "starts over: none is whole yet"
     return (

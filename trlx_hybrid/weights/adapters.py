@@ -12,7 +12,8 @@ from torch import nn
 
 
 def tuned(model: Any) -> bool:
-    """Whether a model is a PEFT model whose layers are adapted: prompt learning adapts none."""
+    """Return whether a model is a PEFT model whose layers are adapted. False for prompt learning, which adapts no
+    layer."""
     if "peft" not in sys.modules or not hasattr(model, "peft_config"):
         return False
     from peft import PeftModel
@@ -22,25 +23,25 @@ def tuned(model: Any) -> bool:
 
 
 def adapter_layers(modules: Iterable[nn.Module]) -> list[Any]:
-    """Return PEFT's layers and wrappers among some modules."""
+    """Return the PEFT layers and wrappers among some modules."""
     if "peft" not in sys.modules:
         return []
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     found = list(modules)
-    # asked once of each class: of each module it would take 1 ms for adapters in 28 layers
+    # checked once per class: per module it would take 1 ms for adapters in 28 layers
     kinds = {kind for kind in set(map(type, found)) if issubclass(kind, BaseTunerLayer | AuxiliaryTrainingWrapper)}
     return [module for module in found if type(module) in kinds]
 
 
 def held_by(layer: Any) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield each parameter that a layer itself has for an adapter, after that adapter's name.
+    """Yield (adapter name, parameter) for each adapter parameter that a layer holds itself.
 
-    Two adapters of the same kind have theirs in the same order.
+    For two adapters of the same kind the order of the parameters is the same.
     """
     for attribute in layer.adapter_layer_names:
-        held = getattr(layer, attribute, None)  # a wrapper names those of its inner layer with a dot: that has its turn
+        held = getattr(layer, attribute, None)  # a wrapper also names its inner layer's, with a dot: skipped
         for adapter, part in held.items() if isinstance(held, nn.ModuleDict | nn.ParameterDict) else ():
             for parameter in part.parameters() if isinstance(part, nn.Module) else [part]:
                 yield adapter, parameter
@@ -48,10 +49,10 @@ def held_by(layer: Any) -> Iterator[tuple[str, nn.Parameter]]:
 
 @contextmanager
 def adapters_kept(model: Any, modules: Iterable[nn.Module] | None = None) -> Iterator[None]:
-    """Leave a PEFT model's adapters as they were: which are active, and which parameters require gradients.
+    """Restore a PEFT model's adapters on exit: which ones are active, and which parameters require gradients.
 
     Args:
-        modules: all of the model, where they are known.
+        modules: all modules of the model, where the caller has them.
     """
     if not tuned(model):
         yield

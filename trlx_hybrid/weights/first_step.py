@@ -1,4 +1,4 @@
-"""Checks that a run trains its policy: by what the optimizer holds, and by what its first steps do to the weights."""
+"""Checks that a run trains its policy: what the optimizer holds, and what its first steps do to the weights."""
 
 from __future__ import annotations
 
@@ -21,10 +21,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 NO_GRADIENT = 1e-6
-"""Adam divides by the gradient's size plus 1e-8: what is far above that makes a whole step, what is below it none."""
+"""The size above which a gradient must change a weight. Adam divides by the gradient's size plus 1e-8: a gradient far
+above that makes a full step, one below it makes none."""
 
 PLAIN = ("torch.optim.", "transformers.optimization")
-"""Modules of optimizers that write to the tensors they were given. Others may hold copies, or parts of flat buffers."""
+"""Modules of optimizers that write to the tensors that they are given. Others may hold copies, or slices of flat
+buffers."""
 
 HALF = (
     "In float16 the squares of small gradients are 0, and Adam divides by their root. Load the model in float32 "
@@ -36,7 +38,7 @@ HALF = (
 def trained_parameters(policy: Policy) -> dict[str, nn.Parameter]:
     """Return the parameters that require gradients and take part in what the policy computes, by their names.
 
-    Those of adapters that are inactive, disabled or merged into the base are left out.
+    Parameters of adapters that are inactive, disabled or merged into the base are left out.
     """
     idle = {id(p) for layer in adapter_layers(policy.modules) for p in _idle(layer)}
     named = policy.module.named_parameters()
@@ -44,7 +46,7 @@ def trained_parameters(policy: Policy) -> dict[str, nn.Parameter]:
 
 
 def _idle(layer: Any) -> Iterator[nn.Parameter]:
-    """Yield the parameters of a PEFT layer's or wrapper's adapters that change nothing now."""
+    """Yield the adapter parameters of a PEFT layer or wrapper that have no effect on its output now."""
     off = bool(layer.disable_adapters) or _is_merged(layer)
     active: Any = () if off else layer.active_adapters
     return (p for adapter, p in held_by(layer) if adapter not in active)
@@ -57,8 +59,8 @@ def _is_merged(layer: Any) -> bool:
 def refuse_idle(policy: Policy, optimizer: Any) -> None:
     """Refuse a run whose optimizer would change no weight of the policy.
 
-    An optimizer of another library than torch's may hold copies of the weights, and DeepSpeed's holds none between its
-    steps; whether weights are written is seen at the first step.
+    Only torch's and transformers' optimizers are checked: others may hold copies of the weights, and DeepSpeed's holds
+    none between its steps. For them the first step shows whether weights are written.
 
     Args:
         optimizer: torch's, or accelerate's around it.
@@ -83,7 +85,7 @@ def refuse_idle(policy: Policy, optimizer: Any) -> None:
 
 
 def _why(policy: Policy) -> str:
-    """Return how a policy comes to train nothing, as far as its adapters tell, and the ways out."""
+    """Return why a policy trains nothing, as far as its adapters tell, and how to change that."""
     if not policy.adapters:
         return (
             "All of its weights are frozen, as `merge_and_unload()` leaves them. Either train them all "
@@ -108,12 +110,12 @@ def _why(policy: Policy) -> str:
 
 
 class FirstStep:
-    """Checks that the optimizer changes the weights that are synced, by the first step in which it has to.
+    """Checks that the optimizer changes the weights that are synced, at the first step in which it must.
 
-    An optimizer may own other memory than the model's parameters, or its updates may be rounded away. A step has to
+    An optimizer may hold other memory than the model's parameters, or its updates may be rounded away. A step has to
     change something where the learning rate and some gradient are above zero and no gradient overflowed; the steps
-    before it (a warm-up from 0, groups with equal rewards, a masked batch) show nothing. In that step every trainable
-    parameter gets a gradient, or it is said which do not.
+    before it (a warm-up from 0, groups with equal rewards, a masked batch) show nothing. Trainable parameters that got
+    no gradient in that step are named in a warning or an error.
     """
 
     def __init__(self, policy: Policy, ranks: Ranks) -> None:
@@ -124,12 +126,12 @@ class FirstStep:
         self._done = False
 
     def begins(self, optimizer: Any) -> None:
-        """A step begins; its learning rate is known."""
+        """Record the weights before a step; call it when the step's learning rate is known."""
         self._before = None
-        rate = max((float(group.get("lr") or 0) for group in optimizer.param_groups), default=0.0)  # Adafactor's: None
+        rate = max((float(group.get("lr") or 0) for group in optimizer.param_groups), default=0.0)  # Adafactor has None
         if rate <= 0 or (self._done and self._sizes.over):
             return
-        self._policy.reshard()  # as it will be after the step
+        self._policy.reshard()  # the same sharding as after the step
         self._trained = trained_parameters(self._policy)
         self._sizes.begins(self._trained, rate)
         if not self._done:
@@ -138,11 +140,11 @@ class FirstStep:
             self._blocks = ReentrantBlocks(self._policy.modules)
 
     def ended(self, step: int, optimizer: Any) -> None:
-        """The optimizer has stepped, and the gradients are still there. Collective.
+        """Check the step that the optimizer has just taken, while the gradients are still there. Collective.
 
         Raises:
             SyncError: no bit of any trainable weight has changed, on any rank, or ranks that each hold all weights hold
-                different ones, or checkpointing keeps the gradients from some of them, or the step moved weights
+                different ones, or gradient checkpointing keeps gradients from some of them, or the step moved weights
                 further than its learning rate can.
         """
         before, self._before = self._before, None
@@ -172,7 +174,7 @@ class FirstStep:
         self._check_gradients(step)
 
     def _check_sizes(self, step: int, optimizer: Any) -> None:
-        """Hold the step against its learning rate. Collective while steps are looked at."""
+        """Check the size of the step against its learning rate. Collective until all first steps are checked."""
         if self._sizes.over:
             return
         found = self._sizes.ended(self._trained)
@@ -187,7 +189,8 @@ class FirstStep:
         )
 
     def _check_gradients(self, step: int) -> None:
-        """Look for trainable parameters that have none. Collective."""
+        """Raise for trainable parameters that can never get a gradient, and warn of others that got none.
+        Collective."""
         without = {name: p for name, p in self._trained.items() if p.grad is None}
         if len(without) == len(self._trained):
             without = {}  # DeepSpeed keeps gradients elsewhere
@@ -218,13 +221,13 @@ def _has_gradient(p: nn.Parameter) -> bool:
 
 
 class ReentrantBlocks:
-    """Notes what goes into the layers that are checkpointed with use_reentrant=True.
+    """Records whether layers that are checkpointed with use_reentrant=True get inputs that require gradients.
 
-    Such a layer gets gradients only if some tensor that it is called with requires them, whatever its weights do.
+    Such a layer gets gradients only if some input tensor requires them, even where its weights do.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._fed: dict[nn.Module, bool] = {}  # of those that ran, whether an input required gradients
+        self._fed: dict[nn.Module, bool] = {}  # for each block that ran: whether an input required gradients
         blocks = [module for module in modules if _reentrant(module)]
         self._hooks = [block.register_forward_pre_hook(self._note, with_kwargs=True) for block in blocks]
 
@@ -234,13 +237,14 @@ class ReentrantBlocks:
         self._fed[block] = self._fed.get(block, False) or needs
 
     def close(self) -> None:
-        """Look no longer."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def cut(self, without: dict[str, nn.Parameter]) -> list[str]:
-        """Return the names of those parameters, of some without gradients, that can have none."""
+        """Return, of the parameters in `without` (those without gradients), the names of those that can never get
+        one."""
         cut = {id(p) for block, fed in self._fed.items() if not fed for p in block.parameters()}
         return [name for name, p in without.items() if id(p) in cut]
 

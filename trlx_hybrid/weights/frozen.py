@@ -1,4 +1,4 @@
-"""Which weights no optimizer changes, and whether somebody wrote to them all the same."""
+"""Frozen weights: which ones no optimizer changes, and whether something wrote to them all the same."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Mapping, Set
 import torch
 from torch import Tensor
 
-SAMPLED = 64  # elements of each tensor
+SAMPLED = 64  # sampled elements of each tensor
 
 
 class Frozen:
-    """Looks at frozen weights between two syncs, so that they move only when they have to.
+    """Tracks frozen weights between two syncs, so that the engine gets them again only when they may have changed.
 
-    A look compares tensors, storages and torch's version counters, and a sample of the bits: a merge by PEFT goes
-    through `.data`, which counts nothing. What only passes for frozen since its last update is news as well.
+    Each call of `changed` compares tensors, storages, torch's version counters and a sample of the bits: a merge by
+    PEFT writes through `.data`, which no counter sees. A weight that was trainable at the last call counts as changed,
+    too.
     """
 
     def __init__(self) -> None:
@@ -24,11 +25,11 @@ class Frozen:
 
     @property
     def names(self) -> Set[str]:
-        """Those that were frozen at the last look."""
+        """The names of the weights that were frozen at the last call of `changed`."""
         return self._states.keys()
 
     def changed(self, tensors: Mapping[str, Tensor]) -> bool:
-        """Whether some of the weights that are frozen now may hold other bits than at the last look."""
+        """Return whether some weights that are frozen now may hold other bits than at the last call."""
         states = {name: (id(t), t.untyped_storage()._cdata, t._version) for name, t in tensors.items()}
         news = any(self._states.get(name) != state for name, state in states.items())
         before, bits = self._bits, self._sampled()

@@ -1,4 +1,4 @@
-"""The weight sync that always works: every parameter in full, streamed through the engine's own loader."""
+"""The weight sync that serves every policy: every parameter in full, streamed through the engine's own loader."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class GatherSync(WeightSync):
-    """Materialise the policy's weights group by group and hand them to the engine in one streamed load.
+    """Materialises the policy's weights group by group and hands them to the engine in one streamed load.
 
-    Moves the full model each time (all-gathered first where it is sharded); extra memory is one layer. Adapters are
-    merged out of place, so the trainer's weights stay bitwise what they were.
+    Each sync moves the full model (all-gathered first where it is sharded) and needs the memory of one more layer.
+    Adapters are merged out of place, so the trainer's weights stay bitwise what they were.
 
     Args:
-        source: what offers the engine, whose errors are its own.
+        source: the component that offers the engine; errors of the engine name it.
     """
 
     name = "gather"
@@ -30,9 +30,9 @@ class GatherSync(WeightSync):
         self._policy, self._engine, self._source = policy, engine, source
 
     def refuses(self) -> str | None:
-        """Why the weights cannot be read in full, or None."""
+        """Return why the weights cannot be read in full, or None."""
         return self._policy.refuses_gather()
 
     def sync(self) -> LoadReport:
-        """Stream the whole policy into the engine."""
+        """Stream all weights of the policy into the engine."""
         return asked(self._source, self._engine, "load_weights", self._policy.full_weights())  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""PEFT layers as the plain modules they stand for, with the adapter merged, and the trainer's weights left alone.
+"""PEFT adapters merged into plain modules out of place, so that the trainer's weights stay as they are.
 
 PEFT's own `merge_adapter` writes into the base weights and subtracts the adapter again afterwards, which leaves
-rounding behind at every sync. Here the base tensor is saved before and put back after, bit for bit.
+rounding behind at every sync. Here the base tensor is saved before the merge and restored afterwards, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from .sharded import unsharded
 
 @dataclass(frozen=True, slots=True)
 class AdaptedModule:
-    """A module under PEFT: the layers that adapt it, outermost first, and the module they wrap."""
+    """A module under PEFT: the layers that adapt it, outermost first, and the module that they wrap."""
 
     layers: tuple[Any, ...]
     base: nn.Module
 
     @property
     def pending(self) -> list[Any]:
-        """The layers whose adapters are in effect and not in the base weights."""
+        """The layers whose adapters are in effect but not merged into the base weights."""
         return [
             layer for layer in self.layers if layer.active_adapters and not layer.disable_adapters and not layer.merged
         ]
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those of the module, and of all that adapts it."""
+        """Return the parameters of the wrapped module and of all layers that adapt it."""
         return list((self.layers[0] if self.layers else self.base).parameters())
 
     @torch.no_grad()
     def merged(self) -> dict[str, Tensor]:
-        """Parameters of the wrapped module with every active adapter merged; they stay valid afterwards. Of sharded
-        ones the shards, where PEFT merges DTensors as it should, which it does for plain LoRA; else they are whole.
+        """Return the wrapped module's parameters with every active adapter merged; they stay valid afterwards. For
+        sharded parameters these are shards where PEFT can merge DTensors, as it can for plain LoRA; else full tensors.
 
         Raises:
-            SyncError: PEFT cannot merge one of them.
+            SyncError: PEFT cannot merge one of the adapters.
         """
         pending = self.pending
         if not pending:
@@ -57,7 +57,7 @@ class AdaptedModule:
         try:
             for layer in reversed(pending):
                 _merge(layer)
-            merged = self.layers[-1].base_layer  # LayerNorm tuning puts a module of its own there
+            merged = self.layers[-1].base_layer  # LayerNorm tuning replaces it by its own module
             return {name: p.detach().clone() for name, p in merged.named_parameters()}
         finally:
             for layer in pending:
@@ -65,7 +65,7 @@ class AdaptedModule:
                     layer.unmerge()
             for name, p in parameters.items():
                 memory, bits = saved[name]
-                if p.stride() != memory.stride():  # OFT leaves the weight transposed, in memory of its own
+                if p.stride() != memory.stride():  # OFT leaves the weight transposed, in other memory
                     p.data = memory
                 p.data.copy_(bits)
 
@@ -84,8 +84,8 @@ def _merge(layer: Any) -> None:
 
 
 def adapted(module: nn.Module) -> AdaptedModule | None:
-    """`module` as an adapted one, or None where it is no PEFT layer or wrapper."""
-    if "peft" not in sys.modules:  # a PEFT model cannot exist without it, and importing it takes a second
+    """Return an AdaptedModule for `module`, or None where it is no PEFT layer or wrapper."""
+    if "peft" not in sys.modules:  # without it there is no PEFT model, and importing it takes a second
         return None
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
@@ -105,7 +105,8 @@ def adapted(module: nn.Module) -> AdaptedModule | None:
 
 
 def adapted_modules(model: nn.Module) -> Iterator[tuple[str, AdaptedModule]]:
-    """Each with its name; where several layers adapt one module, the outermost has them all."""
+    """Yield each adapted module with its name. Where several layers adapt one module, the name is that of the
+    outermost."""
     seen: set[int] = set()
     for name, module in model.named_modules():
         found = None if id(module) in seen else adapted(module)
@@ -115,7 +116,7 @@ def adapted_modules(model: nn.Module) -> Iterator[tuple[str, AdaptedModule]]:
 
 
 def beyond_lora(model: Any) -> str | None:
-    """Why the adapters of a transformers model are not plain LoRA, one layer's weight at a time, or None."""
+    """Return why the adapters of a transformers model are not plain LoRA on one layer's weight at a time, or None."""
     found = list(adapted_modules(model))
     if found and parted_head(model) is not None:
         return "adapters part the output head from the embeddings that it is tied to (`gather` serves that)"
@@ -134,14 +135,14 @@ def _beyond_lora(layer: Any) -> str | None:
 
 
 def parted_head(model: Any) -> nn.Module | None:
-    """The output head of a transformers model whose config ties it to the input embeddings, where adapters change one
-    of the two without the other: it then has weights of its own, for an engine too. None otherwise."""
-    configs = model.config, model.config.get_text_config()  # of a vision-language model the text's may not say
+    """Return the output head of a transformers model whose config ties it to the input embeddings, where adapters
+    change only one of the two: it then has weights of its own, in the engine too. Return None otherwise."""
+    configs = model.config, model.config.get_text_config()  # a vision-language model's text config may not have it
     if not any(getattr(config, "tie_word_embeddings", False) for config in configs):
         return None
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     ends = [adapted(end) for end in (embeddings, head) if end is not None]
     if not any(ends) or getattr(getattr(head, "token_adapter", None), "tied_adapter", None) is not None:
         return None
-    whole = all(end is not None and not end.layers for end in ends)  # trained as modules of their own: perhaps as one
+    whole = all(end is not None and not end.layers for end in ends)  # separate modules: perhaps one weight
     return None if whole and len({id(end.base.weight) for end in ends if end is not None}) == 1 else head

@@ -1,4 +1,4 @@
-"""The model being trained, as the engine needs to see it: whatever wraps, shards or adapts it."""
+"""The model being trained, in the form that the engine needs, whatever wraps, shards or adapts it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Policy:
     """A view of the trainer's model. Everything that touches sharded tensors is collective: call it on all ranks.
 
     Args:
-        model: returns the trainer's model; a function because `Trainer.train` may replace it by a wrapped one.
+        model: returns the trainer's model; it is a function because `Trainer.train` may replace it by a wrapped one.
         processing_class: the trainer's tokenizer or processor.
         device: where full tensors are to be materialised.
         fsdp_version: 1, 2, or None without FSDP.
@@ -54,61 +54,61 @@ class Policy:
         self.processing_class = processing_class
         self.device = device
         self.fsdp_version = fsdp_version
-        self._names_of: dict[str, frozenset[str]] = {}  # checkpoint names per layer, learned by passing over it
+        self._names_of: dict[str, frozenset[str]] = {}  # checkpoint names per layer, learned while yielding it
         self._tree = ModuleTree()
-        self._others = False  # modules were found that `other_modules` has not told of
+        self._others = False  # new modules that `other_modules` has not reported
 
     @property
     def module(self) -> nn.Module:
-        """The trainer's model out of DDP and compile wrappers, with its adapters."""
+        """The trainer's model without DDP and compile wrappers, but with its adapters."""
         return unwrapped(self._model())
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The module and all inside it, as `module.modules()` had them at the last `look`, or now where another module
-        has taken its place. A step asks for them a dozen times."""
+        """The trainer's model and all modules inside it, in the order of `module.modules()`, as of the last `look`;
+        looks anew where the trainer's model is another object. Cached because a step reads it a dozen times."""
         if self._tree.root is not self.module:
             self.look()
         return self._tree.modules
 
     def look(self) -> None:
-        """Find its modules where they are others than before: at the begin of every rollout."""
+        """Refresh `modules` where the module tree has changed; call it at the beginning of every rollout."""
         self._others |= self._tree.changed(self.module)
 
     def other_modules(self) -> bool:
-        """Look, and say whether any were found since this was last asked."""
+        """Look, and return whether other modules were found since the last call of this method."""
         self.look()
         found, self._others = self._others, False
         return found
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """Those of its `modules`, each once."""
+        """The parameters of all `modules`, each once."""
         return parameters_in(self.modules)
 
     @property
     def base(self) -> PreTrainedModel:
-        """The transformers model underneath any adapter."""
+        """The transformers model inside any adapter."""
         return transformers_model(self._model())
 
     @property
     def adapters(self) -> bool:
-        """Whether PEFT adapters sit on the base model."""
+        """True where the model has PEFT adapters."""
         return hasattr(self.module, "peft_config")
 
     @property
     def architecture(self) -> str:
-        """Class name of the transformers model."""
+        """The class name of the transformers model."""
         return class_name(self.base)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype most parameters have; what is held in 4 bits has none of its own."""
+        """The dtype that most parameter values have. 4-bit weights do not count."""
         return self._sizes.most_common(1)[0][0]
 
     @property
     def dtypes(self) -> list[torch.dtype]:
-        """Of all parameters, that of most first."""
+        """The dtypes of all parameters, most common first."""
         return [dtype for dtype, _ in self._sizes.most_common()]
 
     @property
@@ -122,24 +122,24 @@ class Policy:
 
     @property
     def in_4_bits(self) -> bool:
-        """Whether bitsandbytes holds some of the base's weights in 4 bits."""
+        """True where bitsandbytes holds some of the base's weights in 4 bits."""
         return any(map(quantised.in_4_bits, self.base.parameters()))
 
     @property
     def in_zero3(self) -> bool:
-        """Whether DeepSpeed's ZeRO-3 holds the parameters. It takes every forward pass for one that goes through the
-        modules in the order of those before, and fails at the next one where a pass did not."""
+        """True where DeepSpeed's ZeRO-3 holds the parameters. ZeRO-3 expects every forward pass to call the modules in
+        the same order as the passes before, and fails in the pass after one that did not."""
         return any(hasattr(p, "ds_id") for p in self.parameters)
 
     @property
     def has_experts(self) -> bool:
-        """Whether tokens are routed to experts."""
+        """True where the model routes tokens to experts."""
         config = self.base.config.get_text_config()
         keys = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
         return any(getattr(config, key, None) for key in keys)
 
     def refuses_gather(self, merge: bool = True) -> str | None:
-        """Why full weights cannot be read from this model, or None.
+        """Return why full weights cannot be read from this model, or None.
 
         Args:
             merge: as in `full_weights`.
@@ -173,19 +173,20 @@ class Policy:
         return None
 
     def full_weights(self, only: Set[str] | None = None, merge: bool = True) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and persistent buffer in full under its checkpoint name; one layer's tensors live at a time.
+        """Yield every parameter and persistent buffer in full under its checkpoint name; one layer's tensors live at a
+        time.
 
         In-memory names are not checkpoint names in transformers 5 (fused experts, multimodal prefixes), so each
         layer goes through the model's own conversion (`transformers.core_model_loading.revert_weight_conversion`).
 
         Args:
             only: checkpoint names to yield; layers known to hold none of them are not materialised.
-            merge: with the adapters merged, out of place; else the base weights as they are.
+            merge: whether to merge the adapters, out of place; else the base weights are yielded as they are.
         """
         base = self.base
         convert = _conversion(base)
         weights = _saved(base, self._merged if merge else None)
-        with called_back():  # whoever reads them is not to blame for what fails here
+        with called_back():  # errors in here are not the reader's
             for layer, group in itertools.groupby(weights, key=lambda weight: _layer_of(weight[0])):
                 if only is not None and self._names_of.get(layer, only).isdisjoint(only):
                     continue
@@ -195,19 +196,19 @@ class Policy:
                 yield from ((name, tensor) for name, tensor in tensors.items() if only is None or name in only)
 
     def base_parameters(self) -> dict[str, nn.Parameter]:
-        """The base model's own parameters by their in-memory name, tied ones once, adapters left out."""
+        """Return the base model's own parameters by in-memory name; tied ones come once, adapters are left out."""
         found = ((name, read()) for name, read in _weights(self.base, "", set()))
         return {name: p for name, p in found if isinstance(p, nn.Parameter)}
 
     def buffers(self) -> dict[str, Tensor]:
-        """The base model's persistent buffers under their checkpoint names. Every rank has them in full."""
+        """Return the base model's persistent buffers by checkpoint name. Every rank has them in full."""
         found = {name: t for name, read in _saved(self.base) if not isinstance(t := read(), nn.Parameter)}
         convert = _conversion(self.base) if found else None
         return convert(found) if convert else found
 
     def base_slots(self) -> dict[str, tuple[dict[str, nn.Parameter | None], str]]:
-        """Where each of `base_parameters` hangs: its module's own dict and its key there. The slot stays where another
-        parameter takes its place (`load_state_dict(assign=True)`)."""
+        """Return, for each of `base_parameters`, the `_parameters` dict of its module and its key there. This place
+        stays valid when another parameter takes the old one's (`load_state_dict(assign=True)`)."""
         slots: dict[int, tuple[dict[str, nn.Parameter | None], str]] = {}
         for module in self.base.modules():
             for key, parameter in module._parameters.items():
@@ -215,7 +216,8 @@ class Policy:
         return {name: slots[id(p)] for name, p in self.base_parameters().items()}
 
     def reshard(self) -> None:
-        """Make every parameter what the optimizer steps: FSDP2 leaves some modules unsharded after a forward pass."""
+        """Bring every parameter back to its sharded state, which the optimizer steps: FSDP2 leaves some modules
+        unsharded after a forward pass."""
         if not (dist.is_available() and dist.is_initialized()):
             return  # FSDP2 needs a mesh
         from torch.distributed.fsdp import FSDPModule
@@ -227,16 +229,18 @@ class Policy:
 
     @property
     def converts(self) -> bool:
-        """Whether in-memory tensors differ from checkpoint tensors in name or shape."""
+        """True where in-memory tensors differ from checkpoint tensors in name or shape."""
         return _conversion(self.base) is not None
 
     def checkpoint_parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """What the model's conversion makes of one in-memory tensor: checkpoint tensors, most often itself."""
+        """Return the checkpoint tensors that the model's conversion makes of one in-memory tensor; most often that
+        tensor itself."""
         convert = _conversion(self.base)
         return convert({name: tensor}) if convert else {name: tensor}
 
     def checkpoint_names(self) -> list[str]:
-        """The names `full_weights` yields. Costs a full pass, and is collective, unless there was one before."""
+        """Return the names that `full_weights` yields. Collective, and costs a full pass, unless one has been made
+        before."""
         layers = dict.fromkeys(_layer_of(name) for name, _ in _saved(self.base))
         if not layers.keys() <= self._names_of.keys():
             return [name for name, _ in self.full_weights()]
@@ -254,7 +258,8 @@ class Policy:
         return tensor
 
     def _merged(self, wrapped: AdaptedModule) -> dict[str, Tensor]:
-        """As the module's own; ZeRO-3 has no parameter to merge into until it is gathered."""
+        """Return an adapted module's parameters with its adapters merged. Gathers ZeRO-3 parameters first, since there
+        is nothing to merge into before."""
         flat = [p for p in wrapped.parameters() if hasattr(p, "ds_id")]
         if self._gather is None or not flat:
             return wrapped.merged()
@@ -262,11 +267,12 @@ class Policy:
             return {name: tensor.clone() for name, tensor in wrapped.merged().items()}
 
     def fingerprint(self) -> int:
-        """Return a number that changes when this rank's trainable weights do, or frozen ones are written to or lie
-        elsewhere.
+        """Return a number that changes when this rank's trainable weights change, or when frozen ones are written to or
+        move in memory.
 
-        Every bit of the trainable weights counts, or of all where none is trained. Of frozen ones their memory and
-        torch's count of writes to it count, and some 64 values of each, since a write to `.data` is not counted.
+        It covers every bit of the trainable weights, or of all weights where none is trainable. Of a frozen weight it
+        covers the storage, torch's version counter and about 64 values, since a write to `.data` does not move that
+        counter.
         """
         parameters = self.parameters
         trainable = [p for p in parameters if p.requires_grad] or parameters
@@ -275,7 +281,8 @@ class Policy:
         return hash((fingerprint(map(_held, trainable), sample(map(_held, frozen))), memory))
 
     def adapter_states(self) -> tuple[Any, ...]:
-        """Of each of PEFT's layers and wrappers in the model: what is active, merged or disabled, and its factors."""
+        """Return the state of each PEFT layer and wrapper in the model: active and merged adapters, whether they are
+        disabled, and their scaling factors."""
         if not self.adapters:
             return ()
         return tuple(
@@ -289,18 +296,19 @@ class Policy:
         )
 
     def digest(self, parameters: Iterable[nn.Parameter] | None = None) -> int:
-        """A number over every bit that this rank holds of some parameters, or of all that require gradients: one pass
-        over them, on the device."""
+        """Return a number over every bit that this rank holds of some parameters, by default of all that require
+        gradients. Takes one pass over them, on the device."""
         if parameters is None:
             parameters = (p for p in self.module.parameters() if p.requires_grad)
         total = torch.zeros((), dtype=torch.int64, device=self.device)
         for p in parameters:
-            for part in torch.split(local(p).reshape(-1), DIGEST_ELEMENTS):  # cast to int64 in passing
+            for part in torch.split(local(p).reshape(-1), DIGEST_ELEMENTS):  # the sum casts to int64
                 total = 31 * total + part.view(BITS[part.element_size()]).sum().to(self.device)
         return int(total)
 
     def not_finite(self) -> list[str]:
-        """Names of the parameters of which this rank's part holds a NaN or an infinity. Of 8 bits, none is told."""
+        """Return the names of the parameters of which this rank's part holds a NaN or an infinity. Parameters with
+        one-byte elements are not checked."""
         parts = ((name, local(p)) for name, p in self.module.named_parameters())
         return [name for name, part in parts if part.element_size() > 1 and not bool(part.isfinite().all())]
 
@@ -308,7 +316,7 @@ class Policy:
     def log_probs(
         self, prompt_ids: Sequence[int], completion_ids: Sequence[int], temperature: float = 1.0, padding: int = 0
     ) -> Tensor:
-        """Teacher-forced log-probs of a completion, (T,) float32 on the CPU, dropout off.
+        """Return the teacher-forced log-probs of a completion, (T,) float32 on the CPU, with dropout off.
 
         Args:
             padding: tokens of padding before the prompt.
@@ -326,12 +334,14 @@ class Policy:
 
 
 def local(p: nn.Parameter) -> Tensor:
-    """What this rank holds of it. ZeRO-3 pads the last ranks' parts with what was in memory."""
+    """Return this rank's part of a parameter, detached. ZeRO-3's padding at the end of the last ranks' parts is cut
+    off: it holds whatever was in memory."""
     return _held(p).detach()
 
 
 def _held(p: nn.Parameter) -> Tensor:
-    """As `local`, but not detached: one operation less for each tensor where no gradients are recorded."""
+    """Return this rank's part of a parameter as `local` does, but not detached: one operation less per tensor where no
+    gradients are recorded."""
     part: Tensor | None = getattr(p, "ds_tensor", None)
     if part is not None:
         begin = dist.get_rank(p.ds_process_group) * part.numel()  # type: ignore[attr-defined]
@@ -341,17 +351,18 @@ def _held(p: nn.Parameter) -> Tensor:
 
 
 def _saved(model: nn.Module, merge: Merge | None = None) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Those of `_weights` that transformers writes into a checkpoint, a head that adapters parted included."""
+    """Yield those of `_weights` that transformers writes into a checkpoint, including an output head that adapters have
+    untied."""
     ignored: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
     return ((name, read) for name, read in _weights(model, "", set(), merge, parted_head(model)) if name not in ignored)
 
 
 def modules_of(root: nn.Module, closed: tuple[type[nn.Module], ...] = ()) -> Iterator[nn.Module]:
-    """As `root.modules()`, in its order, for what is asked at every rollout and loss: without the names that it makes,
-    in less than half of its time, which is 5 ms for adapters in 28 layers.
+    """Yield the modules that `root.modules()` yields, in its order, for reads at every rollout and loss. It builds no
+    names, so it takes less than half of the time, which is 5 ms for adapters in 28 layers.
 
     Args:
-        closed: modules of these types come, and what is inside them does not.
+        closed: types of modules that are yielded without the modules inside them.
     """
     seen, waiting = set[int](), [root]
     while waiting:
@@ -364,14 +375,14 @@ def modules_of(root: nn.Module, closed: tuple[type[nn.Module], ...] = ()) -> Ite
 
 
 class ModuleTree:
-    """Notices that a module is no longer the one that was there, in less than 1 ms, where finding all weights takes 5.
-    Keeps none of them alive."""
+    """Detects that a model's module tree has changed, in less than 1 ms, where finding all weights takes 5. Holds weak
+    references only."""
 
     def __init__(self) -> None:
-        self._places: list[tuple[ref[nn.Module], dict[str, ref[nn.Module] | None]]] = []  # and its children
+        self._places: list[tuple[ref[nn.Module], dict[str, ref[nn.Module] | None]]] = []  # each module and its children
 
     def changed(self, root: nn.Module) -> bool:
-        """Whether it is another tree than at the last look, or this is the first."""
+        """Return whether the module tree differs from the last call; True at the first."""
         if self.root is root and all(itertools.starmap(_has_children, self._places)):
             return False
         self._places = [
@@ -382,12 +393,12 @@ class ModuleTree:
 
     @property
     def root(self) -> nn.Module | None:
-        """Of the last look."""
+        """The root of the tree at the last call of `changed`, or None."""
         return self._places[0][0]() if self._places else None
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Those of the last look, in the order of `root.modules()`."""
+        """The modules at the last call of `changed`, in the order of `root.modules()`."""
         return [module for held, _ in self._places if (module := held()) is not None]
 
 
@@ -404,24 +415,25 @@ def _has_children(parent: ref[nn.Module], children: dict[str, ref[nn.Module] | N
 
 
 def parameters_in(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
-    """Their own parameters, each once: of `modules_of(root)` those of `root.parameters()`, in its order.
+    """Return the modules' own parameters, each once; for `modules_of(root)` these are those of `root.parameters()`, in
+    its order.
 
-    Read anew at every call, since another parameter may take one's place between two rollouts and no event tells it. So
-    it is kept cheap: modules without parameters, which most in an adapted model are, are passed over at once.
+    They are read anew at every call, since a parameter may be replaced between two rollouts without any event. To keep
+    that cheap, modules without parameters, which are most in an adapted model, are skipped at once.
     """
     tables = [table for module in modules if (table := module._parameters)]
     return list({id(p): p for table in tables for p in table.values() if p is not None}.values())
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """A model out of DDP and compile wrappers, with its adapters."""
+    """Return a model without DDP and compile wrappers, but with its adapters."""
     while isinstance(module, nn.parallel.DistributedDataParallel) or hasattr(module, "_orig_mod"):
         module = module.module if isinstance(module, nn.parallel.DistributedDataParallel) else module._orig_mod  # type: ignore[assignment]
     return module
 
 
 def transformers_model(module: nn.Module) -> PreTrainedModel:
-    """The transformers model underneath whatever wraps and adapts it."""
+    """Return the transformers model inside whatever wraps and adapts it."""
     model: Any = unwrapped(module)
     return model.get_base_model() if hasattr(model, "peft_config") and hasattr(model, "get_base_model") else model  # type: ignore[no-any-return]
 
@@ -429,19 +441,19 @@ def transformers_model(module: nn.Module) -> PreTrainedModel:
 def _weights(
     module: nn.Module, prefix: str, seen: set[int], merge: Merge | None = None, parted: nn.Module | None = None
 ) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """(name, reader) of each parameter and persistent buffer in registration order, tied ones once, those of `parted`
-    always. Reading may merge, so it waits."""
+    """Yield (name, reader) for each parameter and persistent buffer in registration order. Tied ones come once, except
+    those of `parted`, which always come. Reading may merge adapters, so it is left to the reader function."""
     seen = set() if module is parted else seen
     wrapped = adapted(module)
     if wrapped is not None:
-        # once for weight and bias; freed with the layer's readers
+        # merged once for weight and bias; freed with the readers
         merged = functools.cache(functools.partial(merge, wrapped)) if merge else None
         for name, p in wrapped.base.named_parameters():
             if id(p) not in seen:
                 seen.add(id(p))
                 read = functools.partial(_item, merged, name) if merged else functools.partial(_identity, p)
                 yield unwrapped_name(f"{prefix}{name}"), read
-        yield from _weights(wrapped.base, prefix, seen, merge)  # what is left are its buffers
+        yield from _weights(wrapped.base, prefix, seen, merge)  # only its buffers are left
         return
     persistent = ((k, b) for k, b in module._buffers.items() if k not in module._non_persistent_buffers_set)
     for key, tensor in itertools.chain(module._parameters.items(), persistent):
@@ -461,7 +473,7 @@ def _item(merged: Callable[[], dict[str, Tensor]], name: str) -> Tensor:
 
 
 def _finish_forward(module: Any) -> None:
-    """End the forward pass that FSDP2 takes a module for being in, as torch 2.13 does by itself.
+    """End the forward pass that FSDP2 believes a module to be in, as torch 2.13 does by itself.
 
     accelerate shards the last norm and the head as one unit, and TRL multiplies by the head's weight without calling
     the head. Until torch 2.13 the unit then waits for that call: an evaluation, which has no backward pass, leaves it
@@ -478,45 +490,45 @@ def _finish_forward(module: Any) -> None:
 
 
 def _groups(state: Any) -> list[Any]:
-    """What FSDP2 moves together of a unit, by its state."""
+    """Return the parameter groups that FSDP2 gathers together, by the state of a sharded unit."""
     return [*filter(None, getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])]
 
 
 def unit_settings(unit: Any) -> tuple[bool, bool]:
-    """Whether a module that FSDP2 shards is sharded again after its forward pass, and whether its shards are kept in
-    host memory. FSDP2 takes both as arguments and tells neither."""
+    """Return whether FSDP2 reshards a module after its forward pass, and whether it keeps its shards in host memory.
+    FSDP2 takes both as arguments and exposes neither."""
     groups = _groups(unit._get_fsdp_state())
     offloads = any(p.offload_to_cpu for group in groups for p in group.fsdp_params)
     return any(group.post_forward_mesh_info is not None for group in groups), offloads
 
 
 def class_name(module: nn.Module) -> str:
-    """Of a module; FSDP2 puts a class of its own in front of it."""
+    """Return the name of a module's class, without the class that FSDP2 puts in front of it."""
     return next(c.__name__ for c in type(module).__mro__ if not c.__name__.startswith("FSDP"))
 
 
 def layer_kinds(config: Any) -> set[str]:
-    """What a text model's layers are, in the words of transformers' `layer_types`: "full_attention" attends to all that
-    comes before. Models without that list have sliding windows in all layers or in none."""
+    """Return the kinds of a text model's layers, in the words of transformers' `layer_types`: "full_attention" attends
+    to all tokens before. A model without that list has sliding windows in all layers or in none."""
     windows = getattr(config, "sliding_window", None) and getattr(config, "use_sliding_window", True)
     return set(getattr(config, "layer_types", None) or ["sliding_attention" if windows else "full_attention"])
 
 
 def unwrapped_name(name: str) -> str:
-    """A parameter's or module's name without what checkpointing, compile and FSDP wrappers add to it."""
+    """Return a parameter's or module's name without what checkpointing, compile and FSDP wrappers add to it."""
     for prefix in WRAPPER_PREFIXES:
         name = name.replace(prefix, "")
     return name
 
 
 def _layer_of(name: str) -> str:
-    """Everything up to the first layer number: the unit that is converted and materialised together."""
+    """Return a name up to its first layer number: the unit that is converted and materialised together."""
     match = re.match(r".*?\.\d+\.", name)
     return match.group() if match else name.rpartition(".")[0]
 
 
 def _conversion(model: PreTrainedModel) -> Callable[[dict[str, Tensor]], dict[str, Tensor]] | None:
-    """The model's mapping from in-memory to checkpoint tensors, or None where they are the same."""
+    """Return the model's mapping from in-memory to checkpoint tensors, or None where they are the same."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -539,7 +551,8 @@ def _conversion(model: PreTrainedModel) -> Callable[[dict[str, Tensor]], dict[st
 
 @contextmanager
 def evaluating(module: nn.Module) -> Iterator[None]:
-    """Dropout and its like off inside; every module as it was afterwards."""
+    """Switch a model to evaluation mode inside the context (no dropout and the like), and restore each module's mode on
+    exit."""
     modes = [(m, m.training) for m in module.modules()]
     module.eval()
     try:

@@ -1,9 +1,9 @@
-"""Positions of tokens in rows that are padded on the left, for models that count them from the start of a row.
+"""Position ids for rows that are padded on the left, for models that count positions from the start of a row.
 
 TRL pads prompts on the left and gives its models no positions, so transformers counts the padding, too. Rotary
-embeddings see only distances. An embedding of each position (GPT-2) sees a row shifted by its padding: its log-probs
-are others beside a longer prompt, by 3 nats in a small test, and an engine pads nothing. So such a model is given the
-positions that `generate` gives it: counted by the attention mask.
+embeddings see only distances. An embedding of each position (GPT-2) sees a row shifted by its padding: beside a longer
+prompt its log-probs change, by 3 nats in a small test, and an engine does not pad. So such a model is given the
+position ids that `generate` gives it, counted from the attention mask.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     from .policy import Policy
 
 SCALED = "llama_4_scaling_beta"
-"""In `rope_parameters`: attention grows with the position, so that shifted rows are others, rotary or not."""
+"""The key of `rope_parameters` by which attention grows with the position, so that a shifted row has other log-probs
+although the model is rotary."""
 
 
 def counts_positions(model: Any) -> bool:
-    """Return whether a text model may compute a row otherwise where it begins at a later position."""
+    """Return whether a text model may compute a row differently when it begins at a later position."""
     config = model.config
     rotary = getattr(config, "rope_parameters", None)
     text = config.get_text_config() is config
@@ -34,17 +35,18 @@ def counts_positions(model: Any) -> bool:
 
 
 def takes_positions(model: Any) -> bool:
-    """Return whether positions can be given to it."""
+    """Return whether the model's `forward` takes position ids."""
     return "position_ids" in inspect.signature(type(model.base_model).forward).parameters
 
 
 def from_mask(attention_mask: Tensor) -> Tensor:
-    """Return (B, T) int64 of a mask (B, T): the tokens of each row counted from 0, padding before them as 0."""
+    """Return position ids (B, T) int64 for an attention mask (B, T). Each row's tokens count from 0; padding before
+    them has position 0."""
     return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
 
 
 def _fill(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
-    """Give a forward pass its positions, where it has a mask and none."""
+    """Add position ids to the arguments of a forward pass that has an attention mask but no position ids."""
     mask = kwargs.get("attention_mask")
     if kwargs.get("position_ids") is not None or not isinstance(mask, Tensor) or mask.ndim != 2:
         return None
@@ -54,31 +56,32 @@ def _fill(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 
 
 class Positions:
-    """Gives models the positions of padded rows, until it is closed.
+    """Adds position ids of padded rows to models' forward passes, until `close` is called.
 
     Args:
-        models: transformers' models; those that count no positions, or take none, stay as they are.
+        models: transformers models; a model that counts no positions, or takes no position ids, stays as it is.
     """
 
     def __init__(self, models: Iterable[Any]) -> None:
         told = [model for model in models if counts_positions(model) and takes_positions(model)]
-        inner: list[nn.Module] = [model.base_model for model in told]  # which TRL also calls without the head
+        inner: list[nn.Module] = [model.base_model for model in told]  # TRL also calls it without the head
         self._hooks = [model.register_forward_pre_hook(_fill, with_kwargs=True) for model in inner]
 
     def close(self) -> None:
-        """Leave the models as they were."""
+        """Remove the hooks from the models."""
         for hook in self._hooks:
             hook.remove()
 
 
 def check_positions(policy: Policy, autocast: torch.dtype) -> None:
-    """See that a row is the same with padding before it. Collective; computes nothing for models of distances.
+    """Check that padding before a row does not change its log-probs. Collective; computes nothing for a model whose
+    attention sees only distances.
 
     Args:
-        autocast: what the trainer's matrix products are computed in.
+        autocast: dtype of the trainer's matrix products.
 
     Raises:
-        ConfigError: it is another one.
+        ConfigError: padding changes the log-probs by more than rounding explains.
     """
     model = policy.base
     if not counts_positions(model):

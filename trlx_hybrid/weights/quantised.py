@@ -1,7 +1,7 @@
-"""Weights that bitsandbytes holds in 4 bits (QLoRA), as the values that the trainer's layers multiply by.
+"""Weights that bitsandbytes holds in 4 bits (QLoRA), dequantised to the values that the trainer's layers multiply by.
 
-Source: bitsandbytes 0.50, `nn.modules.Linear4bit`, `functional.dequantize_4bit`. Its 8 bits are another thing: layers
-of `Linear8bitLt` round what goes in as well, so no copy of their weights computes what they do.
+Source: bitsandbytes 0.50, `nn.modules.Linear4bit`, `functional.dequantize_4bit`. 8-bit weights are not handled: layers
+of `Linear8bitLt` round their inputs as well, so no copy of their weights computes what they do.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from typing import Any
 from torch import Tensor
 
 REPACKS, REPACKED = "support_avx512bf16_for_cpu", "packing_format_for_cpu"
-"""Of a layer, whether it does, and of a weight's state, whether it did."""
+"""Attribute names of bitsandbytes: whether a layer packs its weight anew on a CPU, and whether a weight's quantisation
+state says that it did."""
 
 
 def in_4_bits(p: Any) -> bool:
-    """Whether a parameter holds quantised bits, with what is needed to read them; recognised without an import."""
-    if type(p).__name__ != "Params4bit":  # first: it is asked of every tensor at every phase edge
+    """Return whether a parameter holds 4-bit values and the state needed to read them. Does not import bitsandbytes."""
+    if type(p).__name__ != "Params4bit":  # checked first: this runs for every tensor at every phase
         return False
     return p.quant_state is not None and not getattr(p.quant_state, REPACKED, False)
 
 
 def values(p: Any) -> Tensor:
-    """A new tensor of the weight's own shape, bit for bit what `Linear4bit` casts to its compute dtype."""
+    """Return the dequantised weight as a new tensor of its original shape, bit for bit what `Linear4bit` casts to its
+    compute dtype."""
     from bitsandbytes.functional import dequantize_4bit
 
     found: Tensor = dequantize_4bit(p.data, p.quant_state)
@@ -31,26 +33,28 @@ def values(p: Any) -> Tensor:
 
 
 def elements(p: Any) -> int:
-    """How many values a parameter has."""
+    """Return how many values a parameter has, also where it is quantised."""
     return int(p.quant_state.shape.numel()) if in_4_bits(p) else int(p.numel())
 
 
 def keep_bits(modules: Iterable[Any]) -> None:
-    """On CPUs with AVX512-BF16 bitsandbytes would pack weights anew in the first evaluation, round their scales, and
-    compute in bfloat16 from then on: another policy than the one that trains. Has no effect on a GPU."""
+    """Keep bitsandbytes from repacking the weights of some modules. On CPUs with AVX512-BF16 it would do so in the
+    first evaluation, round their scales, and compute in bfloat16 from then on: another policy than the one that trains.
+    Has no effect on a GPU."""
     for module in modules:
         if hasattr(module, REPACKS):
             setattr(module, REPACKS, False)
 
 
 def reads(conversion: Any) -> bool:
-    """Whether a conversion of transformers makes quantised weights of a checkpoint's tensors. It has no way back, and
-    none is needed: values have the names that they would have in a checkpoint."""
+    """Return whether a weight conversion of transformers quantises a checkpoint's tensors. Such a conversion cannot be
+    reversed, and need not be: dequantised values have the names that they would have in a checkpoint."""
     return any(type(step).__name__.startswith("Bnb") for step in getattr(conversion, "operations", None) or ())
 
 
 def scales(p: Any) -> Iterator[Tensor]:
-    """What a quantised weight holds beside its bits: a scale for each block, which may be quantised too."""
+    """Yield the scales of a quantised weight, one for each block; where bitsandbytes quantised the scales, their own
+    scales follow."""
     state = p.quant_state if in_4_bits(p) else None
     while state is not None:
         yield state.absmax

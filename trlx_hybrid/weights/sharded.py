@@ -1,4 +1,4 @@
-"""Tensors of which a rank holds a part, in full."""
+"""Gathering of sharded tensors: DTensors and modules in full."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from torch import Tensor, nn
 
 
 def is_sharded(p: Tensor) -> bool:
-    """Whether this rank holds only a part of it: a DTensor (FSDP2), or a parameter of ZeRO-3."""
+    """Return whether this rank holds only a part of a parameter: a DTensor (FSDP2), or a parameter of ZeRO-3."""
     return hasattr(p, "full_tensor") or hasattr(p, "ds_id")
 
 
 def full(tensor: Any) -> Tensor:
-    """A DTensor in full. Shards that are offloaded go to the mesh's device first, which is where it gathers."""
+    """Return a DTensor in full. Offloaded shards are copied to the mesh's device first, where the gather runs."""
     kind = tensor.device_mesh.device_type
     return (tensor if tensor.device.type == kind else tensor.to(kind)).full_tensor()  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
 def whole(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Each in full: what is no DTensor as it is, the others new. Collective where any is sharded.
+    """Return each tensor in full: DTensors as new tensors, the others as they are. Collective where any is sharded.
 
-    FSDP2 cuts the first dimension into equal pieces, the last ones shorter or empty. So every rank packs its pieces at
-    the size of the first, and one all-gather moves all tensors of a dtype. Other placements are gathered one by one.
+    FSDP2 splits the first dimension into equal pieces, the last of which may be shorter or empty. So every rank pads
+    its pieces to the size of the first, and one all-gather moves all tensors of a dtype. Other placements are gathered
+    one by one.
     """
     found: list[Tensor] = list(tensors)
     together: dict[tuple[Any, ...], list[int]] = {}
@@ -47,17 +48,17 @@ def whole(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _sharded_dim(tensor: Any) -> int | None:
-    """The mesh's dimension along which the tensor's first one is cut; None where it is cut in another way."""
+    """Return the mesh dimension along which a DTensor's first dimension is split; None for other placements."""
     cut = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     plain = len(cut) == 1 and type(tensor.placements[cut[0]]).__name__ == "Shard" and tensor.placements[cut[0]].dim == 0
     return cut[0] if plain else None
 
 
 def _gather(tensors: Sequence[Any], mesh: Any, dim: int) -> list[Tensor]:
-    """All of one dtype."""
+    """Gather DTensors of one dtype, split along the first dimension, with one all-gather."""
     ranks = mesh.size(dim)
     here = [tensor._local_tensor for tensor in tensors]
-    rows = [-(-tensor.shape[0] // ranks) for tensor in tensors]  # of a whole piece
+    rows = [-(-tensor.shape[0] // ranks) for tensor in tensors]  # rows of a full piece
     sizes = [count * tensor.shape[1:].numel() for count, tensor in zip(rows, tensors, strict=True)]
     mine = torch.empty(sum(sizes), dtype=here[0].dtype, device=mesh.device_type)
     parts = torch.split(mine, sizes)
@@ -73,8 +74,8 @@ def _gather(tensors: Sequence[Any], mesh: Any, dim: int) -> list[Tensor]:
 
 @contextmanager
 def unsharded(module: nn.Module) -> Iterator[None]:
-    """All parameters of a module in full inside, and what they were afterwards: what is written to them is lost.
-    Collective where any is a DTensor."""
+    """Replace a module's sharded parameters by full ones inside the context. On exit the sharded parameters return, so
+    writes to the full ones are lost. Collective where any parameter is a DTensor."""
     sharded = [
         (held, key, p)
         for held in (m._parameters for m in module.modules())

@@ -1,4 +1,4 @@
-"""How far the first optimizer steps move the weights, held against what they can at their learning rate."""
+"""A check of the first optimizer steps: how far they move the weights, against what the learning rate allows."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from torch import Tensor, nn
 from .policy import local
 
 STEPS = 4
-"""Steps that are looked at. Fused AdamW computes its first step in float32, whatever it then stores."""
+"""Number of steps that are checked. Fused AdamW computes its first step in float32, whatever dtype it then stores."""
 
 ELEMENTS = 4096
-"""Elements of each tensor that are looked at, spread evenly over it."""
+"""Number of elements of each tensor that are checked, spread evenly over it."""
 
 FACTOR = 100.0
-"""Adam's first steps move a weight by its learning rate, RMSprop's by 10 times that, SGD's by the gradient times it."""
+"""The largest accepted move of a weight, in units of the learning rate (times the largest gradient, if that is above
+1). Adam's first steps move a weight by its learning rate, RMSprop's by 10 times that, SGD's by the gradient times the
+learning rate."""
 
 SHARE = 1e-3
-"""Of the elements that were looked at, how many may go further. What bounds the mean square of a step by the learning
-rate's (Adafactor, Muon) moves at most a ten-thousandth of them by more than 100 times as much."""
+"""The share of the checked elements that may move further. Optimizers that bound the mean square of a step by the
+learning rate (Adafactor, Muon) move at most a ten-thousandth of the elements by more than 100 times as much."""
 
 
 class StepSizes:
@@ -33,11 +35,11 @@ class StepSizes:
 
     @property
     def over(self) -> bool:
-        """Whether all steps were looked at that are to be."""
+        """True once all steps that are to be checked were checked."""
         return self._left == 0
 
     def begins(self, trained: Mapping[str, nn.Parameter], rate: float) -> None:
-        """Keep a sample of what a step begins with.
+        """Keep a sample of the weights from before a step.
 
         Args:
             rate: the largest learning rate of the step.
@@ -48,7 +50,7 @@ class StepSizes:
 
     @torch.no_grad()
     def ended(self, trained: Mapping[str, nn.Parameter]) -> str | None:
-        """Return what speaks against the step that has ended, or None."""
+        """Return why the step that has ended went too far, or None."""
         before, self._before = self._before, {}
         if not before:
             return None
@@ -56,7 +58,7 @@ class StepSizes:
         grads = [_sampled(g.detach()).abs().max().float() for g in map(_gradient, trained.values()) if g is not None]
         self._gradient = max([self._gradient, *(float(g) for g in grads)])
         if any(not bool(g.isfinite()) for g in grads):
-            return None  # then the weights are none either, and that is told as such
+            return None  # then the weights are not finite either, which another check reports
         limit, beyond, furthest = FACTOR * self._rate * self._gradient, 0, (0.0, "")
         for name, old in before.items():
             info = torch.finfo(old.dtype)

@@ -1,4 +1,4 @@
-"""Which weights the engine holds: versions, the sync that brings them up to date, and the check of it."""
+"""Weight versions: what the engine holds, the sync that brings it up to date, and the checks of that sync."""
 
 from __future__ import annotations
 
@@ -53,24 +53,24 @@ OWN_SAMPLER = (
 
 
 class WeightVersions:
-    """Keeps engine and policy at one weight version.
+    """Keeps engine and policy at the same weight version.
 
     A counter alone is not enough: adapters and checkpoints can be loaded by hand without an optimizer step, and
-    `Tensor._version` does not see fused optimizers. So a fingerprint of the policy's bits is compared as well, its
-    modules with those that were there, and which adapters count and how much.
+    `Tensor._version` does not see fused optimizers. So it also compares a fingerprint of the policy's bits, its
+    modules, and which adapters are active with which scaling.
 
     Args:
-        memory: makes room where it does not hold policy and KV cache at once.
-        engine: what built the engine; None where TRL generates.
-        sampling: returns how the run samples now.
-        autocast: what the trainer's matrix products are computed in.
+        memory: frees memory where the device cannot hold policy and KV cache at once.
+        engine: the component that built the engine; None where TRL generates.
+        sampling: returns the run's current sampling parameters.
+        autocast: dtype of the trainer's matrix products.
         call: calls a hook.
 
     Attributes:
-        version: of the policy; grows with every optimizer step, checkpoint load and adapter load.
-        engine_version: of what the engine holds, None when it holds nothing to be sampled from.
-        source: what offers the weight sync, where that is known.
-        fingerprint_seconds: seconds that the last `sync` spent on looking whether the weights changed.
+        version: weight version of the policy; grows with every optimizer step, checkpoint load and adapter load.
+        engine_version: version of the weights in the engine, None when it holds none to sample from.
+        source: the component that offers the weight sync, where that is known.
+        fingerprint_seconds: seconds that the last `sync` spent on detecting changes of the weights.
     """
 
     def __init__(
@@ -95,18 +95,19 @@ class WeightVersions:
         self._syncs = 0
         self._names: list[str] = []
         self.source: Component | None = None
-        self._told = False  # that batches are not compared
+        self._told = False  # whether the log says that batches are not compared
 
     def changed(self) -> None:
-        """The policy's weights are no longer what they were."""
+        """Count a new version: the policy's weights have changed."""
         self.version += 1
 
     def forget(self) -> None:
-        """The engine's weights are gone: it was put to sleep, closed, or a sync failed half-way."""
+        """Record that the engine has no current weights: it was put to sleep or closed, or a sync failed half-way."""
         self.engine_version = None
 
     def sync(self, engine: Engine, weights: WeightSync) -> SyncReport | None:
-        """Bring the policy's weights into the engine and prove it; None when it holds them already. Collective.
+        """Bring the policy's weights into the engine and verify them; return None when it already holds them.
+        Collective.
 
         Raises:
             SyncError: the engine does not hold, or does not compute with, the policy's weights.
@@ -122,7 +123,7 @@ class WeightVersions:
         if self.engine_version == self.version:
             other = other or self._fingerprint != self._taken()
             if self._ranks.any(other):
-                self.changed()  # and nobody said so
+                self.changed()  # changed without a call of `changed`
         if self.engine_version == self.version:
             return None
         every, untested = self._config.verify_every, getattr(engine, "untested", None)
@@ -154,7 +155,7 @@ class WeightVersions:
         return report
 
     def _brought(self, engine: Engine, weights: WeightSync) -> LoadReport:
-        """Let the weight sync do its work, and see that it has left a report and an engine with weights."""
+        """Run the weight sync, and check that it returned a report and that the engine has weights."""
         source = self.source or f"weights {weights.name!r}"
         loaded = asked(self.source, weights, "sync")
         if not isinstance(loaded, LoadReport):
@@ -171,10 +172,10 @@ class WeightVersions:
         return loaded
 
     def _taken(self) -> int:
-        """Return the policy's fingerprint, and count what it takes."""
+        """Return the policy's fingerprint, and add the time it takes to `fingerprint_seconds`."""
         device = self._policy.device
         if device.type == "cuda":
-            # what was launched before is not the fingerprint's time, and is waited for in any case
+            # do not count earlier kernels as the fingerprint's time; they are waited for in any case
             torch.cuda.synchronize(device)
         started = time.perf_counter()
         found = self._policy.fingerprint()
@@ -196,23 +197,23 @@ class WeightVersions:
         rollout: Component | None = None,
         again: Callable[[tuple[float, float]], str | None] | None = None,
     ) -> None:
-        """Hold what the trainer scored against what the engine sampled with. Collective; computes nothing anew unless
-        they differ.
+        """Compare the log-probs that the trainer scored with those that the engine sampled with. Collective; computes
+        nothing again unless they differ.
 
         Args:
             sampled, scored, mask, ids: as in `verify.disagreement`.
-            temperature: that the trainer scored at.
+            temperature: temperature that the trainer scored at.
             step: optimizer steps done.
-            own_sampler: whether a user's `rollout_func` named the log-probs: such a run is warned, once, and goes on.
+            own_sampler: whether a user's `rollout_func` returned the log-probs: such a run is warned once, and goes on.
             over_support: whether the trainer scored over the ids that the engine kept.
             rollout: the plugin's rollout that returned the log-probs, where it is one.
-            again: called with what rounding explains (`verify.allowed_gap`) where they differ; scores the row that is
-                furthest from the engine alone, and says how that shows that the trainer differs from itself, or None.
-                Collective.
+            again: called where they differ, with what rounding explains (`verify.allowed_gap`); scores the row that is
+                furthest from the engine by itself, and returns how that shows that the trainer differs from itself, or
+                None. Collective.
 
         Raises:
-            PolicyError: the trainer's are no numbers, on some rank, or depend on the shape of a micro-batch.
-            SyncError: they differ by more than rounding explains, on some rank.
+            PolicyError: the trainer's log-probs are NaN on some rank, or depend on the shape of a micro-batch.
+            SyncError: the log-probs differ by more than rounding explains, on some rank.
         """
         ranks, config = self._ranks, self._config
         broken = _on_some_rank(ranks, verify.no_numbers(self._policy, scored, mask))
@@ -228,7 +229,7 @@ class WeightVersions:
             return
         allowed = verify.allowed_gap(engine, self._policy, self._autocast, config.max_logprob_gap)
         if own_sampler:
-            mask = mask * ~sampled.isnan()  # it need not know all
+            mask = mask * ~sampled.isnan()  # it may not return all log-probs
         found = _on_some_rank(ranks, verify.disagreement(sampled, scored, mask, ids, allowed))
         if found is not None:
             text = f"At step {step}, engine and trainer disagree on what was sampled: {found}. "
@@ -243,14 +244,15 @@ class WeightVersions:
             self._told = True
 
     def incomparable(self, temperature: float, over_support: bool) -> str | None:
-        """Return why engine and trainer differ by design over sampled tokens, or None; see `check_batch`."""
+        """Return why engine and trainer differ by design in the log-probs of sampled tokens, or None; see
+        `check_batch`."""
         reason = self._sampling().reshaped_by(temperature, over_support)
         return reason or verify.noise(self._policy.module, self._policy.modules)
 
     def _check_bits(self, engine: Engine, weights: WeightSync, full: bool) -> int:
         checked = asked(self.source, weights, "check", full)
         if checked is not None:
-            if not isinstance(checked, int) or isinstance(checked, bool):  # False would pass for a proof
+            if not isinstance(checked, int) or isinstance(checked, bool):  # False would count as a number
                 wanted = "None or the number of tensors that were compared"
                 raise fault(self.source, "check", f"{checked!r:.80}", wanted)
             return checked
@@ -262,7 +264,9 @@ class WeightVersions:
         return verify.check_bits(engine, policy, names, by, self._component)
 
     def _check_log_probs(self, engine: Engine) -> float:
-        """Engine and policy in turn where memory does not hold both: the probe samples first and is scored after."""
+        """Let the engine sample a probe, score it with the policy, and return the largest difference in nats. Where
+        memory does not hold both, the policy is away while the engine samples, and the engine sleeps while the policy
+        scores."""
         away = self._memory.make_room(["policy"])
         assert self._component is not None
         asked(self._component, engine, "wake", "kv_cache")
@@ -275,13 +279,13 @@ class WeightVersions:
 
 
 def choose(selection: Selection, build: Callable[[Choice], WeightSync]) -> tuple[WeightSync, str]:
-    """The chosen weight sync, or the first in order that does not refuse; and why.
+    """Return the chosen weight sync, or the first in order that does not refuse; and why.
 
     Args:
-        build: makes one for the run.
+        build: makes a weight sync for the run.
 
     Raises:
-        ComponentError: the chosen one refuses, or all do. Says why.
+        ComponentError: the chosen weight sync refuses, or all do. The message says why.
     """
     chosen = selection.weights
     if chosen is not None:
@@ -304,12 +308,12 @@ def choose(selection: Selection, build: Callable[[Choice], WeightSync]) -> tuple
 
 
 def _refused(sync: WeightSync, choice: Choice) -> str | None:
-    """Why a weight sync cannot serve the run, by itself."""
+    """Return why a weight sync cannot serve the run, in its own words, or None."""
     return asked_text(choice.component, sync, "refuses")
 
 
 def _on_some_rank(ranks: Ranks, found: str | None) -> str | None:
-    """What the first rank found that found something, and which one it is. Collective."""
+    """Return what the first rank with a finding found, with its rank number, or None. Collective."""
     if not ranks.any(found is not None):
         return None
     return next(f"on rank {rank}, {what}" for rank, what in enumerate(ranks.gather(found)) if what is not None)

@@ -1,7 +1,8 @@
 """Checks that the engine samples from the policy: its memory holds the policy's bits, and it computes the same numbers.
 
-Both are needed. Equal log-probs do not show a corrupted row of a large embedding, and equal bits do not show an
-engine that repacked or derived matrices from them (a tied head left stale was 0.24 nats off with equal parameters).
+Both checks are needed. Equal log-probs do not show a corrupted row of a large embedding, and equal bits do not show an
+engine that repacked weights or derived matrices from them (a tied head left stale was 0.24 nats off with equal
+parameters).
 """
 
 from __future__ import annotations
@@ -28,17 +29,20 @@ PROBE_TOKENS = 8
 SAMPLED_TENSORS = 8
 GOLDEN = (math.sqrt(5) - 1) / 2
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
-"""Largest allowed log-prob difference of one token, in nats. Healthy runs stay far below: 1e-6 in fp32 on CPU, about
-0.05 in bf16, where kernels differ in rounding. Stale or misplaced weights of a trained model exceed it at once."""
+"""The largest allowed log-prob difference of one token, in nats, by dtype. Healthy runs stay far below: 1e-6 in fp32 on
+CPU, about 0.05 in bf16, where kernels differ in rounding. Stale or misplaced weights of a trained model exceed it at
+once."""
 
 QUANTIZED_TOLERANCE = 2.0
-"""The same for an engine that quantises: its numbers are others by design (fp8: 0.53 on random weights of 1.5B)."""
+"""The largest allowed log-prob difference of one token for an engine that quantises, in nats: its log-probs differ by
+design (fp8: 0.53 on random weights of 1.5B)."""
 
 SHARE, EXPERTS_SHARE, FEW = 0.01, 0.1, 3
-"""Of a whole batch's tokens, how many may exceed the tolerance where arithmetic rounds to 16 bits: this share, another
-one where tokens are routed to experts (in any dtype: a tie that rounds the other way takes another expert), and always
-a few. A batch has tens of thousands of tokens and the tolerance is the probe's, for eight: healthy bf16 runs differ by
-0.01 to 0.02 nats on average, and single improbable tokens by more than 0.5. Wrong weights show at most tokens."""
+"""Limits of how many of a batch's tokens may exceed the tolerance where arithmetic rounds to 16 bits: SHARE of them;
+EXPERTS_SHARE where tokens are routed to experts (in any dtype: a tie that rounds the other way takes another expert);
+and always FEW. A batch has tens of thousands of tokens, while the tolerance is meant for the probe's eight: healthy
+bf16 runs differ by 0.01 to 0.02 nats on average, and single improbable tokens by more than 0.5. Wrong weights show at
+most tokens."""
 
 
 def check_bits(
@@ -52,15 +56,15 @@ def check_bits(
 
     Args:
         only: checkpoint names to compare; None compares all.
-        by: what has brought the weights, for the message.
-        component: what offers the engine, where that is known.
+        by: what brought the weights, for the message.
+        component: the component that offers the engine, where that is known.
 
     Returns:
-        How many checkpoint tensors were compared.
+        The number of checkpoint tensors that were compared.
 
     Raises:
-        SyncError: names each tensor that differs.
-        ComponentError: the engine did not say which, or failed.
+        SyncError: some tensors differ; the message names them.
+        ComponentError: the engine did not return a list of names, or failed.
     """
     compared = 0
 
@@ -71,7 +75,7 @@ def check_bits(
             yield name, tensor
 
     differing = asked(component, engine, "differing", counted())
-    if not isinstance(differing, list):  # None would pass for a proof
+    if not isinstance(differing, list):  # None would count as no difference
         raise fault(component, "differing", f"a {type(differing).__name__}", "a list of names")
     if differing:
         raise SyncError(
@@ -83,7 +87,7 @@ def check_bits(
 
 
 def sample_probe(engine: Engine, policy: Policy, component: Component) -> tuple[list[int], Completion]:
-    """A short prompt and what the engine samples from it. Collective."""
+    """Return a short prompt and the completion that the engine samples for it. Collective."""
     vocabulary = policy.base.config.get_text_config().vocab_size
     length = max(1, min(PROBE_TOKENS, engine.max_model_len // 2))  # a short context still leaves room to sample
     prompt = [(7919 * i + 11) % vocabulary for i in range(1, length + 1)]
@@ -94,7 +98,7 @@ def sample_probe(engine: Engine, policy: Policy, component: Component) -> tuple[
 
 
 def check_log_probs(engine: Engine, policy: Policy, prompt: list[int], completion: Completion, allowed: float) -> float:
-    """Score what the engine sampled with the policy. Collective.
+    """Score the engine's completion with the policy and compare the log-probs. Collective.
 
     Args:
         allowed: nats that rounding explains, see `allowed_gap`.
@@ -103,7 +107,7 @@ def check_log_probs(engine: Engine, policy: Policy, prompt: list[int], completio
         The largest absolute difference, in nats.
 
     Raises:
-        PolicyError: the policy's are no numbers.
+        PolicyError: the policy's log-probs are NaN.
         SyncError: the difference exceeds what rounding explains.
     """
     ours = torch.tensor([float("nan") if p[0] is None else p[0] for p in completion.logprobs or []])
@@ -144,10 +148,10 @@ def _cause(policy: Policy) -> str:
 def allowed_gap(
     engine: Engine, policy: Policy, autocast: torch.dtype, nats: float | None = None
 ) -> tuple[float, float]:
-    """How far apart engine and trainer may be over sampled tokens, by the coarsest arithmetic that takes part.
+    """Return how far apart the log-probs of engine and trainer may be, by the coarsest arithmetic that takes part.
 
     Args:
-        autocast: what the trainer's matrix products are computed in.
+        autocast: dtype of the trainer's matrix products.
         nats: what the user allows for one token, if anything.
 
     Returns:
@@ -161,29 +165,30 @@ def allowed_gap(
 
 
 def autocast_dtype(args: Any) -> torch.dtype:
-    """What the trainer's matrix products are computed in, by `transformers.TrainingArguments`."""
+    """Return the dtype of the trainer's matrix products, by its `transformers.TrainingArguments`."""
     return torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
 
 
 def coarsest(*dtypes: torch.dtype) -> torch.dtype:
-    """The one that rounds most; fp16 for fp32 where products are computed in TF32, which has as many bits."""
+    """Return the dtype that rounds most; fp16 for fp32 where products are computed in TF32, which has as many bits."""
     dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     tf32 = dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return torch.float16 if tf32 else dtype
 
 
 def allowed_share(policy: Policy, exact: bool) -> float:
-    """Of a batch's tokens, how many may exceed the tolerance; `exact` where nothing rounds to less than fp32."""
+    """Return the share of a batch's tokens that may exceed the tolerance. `exact` says that nothing rounds to less than
+    fp32."""
     return EXPERTS_SHARE if policy.has_experts else 0.0 if exact else SHARE
 
 
 DRAWING_ADAPTERS = ("peft.tuners.pvera.layer", "peft.tuners.lora.monteclora")
-"""Modules of PEFT's adapters that draw from a distribution as they train, whatever their attributes say."""
+"""Modules of PEFT adapters that draw random numbers in training, whatever their attributes say."""
 
 
 def noise(module: nn.Module, modules: Iterable[nn.Module] | None = None) -> str | None:
-    """What makes its next forward pass random (dropout, a router's jitter, NEFTune's noise, an adapter that draws), or
-    None.
+    """Return what makes a module's next forward pass random (dropout, a router's jitter, NEFTune's noise, an adapter
+    that draws random numbers), or None.
 
     Args:
         modules: `module.modules()`, where the caller has them.
@@ -195,7 +200,7 @@ def noise(module: nn.Module, modules: Iterable[nn.Module] | None = None) -> str 
         names, draws = _noisy(type(child), tuple(held))  # type: ignore[arg-type]
         for key in names:
             value = held[key]
-            for each in value.values() if isinstance(value, dict) else (value,):  # of each adapter
+            for each in value.values() if isinstance(value, dict) else (value,):  # one value per adapter
                 if isinstance(each, int | float) and each is not True and each > 0:
                     return f"{_name_of(child, module)}.{key}={each}"
         if draws:
@@ -210,8 +215,8 @@ def _name_of(child: nn.Module, module: nn.Module) -> str:
 
 @functools.lru_cache(1024)
 def _noisy(kind: type[nn.Module], names: tuple[str, ...]) -> tuple[list[str], bool]:
-    """Which attributes of a module of a class are amounts of noise, and whether it draws whatever they say. Thousands
-    of modules have a few dozen classes and sets of attributes."""
+    """Return which attributes of a module's class are amounts of noise, and whether the class draws random numbers
+    whatever they say. Cached: thousands of modules have a few dozen classes and sets of attributes."""
     drops = issubclass(kind, nn.modules.dropout._DropoutNd) or "Dropout" in kind.__name__
     words = ("drop", "jitter", "noise")
     found = [name for name in names if (name == "p" if drops else any(word in name for word in words))]
@@ -221,11 +226,12 @@ def _noisy(kind: type[nn.Module], names: tuple[str, ...]) -> tuple[list[str], bo
 def disagreement(
     sampled: Tensor, scored: Tensor, mask: Tensor, ids: Tensor, allowed: tuple[float, float]
 ) -> str | None:
-    """What one batch shows against the engine, or None: the first token that is too far apart, and how many are.
+    """Return how one batch's log-probs differ from the engine's, or None: the first token that is too far apart, and
+    how many are.
 
     Args:
         sampled: log-probs that the engine sampled with, (B, T) float.
-        scored: the trainer's of the same tokens, (B, T) float.
+        scored: the trainer's log-probs of the same tokens, (B, T) float.
         mask: (B, T), not 0 where the engine sampled the token.
         ids: token ids, (B, T).
         allowed: see `allowed_gap`.
@@ -244,7 +250,7 @@ def disagreement(
 
 
 def no_numbers(policy: Policy, scored: Tensor, mask: Tensor) -> str | None:
-    """What one batch shows against the policy itself, or None: which of the log-probs that it gives are no numbers.
+    """Return which of the policy's log-probs for one batch are NaN and why, or None.
 
     Args:
         scored, mask: as in `disagreement`.
@@ -258,7 +264,7 @@ def no_numbers(policy: Policy, scored: Tensor, mask: Tensor) -> str | None:
 
 
 def broken(policy: Policy) -> str:
-    """Why a policy gives no numbers, as far as its weights tell, and the way out."""
+    """Return why a policy computes NaN, as far as its weights tell, and how to go on."""
     names = policy.not_finite()
     if not names:
         return (
@@ -276,16 +282,16 @@ Item = TypeVar("Item")
 
 
 class Rotation:
-    """Takes a few items at a time, so that each is taken once in `len(items) / count` calls, rounded up.
+    """Takes a few items at a time, in turn, so that `len(items) / count` calls, rounded up, take each item once.
 
-    Ranks that call it equally often take the same items.
+    Ranks that call it the same number of times take the same items.
     """
 
     def __init__(self, count: int = SAMPLED_TENSORS) -> None:
         self._count, self._next = count, 0
 
     def take(self, items: Sequence[Item]) -> list[Item]:
-        """Return the items whose turn it is."""
+        """Return the next items in turn."""
         if not items:
             return []
         start = self._next % len(items)
@@ -294,7 +300,7 @@ class Rotation:
 
 
 def sampled_names(names: list[str], version: int, count: int = SAMPLED_TENSORS) -> set[str]:
-    """A few names, others at each sync, so that every tensor's turn comes, by however many steps versions are apart:
-    multiples of the golden ratio come close to every fraction."""
+    """Return a few names, different ones at each sync, so that every tensor is checked in time, however many optimizer
+    steps lie between two syncs: multiples of the golden ratio come close to every fraction."""
     start = int(len(names) * (version * GOLDEN % 1))
     return {names[(start + i) % len(names)] for i in range(min(count, len(names)))}

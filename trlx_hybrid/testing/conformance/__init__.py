@@ -1,6 +1,7 @@
-"""What a component must do, as checks for the tests of its authors: each builds a run of a tiny model around it.
+"""Conformance checks of components, for the tests of their authors: each builds a run of a tiny model around one
+component.
 
-A check returns where all is well, and raises `ConformanceError` otherwise, with what was found and how it is mended.
+A check returns where all is well, and raises `ConformanceError` otherwise, with what was found and how to fix it.
 """
 
 from .advantages import check_advantages

@@ -1,4 +1,4 @@
-"""What a plugin that gives advantages must do."""
+"""A conformance check of plugins that compute advantages."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ GROUPS = 2
 
 
 def check_advantages(trainer: Any) -> None:
-    """Gives the trainer's `trlx_advantages` batches as training has them: rewards that differ, that are all alike, rows
-    without any, and rows of another rank.
+    """Call the trainer's `trlx_advantages` with batches as training has them: rewards that differ, rewards that are all
+    equal, rows without any reward, and rows of another rank.
 
     Args:
         trainer: a GRPO or RLOO trainer of `trlx_hybrid` with the plugin; it need not have trained.
@@ -60,10 +60,11 @@ def check_advantages(trainer: Any) -> None:
 
 
 def _given(trainer: Any, rewards: Tensor, what: str, rows: int | None = None) -> Tensor | None:
-    """What the plugin makes of rewards, (world * B, functions); None where it keeps TRL's.
+    """Return the advantages that the plugin computes for rewards of shape (world * B, functions); None where it keeps
+    TRL's.
 
     Args:
-        rows: B, where that is another number than usual.
+        rows: B; by default that of two groups.
     """
     rows, tokens = rows or GROUPS * trainer.num_generations, 4
     stock = rewards[-rows:].nan_to_num().sum(dim=1)

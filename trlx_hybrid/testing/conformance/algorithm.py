@@ -1,4 +1,4 @@
-"""What an algorithm must do."""
+"""A conformance check of algorithms."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from ...errors import ComponentError
 from ...protocols import Groups, Scores
 from .findings import ConformanceError, require
 
-ROWS = 64  # of the dataset that prompts are drawn from
+ROWS = 64  # rows of the dataset from which prompts are drawn
 GROUPS, SIZE, FUNCTIONS, TOKENS = 4, 4, 2, 6
 
 
 def check_algorithm(trainer: Any) -> None:
-    """Asks the trainer's algorithms as training does: about rewards that differ, that are all alike, rows and groups
-    without any, prompts to draw, and terms of the loss; and, in the same order, a second time, as another rank would.
+    """Ask the trainer's algorithms all questions of training: with rewards that differ, rewards that are all equal,
+    rows and groups without any reward, prompts to draw, and terms of the loss. Then ask them again in the same order,
+    as another rank would.
 
     Args:
         trainer: a GRPO trainer of `trlx_hybrid` with `HybridConfig.algorithm`; it need not have trained.
 
     Raises:
-        ConformanceError: an answer cannot be used, depends on something else than what was asked, or is lost with a
-            checkpoint.
+        ConformanceError: an answer cannot be used, depends on something else than the question, or is not restored from
+            a checkpoint.
     """
     session = trainer.session
     chosen = session.selection.algorithms
@@ -57,7 +58,7 @@ def check_algorithm(trainer: Any) -> None:
 
 
 def _answers(algorithms: Algorithms, names: str) -> list[Any]:
-    """To all questions of two batches, as plain data."""
+    """Return the algorithms' answers to all questions about two batches, as plain data."""
     found: list[Any] = []
     for rewards in (torch.linspace(0.0, 1.0, GROUPS * SIZE * FUNCTIONS).view(GROUPS, SIZE, FUNCTIONS), _torn()):
         drawn = _guarded(lambda: algorithms.draw(GROUPS, ROWS), names, "draw")
@@ -80,7 +81,8 @@ def _answers(algorithms: Algorithms, names: str) -> list[Any]:
 
 
 def _loss(algorithms: Algorithms, names: str) -> float | None:
-    """The terms of a micro-batch of which one row is not trained at all."""
+    """Return the sum of the algorithms' loss terms for a micro-batch in which one row has no trained token; None
+    without terms."""
     log_probs = torch.linspace(-3.0, -0.1, SIZE * TOKENS).view(SIZE, TOKENS).requires_grad_()
     entropies = torch.linspace(0.1, 2.0, SIZE * TOKENS).view(SIZE, TOKENS).requires_grad_()
     mask = torch.ones(SIZE, TOKENS, dtype=torch.long)
@@ -108,7 +110,8 @@ def _loss(algorithms: Algorithms, names: str) -> float | None:
 
 
 def _torn() -> Tensor:
-    """A group that is all alike, one with a row without any reward, one with none at all."""
+    """Return rewards of four groups: one with equal rewards, one with a row without any reward, one without any reward,
+    and one without rewards of one function."""
     rewards = torch.rand(GROUPS, SIZE, FUNCTIONS, generator=torch.Generator().manual_seed(0))
     rewards[0] = 1.0
     rewards[1, 0], rewards[2] = float("nan"), float("nan")

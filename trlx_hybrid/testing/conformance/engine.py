@@ -1,4 +1,4 @@
-"""What an engine must do."""
+"""A conformance check of engines."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def check_engine(
     model: Any = None,
     tokenizer: Any = None,
 ) -> None:
-    """Loads, compares, samples, sleeps, wakes and streams with an engine as a trainer does.
+    """Load, compare, sample, sleep, wake and stream with an engine as a trainer does.
 
     Args:
         name: as in `HybridConfig.engine`; options: as in `engine_options`. The context must hold 64 tokens.
-        plugins: objects with hook implementations that offer it, where it is not installed.
-        model, tokenizer: what it is to serve; a tiny Qwen3 by default.
+        plugins: objects with hook implementations that offer the engine, where it is not installed.
+        model, tokenizer: the model that the engine is to serve, with its tokenizer; a tiny Qwen3 by default.
 
     Raises:
-        ConformanceError: it does something else than `trlx_hybrid.protocols.Engine` says.
+        ConformanceError: the engine does something else than `trlx_hybrid.protocols.Engine` says.
     """
     config: dict[str, Any] = {"engine": name, "engine_options": dict(options or {}), "weights": "gather"}
     with run_with(plugins=plugins, model=model, tokenizer=tokenizer, **config) as run:
@@ -54,18 +54,18 @@ def check_engine(
 
 
 class EngineChecks:
-    """The parts of `check_engine`, in its order: each leaves the engine awake with the policy's weights."""
+    """The steps of `check_engine`, in their order: each leaves the engine awake with the policy's weights."""
 
     def __init__(self, name: str, session: Session) -> None:
         self._name, self._engine, self._policy = f"engine {name!r}", session.live_engine, session.policy
         choice = session.selection.engine
         self._streams = choice is not None and choice.component.streams
         self._allowed = allowed_gap(self._engine, self._policy, torch.float32)[0]
-        # In 16 bits the same request may be computed in another order of sums, and two tokens change places.
+        # In 16 bits, another order of sums may change which of two tokens is sampled for the same request.
         self._exact = self._engine.dtype is torch.float32 and not self._engine.quantized
 
     def loads(self) -> None:
-        """All weights arrive, and `differing` sees one that is another."""
+        """Check that all weights arrive in the engine, and that `differing` detects one that differs."""
         self._engine.wake("weights")
         self._load()
         name, tensor = next(iter(self._policy.full_weights()))
@@ -94,7 +94,8 @@ class EngineChecks:
         )
 
     def samples(self) -> None:
-        """One completion per request, in order, as long as it may be, with the policy's log-probs."""
+        """Check that sampling returns one completion per request, in order, of the right length, with the policy's
+        log-probs."""
         given = requests()
         plain = Sampling(max_tokens=TOKENS, logprobs=0)
         for temperature in (1.0, 0.6):
@@ -123,7 +124,8 @@ class EngineChecks:
         self._ranks(given[0], self._generate(given[:1], replace(plain, logprobs=2))[0])
 
     def _ranks(self, request: Request, completion: Completion) -> None:
-        """The two most probable tokens of each place and the sampled one, with the log-prob of each."""
+        """Check that a completion lists the two most probable tokens of each position and the sampled one, each with
+        its log-prob."""
         tokens = completion.token_ids
         values, ids = completion.logprobs or [], completion.logprob_token_ids or []
         right = len(values) == len(ids) == len(tokens)
@@ -141,7 +143,7 @@ class EngineChecks:
         )
 
     def draws_by_seed(self) -> None:
-        """A request's seed is its whole randomness: neither its place nor its neighbours count."""
+        """Check that a request's seed alone determines its sampling, not its position in a batch or its neighbours."""
         if not self._exact:
             return
         given, sampling = requests(), Sampling(max_tokens=TOKENS, logprobs=0)
@@ -160,7 +162,8 @@ class EngineChecks:
         )
 
     def follows_the_weights(self) -> None:
-        """It samples from the weights that it was given: changed ones once it has them, also for a prompt it knows."""
+        """Check that the engine samples from the weights that it was given last: from changed ones once it has them,
+        also for a prompt that it has seen."""
         given, sampling = requests(), Sampling(max_tokens=TOKENS, logprobs=0)
         self._generate(given, sampling)
         before = as_it_is(self._policy)
@@ -180,7 +183,8 @@ class EngineChecks:
         self._fit(given, self._generate(given, sampling), before=before)
 
     def sleeps(self) -> None:
-        """Asleep it may lose its weights, if it says so; awake it is what it was."""
+        """Check that a sleeping engine reports whether it has lost its weights, and that after waking it samples as
+        before."""
         if not self._engine.sleeps:
             return
         given, sampling = requests(), Sampling(max_tokens=TOKENS, logprobs=0)
@@ -229,12 +233,12 @@ class EngineChecks:
             )
 
     def _held(self) -> int:
-        """Bytes of what `resident` names."""
+        """Return the bytes of the tensors that `resident` returns."""
         named = [tensor for what in ("weights", "kv_cache") for tensor in self._engine.resident(what)]
         return sum(storage.nbytes() for storage in storages(named))
 
     def streams(self) -> None:
-        """Requests that come one after the other are answered as those that come at once."""
+        """Check that requests that arrive one after the other are answered like the same requests in one batch."""
         if not self._streams:
             return
         given, sampling = requests(), Sampling(max_tokens=TOKENS, logprobs=0)

@@ -1,4 +1,4 @@
-"""What an environment must do, whoever plays it."""
+"""A conformance check of environments, independent of the rollout that plays them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ TURNS = 100
 def check_environment(
     factory: Callable[[], Any], rows: Sequence[Mapping[str, Any]], answers: Sequence[str], turns: int = TURNS
 ) -> None:
-    """Plays each row twice, and all rows side by side, with the same answers.
+    """Play each row twice, and all rows at the same time, with the same answers, and compare the episodes.
 
     Args:
         factory: makes an environment, an object with `reset(row)` and `step(completion)`; usually its class.
-        rows: of a dataset, two or more, with what `reset` reads.
-        answers: what a model may say, in turn; used again from the first.
-        turns: an episode must be over by then.
+        rows: two or more rows of a dataset, with the columns that `reset` reads.
+        answers: what a model may answer, turn by turn; after the last answer, the first one follows.
+        turns: the number of turns after which every episode must be over.
 
     Raises:
-        ConformanceError: it does something else than `trlx_hybrid_multiturn.Environment` says.
+        ConformanceError: the environment does something else than `trlx_hybrid_multiturn.Environment` says.
     """
     name = f"environment {getattr(factory, '__name__', type(factory).__name__)!r}"
     require(bool(rows) and bool(answers), f"{name} was given no rows or no answers.", "Give two rows or more.")
@@ -38,7 +38,7 @@ def check_environment(
             f"{name} cannot be pickled: {error}.",
             "Define its class in a module, not in a function: processes and Ray actors are handed a copy.",
         )
-    with asyncio.Runner() as loop:  # one for all episodes, as in a run
+    with asyncio.Runner() as loop:  # one loop for all episodes, as in a run
         alone = [_play(loop, name, [factory()], [row], answers, turns)[0] for row in rows]
         again = [_play(loop, name, [factory()], [row], answers, turns)[0] for row in rows]
         together = _play(loop, name, [factory() for _ in rows], rows, answers, turns)
@@ -65,7 +65,8 @@ def _play(
     answers: Sequence[str],
     turns: int,
 ) -> list[list[Any]]:
-    """What each showed and gave, its first observation first; all take a turn before any takes the next."""
+    """Return what each environment showed: its first observation, then observation, done and reward of each step. All
+    environments take a turn before any takes the next."""
     shown: list[list[Any]] = [
         [_called(loop, env.reset, dict(row))] for env, row in zip(environments, rows, strict=True)
     ]

@@ -1,4 +1,5 @@
-"""How a check says what it found, and whether log-probs belong to what was sampled."""
+"""Helpers of the conformance checks: errors that say what was found, and a check that log-probs belong to the sampled
+tokens."""
 
 from __future__ import annotations
 
@@ -18,24 +19,24 @@ class ConformanceError(AssertionError):
 
 
 def require(fulfilled: bool, found: str, mend: str) -> None:
-    """Go on where something holds.
+    """Raise ConformanceError unless a requirement is fulfilled.
 
     Args:
-        found: what was found where it does not.
+        found: what was found where the requirement is not fulfilled.
         mend: what to do about it.
 
     Raises:
-        ConformanceError: with both.
+        ConformanceError: the requirement is not fulfilled; the message has both texts.
     """
     if not fulfilled:
         raise ConformanceError(f"{found} {mend}")
 
 
 def require_completions(found: object, requests: Sequence[Request], of: str) -> list[Completion]:
-    """What was sampled, where it is one completion per request.
+    """Return what was sampled; raise ConformanceError unless it is one completion per request.
 
     Args:
-        of: what returned it.
+        of: what returned it, for the message.
     """
     require(
         isinstance(found, list) and all(isinstance(one, Completion) for one in found),
@@ -61,12 +62,13 @@ def require_log_probs(
     temperature: float = 1.0,
     before: Policy | None = None,
 ) -> None:
-    """Hold the log-probs of sampled tokens against the policy's.
+    """Compare the log-probs of sampled tokens with the policy's; raise ConformanceError where they differ.
 
     Args:
         allowed: nats that rounding explains.
-        of: what sampled them.
-        before: the policy as it was before its weights changed, which something stale would still sample from.
+        of: what sampled the tokens, for the message.
+        before: the policy as it was before its weights changed; an engine with stale weights would still sample from
+            it.
     """
     for index, (request, completion) in enumerate(zip(requests, completions, strict=True)):
         ids = completion.token_ids

@@ -1,4 +1,4 @@
-"""What a plugin may import when it is loaded."""
+"""A conformance check of what a plugin imports when it is loaded."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ print("\\nfound:", *[name for name in {heavy} if name in sys.modules and name no
 
 
 def check_imports(module: str) -> None:
-    """Imports a plugin's module in a fresh Python, as every process of every run does.
+    """Import a plugin's module in a fresh Python process, as every process of every run does, and check that this
+    imports no training stack.
 
     Raises:
-        ConformanceError: it imports a training stack, or does not import.
+        ConformanceError: the module imports a training stack, or cannot be imported.
     """
     code = CODE.format(module=module, heavy=HEAVY)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""What a rollout must do."""
+"""A conformance check of rollouts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ...session import Session
 
 OBSERVED = [70, 71, 72, 73, 74]
-"""What the tool of a checked conversation answers, as tokens."""
+"""The answer of the tool in the checked conversations, as token ids."""
 
 TURNS = 3
 
@@ -35,16 +35,16 @@ def check_rollout(
     model: Any = None,
     tokenizer: Any = None,
 ) -> None:
-    """Samples two batches, and conversations with a tool where the rollout has them, and looks at every token.
+    """Sample two batches, and conversations with a tool where the rollout runs them, and check every token.
 
     Args:
         name: as in `HybridConfig.rollout`; options: as in `rollout_options`.
-        engine, engine_options: what samples. The context must hold 128 tokens.
-        plugins: objects with hook implementations that offer it, where it is not installed.
-        model, tokenizer: what is sampled from; a tiny Qwen3 by default.
+        engine, engine_options: the engine that samples. Its context must hold 128 tokens.
+        plugins: objects with hook implementations that offer the rollout, where it is not installed.
+        model, tokenizer: the model that is sampled from; a tiny Qwen3 by default.
 
     Raises:
-        ConformanceError: it does something else than `trlx_hybrid.protocols.Rollout` says.
+        ConformanceError: the rollout does something else than `trlx_hybrid.protocols.Rollout` says.
     """
     config: dict[str, Any] = {"engine": engine, "engine_options": dict(engine_options or {})}
     config |= {"rollout": name, "rollout_options": dict(options or {}) or None}
@@ -55,7 +55,8 @@ def check_rollout(
 
 
 def _batches(name: str, session: Session) -> None:
-    """One completion per prompt, in order; the next batch is another one."""
+    """Check that the rollout returns one completion per prompt, in order, and samples other completions for the next
+    batch."""
     given = [Request(prompt_ids=prompt, seed=0) for prompt in PROMPTS]
     seen = []
     for _ in range(2):
@@ -72,7 +73,7 @@ def _batches(name: str, session: Session) -> None:
 
 
 def _generated(session: Session) -> list[Completion]:
-    """What a run itself takes of it."""
+    """Return the completions as a run gets them from the rollout."""
     try:
         return session.generate(list(PROMPTS))
     except ComponentError as error:
@@ -80,7 +81,7 @@ def _generated(session: Session) -> list[Completion]:
 
 
 def _conversations(name: str, session: Session) -> None:
-    """Every dialogue to its end; what was sampled and what was observed are told apart."""
+    """Check that every dialogue runs to its end, and that sampled and observed tokens are told apart."""
     limits = Limits(completion_tokens=64, model_tokens=128, tool_turns=TURNS - 1)
     dialogues = [_dialogue(prompt) for prompt in PROMPTS]
     with session.rollout_phase(True), _told(name, session, "on_conversation", len(dialogues)):
@@ -105,7 +106,7 @@ def _conversations(name: str, session: Session) -> None:
 
 @contextmanager
 def _told(name: str, session: Session, hook: str, count: int) -> Iterator[None]:
-    """A rollout that `tells` does, of every row once."""
+    """Check that a rollout that `tells` calls the session's hook once for every row inside the context."""
     engine, rollout, rows = session.selection.engine, session.rollout, list[int]()
     if engine is None or rollout is None or not (rollout.tells and engine.component.streams):
         yield
@@ -154,7 +155,7 @@ def _masked(of: str, session: Session, dialogue: Dialogue, conversation: Convers
 
 
 def _dialogue(prompt: list[int]) -> Dialogue:
-    """A model that calls its tool in each turn but the last one allowed."""
+    """Return a dialogue whose model calls its tool in every turn except the last one allowed."""
 
     def parse(sampled: list[int], before: list[int]) -> Message:
         call = {"type": "function", "function": {"name": "look", "arguments": {}}}

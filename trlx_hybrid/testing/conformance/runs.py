@@ -1,4 +1,4 @@
-"""A run to check a component in: a tiny model, and everything else real."""
+"""Runs for the conformance checks: a tiny model in an otherwise real run."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ if TYPE_CHECKING:
     from ...hybrid_engine import HybridEngine
 
 TOKENS = 8
-"""Of a completion."""
+"""The length of a completion, in tokens."""
 
 PROMPTS = [[5, 6, 7, 40], list(range(10, 58)), list(range(10, 58)), [90], list(range(60, 77)), list(range(30, 10, -1))]
-"""Of several lengths, a single token among them; two alike, and longer than what engines keep prefixes by."""
+"""Prompts of several lengths, one of them a single token; two are equal and longer than the blocks by which engines
+cache prefixes."""
 
 
 @contextmanager
 def run_with(
     *, plugins: Sequence[object], model: Any, tokenizer: Any, max_tokens: int = TOKENS, **config: Any
 ) -> Iterator[HybridEngine]:
-    """A run in a loop of one's own, closed afterwards.
+    """Build a run in a loop without a trainer, and close it on exit.
 
     Args:
-        model, tokenizer: a tiny Qwen3 and its characters where None.
+        model, tokenizer: by default a tiny Qwen3 and a character tokenizer.
         config: fields of `HybridConfig`.
     """
     from ...config import HybridConfig
@@ -52,7 +53,7 @@ def run_with(
 
 
 def requests(first_seed: int = 0) -> list[Request]:
-    """One for each of PROMPTS; the last may have three tokens only."""
+    """Return one request for each of PROMPTS; the last is limited to three tokens."""
     count = len(PROMPTS)
     return [
         Request(prompt_ids=prompt, seed=first_seed + i, row=i, max_tokens=3 if i == count - 1 else None)
@@ -61,7 +62,7 @@ def requests(first_seed: int = 0) -> list[Request]:
 
 
 def change(policy: Policy, seed: int) -> None:
-    """Move every trained weight by more than any rounding hides."""
+    """Change every trained weight by more than rounding could hide."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -73,7 +74,7 @@ def change(policy: Policy, seed: int) -> None:
 
 
 def as_it_is(policy: Policy) -> Policy:
-    """A copy that later changes leave alone."""
+    """Return a copy of the policy that later changes do not affect."""
     model = copy.deepcopy(policy.module)
     for module in model.modules():
         vars(module).pop("forward", None)  # see `with_a_trainers_forward`
@@ -81,7 +82,8 @@ def as_it_is(policy: Policy) -> Policy:
 
 
 def with_a_trainers_forward(model: nn.Module) -> None:
-    """Put a forward on the model itself that computes with it, as TRL and accelerate do: copies inherit it."""
+    """Set a `forward` on the model instance that computes with that instance, as TRL and accelerate do: copies inherit
+    it."""
     forward = model.forward
 
     def own(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

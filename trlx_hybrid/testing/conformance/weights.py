@@ -1,4 +1,4 @@
-"""What a weight sync must do."""
+"""A conformance check of weight syncs."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ def check_weights(
     model: Any = None,
     tokenizer: Any = None,
 ) -> None:
-    """Changes a model's weights in the ways that training does, and looks at what the engine samples from afterwards.
+    """Change a model's weights in the ways that training does, and check what the engine samples from afterwards.
 
     Args:
         name: as in `HybridConfig.weights`; options: as in `weights_options`.
-        engine, engine_options: what it brings weights to. The context must hold 64 tokens.
-        plugins: objects with hook implementations that offer it, where it is not installed.
-        model, tokenizer: what is trained; a tiny Qwen3 by default, a PEFT model for a path that serves adapters.
+        engine, engine_options: the engine that gets the weights. Its context must hold 64 tokens.
+        plugins: objects with hook implementations that offer the weight sync, where it is not installed.
+        model, tokenizer: the model that is trained; a tiny Qwen3 by default. Pass a PEFT model for a weight sync that
+            serves adapters.
 
     Raises:
-        ConformanceError: it does something else than `trlx_hybrid.protocols.WeightSync` says.
+        ConformanceError: the weight sync does something else than `trlx_hybrid.protocols.WeightSync` says.
     """
     config: dict[str, Any] = {"engine": engine, "engine_options": dict(engine_options or {}), "verify_every": 1}
     config |= {"weights": name, "weights_options": dict(options or {}) or None}
@@ -47,7 +48,7 @@ def check_weights(
 
 
 class _Rounds:
-    """Rollout after rollout, with something else changed before each."""
+    """A series of rollouts, with something else changed before each."""
 
     def __init__(self, name: str, run: HybridEngine) -> None:
         self._name, self._run, self._session = f"weights {name!r}", run, run.session
@@ -70,7 +71,8 @@ class _Rounds:
         self._session.weights_changed()
 
     def _then_frozen(self) -> None:
-        """As gradual freezing does: a weight's last change is yet to be brought over."""
+        """Train all weights, then freeze all but one, as gradual freezing does: the last change of the frozen weights
+        must still be synced."""
         self._train(lambda: change(self._session.policy, seed=3))
         for parameter in [p for p in self._session.policy.module.parameters() if p.requires_grad][:-1]:
             parameter.requires_grad_(False)
@@ -99,7 +101,8 @@ class _Rounds:
         )
 
     def _bits(self, session: Session, after: str) -> None:
-        """The engine's memory, where the path has no proof of its own (adapters, rounded copies)."""
+        """Compare the engine's memory with the policy's weights, where the weight sync has no check of its own
+        (adapters, rounded copies)."""
         assert session.weights is not None
         if type(session.weights).check is not WeightSync.check:
             return

@@ -1,1 +1,1 @@
-"""Guess a number."""
+"""A game for GRPO: guess a number."""

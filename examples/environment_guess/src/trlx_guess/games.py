@@ -1,13 +1,13 @@
-"""Guess a number: as an environment that talks, and as one that is a tool."""
+"""The game "guess a number", as an environment that talks, and as an environment whose methods are tools."""
 
 from trlx_hybrid_multiturn import Step
 
 
 class GuessingGame:
-    """Answers what the model says with "higher" or "lower"."""
+    """An environment that answers the model's guesses with "higher" or "lower"."""
 
     async def reset(self, row):
-        """Think of the row's number; what is returned goes into the prompt."""
+        """Take the row's number, and return the text that is appended to the prompt."""
         self.number = row["number"]
         return f"I think of a number from 1 to {row['highest']}. Answer with a guess."
 
@@ -20,10 +20,10 @@ class GuessingGame:
 
 
 class GuessingTool:
-    """The same, as TRL takes environments: public methods are tools."""
+    """The same game, as TRL takes environments: public methods are tools."""
 
     def reset(self, number, highest, **columns):
-        """Think of the row's number. TRL resets one object for many episodes."""
+        """Take the row's number. TRL resets one object for many episodes."""
         self.number, self.found = number, False
         return f"I think of a number from 1 to {highest}. Guess it with the tool."
 
@@ -38,5 +38,5 @@ class GuessingTool:
         return "right" if number == self.number else "higher" if number < self.number else "lower"
 
     def get_reward(self):
-        """What the episode earned."""
+        """Return the reward of the episode."""
         return float(self.found)

@@ -1,4 +1,4 @@
-"""How much each completion of a group counts."""
+"""Algorithms that set how much each completion of a group counts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from trlx_hybrid.protocols import Algorithm, Groups
 
 
 class LeaveOneOut(Algorithm):
-    """A completion's reward less the mean of the others': unbiased, where TRL's mean has the completion's own in it.
+    """A completion's reward minus the mean reward of the group's other completions.
+
+    This is unbiased, unlike TRL's mean, which includes the completion's own reward.
 
     Source: RLOO, arXiv 2402.14740.
     """
@@ -16,7 +18,7 @@ class LeaveOneOut(Algorithm):
     name = "leave_one_out"
 
     def advantages(self, groups: Groups) -> Tensor:
-        """n / (n - 1) times the reward less the mean of all n."""
+        """Return n / (n - 1) times the reward minus the mean of all n scored completions; 0 for unscored rows."""
         totals = groups.totals
         scored = (~totals.isnan()).sum(dim=1, keepdim=True)
         difference = totals - totals.nanmean(dim=1, keepdim=True)
@@ -24,7 +26,9 @@ class LeaveOneOut(Algorithm):
 
 
 class OptimalBaseline(Algorithm):
-    """A completion's reward less the group's mean weighted by length, which is about the baseline of least variance.
+    """A completion's reward minus the length-weighted mean reward of its group.
+
+    This mean is about the baseline of least variance.
 
     Source: OPO, arXiv 2505.23585.
     """
@@ -32,7 +36,7 @@ class OptimalBaseline(Algorithm):
     name = "optimal_baseline"
 
     def advantages(self, groups: Groups) -> Tensor:
-        """Of rows that were scored."""
+        """Return the reward minus the length-weighted mean of the scored rows; 0 for rows without a reward."""
         totals = groups.totals
         weights = groups.lengths.float().masked_fill(totals.isnan(), 0.0)
         baseline = (totals.nan_to_num(nan=0.0) * weights).sum(dim=1, keepdim=True)
@@ -41,7 +45,9 @@ class OptimalBaseline(Algorithm):
 
 
 class PassAtK(Algorithm):
-    """What a completion adds to the best reward of its group: only the best has an advantage, by how far it is ahead.
+    """An advantage for the best completion of each group only: its lead over the second best.
+
+    The lead is what a completion adds to the best reward of its group.
 
     Source: arXiv 2503.19595, for k = n completions of a group.
     """
@@ -49,7 +55,7 @@ class PassAtK(Algorithm):
     name = "pass_at_k"
 
     def advantages(self, groups: Groups) -> Tensor:
-        """The best less the second best, for the best."""
+        """Return the best reward minus the second best for the best completion, and 0 for all others."""
         totals = groups.totals.nan_to_num(nan=float("-inf"))
         best, where = totals.max(dim=1)
         advantages = torch.zeros_like(totals)

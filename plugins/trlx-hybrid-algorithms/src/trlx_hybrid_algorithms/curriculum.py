@@ -1,4 +1,4 @@
-"""Which prompts are sampled: those that are sometimes solved."""
+"""A curriculum that prefers prompts that are sometimes solved."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from .options import CurriculumOptions
 
 
 class Curriculum(Algorithm):
-    """Draws a share of the prompts in proportion to p(1 - p), p being how often they were solved when they were sampled
-    last, and the rest alike. What was never sampled counts as p = 1/2. Where rewards are 0 or 1, p(1 - p) is their
-    variance, and so how much a group teaches.
+    """Draws prompts by p(1 - p), where p is the solve rate that it remembers for a prompt.
+
+    A share of the draws (`CurriculumOptions.explore`) is uniform. A prompt that was never sampled counts as p = 1/2.
+    Where rewards are 0 or 1, p(1 - p) is their variance, and so measures how much a group teaches.
 
     After: Learning to Reason at the Frontier of Learnability, arXiv 2502.12272, which samples candidates anew and takes
     the best.
@@ -29,7 +30,7 @@ class Curriculum(Algorithm):
         self._draws = 0
 
     def draw(self, count: int, size: int) -> Sequence[int]:
-        """Different rows, as long as there are enough."""
+        """Return `count` row numbers of a dataset of `size` rows, without repeats where `size` allows it."""
         seed = request_seed(self._seed, "curriculum", self._draws, 0, 0, turn=0)
         self._draws += 1
         rates = torch.full((size,), 0.5, dtype=torch.float64)
@@ -44,7 +45,7 @@ class Curriculum(Algorithm):
         return [rows[i % size] for i in range(count)]
 
     def observe(self, groups: Groups) -> None:
-        """Note how often each prompt was solved."""
+        """Update the solve rate of each group's prompt."""
         low, high = self._options.lowest, self._options.highest
         rates = ((groups.totals.nanmean(dim=1) - low) / (high - low)).clamp(0, 1).tolist()
         for row, rate in zip(groups.rows, rates, strict=True):
@@ -53,14 +54,14 @@ class Curriculum(Algorithm):
                 self._rates[row] = self._options.memory * before + (1 - self._options.memory) * rate
 
     def note(self) -> str:
-        """How it draws."""
+        """Return a line for the report: how prompts are drawn."""
         return f"prompts by how often they are solved, {self._options.explore:.0%} of them whatever is known"
 
     def state(self) -> Mapping[str, Any]:
-        """What it knows of prompts."""
+        """Return the number of draws and the solve rates of the prompts."""
         return {"draws": self._draws, "rates": {str(row): rate for row, rate in self._rates.items()}}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Take it up."""
+        """Restore the number of draws and the solve rates from `state()`."""
         self._draws = state["draws"]
         self._rates = {int(row): rate for row, rate in state["rates"].items()}

@@ -1,4 +1,4 @@
-"""Terms of the loss beside TRL's."""
+"""Algorithms that add terms to TRL's loss."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from .options import PositiveNllOptions
 
 
 class PositiveNll(Algorithm):
-    """The negative log-likelihood of completions with a positive advantage: what went well is imitated, also where the
-    clipped loss has no gradient for it any more.
+    """The negative log-likelihood of completions with a positive advantage, as an additional loss term.
+
+    It reinforces successful completions even where the clipped loss no longer has a gradient for them.
 
     After: VAPO, arXiv 2504.05118, which takes all right answers and averages over the tokens of a batch.
     """
@@ -23,12 +24,12 @@ class PositiveNll(Algorithm):
         self._options = options
 
     def loss(self, scores: Scores, batch: Mapping[str, Tensor]) -> Tensor:
-        """Mean over the trained tokens of those completions of a micro-batch; 0 where there are none."""
+        """Return the weighted mean over a micro-batch's trained tokens with a positive advantage; 0 without any."""
         mask = batch["completion_mask"] * batch.get("tool_mask", 1)
         better = batch["advantages"] > 0
         mask = mask * (better if better.ndim == 2 else better.unsqueeze(1))
         return -self._options.weight * (scores.log_probs * mask).sum() / mask.sum().clamp(min=1)
 
     def note(self) -> str:
-        """How much."""
+        """Return a line for the report: the weight of the term."""
         return f"{self._options.weight:g} times the negative log-likelihood of better completions"

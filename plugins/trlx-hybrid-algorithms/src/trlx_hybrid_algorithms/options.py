@@ -9,14 +9,14 @@ from trlx_hybrid.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicSamplingOptions:
-    """Of `dynamic_sampling`.
+    """Settings of `dynamic_sampling`.
 
     Attributes:
-        rounds: how often prompts are sampled for a batch at most.
-        oversampling: how many times a batch's prompts the first round has. With more, fewer batches need a second,
-            which takes about as long as its longest completion.
-        function: number of the reward function, from 0, whose rewards must differ; None: those of all functions,
-            weighted and summed. A penalty for length or format makes these differ in most groups.
+        rounds: how many times prompts are sampled for one batch, at most.
+        oversampling: how many times the batch's number of prompts the first round samples. With more, fewer batches
+            need a second round, which takes about as long as its longest completion.
+        function: number of the reward function, from 0, whose rewards must differ. None: the rewards of all functions,
+            weighted and summed. A penalty for length or format makes this sum differ in most groups.
     """
 
     rounds: int = 3
@@ -34,12 +34,13 @@ class DynamicSamplingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CurriculumOptions:
-    """Of `curriculum`.
+    """Settings of `curriculum`.
 
     Attributes:
-        lowest, highest: what rewards lie between, weighted and summed over functions: nothing right, all right.
-        explore: the share of prompts that are drawn whatever is known of them, above 0 and at most 1.
-        memory: what an older solve rate still counts when a prompt was sampled again, from 0 to below 1.
+        lowest, highest: the reward, weighted and summed over functions, of a completion with nothing right, and of one
+            with all right.
+        explore: the share of prompts that are drawn uniformly, regardless of their solve rates; above 0 and at most 1.
+        memory: the weight of the older solve rate when a prompt is sampled again, from 0 to below 1.
     """
 
     lowest: float = 0.0
@@ -59,11 +60,11 @@ class CurriculumOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LengthRewardOptions:
-    """Of `length_reward`.
+    """Settings of `length_reward`.
 
     Attributes:
-        weight: what the shortest completion of a group gains, and the longest loses, is half of it.
-        right: from which reward on, weighted and summed over functions, a completion is right.
+        weight: the shortest completion of a group gains half of it, and the longest loses half of it.
+        right: the reward, weighted and summed over functions, from which on a completion counts as right.
     """
 
     weight: float = 0.2
@@ -72,10 +73,10 @@ class LengthRewardOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PositiveNllOptions:
-    """Of `positive_nll`.
+    """Settings of `positive_nll`.
 
     Attributes:
-        weight: of the term in the loss.
+        weight: the factor of the term in the loss.
     """
 
     weight: float = 0.1

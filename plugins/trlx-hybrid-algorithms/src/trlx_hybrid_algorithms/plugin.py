@@ -1,4 +1,4 @@
-"""What this distribution offers. Imports little: loading every plugin must stay cheap."""
+"""The hooks of this distribution. The module imports little, because loading every plugin must stay cheap."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _advantages(name: str) -> Any:
 
 @hookimpl
 def trlx_register(registry: Registry) -> None:
-    """Offer the algorithms."""
+    """Offer the algorithms of this package."""
 
     def offer(name: str, factory: Any, summary: str, options: type[Any] | None = None) -> None:
         registry.offer("algorithm", name, factory, options=options, summary=summary)

@@ -1,4 +1,4 @@
-"""Rewards that depend on the rest of the group."""
+"""Algorithms that change rewards by comparing the completions of a group."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from .options import LengthRewardOptions
 
 
 class LengthReward(Algorithm):
-    """Among the right completions of a group, the shorter ones get more; wrong ones gain nothing by being short, and
-    lose by being long. Added to the reward of the first function that counts and says anything of a completion.
+    """A bonus for short right completions, and a penalty for long ones.
+
+    Wrong completions gain nothing by being short, and lose by being long. The bonus is added to the reward of the first
+    function that has a weight other than 0 and returned a reward for the completion.
 
     Source: Kimi k1.5, arXiv 2501.12599, section 2.3.3.
     """
@@ -21,8 +23,11 @@ class LengthReward(Algorithm):
         self._options = options
 
     def rewards(self, groups: Groups) -> Tensor:
-        """With weight * (1/2 - where a completion's length lies between the group's shortest and its longest), of those
-        that have a reward."""
+        """Return the rewards with weight * (1/2 - position) added to each scored completion.
+
+        The position is 0 for the group's shortest scored completion and 1 for its longest. For wrong completions a
+        positive bonus becomes 0.
+        """
         scored, lengths = ~groups.totals.isnan(), groups.lengths.float()
         shortest = lengths.masked_fill(~scored, float("inf")).amin(dim=1, keepdim=True)
         longest = lengths.masked_fill(~scored, 0.0).amax(dim=1, keepdim=True)
@@ -35,5 +40,5 @@ class LengthReward(Algorithm):
         return groups.rewards + share.where(first, 0.0)
 
     def note(self) -> str:
-        """What is at stake."""
+        """Return a line for the report: the largest bonus."""
         return f"up to {self._options.weight / 2:g} more for the shortest right completion of a group"

@@ -1,4 +1,4 @@
-"""Which groups are trained on."""
+"""An algorithm that chooses which groups are trained on."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from .options import DynamicSamplingOptions
 
 
 class DynamicSampling(Algorithm):
-    """Only groups whose completions have different rewards: the advantages of all others are 0. The batch is sampled on
-    until it is full of them.
+    """Keeps only groups whose completions have different rewards, and samples more prompts until the batch is full.
+
+    In all other groups, every advantage is 0.
 
     Source: DAPO, arXiv 2503.14476, section 3.2.
     """
@@ -24,8 +25,14 @@ class DynamicSampling(Algorithm):
         self._function, self._each = options.function, each
 
     def keep(self, groups: Groups) -> Sequence[bool]:
-        """Where the highest reward of a group is above its lowest: of one function, of all together, or, where TRL
-        normalizes each function's rewards by themselves, of any."""
+        """Return for each group whether its highest reward is above its lowest.
+
+        Rewards are those of the function that the options name, else the weighted sum of all functions. Where TRL
+        normalizes each function's rewards separately, one function with different rewards is enough.
+
+        Raises:
+            ConfigError: the options name a function that does not exist.
+        """
         functions = groups.rewards.shape[-1]
         if self._function is not None and not 0 <= self._function < functions:
             raise ConfigError(
@@ -41,5 +48,5 @@ class DynamicSampling(Algorithm):
         return (highest > lowest).any(dim=-1).tolist()  # type: ignore[no-any-return]
 
     def note(self) -> str:
-        """How far it goes."""
+        """Return a line for the report: the number of rounds and the oversampling."""
         return f"up to {self.rounds} rounds a batch, the first with {self.oversampling:g} times its prompts"

@@ -1,4 +1,4 @@
-"""CURE: one model writes programs and unit tests, and both are rewarded from the matrix of who passes what.
+"""CURE: one model writes programs and unit tests, and the matrix of which program passes which test rewards both.
 
 Wang et al. 2025, https://arxiv.org/abs/2506.03136; the rewards are those of the authors' code.
 """
@@ -31,7 +31,7 @@ PYTHON = re.compile(r"```(?:python)?\n(.*?)```", re.DOTALL)
 
 
 def python_block(text: str) -> str | None:
-    """The last block of Python in a completion, or None."""
+    """Return the last block of Python in a completion, or None."""
     blocks = PYTHON.findall(text)
     return blocks[-1] if blocks else None
 
@@ -39,18 +39,19 @@ def python_block(text: str) -> str | None:
 def two_speakers(
     tasks: Dataset, args: Any, *, coder: Callable[[Mapping[str, Any]], Any], tester: Callable[[Mapping[str, Any]], Any]
 ) -> Dataset:
-    """A dataset in which each task is two rows, one after the other: a prompt for the coder and one for the tester.
+    """Build a dataset in which each task is two consecutive rows: a prompt for the coder and one for the tester.
 
     It is what [`with_speakers`][trlx_hybrid.speakers.with_speakers] makes of tasks that have ground-truth tests.
 
     Args:
         tasks: with a column `tests`, the ground-truth tests of each task: Python sources that raise where a program is
-            wrong. All columns are kept, for both speakers. Their order is that of training: shuffle them yourself.
+            wrong. All columns are kept, for both speakers. Training keeps their order: shuffle them yourself.
         args: the `GRPOConfig` of the run.
-        coder, tester: the prompt, text or messages, that asks for a program or for a unit test. Given a row of `tasks`.
+        coder, tester: return the prompt, text or messages, that asks for a program or for a unit test, given a row of
+            `tasks`.
 
     Raises:
-        ConfigError: `args` would part the two groups of a task, a task has no tests, or a column is in the way.
+        ConfigError: `args` would separate the two groups of a task, a task has no tests, or a column is in the way.
     """
     if TESTS not in tasks.column_names:
         raise ConfigError(f"CURE: the tasks need a column {TESTS!r}: rename your column of ground-truth tests.")
@@ -63,12 +64,13 @@ def two_speakers(
 def matrix_rewards(
     truth: Sequence[Sequence[bool]], judged: Sequence[Sequence[bool]]
 ) -> tuple[list[float], list[float]]:
-    """Rewards of n programs and m generated tests of one task.
+    """Compute the rewards of n programs and m generated tests of one task.
 
-    A program earns the share of ground-truth tests that it passes, and is right if that is all of them. A test that all
-    right programs pass earns the share of wrong programs that it rejects; one that rejects a right program loses the
-    share of wrong programs that it lets pass. Where no program is wrong, these are 1 and -1; where none is right,
-    nothing is known about the tests, and all earn 0. GRPO subtracts each group's mean and divides by its deviation.
+    A program earns the share of ground-truth tests that it passes, and is right if it passes all of them. A test that
+    all right programs pass earns the share of wrong programs that it rejects. A test that rejects a right program loses
+    the share of wrong programs that it lets pass. Where no program is wrong, tests earn 1 and -1. Where no program is
+    right, nothing is known about the tests, and all earn 0. GRPO subtracts each group's mean and divides by its
+    deviation.
 
     Args:
         truth: (n, t), whether a program passes a ground-truth test.
@@ -89,20 +91,20 @@ def matrix_rewards(
 
 
 class CureReward:
-    """TRL reward function for the rows of `two_speakers`. Collective: the groups of a task may lie on several ranks.
+    """A TRL reward function for the rows of `two_speakers`. Collective: the groups of a task may lie on several ranks.
 
-    Every program is run with the ground-truth tests of its task and with all generated ones, each rank runs its share,
-    and both are paid by `matrix_rewards`. A completion without a program passes nothing, one without a test lets
-    nothing pass.
+    Every program is run with the ground-truth tests of its task and with all generated tests, and each rank runs its
+    share of the programs. `matrix_rewards` rewards both. A completion without a program passes no test; a completion
+    without a test passes no program.
 
-    Logs `cure/pass@1`, the share of programs that are right; of tasks that have a right program, `cure/precision`, the
-    share of generated tests that all right ones pass; `cure/seconds`, of the sandbox; and `cure/unfinished`, the share
-    of runs that its `batch_seconds` did not reach, where there are any.
+    Logs `cure/pass@1`, the share of programs that are right; `cure/precision`, the share of generated tests that all
+    right programs pass, over tasks that have a right program; `cure/seconds`, the time of the sandbox; and
+    `cure/unfinished`, the share of runs that its `batch_seconds` did not reach, where there are any.
 
     Args:
-        program, test: the Python source in the text of a completion, or None. A test is executed with the program's
-            names and fails it by raising.
-        sandbox: its limits and walls.
+        program, test: return the Python source in the text of a completion, or None. A test is executed with the
+            program's names and fails the program by raising.
+        sandbox: what runs the programs, with its limits and walls.
     """
 
     __name__ = "cure"
@@ -118,18 +120,19 @@ class CureReward:
         self.sandbox = sandbox or Sandbox()
 
     def __call__(self, completions: Sequence[Any], log_metric: Any = None, **columns: Any) -> list[float]:
-        """The rewards of this rank's rows.
+        """Return the rewards of this rank's rows.
 
         Raises:
-            ConfigError: a row is none of `two_speakers`, or a batch has tests of a task and none of its programs.
-            SandboxError: on all ranks; programs could not be run on one of them.
+            ConfigError: a row does not come from `two_speakers`, or a batch has tests of a task and none of its
+                programs.
+            SandboxError: on all ranks, where one of them could not run programs.
         """
         absent = [name for name in (TASK, SPEAKER, TESTS) if name not in columns]
         if absent:
             raise ConfigError(f"CURE: the rows have no column {absent[0]!r}. {WAY_OUT}")
         texts = [done if isinstance(done, str) else done[-1]["content"] or "" for done in completions]
         sources = [self._source[speaker](text) for speaker, text in zip(columns[SPEAKER], texts, strict=True)]
-        said = by_task(columns[TASK], columns[SPEAKER], sources, required=())  # who is missing is said below
+        said = by_task(columns[TASK], columns[SPEAKER], sources, required=())  # missing speakers are reported below
         truth: dict[int, list[str]] = {}
         for of_rank in gathered(dict(zip(columns[TASK], columns[TESTS], strict=True))):
             truth |= of_rank
@@ -138,7 +141,7 @@ class CureReward:
     def _rewards(
         self, said: BatchByTask[str | None], truth: dict[int, list[str]], log: Callable[[str, float], None]
     ) -> list[float]:
-        """Of all ranks' rows, the same on all ranks."""
+        """Return the rewards of the rows of all ranks, the same on all ranks."""
         jobs: dict[tuple[int, str | None], ProgramTests] = {}  # what was sampled more than once is run once
         for task, group in said.places.items():
             if not group[CODER]:
@@ -173,11 +176,11 @@ class CureReward:
         return rewards
 
     def _run(self, jobs: list[ProgramTests]) -> list[list[Verdict]]:
-        """The verdicts on all jobs, of which this rank runs its share."""
+        """Return the verdicts on all jobs, of which this rank runs its share."""
         state = PartialState()
         try:
             share: Any = self.sandbox.run(jobs[state.process_index :: state.num_processes])
-        except SandboxError as error:  # the others wait
+        except SandboxError as error:  # the other ranks wait for this rank's answer
             share = error
         shares = gathered(share)
         for rank, of_rank in enumerate(shares):
@@ -187,5 +190,5 @@ class CureReward:
 
 
 def unique(sources: Iterable[str | None]) -> list[str]:
-    """Each source once, in their order."""
+    """Return each source once, in order, without None."""
     return [source for source in dict.fromkeys(sources) if source is not None]

@@ -1,8 +1,9 @@
-"""The process that judges: it holds the tests, has others execute them, and executes nothing itself.
+"""The process that judges: it holds the tests, has other processes execute them, and executes nothing itself.
 
 `sandbox` starts it with the standard library alone. It reads jobs from its standard input, and writes verdicts to its
-standard output. A program and each of its tests have a process of their own, which come from a third one that knows
-neither; what they say to each other passes through here. A program is given no test, and no way to give a verdict.
+standard output. A program has a process of its own, and so has each of its tests. A third process, which knows neither
+programs nor tests, forks them all. What a program and a test send to each other passes through the judge. A program is
+given no test, and no way to give a verdict.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ GONE = (EOFError, OSError)  # TimeoutError is one, too: it is caught before
 
 @dataclass
 class Limits:
-    """What a source may take.
+    """The limits of the sources that a judge has executed.
 
     Attributes:
-        seconds: CPU time of a program, and of each test.
-        wall: wall time of the same.
-        memory: address space of a process, bytes.
-        batch: wall time of all jobs.
+        seconds: CPU time of a program, and of each test, in seconds.
+        wall: wall time of a program, and of each test, in seconds.
+        memory: address space of a process, in bytes.
+        batch: wall time of all jobs, in seconds.
     """
 
     seconds: float
@@ -47,10 +48,10 @@ class Limits:
 
 
 class Nursery:
-    """Starts processes that know nothing yet, from a process that was forked before any job was read.
+    """Starts processes that hold no source yet, by a process that was forked before any job was read.
 
     Args:
-        filtered: the kernel refuses system calls to them.
+        filtered: have the kernel refuse system calls to the processes.
     """
 
     def __init__(self, filtered: bool) -> None:
@@ -62,14 +63,14 @@ class Nursery:
         theirs.close()
 
     def start(self, **asked: str | float) -> Running:
-        """A process that executes a source."""
+        """Start a process that executes a source."""
         ours, theirs = socket.socketpair()
         socket.send_fds(self._ours, [START + bytes(4)], [theirs.fileno()])
         process = self._answer()
         theirs.close()
         ours.setblocking(False)
         running = Running(process, Channel(ours.detach()))
-        with contextlib.suppress(OSError):  # it ended, which whoever waits for it will see
+        with contextlib.suppress(OSError):  # the process ended, which the wait for it will show
             running.channel.send(dump(asked), time.monotonic() + 10)
         return running
 
@@ -80,7 +81,7 @@ class Nursery:
         return self._answer()
 
     def close(self) -> None:
-        """End the process that starts others."""
+        """End the process that starts the others."""
         self._ours.close()
         os.waitpid(self._process, 0)
 
@@ -93,14 +94,14 @@ class Nursery:
 
 @dataclass
 class Running:
-    """A process of the nursery."""
+    """A process that the nursery started, and the channel to it."""
 
     process: int
     channel: Channel
 
 
 def start_processes(orders: socket.socket, filtered: bool) -> NoReturn:
-    """Be the process that starts the others, until who orders them is gone."""
+    """Start and end the other processes in a loop, until the process that orders them is gone."""
     end_with_parent()
     quiet = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
@@ -126,7 +127,7 @@ class Judge:
     """Judges jobs one after the other, within the limits.
 
     Attributes:
-        endless: verdicts on tests that took too long and asked nothing of a program: they would with any other.
+        endless: verdicts on tests that took too long and asked nothing of a program: they would with any other program.
     """
 
     nursery: Nursery
@@ -134,7 +135,7 @@ class Judge:
     endless: dict[str, Verdict] = field(default_factory=dict)
 
     def judge(self, jobs: list[tuple[str, list[str], int]]) -> list[list[Verdict]]:
-        """The verdict on each test of each job. What a job leaves of its share of the time is for those after it."""
+        """Return the verdict on each test of each job. Time that a job does not use goes to the jobs after it."""
         end, found = time.monotonic() + self.limits.batch, []
         for place, (program, tests, trusted) in enumerate(jobs):
             now = time.monotonic()
@@ -142,12 +143,14 @@ class Judge:
         return found
 
     def _verdicts(self, program: str, tests: list[str], trusted: int, end: float) -> list[Verdict]:
-        """Of a program with each of its tests. A process executes it, and a new one where a test ended that.
+        """Return the verdicts on a program with each of its tests.
+
+        One process executes the program, and a new one where a test ended the process.
 
         Args:
-            trusted: so many of the first tests are above doubt: where one takes too long, the program is at fault, and
-                all that are left have this verdict.
-            end: when its time is spent, on the monotonic clock.
+            trusted: how many of the first tests are known to be right. Where one of them takes too long, the program is
+                at fault, and all tests that are left have the same verdict.
+            end: when the time of the job is spent, on the monotonic clock.
         """
         found: list[Verdict] = []
         running: Running | None = None
@@ -177,7 +180,11 @@ class Judge:
         return Verdict.BUDGET if deadline == end else Verdict.WALL
 
     def _load(self, program: str, sources: int, end: float) -> tuple[Running | None, Verdict]:
-        """A process that executed a program and waits for tests, or None, and the verdict on the program itself."""
+        """Start a process that executes a program and then waits for tests.
+
+        Returns:
+            The process, or None where the program failed, and the verdict on the program itself.
+        """
         running = self._start(sources, source=program)
         deadline = min(time.monotonic() + self.limits.wall, end)
         try:
@@ -194,7 +201,11 @@ class Judge:
         return None, verdict
 
     def _test(self, source: str, program: Running, end: float) -> tuple[Verdict, Running | None]:
-        """The verdict on a test, and the program's process, unless that ended, took too long, or waits for the test."""
+        """Run one test against the program's process.
+
+        Returns:
+            The verdict, and the program's process; None where that ended, took too long, or still waits for the test.
+        """
         exchange = Exchange(self._start(1, source=source, nonce=(nonce := secrets.token_hex(16))), program)
         deadline, verdict = min(time.monotonic() + self.limits.wall, end), None
         try:
@@ -220,8 +231,8 @@ class Exchange:
     """The frames that a test and a program send to each other.
 
     Attributes:
-        waited: whose frame is awaited.
-        uses: whether the test uses what the program has.
+        waited: the process whose frame is awaited.
+        uses: whether the test uses anything of the program.
         depth: how many answers the test owes the program.
     """
 
@@ -233,10 +244,10 @@ class Exchange:
         self.depth = 0
 
     def last_word(self, deadline: float) -> bytes:
-        """Pass frames on, until the test sends one that is not for the program. That is the answer.
+        """Pass frames on, until the test sends one that is not for the program, and return that frame.
 
         Raises:
-            TimeoutError, EOFError, OSError: by the fault of the one that is `waited` for.
+            TimeoutError, EOFError, OSError: the process in `waited` is at fault.
         """
         while True:
             said = self.waited.channel.receive(deadline)
@@ -256,7 +267,7 @@ class Exchange:
 
 
 def verdict_of(said: bytes, nonce: str) -> Verdict:
-    """The verdict that a test's process gave, with what only that was told."""
+    """Return the verdict that a test's process gave; ERROR where its nonce is wrong."""
     given, place = said[1:-1], said[-1:]
     true = said[:1] == VERDICT and secrets.compare_digest(given, nonce.encode()) and place[0] < len(VERDICTS)
     return VERDICTS[place[0]] if true else Verdict.ERROR

@@ -1,7 +1,8 @@
-"""The conversation of a test's process with that of the program: each asks the other for what it does not hold itself.
+"""The conversation between a test's process and the program's: each asks the other for what it does not hold itself.
 
-A test asks for names of the program, calls what they stand for, and compares the answers where it runs. A program may
-call functions that a test handed to it and use attributes of its objects, and nothing else of the test's process.
+A test asks for names of the program, calls the functions behind them, and compares the answers in its own process. A
+program may call functions that a test handed to it and use attributes of the test's objects, and nothing else of the
+test's process.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ MUTABLE = (list, dict, set, bytearray)
 PREDICATES = {
     name for kind in (str, bytes, frozenset, float) for name in dir(kind) if name.startswith(("is", "starts", "ends"))
 }
-"""Methods of plain values that say yes or no. An object of the program has none of them: it could always say yes."""
+"""Methods of plain values that return yes or no.
+
+An object of the program has none of them, because it could always answer yes.
+"""
 
 
 class Peer:
@@ -35,11 +39,11 @@ class Peer:
         self.channel = channel
         self.names = names
         self.asked = 0  # requests of this end
-        self._held: dict[int, Any] = {}  # what the other end knows by a number
+        self._held: dict[int, Any] = {}  # objects that the other end knows by a number
         self._exceptions: dict[int, type[BaseException]] = {}
 
     def ask(self, operation: str, *given: Any, **named: Any) -> Any:
-        """The other end's answer. Meanwhile it may ask, too.
+        """Ask the other end for an operation and return its answer. Meanwhile the other end may ask, too.
 
         Raises:
             Exception: what the operation raised there.
@@ -63,7 +67,7 @@ class Peer:
             return self._decode(value)
 
     def serve(self, before: Callable[[str], None]) -> None:
-        """Answer until the other end is gone. Calls `before` with each operation."""
+        """Answer requests until the other end is gone. Calls `before` with each operation."""
         while True:
             _, token, operation, given, named = json.loads(self.channel.receive())
             before(operation)
@@ -86,7 +90,7 @@ class Peer:
         if self.names is None:
             return self._do_for_program(operation, given, named)
         if operation == "begin":
-            self._held.clear()  # another test than the one that knew them
+            self._held.clear()  # the objects were known to another test
         if operation in ("begin", "names"):
             return {name: self.names[name] for name in given if name in self.names}
         if operation == "call":
@@ -132,7 +136,7 @@ class Peer:
         return id(value)
 
     def _content(self, value: Any) -> list[Any]:
-        """Encode the content of `value` as the plain type has it that its class is derived from, or nothing."""
+        """Encode the content of an object whose class derives from a plain type, as that type, or return []."""
         for base, content in BASES.items():
             if issubclass(type(value), base):
                 try:
@@ -166,12 +170,12 @@ class Peer:
 
 
 def refuse(value: Any) -> Any:
-    """Raise TypeError: `value` is not plain."""
+    """Raise TypeError, because `value` is not plain."""
     raise TypeError(type(value).__name__)
 
 
 def restore(old: Any, new: Any) -> None:
-    """Give a mutable value the content of its changed copy. What it holds stays the same object where types agree."""
+    """Give a mutable value the content of its changed copy. Its items stay the same objects where their types agree."""
     if type(old) is not type(new):
         raise EOFError("a changed value of another type")
     if type(old) is list:
@@ -188,7 +192,7 @@ def restore(old: Any, new: Any) -> None:
 
 
 def kept(old: Any, new: Any) -> Any:
-    """`new`, or `old` with its content."""
+    """Return `old` with the content of `new` where both are mutable and of one type, else `new`."""
     if type(old) is type(new) and type(old) in MUTABLE:
         restore(old, new)
         return old
@@ -196,10 +200,11 @@ def kept(old: Any, new: Any) -> Any:
 
 
 class Remote:
-    """An object of the other process.
+    """A stand-in for an object of the other process.
 
-    It is equal to no plain value, unless its class is derived from a plain type and its content as that type is equal.
-    Arithmetic with a plain value gives no plain value. Everything else is asked of the process that has it.
+    It is equal to no plain value, unless its class derives from a plain type and its content as that type is equal.
+    Arithmetic with a plain value gives no plain value. All other operations are sent to the process that has the
+    object.
     """
 
     __slots__ = ("_content", "_heard", "_number", "_peer")
@@ -209,7 +214,7 @@ class Remote:
             object.__setattr__(self, name, value)
 
     def __call__(self, *given: Any, **named: Any) -> Any:
-        """Call it there."""
+        """Call the object in its process."""
         return asked(self, "call", *given, **named)
 
     def __getattr__(self, name: str) -> Any:
@@ -246,7 +251,12 @@ class Remote:
 
 
 def asked(of: Any, operation: str, *given: Any, **named: Any) -> Any:
-    """The answer to an operation on an object of the other process."""
+    """Return the answer to an operation on an object of the other process.
+
+    Raises:
+        TypeError: the object came from an operator with a plain value, and the operation would convert it to a plain
+            one.
+    """
     peer: Peer = object.__getattribute__(of, "_peer")
     heard = object.__getattribute__(of, "_heard")
     if heard and operation in CONVERSIONS:
@@ -256,24 +266,32 @@ def asked(of: Any, operation: str, *given: Any, **named: Any) -> Any:
 
 
 def heard_plain(found: Any) -> Any:
-    """Mark an object that is the result of an operator with a plain value: it knows what it was to be equal to."""
+    """Mark an object that is the result of an operator with a plain value, and return it.
+
+    Its program has seen the value that a test might compare the result with, so it may not be converted to a plain
+    value.
+    """
     object.__setattr__(found, "_heard", True)
     return found
 
 
 def plain(value: Any) -> list[Any]:
-    """The content of an object whose class is derived from a plain type, as that type, or nothing."""
+    """Return [content] of an object whose class derives from a plain type, as that type; else []."""
     found: list[Any] = object.__getattribute__(value, "_content")
     return found
 
 
 def converting(name: str) -> Callable[..., Any]:
-    """A special method that asks for a value of one certain type, as `len` does."""
+    """Return a special method that asks the other process for a value of one certain type, as `len` does."""
     return lambda self, *given: asked(self, name, *given)
 
 
 def operating(name: str, reflected: bool = False) -> Callable[..., Any]:
-    """An operator with another value: of the content, where the other is plain; else asked for."""
+    """Return an operator method for two values.
+
+    Where the other value is plain, the operator is applied to this object's plain content, if it has any. Otherwise the
+    other process computes the result.
+    """
 
     def method(self: Any, other: Any) -> Any:
         if type(other) is Remote:

@@ -1,4 +1,4 @@
-"""What this distribution offers: a check for `trlx-hybrid doctor`. Imports little: every process loads every plugin."""
+"""The `trlx-hybrid doctor` check of this distribution. It imports little, because every process loads every plugin."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @hookimpl
 def trlx_doctor(options: Any) -> list[Finding]:
-    """Say behind which walls programs would run."""
+    """Report which walls programs would run behind."""
     from trlx_hybrid.doctor import Finding
 
     from .sandbox import Sandbox, SandboxError

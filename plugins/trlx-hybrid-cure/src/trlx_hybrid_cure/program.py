@@ -1,6 +1,7 @@
 """The processes that execute what a model wrote: one for each program, and one for each test of it.
 
-Both come from a process that knows no program and no test. Each reads its own source, and no other, from its channel.
+Both are forked from a process that holds no program and no test. Each reads its own source, and no other, from its
+channel.
 """
 
 from __future__ import annotations
@@ -30,11 +31,14 @@ REFUSALS = (
     (("os.kill", "signal.", "ctypes.", "resource.", "sys.addaudithook"), Verdict.REFUSED),
     (("os.", "shutil.", "tempfile.", "sqlite3."), Verdict.FILES),
 )
-"""Python's audit events by their beginnings; the first that fits decides, None lets pass."""
+"""Python's audit events by their prefixes, with the verdict on a source that raises them.
+
+The first prefix that matches decides; None allows the event.
+"""
 
 
 def audit(event: str, given: tuple[Any, ...]) -> None:
-    """End this process where Python says that the source is about to do what it must not."""
+    """End this process where a Python audit event shows that the source is about to do something forbidden."""
     verdict = next((verdict for beginnings, verdict in REFUSALS if event.startswith(beginnings)), None)
     if event == "open" and given[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND):
         verdict = Verdict.FILES
@@ -43,7 +47,7 @@ def audit(event: str, given: tuple[Any, ...]) -> None:
 
 
 def be_process(descriptor: int, filtered: bool) -> NoReturn:
-    """Read from the channel what to execute, give up what that does not need, and execute it."""
+    """Read from the channel what to execute, give up the rights that it does not need, and execute it."""
     end_with_parent()
     channel = Channel(os.dup2(descriptor, 3))
     os.closerange(4, 1 << 16)
@@ -61,8 +65,8 @@ def confine(seconds: float, memory: int, sources: int, filtered: bool) -> None:
 
     Args:
         seconds: CPU time of each source.
-        memory: address space, bytes.
-        sources: how many this process will execute or answer for.
+        memory: address space, in bytes.
+        sources: how many sources this process will execute or answer for.
         filtered: have the kernel refuse system calls.
     """
     total = int(seconds * sources) + 1  # the timer below is finer, but a source could stop it
@@ -81,7 +85,7 @@ def confine(seconds: float, memory: int, sources: int, filtered: bool) -> None:
 
 
 def execute_program(channel: Channel, source: str, seconds: float) -> None:
-    """Execute a program, say what became of it, and answer what its tests ask for."""
+    """Execute a program, send the verdict on it, and answer what its tests ask for."""
     module = sys.modules["program"] = ModuleType("program")
     verdict = execute(source, vars(module))
     channel.send(bytes([VERDICTS.index(verdict)]))
@@ -95,7 +99,7 @@ def execute_program(channel: Channel, source: str, seconds: float) -> None:
 
 
 def execute_test(channel: Channel, source: str, nonce: bytes) -> None:
-    """Execute a test with the names of the program, and say what became of it.
+    """Execute a test with the names of the program, and send the verdict.
 
     The verdict is in a frame of its own, after the nonce.
     """
@@ -118,7 +122,7 @@ def execute_test(channel: Channel, source: str, nonce: bytes) -> None:
 
 
 class Asking(Channel):
-    """The channel of a test, for what it asks of the program."""
+    """The channel of a test, for what the test asks of the program."""
 
     def send(self, frame: bytes, deadline: float | None = None) -> None:
         """Write a frame that is for the program."""
@@ -126,10 +130,10 @@ class Asking(Channel):
 
 
 def named(peer: Peer, name: str) -> Any:
-    """The program's value of `name`, for an import of it.
+    """Return the program's value of `name`, for a test that imports it.
 
     Raises:
-        AttributeError: it has none.
+        AttributeError: the program has no such name.
     """
     found = peer.ask("names", name)
     if name not in found:
@@ -138,11 +142,11 @@ def named(peer: Peer, name: str) -> Any:
 
 
 def refuse_other_meanings(found: dict[str, Any], modules: set[str]) -> None:
-    """Raise NameError where a program's name hides one of Python's: a program must not say what `abs` is.
+    """Raise NameError where a program's name hides one of Python's: a program must not redefine `abs`.
 
     Args:
         found: names that a test takes from the program.
-        modules: names of modules that it uses.
+        modules: names of modules that the test uses.
     """
     for name, value in found.items():
         if hasattr(builtins, name) or (name in modules and not is_module(value)):
@@ -150,13 +154,13 @@ def refuse_other_meanings(found: dict[str, Any], modules: set[str]) -> None:
 
 
 def modules_in(source: str) -> set[str]:
-    """Names of modules of the standard library, of which a test uses attributes."""
+    """Return the names of standard-library modules whose attributes a test uses."""
     nodes = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
     return {node.id for node in nodes if isinstance(node, ast.Name)} & MODULES
 
 
 def mentioned(code: CodeType) -> Iterable[str]:
-    """Names that a code looks up or imports, in the functions that it holds, too."""
+    """Return the names that a code object looks up or imports, including those in its nested functions."""
     names = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -165,7 +169,7 @@ def mentioned(code: CodeType) -> Iterable[str]:
 
 
 def execute(source: str | CodeType, scope: dict[str, Any]) -> Verdict:
-    """Execute a text or a code in `scope`, which it may change."""
+    """Execute source text or a code object in `scope`, which it may change, and return the verdict."""
     try:
         exec(source, scope)
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""Runs programs that a model wrote: all against all tests, without network, within limits."""
+"""A sandbox for programs that a model wrote: it runs all programs with all tests, without network and within limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ JUDGE += "; sys.path.pop(); main(sys.argv[2])"
 
 
 class SandboxError(HybridError):
-    """Programs cannot be run here, or what runs them ended. Says why."""
+    """Programs cannot be run here, or the process that runs them failed. The message says why."""
 
 
 class ProgramTests(NamedTuple):
@@ -38,7 +38,7 @@ class ProgramTests(NamedTuple):
     Attributes:
         program: Python source.
         tests: Python sources, each executed with the program's names.
-        trusted: how many of the first tests are above doubt. Where one of these takes more time than allowed, the
+        trusted: how many of the first tests are known to be right. Where one of these takes more time than allowed, the
             program is at fault and is not started again: all later tests have that verdict.
     """
 
@@ -49,26 +49,27 @@ class ProgramTests(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Sandbox:
-    """Runs programs with their tests in processes that are walled off.
+    """Runs programs with their tests in isolated processes.
 
-    A program has a process, and each test of it has another, which the program cannot reach: a test asks for what it
-    uses of the program, gets copies of plain values, and compares them itself. All tests of a program share its
-    process; one that ends it costs a new one. The processes can open no socket, change no file and start no process,
-    and know nothing of this one's environment. As root, they run as nobody. They have Python's standard library.
+    A program has a process, and each of its tests has another, which the program cannot reach: a test asks for what it
+    uses of the program, gets copies of plain values, and compares them itself. All tests of a program share the
+    program's process; a test that ends it costs a new one. The processes can open no socket, change no file and start
+    no process, and know nothing of this process's environment. Where this process is root, they run as nobody. They
+    have Python's standard library.
 
     Attributes:
         seconds: CPU time of a program, and of each test of it.
-        wall_seconds: wall time of the same. More than `seconds`, for a machine that is busy.
-        batch_seconds: wall time of all programs of a call. Each has an equal share of it, and what those before it left
-            of theirs. Tests that are not run to their end within it have the verdict "budget", and a warning counts
-            them.
+        wall_seconds: wall time of a program, and of each test of it. More than `seconds`, for a busy machine.
+        batch_seconds: wall time of all programs of a call. Each program has an equal share of it, and what the programs
+            before it left of theirs. Tests that are not run to their end within it have the verdict "budget", and a
+            warning counts them.
         memory_mib: address space of a process.
-        workers: processes at once; the cores that this process may use, shared with the other ranks of this machine, by
-            default.
+        workers: processes at once. By default, the cores that this process may use, shared with the other ranks of this
+            machine.
         walls: "bubblewrap"; "namespaces" of the kernel, without network, and without files but those of Python and the
-            system; or "limits", those of a process alone, which can read all files that its user can read. In all
-            three, the kernel refuses system calls that neither computing nor reading takes. The first that works here
-            by default: `using`.
+            system; or "limits", the limits of a process alone, which can read all files that its user can read. In all
+            three, the kernel refuses system calls that neither computing nor reading needs. By default, the first that
+            works here: `using`.
     """
 
     seconds: float = 1.0
@@ -91,7 +92,7 @@ class Sandbox:
         """The walls that programs run behind, tried once.
 
         Raises:
-            SandboxError: none of them work here, or not the ones that were asked for.
+            SandboxError: no walls work here, or not the ones that were asked for.
         """
         reasons: list[str] = []
         for walls in (self.walls,) if self.walls else WALLS:
@@ -105,7 +106,7 @@ class Sandbox:
         raise SandboxError(f"Programs cannot be run here. {told} Install bubblewrap, or choose other `walls`.")
 
     def run(self, jobs: Sequence[ProgramTests]) -> list[list[Verdict]]:
-        """The verdict on each test of each job, in their order.
+        """Return the verdict on each test of each job, in the order of the jobs.
 
         Raises:
             SandboxError: programs cannot be run here, or a process that runs them ended or did not answer in time.
@@ -131,23 +132,23 @@ class Sandbox:
 
 
 def shared_cores() -> int:
-    """Cores for each rank of this machine, at least one."""
+    """Return how many cores each rank of this machine has, at least one."""
     return max(len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", 1)), 1)
 
 
 def run_jobs(jobs: Sequence[ProgramTests], walls: str, limits: dict[str, float]) -> list[list[Verdict]]:
-    """The verdicts of one process on its jobs, one after the other."""
+    """Return the verdicts of one judging process on its jobs, one after the other."""
     return [[Verdict(verdict) for verdict in answer] for answer in answer_of_judge(jobs, walls, limits)["verdicts"]]
 
 
 def answer_of_judge(jobs: Sequence[ProgramTests], walls: str, limits: dict[str, float]) -> Any:
-    """The JSON that the process of `judge` writes for jobs: `verdicts`, and whether system calls are `filtered`."""
+    """Return the JSON that the process of `judge` writes for jobs: `verdicts`, and whether calls are `filtered`."""
     place = str(Path(__file__).resolve().parent.parent)
     command = [os.path.realpath(sys.executable), "-P", "-s", "-S", "-B", "-c", JUDGE, place, walls]
-    given: dict[str, Any] = {"capture_output": True, "cwd": "/", "env": {"PYTHONHASHSEED": "0"}}  # of which no secret
+    given: dict[str, Any] = {"capture_output": True, "cwd": "/", "env": {"PYTHONHASHSEED": "0"}}  # no secrets in it
     if walls == "bubblewrap":
         command = [*bubblewrap(), *command]
-        if os.getuid() == 0:  # which could not end processes that became nobody, without the rights it gives up
+        if os.getuid() == 0:  # root without the rights that it gives up could not end processes of nobody
             given |= {"user": NOBODY, "group": NOBODY, "extra_groups": []}
     asked = json.dumps({"limits": limits, "jobs": jobs})
     try:
@@ -163,7 +164,7 @@ def answer_of_judge(jobs: Sequence[ProgramTests], walls: str, limits: dict[str, 
 
 @functools.cache
 def missing(walls: str) -> str | None:
-    """Why these walls do not work here, or None. Tries them."""
+    """Return why these walls do not work here, or None. Runs a small program behind them to find out."""
     limits = {"seconds": 1.0, "wall": START_SECONDS, "memory": 512 << 20, "batch": START_SECONDS}
     try:
         answer = answer_of_judge([ProgramTests("import string", ["string.digits"])], walls, limits)

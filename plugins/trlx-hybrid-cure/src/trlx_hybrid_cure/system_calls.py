@@ -1,4 +1,4 @@
-"""The system calls that programs may make: what computing and reading files takes. The kernel refuses all others."""
+"""A filter of system calls: programs may make those for computing and reading files, and the kernel refuses others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import struct
 
 from .walls import LIBC, must
 
-MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # the column below, the kernel's name of the machine
+MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # the column below, the kernel's id of the machine
 ALLOWED = """
 read 0 63|write 1 64|close 3 57|fstat 5 80|lseek 8 62|mmap 9 222|mprotect 10 226|munmap 11 215|brk 12 214
 rt_sigaction 13 134|rt_sigprocmask 14 135|rt_sigreturn 15 139|pread64 17 67|readv 19 65|writev 20 66|sched_yield 24 124
@@ -22,20 +22,20 @@ ppoll 271 73|set_robust_list 273 99|pipe2 293 59|getrandom 318 278|statx 332 291
 stat 4 -|lstat 6 -|poll 7 -|access 21 -|pipe 22 -|select 23 -|readlink 89 -|arch_prctl 158 -|time 201 -
 statfs 137 43|fstatfs 138 44
 """
-"""Names, and their numbers on x86_64 and aarch64."""
+"""Names of the allowed system calls, and their numbers on x86_64 and aarch64."""
 WRITING = os.O_ACCMODE | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 DESCRIPTOR_FLAGS = (0, 1, 2, 3, 1030)  # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_DUPFD_CLOEXEC
 NONE = 0xFFFFFFFF  # the number of no call
 LOAD, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 KILL, REFUSE, ALLOW = 0x80000000, 0x00050000 | errno.EPERM, 0x7FFF0000
-NUMBER, MACHINE = 0, 4  # places in what the filter is given; an argument is at 16 and 8 more for each before it
+NUMBER, MACHINE = 0, 4  # offsets in the filter's input; argument n is at 16 + 8 n
 SET_SECCOMP, FILTER = 22, 2
 
-Instruction = tuple[int, int, int, int]  # what, how many to skip if so and if not, with what
+Instruction = tuple[int, int, int, int]  # operation, instructions to skip if true and if false, operand
 
 
 def can_restrict() -> bool:
-    """Whether the kernel filters system calls here. Tries it in a process of its own."""
+    """Return whether the kernel filters system calls here, by trying it in a forked process."""
     process = os.fork()
     if process == 0:
         try:
@@ -46,7 +46,7 @@ def can_restrict() -> bool:
 
 
 def refused() -> bool:
-    """Whether this process may not do what the filter forbids."""
+    """Return whether the filter is in force: this process may not send itself a signal."""
     try:
         os.kill(os.getpid(), 0)
     except PermissionError:
@@ -55,7 +55,7 @@ def refused() -> bool:
 
 
 def restrict() -> None:
-    """Have the kernel refuse all other system calls to this process, for good.
+    """Have the kernel refuse all system calls to this process that are not allowed, permanently.
 
     Raises:
         OSError: the kernel has no filters, or this process may not set one.
@@ -67,10 +67,11 @@ def restrict() -> None:
 
 
 def instructions(machine: str, process: int) -> list[Instruction]:
-    """The filter.
+    """Return the filter's instructions.
 
     Args:
-        process: the one that it is for, which may send signals to itself.
+        machine: the machine's name in `os.uname()`.
+        process: id of the process that the filter is for, which may send signals to itself.
     """
     column, name = MACHINES[machine]
     filter_ = [(LOAD, 0, 0, MACHINE), (EQUAL, 1, 0, name), (RETURN, 0, 0, KILL), (LOAD, 0, 0, NUMBER)]
@@ -80,7 +81,7 @@ def instructions(machine: str, process: int) -> list[Instruction]:
         number = line.split()[1 + column]
         if number != "-":
             filter_ += [(EQUAL, 0, 1, int(number)), (RETURN, 0, 0, ALLOW)]
-    rules = [  # x86_64, aarch64, the argument, what it is held against, and with what
+    rules = [  # number on x86_64 and on aarch64, argument, test, values
         (2, NONE, 1, ANY_BIT, (WRITING,)),  # open: to read
         (257, 56, 2, ANY_BIT, (WRITING,)),  # openat
         (72, 25, 1, EQUAL, DESCRIPTOR_FLAGS),  # fcntl: not who gets signals
@@ -94,7 +95,7 @@ def instructions(machine: str, process: int) -> list[Instruction]:
 
 
 def rule(argument: int, test: int, values: tuple[int, ...]) -> list[Instruction]:
-    """Allow a call whose argument equals one of the values, or has none of their bits."""
+    """Return instructions that allow a call whose argument equals one of the values, or has none of their bits."""
     checks: list[Instruction] = [(LOAD, 0, 0, 16 + 8 * argument)]
     for value in values:
         checks += [(test, *((1, 0) if test == ANY_BIT else (0, 1)), value), (RETURN, 0, 0, ALLOW)]

@@ -1,4 +1,4 @@
-"""The verdict on a program and a test, and the verdict that the end of a process stands for."""
+"""The verdict on a program with a test, and the mapping from the end of a process to a verdict."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """The outcome of a program and a test.
+    """The outcome of a program with a test.
 
     Attributes:
         FAILED: an assertion does not hold.
@@ -40,13 +40,13 @@ BY_SIGNAL = {signal.SIGPROF: Verdict.CPU, signal.SIGXCPU: Verdict.CPU, signal.SI
 
 
 def of_error(error: BaseException) -> Verdict:
-    """The verdict on a source that raised."""
+    """Return the verdict on a source that raised this error."""
     kinds = {AssertionError: Verdict.FAILED, MemoryError: Verdict.MEMORY}
     return next((verdict for kind, verdict in kinds.items() if isinstance(error, kind)), Verdict.ERROR)
 
 
 def of_end(status: int) -> Verdict:
-    """The verdict on what ended a process, from its wait status. Never PASSED."""
+    """Return the verdict for the end of a process, from its wait status. It is never PASSED."""
     if os.WIFSIGNALED(status):
         return BY_SIGNAL.get(signal.Signals(os.WTERMSIG(status)), Verdict.CRASHED)
     place = os.WEXITSTATUS(status) - ENDED

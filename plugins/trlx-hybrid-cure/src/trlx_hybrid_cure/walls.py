@@ -1,4 +1,4 @@
-"""The walls around the processes that execute programs: who they are, what they see, and whom they can reach."""
+"""The isolation of processes that execute programs: their user, what they see, and which processes they can reach."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def visible() -> list[str]:
-    """Paths of this machine that programs see behind bubblewrap and namespaces: of Python and of system libraries."""
+    """Return the paths that programs see behind bubblewrap and namespaces: Python's and the system libraries'."""
     library = os.path.dirname(os.path.realpath(os.__file__))
     own = [library, os.path.dirname(library), os.path.dirname(os.path.realpath(sys.executable))]
     own += [os.path.join(os.path.realpath(prefix), "lib") for prefix in (sys.base_prefix, sys.base_exec_prefix)]
@@ -37,7 +37,7 @@ def visible() -> list[str]:
 
 
 def bubblewrap() -> list[str]:
-    """The command that starts another one behind bubblewrap."""
+    """Return the command that starts another one behind bubblewrap."""
     command = [shutil.which("bwrap") or "bwrap", *BUBBLEWRAP.split()]
     for path in visible():
         command += ["--symlink", os.readlink(path), path] if os.path.islink(path) else ["--ro-bind", path, path]
@@ -48,7 +48,7 @@ def enclose(namespaces: bool) -> None:
     """Give up what this process could do to the machine.
 
     Args:
-        namespaces: enter new ones here, of the network, mounts, IPC and processes; bubblewrap has done so already.
+        namespaces: enter new namespaces of the network, mounts, IPC and processes; bubblewrap has already done so.
     """
     root = os.getuid() == 0
     end_with_parent()
@@ -63,11 +63,11 @@ def enclose(namespaces: bool) -> None:
     must(LIBC.capset(struct.pack("Ii", 0x20080522, 0), bytes(24)))
     must(LIBC.prctl(NO_NEW_PRIVILEGES, 1, 0, 0, 0))
     must(LIBC.prctl(DUMPABLE, 0, 0, 0, 0))  # no other process of this user reads its memory, which holds the tests
-    end_with_parent()  # again: a process that changes its user, or is another one, has lost it
+    end_with_parent()  # again: the setting is lost by a change of user, and in a forked process
 
 
 def enter_namespaces(new_user: bool) -> None:
-    """Go on as the first process of new namespaces, with a root folder that holds what is `visible`, read-only."""
+    """Continue as the first process of new namespaces, with only the `visible` paths, read-only."""
     user, group = os.getuid(), os.getgid()
     must(LIBC.unshare(NEW_MOUNTS | NEW_IPC | NEW_PROCESSES | NEW_NETWORK | (NEW_USER if new_user else 0)))
     if new_user:
@@ -76,12 +76,12 @@ def enter_namespaces(new_user: bool) -> None:
                 file.write(text)
     show_only(visible())
     process = os.fork()
-    if process:  # the child is the first process of its namespace: with it, all others of that end
+    if process:  # the child is the first process of its namespace: when it ends, all others there end
         os._exit(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) & 255)
 
 
 def show_only(paths: list[str]) -> None:
-    """Replace the root folder of this process by one that holds these paths and a few devices, all read-only."""
+    """Replace the root folder of this process with one that holds these paths and a few devices, all read-only."""
     os.umask(0o022)
     mount("none", "/", RECURSIVE_MOUNT | PRIVATE_MOUNT)
     mount("tmpfs", "/tmp", NO_SET_USER | NO_DEVICES, "tmpfs")
@@ -112,7 +112,10 @@ def mount(source: str, target: str, flags: int, kind: str | None = None) -> None
 
 
 def look_from_inside() -> None:
-    """Keep Python's library open: it may lie where nobody may look. As the working directory it stays open."""
+    """Keep Python's library readable after this process becomes nobody, who may not be allowed to open its folder.
+
+    The library becomes the working directory, which stays open.
+    """
     library = os.path.dirname(os.__file__)
     os.chdir(library)
     for paths in (sys.path, *(vars(module).get("__path__", []) for module in sys.modules.values())):
@@ -121,7 +124,7 @@ def look_from_inside() -> None:
 
 
 def must(result: int) -> None:
-    """Raise what a call of the C library failed for."""
+    """Raise an OSError with the C library's errno where the result of a call is not 0."""
     if result != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 

@@ -1,7 +1,7 @@
 """Frames of bytes between two processes, and the plain values in them.
 
-A value is plain where its type is exactly one of Python's own data types: its copy in another process has no code of
-the process that it came from. All else stays where it is, and is known to the other process by a number.
+A value is plain where its type is exactly one of Python's own data types: its copy in another process runs no code of
+the process that it came from. All other values stay in their process, and the other process knows them by a number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 LARGEST = 64 << 20  # bytes of a frame
-MODULES = sys.stdlib_module_names - {"unittest"}  # of which mock.ANY is equal to everything
+MODULES = sys.stdlib_module_names - {"unittest"}  # unittest.mock.ANY is equal to everything
 COPIED: dict[str, Callable[[Any], Any]] = {
     "collections.Counter": lambda value: [dict(value)],
     "collections.OrderedDict": lambda value: [list(value.items())],
@@ -30,7 +30,7 @@ COPIED: dict[str, Callable[[Any], Any]] = {
     "datetime.datetime": lambda value: [*value.timetuple()[:6], value.microsecond, value.tzinfo],
     "datetime.timedelta": lambda value: [value.days, value.seconds, value.microseconds],
 }
-"""Types of the standard library that are copied, and the arguments that make the copy."""
+"""Types of the standard library that are copied, with functions that return the copy's constructor arguments."""
 BY_PARTS: dict[type, Callable[[Any], Any]] = {
     tuple: list,
     set: list,
@@ -58,14 +58,14 @@ BASES: dict[type, Callable[[Any], Any]] = {
     frozenset: lambda value: frozenset(frozenset.__iter__(value)),
     dict: lambda value: dict(dict.items(value)),
 }
-"""Plain types that a class may derive from, and the content of its objects, without asking the class."""
+"""Plain types that a class may derive from, with functions that return the content without calling the class."""
 
 
 class Channel:
     """One end of a stream of frames.
 
     Args:
-        descriptor: of a stream socket. One that does not block, where deadlines are given.
+        descriptor: of a stream socket, which must not block where deadlines are given.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -75,7 +75,7 @@ class Channel:
         """Write a frame.
 
         Raises:
-            TimeoutError: it is not taken before `deadline`, on the monotonic clock, in seconds.
+            TimeoutError: the other end does not take it before `deadline`, in seconds on the monotonic clock.
             OSError: the other end is closed.
         """
         left = memoryview(len(frame).to_bytes(8, "little") + frame)
@@ -85,10 +85,10 @@ class Channel:
                 left = left[os.write(self.descriptor, left) :]
 
     def receive(self, deadline: float | None = None) -> bytes:
-        """The next frame.
+        """Return the next frame.
 
         Raises:
-            TimeoutError: it is not there before `deadline`.
+            TimeoutError: no frame arrives before `deadline`.
             EOFError: the other end is closed, or sends no frame of at most `LARGEST` bytes.
             OSError: the same.
         """
@@ -116,10 +116,10 @@ class Channel:
 
 
 def encode(value: Any, number: Callable[[Any], Any]) -> Any:
-    """`value` as JSON has it.
+    """Return `value` in a form that JSON can hold.
 
     Args:
-        number: what stands for a value that is not plain.
+        number: returns what stands for a value that is not plain.
     """
     kind: Any = type(value)
     if kind in (type(None), bool, float, str) or (kind is int and -(1 << 63) < value < 1 << 63):
@@ -145,10 +145,10 @@ def encode(value: Any, number: Callable[[Any], Any]) -> Any:
 
 
 def decode(said: Any, numbered: Callable[[str, Any], Any]) -> Any:
-    """The value that JSON stands for.
+    """Return the value that `encode` made this JSON from.
 
     Args:
-        numbered: the value for the kind and the number of one that is not plain.
+        numbered: returns the value for the kind and the number of a value that is not plain.
     """
     if isinstance(said, list):
         return [decode(item, numbered) for item in said]
@@ -173,16 +173,16 @@ def decode(said: Any, numbered: Callable[[str, Any], Any]) -> Any:
 
 
 def is_module(value: Any) -> bool:
-    """Whether `value` is a module of the standard library that both ends import by its name."""
+    """Return whether `value` is a module of the standard library that both ends import by its name."""
     return type(value) is type(sys) and value.__name__.partition(".")[0] in MODULES
 
 
 def standard(name: str) -> Any:
-    """The type of the standard library called `name`, with its module."""
+    """Return the type of the standard library with this name, which includes its module."""
     module, _, kind = name.rpartition(".")
     return getattr(importlib.import_module(module), kind)
 
 
 def dump(value: Any) -> bytes:
-    """JSON as bytes."""
+    """Return a value as JSON in bytes."""
     return json.dumps(value).encode()

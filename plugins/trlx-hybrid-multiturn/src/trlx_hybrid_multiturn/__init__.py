@@ -1,4 +1,4 @@
-"""Asynchronous multi-turn rollouts for trlx_hybrid: every trajectory on its own clock, inside the trainer's process."""
+"""Asynchronous multi-turn rollouts for trlx_hybrid: trajectories advance independently, in the trainer's process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Interaction that is no tool call: a game, a simulated user, a grader that talks back."""
+"""Environments that answer the model without tool calls: a game, a simulated user, a grader that gives feedback."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from .tools.runner import ToolRunner
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What an environment makes of one completion.
+    """An environment's response to one completion.
 
     Attributes:
         observation: what the model is shown next: the text of a user's message, or chat messages, whose content may be
-            blocks of text and images (`{"type": "image", "image": …}`) where the model sees these. None where the
+            blocks of text and images (`{"type": "image", "image": …}`) if the model takes images. None where the
             episode is over and there is nothing more to show.
         done: whether the episode is over. The observation of a last step is not shown.
-        reward: what this step earned; None for no statement. An episode's reward is the sum of its steps'.
+        reward: the reward of this step; None for a step without one. An episode's reward is the sum over its steps.
     """
 
     observation: str | list[Message] | None = None
@@ -33,42 +33,43 @@ class Step:
 
 
 class Environment(Protocol):
-    """One episode's counterpart. A new one is made for each trajectory, so its state is the episode's.
+    """An environment of one episode. A new one is made for each trajectory, so its state belongs to that episode.
 
     Methods may be coroutine functions, which run on an event loop in another thread, or plain functions, which run in
-    threads: many episodes at once, so what they share must be thread-safe. With `tools="main"`, and after one of them
-    has raised that it cannot work in such a thread, plain functions run in the trainer's. A method that raises, hangs
-    beyond `tool_timeout` or returns nonsense ends its trajectory, which is masked and counted.
+    threads. Many episodes run at once, so what they share must be thread-safe. Plain functions run in the trainer's
+    thread with `tools="main"`, and after one of them has raised that it cannot work in another thread. A method that
+    raises, hangs beyond `tool_timeout` or returns something invalid ends its trajectory, which is masked and counted.
 
-    An optional method `close()` is called when the episode is over, unless a call of it hangs.
+    An optional method `close()` is called when the episode is over, unless a call of the environment hangs.
     """
 
     async def reset(self, row: Mapping[str, Any]) -> str | list[Message] | None:
-        """Begin.
+        """Begin the episode.
 
         Args:
             row: the dataset's row, with all its columns.
 
         Returns:
-            The first observation. A string is appended to the prompt's last message, as TRL does with what its
-            environments' `reset` returns; messages follow the prompt. None adds nothing.
+            The first observation. A string is appended to the prompt's last message, as TRL does with the result of its
+            environments' `reset`; messages follow the prompt. None adds nothing.
         """
 
     async def step(self, completion: str) -> Step:
-        """Go on.
+        """Respond to a completion.
 
         Args:
-            completion: what the model has just said, decoded without special tokens.
+            completion: the model's last turn, decoded without special tokens.
         """
 
 
 class CheckedEnvironment:
-    """Calls an environment's methods where they belong, and checks what they return.
+    """A wrapper that calls an environment's methods in the right thread or loop, and checks what they return.
 
     Args:
-        factory: makes the environment; called where its plain methods are.
+        factory: makes the environment; called where the environment's plain methods run.
+        runner: runs the methods.
         event_loop: where coroutine functions run; None for a loop of the plugin's own.
-        sees_images: whether the model does.
+        sees_images: whether the model takes images.
     """
 
     def __init__(
@@ -86,10 +87,10 @@ class CheckedEnvironment:
         self._away = False  # whether a call has not come back: it may still be using the environment
 
     async def reset(self, row: Mapping[str, Any]) -> str | list[Message] | None:
-        """Make the environment and begin.
+        """Make the environment, begin its episode, and return the first observation.
 
         Raises:
-            LostCallError: it failed.
+            LostCallError: the environment failed.
         """
         self._environment = await self._ask(self._name, self._factory)
         observation = await self._ask(f"{self._name}.reset", self._environment.reset, row)
@@ -97,10 +98,10 @@ class CheckedEnvironment:
         return self._cut(readable(observation))  # type: ignore[no-any-return]
 
     async def step(self, completion: str) -> Step:
-        """Go on.
+        """Pass a completion to the environment, and return its checked step.
 
         Raises:
-            LostCallError: it failed.
+            LostCallError: the environment failed.
         """
         step = await self._ask(f"{self._name}.step", self._environment.step, completion)
         if not isinstance(step, Step):
@@ -117,10 +118,10 @@ class CheckedEnvironment:
         return step if shown is step.observation else replace(step, observation=shown)
 
     async def close(self) -> None:
-        """Let the environment go, if it has a way to.
+        """Close the environment, if it has a `close` and no call of it hangs.
 
         Raises:
-            LostCallError: it failed.
+            LostCallError: the environment failed.
         """
         close = getattr(self._environment, "close", None)
         if close is not None and not self._away:
@@ -137,7 +138,7 @@ class CheckedEnvironment:
         return outcome.value
 
     def _cut(self, observation: Any) -> Any:
-        """The beginning of each text that is too long, as of a tool's answer."""
+        """Cut each text of an observation that is too long to its beginning, as a tool's answer is cut."""
         if isinstance(observation, list):
             contents = [self._runner.cut(message["content"]) for message in observation]
             same = all(content is message["content"] for content, message in zip(contents, observation, strict=True))
@@ -158,7 +159,7 @@ class CheckedEnvironment:
         raise LostCallError(f"environment '{self._name}.{method}' showed {what}; give a text, or chat messages.")
 
     def _wrong(self, message: Any) -> str | None:
-        """What it is in place of a message that the model can be shown."""
+        """Return a description of a message that the model cannot be shown; None for a good one."""
         if not isinstance(message, Mapping) or message.get("content") is None or "role" not in message:
             return "a list that holds something else than messages with a role and content"
         content = message["content"]
@@ -172,13 +173,13 @@ class CheckedEnvironment:
 
 
 def refuse_prompts(prompts: list[Any], *, sees_images: bool = False) -> None:
-    """Refuse what no conversation can begin with.
+    """Raise ConfigError for prompts that no conversation can begin with.
 
     Args:
-        sees_images: whether the model does.
+        sees_images: whether the model takes images.
 
     Raises:
-        ConfigError: a prompt is plain text, holds no message, or something that the model is not shown.
+        ConfigError: a prompt is plain text, holds no message, or holds content that the model is not shown.
     """
     served = ("text", "image") if sees_images else ("text",)
     for prompt in prompts:

@@ -1,7 +1,8 @@
-"""One trajectory: the model speaks and is answered, until nobody answers or a limit is reached.
+"""One trajectory: the model speaks and is answered, until nothing answers or a limit is reached.
 
 Source of every rule for tools: trl 1.16, `GRPOTrainer._tool_call_loop`. One thing is cheaper here with the same result:
-TRL lets each turn sample up to the whole completion budget and cuts it to what is left; here what is left is the limit.
+TRL lets each turn sample up to the whole completion budget and cuts the turn to the budget that is left; here the
+budget that is left is the limit of the request.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from .tool_calls import LostCallError, run_calls
 from .tools.runner import ToolRunner
 
 _NOTHING: tuple[list[Message], list[int]] = ([], [])
-"""Answers that were rendered early, and their ids."""
+"""The initial value of answers that were rendered early, with their ids."""
 
 
 class Episode:
-    """A conversation in the making. Subclasses say who answers the model, in `play`.
+    """A conversation in progress. Subclasses implement `play`, which decides who answers the model.
 
     Args:
         index: row of this rank's batch.
-        prompt_ids: empty where they are known only once it has begun.
+        prompt_ids: the prompt's token ids; empty where they are known only once the episode has begun.
+        limits: limits of tokens and turns.
+        request: makes the engine's request for one turn.
         failed: called when the conversation breaks off; raises where too many have.
     """
 
@@ -44,18 +47,18 @@ class Episode:
         self._index, self._request, self._failed = index, request, failed
 
     async def play(self) -> None:
-        """The conversation, as far as it goes.
+        """Play the conversation to its end.
 
         Raises:
-            LostCallError: it breaks off.
+            LostCallError: the conversation breaks off.
         """
         raise NotImplementedError
 
     def give_up(self) -> None:
-        """It broke off; `prompt_ids` must be there afterwards."""
+        """Clean up after the episode broke off. `prompt_ids` must be set afterwards."""
 
     async def run(self) -> None:
-        """The whole episode. Ends well where time runs out after the first turn: what there is by then is kept."""
+        """Play the whole episode. If time runs out after the first turn, the turns so far are kept."""
         conversation = self.conversation
         try:
             try:
@@ -73,26 +76,26 @@ class Episode:
             self._failed(conversation)
 
     async def sample(self, context: list[int], images: list[Any] | None, room: int | None) -> Completion:
-        """The next turn, of at most `room` tokens; None for as many as the run allows."""
+        """Sample the next turn, of at most `room` tokens; None for as many as the run allows."""
         turn = len(self.conversation.turns)
         completion = await Generate(self._request(self._index, turn, context, images, room))
         self.sampled(completion, len(context))
         return completion
 
     def sampled(self, completion: Completion, prompt: int) -> None:
-        """Note a turn, sampled after so many tokens."""
+        """Record a sampled turn, whose context had `prompt` tokens."""
         self.conversation.sampled(completion)
         self.conversation.turns.append(Turn(prompt=prompt, sampled=len(completion.token_ids)))
 
     def observed(self, ids: list[int], messages: list[Message]) -> None:
-        """Note what the model is shown."""
+        """Record the token ids and the messages that the model is shown."""
         self.conversation.observed(ids)
         self.conversation.turns[-1].observed = len(ids)
         self.conversation.messages += messages
 
 
 class ToolEpisode(Episode):
-    """A dialogue whose model is answered by the tools that it calls."""
+    """A dialogue in which the tools that the model calls answer it."""
 
     def __init__(
         self,
@@ -108,11 +111,11 @@ class ToolEpisode(Episode):
         self._early = _NOTHING
 
     def give_up(self) -> None:
-        """Part with the environment: a call of it may still run."""
+        """Discard the environment, because a call of it may still run."""
         self._dialogue.discard()
 
     async def play(self) -> None:
-        """Until the model calls no tool."""
+        """Play until the model calls no tool, or a limit is reached."""
         conversation, dialogue, limits = self.conversation, self._dialogue, self.limits
         message = await self._speak(dialogue.prompt_ids, None)
         while message.get("tool_calls") and len(conversation.turns) <= limits.tool_turns:
@@ -120,7 +123,7 @@ class ToolEpisode(Episode):
                 answers = await run_calls(
                     message["tool_calls"], dialogue, conversation, self._runner, self._render_early
                 )
-            except (OutOfTimeError, GeneratorExit):  # the latter where all ends, at an error or an interrupt
+            except (OutOfTimeError, GeneratorExit):  # GeneratorExit: the whole rollout ends early
                 self.give_up()
                 raise
             observed, images = self._rendered(answers)
@@ -135,7 +138,7 @@ class ToolEpisode(Episode):
             message = await self._speak(prompt, limits.completion_tokens - length)
 
     async def _speak(self, prompt: list[int], room: int | None) -> Message:
-        """One turn; its message, empty where nothing was sampled."""
+        """Sample one turn and return its message, empty where nothing was sampled."""
         conversation, dialogue, first = self.conversation, self._dialogue, not self.conversation.turns
         if first and dialogue.first is not None:
             completion = dialogue.first
@@ -149,8 +152,7 @@ class ToolEpisode(Episode):
         return message
 
     def _parsed(self, token_ids: list[int], prompt: list[int]) -> Message:
-        """The message of a turn: plain text where the parser raises, for the model may have written what it raised
-        at."""
+        """Return the message of a turn; plain text where the parser raises: the model may have caused the error."""
         try:
             return self._dialogue.parse(token_ids, prompt)
         except Exception as error:
@@ -158,12 +160,16 @@ class ToolEpisode(Episode):
             return {"role": "assistant", "content": self._dialogue.decode(token_ids)}
 
     def _render_early(self, answers: list[Message]) -> None:
-        """In the thread of the tool that gave them: the engine's thread need not do it then."""
-        with contextlib.suppress(Exception):  # it will be done there, and raise there if it must
+        """Render tools' answers in the thread of the tool that gave them, so that the engine's thread need not."""
+        with contextlib.suppress(Exception):  # the engine's thread will then do it, and raise if need be
             self._early = answers, self._dialogue.observe(answers)
 
     def _rendered(self, answers: list[Message]) -> tuple[list[int], list[Any]]:
-        """Ids and images of what tools answered. A tool's text or blocks can be such that no template takes them."""
+        """Return token ids and images of tools' answers.
+
+        Raises:
+            LostCallError: the chat template cannot render a tool's text or blocks.
+        """
         (seen, ids), self._early = self._early, _NOTHING
         try:
             return ids if seen == answers else self._dialogue.observe(answers), images_of(answers)

@@ -1,11 +1,11 @@
-"""The loop: every trajectory on its own clock, one engine for all.
+"""The loop that advances every trajectory independently, with one engine for all.
 
-    admit trajectories, as many as may be under way
-    hand out what tools have answered     -> trajectories go on: a request, another call, or the end
-    let the engine take one step          -> what was sampled goes to its trajectory
+    admit trajectories, up to the limit
+    deliver what tools have answered      -> trajectories go on: a request, another call, or the end
+    let the engine take one step          -> each finished completion goes to its trajectory
     wait for a tool only if the engine has nothing to do
 
-It runs in the trainer's thread and touches the engine only there. Tools answer from other threads, into the inbox.
+The loop runs in the trainer's thread and uses the engine only there. Tools answer from other threads, into a queue.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from trlx_hybrid.protocols import Stream
 from trlx_hybrid.types import Completion, Request
 
 SHARED_WAIT = 0.005  # seconds: the other ranks of the replica wait for this one's next step
-WAIT = 1.0  # seconds: for progress to be seen while tools work
+WAIT = 1.0  # seconds: so that the progress bar moves while tools work
 
 
 class Observer(Protocol):
-    """Is told of each step of the engine and of each change of the loop, see `progress.Progress`."""
+    """An observer of the loop, told of each step of the engine and of each change; see `progress.Progress`."""
 
     def stepped(self, seconds: float, sampling: int, finished: Sequence[tuple[int, Completion]]) -> None:
-        """The engine took a step with so many requests; these completions are over."""
+        """Note that the engine took a step with `sampling` requests, which finished these completions."""
 
     def moved(self, done: int, sampling: int, calling: int) -> None:
-        """So many conversations are over, sampling, at tools."""
+        """Note how many conversations are over, are sampling, and wait for tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """A tool call that is over: it returned (`value`), raised (`error`), or will never answer (`lost`).
+    """The result of a tool call that is over: it returned (`value`), raised (`error`), or will never answer (`lost`).
 
     Attributes:
         value: what the tool returned; None where it did not return.
         error: what the tool raised, `SystemExit` and `KeyboardInterrupt` included. The model is shown its text.
         lost: why there is neither: a hang past its deadline, a crash of its process, a result that cannot be brought
             back. A sentence that names tool and cause.
-        by_tool: whether the tool's own doing lost it: it took too long, or ended its process. The model, which may have
-            written what was run, is shown that; else it ends the trajectory.
+        by_tool: whether the tool itself caused the loss: it took too long, or ended its process. Then the model, which
+            may have written what was run, is shown the sentence; otherwise the loss ends the trajectory.
         seconds: wall time from the start of the call; 0 for a call that never started.
-        cpu_seconds: processor time of its thread; 0 where it has none of its own, or was lost.
+        cpu_seconds: processor time of the call's thread; 0 where it has no thread of its own, or was lost.
     """
 
     value: Any = None
@@ -59,7 +59,7 @@ class Outcome:
 
 
 class OutOfTimeError(Exception):
-    """Raised in a trajectory whose time is over, wherever it waits."""
+    """Raised inside a trajectory whose time is over, wherever it waits."""
 
 
 class Generate:
@@ -76,12 +76,12 @@ class CallTool:
     """One call that runs elsewhere; awaiting it gives its Outcome.
 
     Args:
-        start: begins the call, given whom to tell its outcome, from any thread; returns how to abandon it, which takes
-            a reason that continues "tool 'name' ...".
-        name: what is called, for messages.
+        name: name of what is called, for messages.
+        start: begins the call. It takes a function that is to be called with the outcome, from any thread, and returns
+            a function that abandons the call, given a reason that continues "tool 'name' ...".
 
     Attributes:
-        expires: `time.monotonic()` at which the loop stops waiting by itself: a last resort for whatever should have
+        expires: `time.monotonic()` at which the loop stops waiting by itself: a last resort for a call that should have
             reported by then and did not.
     """
 
@@ -95,14 +95,14 @@ class CallTool:
 
 
 TrajectoryCoroutine = Coroutine[Generate | CallTool, Any, None]
-"""Runs one episode to its end; what it makes is kept by whoever started it.
+"""A coroutine that runs one episode to its end; its creator keeps the result.
 
 There is no asyncio here: its loop would have to run in the trainer's thread, where a notebook already runs one.
 """
 
 
 class _Run:
-    """A trajectory under way."""
+    """A trajectory in progress."""
 
     __slots__ = ("abandon", "coroutine", "expires", "key", "waiting_for")
 
@@ -110,17 +110,18 @@ class _Run:
         self.coroutine = coroutine
         self.expires = expires
         self.waiting_for: Generate | CallTool | None = None
-        self.key = -1  # of the request it waits for
+        self.key = -1  # key of the request that it waits for
         self.abandon: Callable[[str], None] = lambda reason: None
 
 
 class Loop:
-    """Drives trajectories over one stream.
+    """A loop that drives trajectories over one stream of the engine.
 
     Args:
+        stream: the engine's stream.
         observer: told what the loop does, as it does it.
-        width: trajectories under way at once.
-        seconds: what one trajectory may take.
+        width: trajectories in progress at once.
+        seconds: time limit of one trajectory; None for no limit.
     """
 
     def __init__(self, stream: Stream, observer: Observer, *, width: int, seconds: float | None = None) -> None:
@@ -132,7 +133,7 @@ class Loop:
         self._done = 0
 
     def run(self, trajectories: Sequence[TrajectoryCoroutine]) -> None:
-        """Every trajectory to its end. What one raises ends all."""
+        """Run every trajectory to its end. An exception in one ends all of them."""
         waiting = deque(trajectories)
         try:
             anyone = True
@@ -148,7 +149,7 @@ class Loop:
                 for key, completion in finished:
                     self._go_on(self._sampling.pop(key), completion)
                 self._observer.moved(self._done, len(self._sampling), len(self._live) - len(self._sampling))
-                pending = self._live or (anyone and self._stream.shared)  # else all is over, and nothing will come
+                pending = self._live or (anyone and self._stream.shared)  # else all is over, and no answer will come
                 if pending and not (self._stream.busy or (waiting and len(self._live) < self._width)):
                     self._deliver(self._seconds_to_wait())
         finally:
@@ -185,7 +186,7 @@ class Loop:
     # --- tools ------------------------------------------------------------------------------------------------------
 
     def _deliver(self, wait: float = 0.0) -> None:
-        """Hand out what tools have answered. Waits for the first, if there is none, so many seconds."""
+        """Deliver what tools have answered. If there is nothing yet, wait up to `wait` seconds for the first answer."""
         while True:
             try:
                 run, call, outcome = self._inbox.get(timeout=wait) if wait else self._inbox.get_nowait()
@@ -196,7 +197,7 @@ class Loop:
                 self._go_on(run, outcome)
 
     def _expire(self) -> None:
-        """End what has no time left, and stop waiting for calls that should have reported and did not."""
+        """End trajectories that have no time left, and stop waiting for calls that should have reported and did not."""
         now = time.monotonic()
         for run in [run for run in self._live if run.expires <= now]:
             if isinstance(run.waiting_for, Generate):
@@ -214,7 +215,7 @@ class Loop:
             self._go_on(run, Outcome(lost=f"tool {run.waiting_for.name!r} {reason}"))  # type: ignore[union-attr]
 
     def _seconds_to_wait(self) -> float:
-        """Seconds until something has to be looked at."""
+        """Return the seconds until the next deadline, at most `SHARED_WAIT` or `WAIT`."""
         ends = [run.expires for run in self._live]
         ends += [run.waiting_for.expires for run in self._live if isinstance(run.waiting_for, CallTool)]
         longest = SHARED_WAIT if self._stream.shared else WAIT

@@ -1,4 +1,4 @@
-"""The rollout `multi_turn`: conversations with tools, each on its own clock, in the trainer's process."""
+"""The rollout `multi_turn`: conversations with tools that advance independently, in the trainer's process."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ logger = logging.getLogger(__name__)
 
 
 class TrajectoriesFailedError(HybridError):
-    """More trajectories of a batch broke off than may. Says how, and how often."""
+    """Raised where more trajectories of a batch broke off than `max_failed` allows. Lists and counts the causes."""
 
 
 class MultiTurn(SingleTurn):
-    """Runs conversations of one trainer; rows without tools, and what custom rollouts sample, as `single_turn`.
+    """The rollout that runs one trainer's conversations.
+
+    Rows without tools, and what custom rollouts sample, run as in `single_turn`.
 
     Attributes:
-        options: its own. runner: where tools and environments run.
+        options: this rollout's options.
+        runner: runs tools and environments.
     """
 
     name = "multi_turn"
@@ -49,11 +52,11 @@ class MultiTurn(SingleTurn):
     def converse(
         self, session: Run, dialogues: Sequence[Dialogue], limits: Limits, request: RequestMaker
     ) -> list[Conversation]:
-        """Every dialogue to its end, in order.
+        """Run every dialogue to its end, and return the conversations in the order of the dialogues.
 
         Raises:
-            TrajectoriesFailedError: more broke off than `max_failed` allows.
-            ConfigError: a tool cannot run where it is to run, or no row's last turn can be parsed.
+            TrajectoriesFailedError: more conversations broke off than `max_failed` allows.
+            ConfigError: a tool cannot run where it is configured to run, or no row's last turn can be parsed.
         """
         self.runner.check(
             {name: tool for d in dialogues for name, tool in d.sync_tools.items()},
@@ -77,7 +80,7 @@ class MultiTurn(SingleTurn):
     def run_trajectories(
         self, session: Run, trajectories: Sequence[TrajectoryCoroutine], conversations: Sequence[Conversation]
     ) -> None:
-        """Coroutines over one stream of the engine, all to their end, and what they were like into the metrics."""
+        """Run coroutines over one stream of the engine to their end, and add their statistics to the metrics."""
         options, runner = self.options, self.runner
         runner.usage.clear()
         progress = Progress(len(trajectories), runner, self._visible)
@@ -101,7 +104,7 @@ class MultiTurn(SingleTurn):
         self.runner.close()
 
     def failures(self, total: int) -> Callable[[Conversation], None]:
-        """What counts the trajectories of a batch that break off, and raises when they are too many."""
+        """Return a function that counts the conversations of a batch that break off, and raises at too many."""
         share = self.options.max_failed
         allowed = max(1, int(share * total)) if share else 0
         causes: Counter[str] = Counter()
@@ -120,7 +123,7 @@ class MultiTurn(SingleTurn):
 
 
 async def _told(number: int, episode: Episode, tell: Callable[[int, Conversation], None] | None) -> None:
-    """An episode to its end, and who wants to know of it is told."""
+    """Run an episode to its end, and pass its conversation to `tell`, if given."""
     await episode.run()
     if tell is not None:
         tell(number, episode.conversation)
@@ -128,7 +131,7 @@ async def _told(number: int, episode: Episode, tell: Callable[[int, Conversation
 
 @contextmanager
 def _switching_every(seconds: float) -> Iterator[None]:
-    """Threads of the interpreter take turns this often: the one that steps the engine must not wait long."""
+    """Set the interpreter's switch interval, so that the thread that steps the engine does not wait long."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(seconds)
     try:

@@ -1,4 +1,4 @@
-"""The rollout's options."""
+"""The options of the rollout `multi_turn`."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ MODES: tuple[Mode, ...] = get_args(Mode)
 
 
 def _ranks_here() -> int:
-    """How many processes the launcher started on this machine."""
+    """Return the number of processes that the launcher started on this machine."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MultiTurnOptions:
-    """`HybridConfig.rollout_options` for `rollout="multi_turn"`. All limits are per rank.
+    """Options in `HybridConfig.rollout_options` for `rollout="multi_turn"`. All limits are per rank.
 
     Attributes:
         tools: where synchronous tools run. "thread": beside the engine, many at once, so they must be thread-safe;
             "process": each call in a process that can be killed, for tools that compute or may crash; "main": in the
             trainer's thread one after another, as in TRL, while the engine waits. A tool that cannot work in a thread
             of its own (`signal`, sqlite3's connections) is moved to "main" with a warning, and called again. Plain
-            methods of environments run in threads, or with "main" there. Asynchronous tools run on the trainer's event
-            loop.
-        tool_modes: the same for single tools, by name.
-        max_tools: calls at once in threads, and as many on the event loop, environments' included. Those beyond wait,
-            and their time begins when they do.
-        max_processes: calls at once in processes; by default this rank's part of the machine's CPUs.
-        max_trajectories: trajectories under way at once; all of them by default.
-        tool_timeout: seconds that one call may take. Of a tool's call that takes longer the model is shown an error; an
-            environment's ends its trajectory.
-        max_answer: characters that the model is shown of one answer of a tool or an environment. Of a longer one it is
-            shown the beginning, with a note that says how much was cut.
+            methods of environments run in threads, or in the trainer's thread with "main". Asynchronous tools run on
+            the trainer's event loop.
+        tool_modes: where single tools run, by name; overrides `tools`.
+        max_tools: calls at once in threads, and as many on the event loop, environments' included. Further calls wait,
+            and their time begins when they start.
+        max_processes: calls at once in processes; by default this rank's share of the machine's CPUs.
+        max_trajectories: trajectories in progress at once; all of them by default.
+        tool_timeout: seconds that one call may take. If a tool takes longer, the model is shown an error; if an
+            environment does, its trajectory ends.
+        max_answer: characters that the model is shown of one answer of a tool or an environment. A longer answer is cut
+            at its end, with a note that says how much was cut.
         max_seconds: seconds that one trajectory may take; what it has by then is kept, as at a limit of tokens.
-        max_turns: turns of one trajectory, the first included; tool calls of the last one stay unexecuted.
+        max_turns: turns of one trajectory, the first included; tool calls of the last turn are not executed.
         max_failed: share of a batch's trajectories that may break off before the run stops; one always may, unless
-            this is 0. What tools do wrong breaks none off: the model is shown it.
+            this is 0. A tool's own error does not break a trajectory off: the model is shown the error.
         max_hung: threads of tools that never returned, at once, before the run stops.
         switch_interval: seconds between the interpreter's thread switches during a rollout. Shorter than Python's
             0.005, so that the thread that steps the engine waits less for tools that compute.

@@ -1,4 +1,4 @@
-"""What this distribution offers. Imports little: loading every plugin must stay cheap."""
+"""The hooks that register the multi-turn rollout. The file imports little: loading every plugin must stay cheap."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _multi_turn(session: Session, options: MultiTurnOptions) -> MultiTurn:
 
 @hookimpl
 def trlx_register(registry: Registry) -> None:
-    """Offer the rollout."""
+    """Register the rollout `multi_turn`."""
     registry.offer(
         "rollout",
         "multi_turn",
@@ -40,7 +40,7 @@ def trlx_register(registry: Registry) -> None:
 
 @hookimpl
 def trlx_configure(session: Session) -> None:
-    """Hand `record` on: it was this rollout's before any rollout's trajectories could be recorded."""
+    """Pass `record` on to the plugin `trajectories`: it is the older option, of this rollout only."""
     rollout = session.selection.rollout
     options = rollout.options if rollout is not None else None
     if not isinstance(options, MultiTurnOptions) or options.record is None:
@@ -54,7 +54,7 @@ def trlx_configure(session: Session) -> None:
 
 @hookimpl
 def trlx_report_header(session: Session) -> str | None:
-    """Say so where a run chose conversations and has nobody to converse with."""
+    """Return a note where a run chose `multi_turn` and has neither tools nor an environment."""
     from trlx_hybrid.plugins.selection import PLAYED
 
     selection = session.selection

@@ -1,4 +1,4 @@
-"""What a rollout looks like while it runs, and in numbers afterwards."""
+"""The progress bar of a rollout, and its metrics afterwards."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from .tools.runner import ToolRunner, ToolUsage
 REFRESH = 0.5  # seconds, on a terminal
 REFRESH_LOG = 30.0  # seconds, where every refresh is a line of a log
 TURNS_SHOWN = 5  # in the trainer's logs
-HEAVY = 0.1  # of the rollout's wall time spent computing in tools' threads: from here on it is worth a word
+HEAVY = 0.1  # share of the rollout's wall time spent computing in tools' threads, from which on it warns
 
 
 class Progress:
-    """Observes the loop: a progress bar, and how long the engine's steps took beside tools and without.
+    """An observer of the loop: shows a progress bar, and times engine steps with tools running and without.
 
     Args:
         total: trajectories of this rank's batch.
+        runner: runs the tools, and knows which calls run.
         visible: whether to show the bar.
     """
 
@@ -38,16 +39,16 @@ class Progress:
         self._interval, self._shown = interval, time.perf_counter()
         self._runner = runner
         self._started = time.perf_counter()
-        self._steps: dict[tuple[int, bool], list[float]] = defaultdict(list)  # by requests, and whether tools ran
+        self._steps: dict[tuple[int, bool], list[float]] = defaultdict(list)  # by (requests, whether tools ran)
         self.tokens = 0
 
     def stepped(self, seconds: float, sampling: int, finished: Sequence[tuple[int, Completion]]) -> None:
-        """Count a step."""
+        """Record an engine step."""
         self._steps[sampling, self._runner.busy > 0].append(seconds)
         self.tokens += sum(len(completion.token_ids) for _, completion in finished)
 
     def moved(self, done: int, sampling: int, calling: int) -> None:
-        """Refresh the bar, not more often than can be read."""
+        """Refresh the bar, at most once per interval."""
         now = time.perf_counter()
         if self._bar.disable or now - self._shown < self._interval:
             return
@@ -61,18 +62,18 @@ class Progress:
         self._bar.refresh()
 
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._bar.close()
 
     @property
     def seconds(self) -> float:
-        """Since the rollout began."""
+        """The seconds since the rollout began."""
         return time.perf_counter() - self._started
 
     def inflation(self) -> float | None:
-        """How much longer an engine step takes while tools run in threads: medians at equal numbers of requests.
+        """Return the factor by which an engine step takes longer while tools run in threads.
 
-        None where nothing can be compared.
+        It compares medians at equal numbers of requests. None where nothing can be compared.
         """
         pairs = [
             (statistics.median(self._steps[size, True]) / statistics.median(quiet), len(self._steps[size, True]))
@@ -85,10 +86,10 @@ class Progress:
 def metrics(
     conversations: Sequence[Conversation], usage: Mapping[str, ToolUsage], progress: Progress, stream: Any
 ) -> dict[str, float | list[float]]:
-    """A rollout's numbers for the trainer's logs, seconds and shares; those of this rank's rows.
+    """Return a rollout's metrics for the trainer's logs: seconds, counts and shares of this rank's rows.
 
-    What concerns one turn is a list, of one number per trajectory: few batches may reach it, and few trajectories of
-    these, and a mean over the batches' means would count each of those batches as much.
+    A metric of one turn is a list with one number per trajectory that has such a turn. Few batches may reach the turn,
+    and few trajectories of a batch; a mean over the batches' means would give each of those batches equal weight.
     """
     turns = [len(c.turns) for c in conversations]
     found: dict[str, float | list[float]] = {
@@ -117,7 +118,7 @@ def metrics(
 
 
 def heavy_tools(usage: Mapping[str, ToolUsage], progress: Progress, runner: ToolRunner) -> dict[str, str]:
-    """A sentence for each tool that computes so much in threads that the engine's steps wait for it."""
+    """Return a warning for each tool that computes so much in threads that the engine's steps wait for it."""
     inflation = progress.inflation()
     beside = f" Engine steps beside tools took {inflation:.1f} times as long as without." if inflation else ""
     found = {}

@@ -22,17 +22,18 @@ logger = logging.getLogger(__name__)
 
 
 def episodes(factory: Callable[[], Environment], *, max_turns: int | None = None) -> Episodes:
-    """A TRL `rollout_func` that plays one episode per row with a fresh environment.
+    """Return a TRL `rollout_func` that plays one episode per row with a fresh environment.
 
         trainer = GRPOTrainer(
             ..., rollout_func=episodes(Game, max_turns=6), reward_funcs=episode_reward,
             hybrid=HybridConfig(engine="vllm"),
         )
 
-    Reward functions receive two more columns: `episode_reward`, the sum of the steps' rewards (None where no step gave
-    one, or the episode broke off), and `episode_messages`, what was said after the prompt. The function
-    `episode_reward` returns the first. All limits of `rollout_options` hold, and `max_completion_length` is the budget
-    of sampled and observed tokens together: an observation that leads beyond it is dropped, and the episode ends.
+    Reward functions receive two more columns. `episode_reward` is the sum of the steps' rewards; None where no step
+    gave one, or the episode broke off. `episode_messages` holds the messages after the prompt. The function
+    `episode_reward` returns the column of its name. All limits of `rollout_options` hold, and `max_completion_length`
+    is the budget of sampled and observed tokens together: an observation that exceeds it is dropped, and the episode
+    ends.
 
     Args:
         factory: makes an environment; usually its class.
@@ -46,17 +47,21 @@ def episodes(factory: Callable[[], Environment], *, max_turns: int | None = None
 def episode_reward(
     prompts: Sequence[Any], completions: Sequence[Any], episode_reward: Sequence[float | None], **kwargs: Any
 ) -> list[float | None]:
-    """Reward function: what the environment gave. Rows of episodes that broke off get none, and train nothing."""
+    """Return the environments' rewards, as a TRL reward function.
+
+    Rows of episodes that broke off get None, and are not trained on.
+    """
     return list(episode_reward)
 
 
 class Episodes:
-    """What `episodes` returns. Called by TRL, once per batch and rank.
+    """The `rollout_func` that `episodes` returns. TRL calls it once per batch and rank.
 
     Attributes:
-        factory, max_turns: what it plays, and how long at most.
-        rollout: the rollout that it plays on.
-        samples_from_session: its log-probs are the engine's own, and are held against the trainer's.
+        factory: makes an environment.
+        max_turns: completions of one episode at most.
+        rollout: name of the rollout that it plays on.
+        samples_from_session: True, because its log-probs are the engine's own, to be compared with the trainer's.
     """
 
     rollout = MultiTurn.name
@@ -64,13 +69,14 @@ class Episodes:
 
     def __init__(self, factory: Callable[[], Environment], max_turns: int | None) -> None:
         self.factory, self.max_turns = factory, max_turns
-        self._tokens: tuple[tuple[Any, ...], TemplateTokens] | None = None  # and what they were made of
+        self._tokens: tuple[tuple[Any, ...], TemplateTokens] | None = None  # with what they were made of
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Play the batch; what TRL asks of a `rollout_func`.
+        """Play the batch, and return the fields that TRL asks of a `rollout_func`.
 
         Raises:
-            ConfigError: the trainer's rollout is not `multi_turn`, it has tools, or its template does not serve.
+            ConfigError: the trainer's rollout is not `multi_turn`, the trainer has tools, or its chat template is not
+                prefix-preserving.
             TrajectoriesFailedError: more episodes broke off than `max_failed` allows.
         """
         rollout = _multi_turn(trainer)
@@ -79,7 +85,7 @@ class Episodes:
         session = trainer.session
         tokens = self._tokens_of(trainer)
         group = trainer.num_generations if session.training else trainer.num_generations_eval
-        # Their lengths are known once the environments are reset; each episode looks at its own.
+        # The prompts' lengths are known once the environments are reset; each episode checks its own.
         request = session.sampler.converse(session.live_engine, [[]] * len(prompts), group)
         turns = [limit for limit in (self.max_turns, rollout.options.max_turns) if limit is not None]
         limits = Limits(
@@ -119,7 +125,7 @@ class Episodes:
         } | ({"images": [run.images or None for run in runs]} if sees_images else {})
 
     def _tokens_of(self, trainer: Any) -> TemplateTokens:
-        """This trainer's; another one may have played before."""
+        """Return the trainer's `TemplateTokens`, made anew if an earlier batch had another tokenizer or template."""
         tokenizer, template = trainer.processing_class, trainer.chat_template
         options, end_ids = trainer.chat_template_kwargs, trainer.eos_token_ids
         made_of = (tokenizer, tokenizer.chat_template, template, options, end_ids)
@@ -131,7 +137,7 @@ class Episodes:
 
 
 class EnvironmentEpisode(Episode):
-    """One row's: the model and its environment take turns."""
+    """An episode of one row, in which the model and its environment take turns."""
 
     def __init__(
         self,
@@ -153,27 +159,27 @@ class EnvironmentEpisode(Episode):
 
     @property
     def images(self) -> list[Any]:
-        """Those in the prompt and after it."""
+        """The images of the prompt and of the observations after it."""
         return [*self._prompt_images, *self.conversation.images]
 
     def give_up(self) -> None:
-        """No reward."""
+        """Remove the reward, and set `prompt_ids` if they are not yet known."""
         self.reward = None
         self.prompt_ids = self.prompt_ids or self._tokens.prompt(self._prompt)
 
     async def run(self) -> None:
-        """The whole episode, and the end of its environment."""
+        """Play the whole episode, then close its environment."""
         await super().run()
         try:
             await self._environment.close()
-        except (LostCallError, OutOfTimeError) as error:  # the episode itself is over, and counts
+        except (LostCallError, OutOfTimeError) as error:  # the episode itself is over, and is kept
             logger.warning("An environment was not closed: %s", error or "its episode's time was over.")
 
     async def play(self) -> None:
-        """Until the environment says that it is over."""
+        """Play until the environment says that the episode is over, or a limit is reached."""
         conversation, limits = self.conversation, self.limits
         context = self.prompt_ids = self._opened(await self._environment.reset(self._row))
-        room: int | None = None  # the first turn's is the run's
+        room: int | None = None  # for the first turn the run's limit holds
         while True:
             completion = await self.sample(context, self.images or None, room)
             text = str(self._tokenizer.decode(completion.token_ids, skip_special_tokens=True))
@@ -191,7 +197,7 @@ class EnvironmentEpisode(Episode):
             room = limits.completion_tokens - len(conversation.completion_ids) - len(observed)
             context = [*self.prompt_ids, *conversation.completion_ids, *observed]
             if room <= 0 or len(context) >= limits.model_tokens:
-                return  # nothing could be said to it: dropped, and the completion stays as it is
+                return  # no room for an answer: the observation is dropped, the completion stays
             self.observed(observed, messages)
             conversation.images += images_of(messages)
 
@@ -210,14 +216,18 @@ class EnvironmentEpisode(Episode):
     def _rendered(self, render: Callable[..., list[int]], messages: list[dict[str, Any]], *after: Any) -> list[int]:
         try:
             return render(messages, *after)
-        except Exception as error:  # of the template, which may raise anything
+        except Exception as error:  # a template may raise anything
             raise LostCallError(
                 f"its messages cannot be rendered by the chat template: {type(error).__name__}: {error}"
             ) from error
 
 
 def _multi_turn(trainer: Any) -> MultiTurn:
-    """The trainer's rollout, which must be this plugin's."""
+    """Return the trainer's rollout.
+
+    Raises:
+        ConfigError: the rollout is not this plugin's, or the trainer has tools.
+    """
     session = getattr(trainer, "session", None)
     rollout = getattr(session, "rollout", None)
     if not isinstance(rollout, MultiTurn):

@@ -1,8 +1,8 @@
-"""Observations as token ids, without ever encoding again what the model has sampled.
+"""Observations as token ids, without encoding again what the model has sampled.
 
-What stands between two turns is the difference that a message makes in the chat template: a short conversation is
-rendered with the observation and without, and what the first has beyond the second is it. Both are cut where the turn
-ends, since templates go on with a newline there that the model never samples.
+The tokens between two turns are the difference that a message makes in the chat template: a short conversation is
+rendered with the observation and without, and the observation is what the first rendering has beyond the second. Both
+are cut where the turn ends, since templates go on with a newline there that the model never samples.
 
 Source: trl 1.16, `GRPOTrainer._get_tool_suffix_ids`, which does the same for the answers of tools.
 """
@@ -20,17 +20,19 @@ PROBES: tuple[Message, ...] = ({"role": "user", "content": "first"}, {"role": "u
 
 
 class TemplateTokens:
-    """Prompts and observations of one tokenizer and chat template.
+    """An encoder of prompts and observations, for one tokenizer and chat template.
 
     Args:
-        tokenizer: a transformers tokenizer, or a processor: its tokenizer and its template serve, with messages as
-            processors take them, a list of content blocks in each. Images become as many tokens as it makes of them.
+        tokenizer: a transformers tokenizer, or a processor, whose tokenizer and template are used. Messages then have
+            the form that processors take, a list of content blocks each. An image takes as many tokens as the processor
+            makes of it.
         chat_template: the template, None for the tokenizer's own.
         options: TRL's `chat_template_kwargs`.
-        end_ids: tokens that end a turn when the model samples them; the tokenizer's EOS is one of them.
+        end_ids: tokens that end a turn when the model samples them; the tokenizer's EOS is always one of them.
 
     Raises:
-        ConfigError: earlier messages are not rendered the same whatever follows them, so no difference can be taken.
+        ConfigError: the template renders earlier messages differently depending on what follows, so that there is no
+            difference to take.
     """
 
     def __init__(
@@ -55,18 +57,19 @@ class TemplateTokens:
             )
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Token ids of a prompt, up to where the model begins to speak."""
+        """Return the token ids of a prompt, up to where the model's turn begins."""
         return list(self._render(messages, speak=True))
 
     def observation(self, messages: Sequence[Message], after: int | None = None) -> list[int]:
-        """Token ids between the end of a turn and the next one.
+        """Return the token ids between the end of one turn and the beginning of the next.
 
         Args:
-            after: the last token that was sampled. Some templates end no turn: the token that opens the next message
-                (GLM's `<|user|>`) is what the model stops at, and it is there already.
+            messages: the messages that the model is shown.
+            after: the last token that was sampled. Some templates do not end a turn: the model stops at the token that
+                opens the next message (GLM's `<|user|>`), so the conversation holds that token already.
 
         Raises:
-            ConfigError: the template renders the messages before these differently.
+            ConfigError: the template renders earlier messages differently when these messages follow.
         """
         full = self.prompt([*BEFORE, *messages])
         if full[: len(self._prefix)] != self._prefix:
@@ -75,13 +78,13 @@ class TemplateTokens:
         return shown[1:] if self._endless and after in self._end_ids and shown[:1] == [after] else shown
 
     def _refuses(self) -> str | None:
-        """Take the prefix, and why that cannot be done."""
+        """Set the prefix; return why that is impossible, or None."""
         try:
             asked, prefix = self.prompt(BEFORE[:1]), list(self._render(BEFORE, speak=False))
-            begun = _shared(asked, prefix)  # here the model's message: ends before it are others'
+            begun = _shared(asked, prefix)  # start of the model's message; ends before it belong to others
             ends = [place for place in range(begun, len(prefix)) if prefix[place] in self._end_ids]
             self._endless = not ends
-            shared = _shared(prefix, self.prompt([*BEFORE, PROBES[0]]))  # Phi-3 ends what nothing follows once more
+            shared = _shared(prefix, self.prompt([*BEFORE, PROBES[0]]))  # Phi-3 adds a second end to the last message
             ends = [place for place in ends if place < shared] or ends
             self._prefix = prefix[: ends[-1] + 1] if ends else prefix
             for probe in PROBES:
@@ -93,7 +96,7 @@ class TemplateTokens:
                 return "where the model's message ends cannot be told from its tokens."
         except ConfigError:
             return "the model's message is rendered differently once a user's message follows it."
-        except Exception as error:  # a template may raise whatever it likes, jinja's errors among them
+        except Exception as error:  # a template may raise anything, jinja's errors included
             return f"a user's message after the model's cannot be rendered ({type(error).__name__}: {error})."
         return None
 
@@ -106,7 +109,7 @@ class TemplateTokens:
         ]
 
     def _render(self, messages: Sequence[Message], *, speak: bool, tokenize: bool = True) -> Any:
-        """Token ids, or the text."""
+        """Return the rendered messages as token ids, or as text."""
         messages = self._shaped(messages)
         images = images_of(messages) if tokenize and self._processor is not None else []
         rendered = self._tokenizer.apply_chat_template(
@@ -123,7 +126,7 @@ class TemplateTokens:
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Return the length of the common prefix of two sequences."""
     differ = (place for place, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
     return next(differ, min(len(one), len(other)))
 
@@ -136,20 +139,20 @@ def preserving_tokens(
     options: Mapping[str, Any] | None = None,
     end_ids: Collection[int] = (),
 ) -> TemplateTokens:
-    """`TemplateTokens` of the template in use where it preserves prefixes, else of TRL's training template.
+    """Return `TemplateTokens` of the current template if it preserves prefixes, else of TRL's training template.
 
     Args:
-        training_template: gives TRL's, or raises ValueError where there is none for this tokenizer.
+        training_template: returns TRL's training template, or raises ValueError where TRL has none for this tokenizer.
 
     Raises:
-        ConfigError: neither preserves prefixes.
+        ConfigError: neither template preserves prefixes.
     """
     try:
         return TemplateTokens(tokenizer, chat_template, options=options, end_ids=end_ids)
     except ConfigError as refused:
         try:
             training = training_template()
-        except ValueError:  # TRL's: it has no training template for this one
+        except ValueError:  # TRL has no training template for this tokenizer
             training = None
         if training is None:
             raise

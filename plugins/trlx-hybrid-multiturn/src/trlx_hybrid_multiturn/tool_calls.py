@@ -1,4 +1,4 @@
-"""The tool calls of one turn, as TRL 1.16 runs them: what is called, in which order, and what the model is shown.
+"""The tool calls of one turn, as TRL 1.16 runs them: which are run, in which order, and what the model is shown.
 
 Source: trl 1.16, `GRPOTrainer._tool_call_loop`. Synchronous calls run one after another in the order in which they were
 made, for they may share an environment; then all asynchronous ones together. Their results follow in the same order:
@@ -20,7 +20,7 @@ from .tools.runner import ToolRunner
 
 
 class LostCallError(Exception):
-    """A call that could not be made, or whose result did not come back; ends its trajectory."""
+    """Raised for a call that could not be made, or whose result did not come back; ends its trajectory."""
 
 
 async def run_calls(
@@ -30,10 +30,14 @@ async def run_calls(
     runner: ToolRunner,
     early: Callable[[list[Message]], None] = lambda messages: None,
 ) -> list[Message]:
-    """The tool messages of one turn. Counts calls, and those that the model is shown an error for.
+    """Run the tool calls of one turn and return their tool messages. Counts the calls, and those with an error.
 
     Args:
-        early: may be given the messages that are going to be returned, earlier and in another thread. Must not raise.
+        calls: the model's tool calls.
+        dialogue: holds the tools and the environment of this row.
+        conversation: counts the calls.
+        runner: runs the tools.
+        early: may be called with the messages before this function returns them, in another thread. Must not raise.
 
     Raises:
         LostCallError: a call could not be made, or its result did not come back.
@@ -84,7 +88,11 @@ def _early(early: Callable[[list[Message]], None], name: str, value: Any) -> Non
 
 
 def _content(name: str, outcome: Outcome, conversation: Conversation) -> Any:
-    """What the model is shown of a call: what came of it, or an error where that was the tool's own doing."""
+    """Return what the model is shown of a call: its result, or the error if the tool itself caused it.
+
+    Raises:
+        LostCallError: the call was lost, and the tool did not cause that.
+    """
     if outcome.lost is not None:
         if not outcome.by_tool:
             raise LostCallError(outcome.lost)
@@ -94,12 +102,12 @@ def _content(name: str, outcome: Outcome, conversation: Conversation) -> Any:
         shown = readable(outcome.value)
         conversation.mended_answers += shown is not outcome.value
         return shown
-    if isinstance(outcome.error, asyncio.CancelledError):  # of a kind that says what else was lost
+    if isinstance(outcome.error, asyncio.CancelledError):  # a subclass says what else was lost
         raise LostCallError(f"tool {name!r} raised {described(outcome.error)}.")
     conversation.failed_calls += 1
     try:
         text = str(outcome.error)
-    except (Exception, SystemExit):  # the tool's own, which the model may have written
+    except (Exception, SystemExit):  # raised by the tool's own __str__, which the model may have written
         return str({"error": described(outcome.error)})
     if not isinstance(outcome.error, Exception):  # `sys.exit()`, whose text is a number or nothing
         text = f"{type(outcome.error).__name__}: {text}"
@@ -107,11 +115,17 @@ def _content(name: str, outcome: Outcome, conversation: Conversation) -> Any:
 
 
 def _part_with_environment(tool: Callable[..., Any], outcome: Outcome, dialogue: Dialogue) -> None:
-    """A call of it that never came back may go on using it: no other row is to have it."""
+    """Discard the environment if a call of it never came back.
+
+    That call may go on using it, so no other row may have it.
+    """
     if outcome.by_tool and _is_of_environment(tool, dialogue):
         dialogue.discard()
 
 
 def _is_of_environment(tool: Callable[..., Any], dialogue: Dialogue) -> bool:
-    """Whether it is a method of this row's environment; one of another object, a client for one, all rows share."""
+    """Return whether a tool is a method of this row's environment.
+
+    A method of another object, such as a client, is shared by all rows.
+    """
     return dialogue.environment is not None and getattr(tool, "__self__", None) is dialogue.environment

@@ -1,1 +1,2 @@
-"""Ray: where actors go, groups of them called as one object, and a script that runs across nodes."""
+"""Ray integration: placement of actors, worker groups that are called as one object, and scripts that run across
+nodes."""

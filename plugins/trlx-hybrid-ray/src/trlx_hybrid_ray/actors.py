@@ -1,6 +1,5 @@
-"""What rewards, environments and engines in Ray actors share: the connection to Ray, what travels to an actor and back,
-and pools of actors on reserved resources.
-"""
+"""The common parts of rewards, environments and engines in Ray actors: the connection to Ray, the values that travel to
+an actor and back, and pools of actors on reserved resources."""
 
 from __future__ import annotations
 
@@ -28,11 +27,11 @@ from .waiting import replies
 from .worker_group.errors import DeadlineError, WorkerDiedError, WorkerError
 
 DEADLINE = 600.0
-"""Seconds that a batch of rewards, or a call of an environment, may take unless told otherwise."""
+"""Seconds that a batch of rewards, or a call of an environment, may take by default."""
 START_SECONDS = 120.0
-"""Seconds that the workers of a reward or an environment may take to start unless told otherwise."""
-GRACE = 1.0  # seconds that what an actor's user started has to end by itself, once the actor is gone
-RETURNED, RAISED, NOT_PLAIN = b"v", b"e", b"n"  # what a reply begins with
+"""Seconds that the workers of a reward or an environment may take to start by default."""
+GRACE = 1.0  # seconds in which an actor's child processes may end by themselves once the actor is gone
+RETURNED, RAISED, NOT_PLAIN = b"v", b"e", b"n"  # the first byte of a reply
 
 
 # --- the connection -------------------------------------------------------------------------------------------------
@@ -42,7 +41,7 @@ _connection = ExitStack()  # ends with the process
 
 
 def ensure_connected() -> None:
-    """Make sure that this process is connected to Ray. Says on standard error what it connected to.
+    """Connect this process to Ray unless it is connected, and print the cluster to standard error.
 
     `RAY_ADDRESS` names the cluster to join, as it does in a job of `ray job submit` and under `trlx-hybrid launch`.
     Where it is not set, a cluster is started on this machine, and ends with this process.
@@ -70,10 +69,10 @@ def ensure_connected() -> None:
 
 
 def check_settings(function: str, deadline: float, **counts: int) -> None:
-    """Of `remote_reward` and `remote_environment`, before anything starts.
+    """Check the settings of `remote_reward` and `remote_environment`, before anything starts.
 
     Raises:
-        ConfigError: names the setting.
+        ConfigError: a setting is out of range; names it.
     """
     for setting, value in counts.items():
         if value < 1:
@@ -87,12 +86,13 @@ def check_settings(function: str, deadline: float, **counts: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Pickled:
-    """What the user wrote, on its way to an actor.
+    """A pickled object of the user's, to be sent to an actor.
 
     Attributes:
-        what: it is, for messages.
+        what: the object's description, for messages.
         body: the pickle.
-        path: `sys.path` of the sender: modules beside the user's script are found there, on machines that share it.
+        path: `sys.path` of the sender. With it an actor finds modules beside the user's script, on machines that share
+            the folder.
     """
 
     what: str
@@ -101,33 +101,34 @@ class Pickled:
 
     @classmethod
     def of(cls, value: Any, what: str, remedy: str) -> Pickled:
-        """What the script itself defines goes by value, everything else by its import.
+        """Pickle an object. Classes and functions that the script itself defines are pickled by value, all others by
+        reference to their module.
 
         Args:
-            what: it is, for messages.
-            remedy: what to do where it cannot be pickled.
+            what: the object's description, for messages.
+            remedy: advice for the user where the object cannot be pickled.
 
         Raises:
-            ConfigError: it cannot be pickled; names the part that is in the way.
+            ConfigError: the object cannot be pickled; names the part that prevents it.
         """
         from ray import cloudpickle
 
         try:
             body = bytes(cloudpickle.dumps(value))  # type: ignore[no-untyped-call]
-        except Exception as error:  # pickling runs anybody's code
+        except Exception as error:  # pickling runs arbitrary code
             raise ConfigError(f"{what} cannot be sent to its workers: {obstacle(value, error)}. {remedy}") from error
         return cls(what, body, tuple(os.path.abspath(entry) for entry in sys.path))
 
     def load(self) -> Any:
-        """The object, in a process that need not know its module yet.
+        """Load the object, in a process that need not know its module yet.
 
         Raises:
-            ConfigError: a module is missing here, or its import fails.
+            ConfigError: a module is missing on this node, or its import fails.
         """
         sys.path += [entry for entry in self.path if entry not in sys.path]
         try:
             return pickle.loads(self.body)
-        except Exception as error:  # unpickling imports anybody's modules
+        except Exception as error:  # unpickling imports arbitrary modules
             raise ConfigError(
                 f"{self.what} cannot be loaded on node {os.uname().nodename}: {type(error).__name__}: {error}. Its "
                 "modules must be installed there, or lie in a folder that all nodes share."
@@ -135,20 +136,20 @@ class Pickled:
 
 
 def obstacle(value: Any, error: BaseException) -> str:
-    """Why something cannot be pickled, and which part of it is to blame, as far as that can be found out."""
+    """Say why an object cannot be pickled, and which of its parts prevents it, as far as that can be found out."""
     from ray.util import inspect_serializability
 
     reason = " ".join(str(error).split())[:200]
     try:
         _, found = inspect_serializability(value, name="it", print_file=io.StringIO())  # type: ignore[no-untyped-call]
-    except Exception:  # it looks into anybody's objects, for a message only
+    except Exception:  # it inspects arbitrary objects, only for a message
         found = set()
     parts = sorted({f"{part.path[-1]!r}, a {type(part.obj).__qualname__}" for part in found if len(part.path) > 1})
     return f"it holds {'; '.join(parts)} ({reason})" if parts else reason
 
 
 def reply_of(function: Callable[[], Any]) -> bytes:
-    """In an actor: call it; what it returned or raised, as plain data."""
+    """Call a function in an actor, and return its result or its exception as plain data."""
     try:
         value = function()
     except BaseException as error:  # a tool's SystemExit is its error, not the end of this process
@@ -162,13 +163,13 @@ def reply_of(function: Callable[[], Any]) -> bytes:
 
 
 def result_of(reply: bytes, where: str) -> Any:
-    """In the trainer: what the function returned over there.
+    """Return, in the trainer, the result of a function that `reply_of` called in an actor.
 
     Args:
         where: the actor, for the note on an exception.
 
     Raises:
-        NotPlainError: it returned what is no plain data, or what is not known here; names the part.
+        NotPlainError: the result is not plain data, or has a type that is unknown here; names the part.
         BaseException: what the function raised, with its traceback as a note.
     """
     kind, body = reply[:1], reply[1:]
@@ -181,17 +182,17 @@ def result_of(reply: bytes, where: str) -> Any:
 
 
 def whereabouts() -> str:
-    """Of this actor, for messages."""
+    """Return the node and the process of this actor, for messages."""
     import ray
 
     return f"node {ray.get_runtime_context().get_node_id()[:12]}, pid {os.getpid()}"
 
 
 def see_own_gpus() -> None:
-    """Let this actor see the GPUs that Ray gave it and no others, before CUDA starts in it.
+    """Let this actor see only the GPUs that Ray gave it, before CUDA starts in it.
 
-    Ray does so by itself, but not where RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES has come down from what started the
-    actor, nor for an actor without a GPU.
+    Ray does so by itself, but not for an actor without a GPU, nor where the actor inherited
+    RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES from the process that started it.
     """
     import ray
 
@@ -203,15 +204,15 @@ def see_own_gpus() -> None:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One actor of a pool.
+    """An actor of a pool.
 
     Attributes:
-        noun: what messages call it.
-        index: in its pool; a replacement takes that of the one it replaces, and its resources.
-        number: no two of a pool have the same.
-        handle: of the actor.
-        where: node and process, once it runs.
-        dead: it cannot be called any more.
+        noun: the word for such an actor in messages.
+        index: the position in the pool. A replacement takes the index and the resources of the actor that it replaces.
+        number: a number that is unique in the pool, replacements included.
+        handle: the actor's handle.
+        where: node and process of the actor, once it runs.
+        dead: whether the actor can no longer be called.
     """
 
     noun: str
@@ -226,19 +227,19 @@ class Worker:
 
 
 class ActorPool:
-    """Actors of one class, on resources that are reserved before anything starts.
+    """A pool of actors of one class, on resources that are reserved before anything starts.
 
     Args:
-        kind: their class. Its method `ready` returns the reply to the start, and where the actor is, or raises.
-        arguments: of its constructor.
-        size: how many there are.
-        places: reserves the resources. The last placement has a bundle for each actor.
-        noun: what messages call one of them.
-        start_deadline: seconds for all to start.
-        threads: calls that an actor carries out at once; by default Ray's.
+        kind: the actors' class. Its method `ready` returns the reply to the start and the actor's location, or raises.
+        arguments: the arguments of its constructor.
+        size: the number of actors.
+        places: a function that reserves the resources. The last placement that it returns has a bundle for each actor.
+        noun: the word for an actor in messages.
+        start_deadline: seconds for all actors to start.
+        threads: the number of calls that an actor carries out at once; by default Ray's.
 
     Attributes:
-        workers: by index; none before `launch` and after `close`.
+        workers: the actors, by index; empty before `launch` and after `close`.
     """
 
     def __init__(
@@ -263,7 +264,8 @@ class ActorPool:
         self._numbers = itertools.count()
 
     def launch(self, indices: Sequence[int] | None = None) -> None:
-        """Start actors in the background, in the place of those that are there; by default all that there are to be.
+        """Start the actors of these indices in the background, in place of any that exist; by default all actors of the
+        pool.
 
         Raises:
             PlacementError: the resources cannot be had.
@@ -280,8 +282,8 @@ class ActorPool:
             self._starting[worker] = handle.ready.remote()
 
     def started(self) -> Iterator[tuple[Worker, BaseException | None]]:
-        """Wait for all that were launched. What does not start is ended, and comes with the error: one of Ray's, or
-        what it raised."""
+        """Wait for all launched actors and yield each. An actor that does not start is killed, and comes with the
+        error: one of Ray's, or the exception that it raised."""
         from ray.exceptions import RayError
 
         for worker, found in replies(self._starting, self._seconds):
@@ -291,14 +293,14 @@ class ActorPool:
                 reply, worker.where = found
                 try:
                     result_of(reply, str(worker))
-                except (Exception, SystemExit) as met:  # the user's: it must not end this process
+                except (Exception, SystemExit) as met:  # the user's SystemExit must not end this process
                     error = met
             if error is not None:
                 self.kill(worker)
             yield worker, error
 
     def kill(self, worker: Worker) -> None:
-        """End a worker, with whatever it is at."""
+        """Kill a worker, even during a call."""
         import ray
 
         worker.dead = True
@@ -317,9 +319,9 @@ class ActorPool:
 
 
 class PoolActor:
-    """Base of actors in a `UserPool`. Loads what the user wrote when it starts; `ready` tells what came of that.
+    """Base class of actors in a `UserPool`. The constructor loads the user's object, and `ready` returns the outcome.
 
-    However an actor ends, on Linux nothing that it started outlives it, daemons included.
+    On Linux no process that an actor started outlives it, daemons included, however the actor ends.
     """
 
     def __init__(self, pickled: Pickled, settings: Sequence[Any]) -> None:
@@ -328,27 +330,27 @@ class PoolActor:
 
     def _start(self, pickled: Pickled, settings: Sequence[Any]) -> None:
         if sys.platform == "linux":
-            self._reaper = reaper.Reaper(GRACE, segments=False)  # first: what the user wrote may start something
+            self._reaper = reaper.Reaper(GRACE, segments=False)  # first, since the user's code may start processes
         self.load(pickled.load(), *settings)
 
     def load(self, loaded: Any, *settings: Any) -> None:
-        """Take what the user wrote."""
+        """Take the user's object and the settings."""
         raise NotImplementedError
 
     def ready(self) -> tuple[bytes, str]:
-        """Reply to the start, and where this is."""
+        """Return the reply to the start, and node and process of this actor."""
         return self._started, whereabouts()
 
 
 class UserPool(ActorPool):
-    """Actors that load what the user wrote: a reward or an environment.
+    """A pool of actors that load an object of the user's: a reward or an environment.
 
     Args:
-        kind: what they are; Ray shows them under `name`.
-        pickled, settings: what each of them loads.
-        role: for messages and for whoever looks up who holds what: "reward" or "environment".
-        workers: how many.
-        cpus, gpus: of each.
+        kind: the actors' class; Ray shows the actors under `name`.
+        pickled, settings: the object and the settings that each actor loads.
+        role: "reward" or "environment", for messages and for lists of who holds which resources.
+        workers: the number of actors.
+        cpus, gpus: the resources of each actor.
         others: as of `ActorPool`.
 
     Raises:
@@ -387,14 +389,14 @@ class UserPool(ActorPool):
             raise
 
     def restore(self) -> None:
-        """Start another actor in the place of each that is dead; all after `close`.
+        """Start another actor in place of each dead one, or all actors after `close`.
 
         Raises:
             PlacementError: the resources cannot be had.
-            DeadlineError: one did not start in time; names it.
-            WorkerDiedError: one died while it started.
-            WorkerError: it raised when it loaded what the user wrote; `__cause__` is that exception. A `HybridError`
-                there is of what comes before: its reaper cannot start.
+            DeadlineError: an actor did not start in time; names it.
+            WorkerDiedError: an actor died while it started.
+            WorkerError: an actor raised while it loaded the user's object; `__cause__` is that exception. A
+                `HybridError` as `__cause__` comes from the step before: the actor's reaper cannot start.
         """
         from ray.exceptions import GetTimeoutError, RayActorError
 

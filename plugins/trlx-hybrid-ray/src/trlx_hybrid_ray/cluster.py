@@ -1,7 +1,9 @@
-"""A Ray cluster for one run: started here and gone with it, or joined and left as it was.
+"""The connection to a Ray cluster for one run: the cluster is started here and ends with the run, or is joined and left
+running.
 
 Address, namespace and token reach the processes of a run in their environment. Ray's own search for a cluster looks
-through the process table and takes whichever it meets, and a child that names no namespace looks into an empty one.
+through the process table and takes the first cluster that it meets, and a child that names no namespace gets an empty
+one.
 """
 
 from __future__ import annotations
@@ -39,16 +41,18 @@ LOCAL, AUTO = "local", "auto"
 START_SECONDS = 60.0
 STOP_SECONDS = 8.0
 ANSWER_SECONDS = 8.0
-"""What Ray may take for a call that its own client would wait a minute for, and then end this process."""
+"""Seconds that Ray may take for a call. Ray's own client would wait a minute, and then end this process."""
 POLL = 0.1
 OBJECT_STORE = 1 << 30
 REFUSED_SECONDS = 10.0
-"""How long a port at which nobody listens is tried again: a head may be about to start."""
+"""Seconds during which a refused connection is tried again, because a head may be about to start."""
 GREETING_SECONDS = 5.0
 HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
-"""What every client of gRPC, which Ray's head speaks, says first: HTTP/2's preface and an empty SETTINGS frame."""
+"""The first bytes that every client of gRPC, the protocol of Ray's head, sends: HTTP/2's preface and an empty SETTINGS
+frame."""
 JOIN_VARIABLE, JOIN_SECONDS = "RAY_gcs_server_port_wait_time_s", "5"
-"""Attempts, about a second each, that Ray makes to join once the port is open: a wrong token makes it try again too."""
+"""The variable that limits Ray's attempts to join once the port is open, about a second each, and its value. Ray tries
+again after a wrong token, too."""
 
 T = TypeVar("T")
 
@@ -58,11 +62,11 @@ class Cluster:
     """A cluster that this process is connected to.
 
     Attributes:
-        address: host:port, what `connect` takes to join it from elsewhere.
-        namespace: of this run's named actors.
-        dashboard: its URL, or None where no dashboard runs.
-        token: the file with its token where this process made or was given one.
-        started: whether it was started here, and ends with the context.
+        address: host:port, as `connect` takes it to join the cluster from another process.
+        namespace: the namespace of this run's named actors.
+        dashboard: the dashboard's URL, or None where no dashboard runs.
+        token: the file with the cluster's token, where this process made the token or was given one.
+        started: whether this process started the cluster, so that it ends with the context.
     """
 
     address: str
@@ -91,24 +95,24 @@ def connect(
 ) -> Iterator[Cluster]:
     """Start a local cluster, or join a running one, for as long as the context lasts.
 
-    What was started is shut down; what was joined keeps running, without this driver's actors. Children of this process
-    find the cluster and its namespace in the environment, see `announce`.
+    A started cluster is shut down at the end; a joined one keeps running, without this driver's actors. Children of
+    this process find the cluster and its namespace in the environment, see `announce`.
 
     Args:
-        address: "local" starts one; host:port joins; "auto" joins the one on this machine, however Ray finds it.
-        namespace: of named actors; by default one of its own for each run, so that runs cannot meet.
-        cpus, gpus: of a started cluster; by default what the machine has. More GPUs than it has are pretended, for
-            tests.
-        dashboard: start one with the cluster.
+        address: "local" starts a cluster; host:port joins one; "auto" joins the cluster that Ray finds on this machine.
+        namespace: the namespace of named actors; by default a new one for each run, which keeps runs apart.
+        cpus, gpus: the resources of a started cluster; by default those of the machine. For tests, Ray can be told of
+            more GPUs than the machine has.
+        dashboard: start a dashboard with the cluster.
         everywhere: let a started cluster listen on all interfaces, for nodes on other machines. By default dashboard
-            and ports answer this machine only.
-        token_file: the token of the cluster to join, or to start with. By default a started cluster gets a new one,
-            and a joined one is shown what Ray's variables or `~/.ray/auth_token` hold.
-        object_store_memory: bytes, of a started cluster.
+            and ports are reachable from this machine only.
+        token_file: the file with the token of the cluster to join or to start. By default a started cluster gets a new
+            token, and a joined one gets the token of Ray's variables or `~/.ray/auth_token`.
+        object_store_memory: the size in bytes of a started cluster's object store.
 
     Raises:
-        ConfigError: arguments that contradict each other, or a debugger that is not there.
-        ClusterError: no cluster answers at the address, its token is another, or it does not start.
+        ConfigError: arguments that contradict each other, or a debugger that is not installed.
+        ClusterError: no cluster answers at the address, its token differs, or it does not start.
     """
     asked = {"cpus": cpus is not None, "gpus": gpus is not None, "dashboard": dashboard, "everywhere": everywhere}
     for name in (name for name, given in asked.items() if given and address != LOCAL):
@@ -120,7 +124,7 @@ def connect(
         stack.enter_context(restored("RAY_", NAMESPACE))
         secret = Path(token_file) if token_file else None
         if started:
-            # A socket's path may have 107 characters, Ray's part of it takes 65.
+            # A socket's path may have 107 characters, and Ray's part of it takes 65.
             parent = tempfile.gettempdir() if len(tempfile.gettempdir()) < 20 else "/tmp"
             made = tempfile.TemporaryDirectory(prefix="ray-", dir=parent, ignore_cleanup_errors=True)
             folder = Path(stack.enter_context(made))
@@ -137,7 +141,7 @@ def connect(
                 "include_dashboard": dashboard or (debugging.wanted() and not debugging.legacy()),
                 "dashboard_host": "0.0.0.0" if everywhere else "127.0.0.1",
                 "object_store_memory": object_store_memory,
-                "_temp_dir": str(folder / "r"),  # which Ray opens to everybody; the one around it is ours alone
+                "_temp_dir": str(folder / "r"),  # Ray opens it to all users; only we can enter the folder around it
             }
             address = stack.enter_context(_started(settings, folder))
         url = stack.enter_context(_joined(address, namespace))
@@ -152,9 +156,10 @@ def connect(
 
 
 def environment() -> dict[str, str]:
-    """What a child of this process needs to join the same run, whether this is the driver, an actor or a task.
+    """Return the variables that a child of this process needs to join the same run. Works in the driver, an actor or a
+    task.
 
-    The token is named by its path; it stands in the environment itself only where the user put it there.
+    The variables name the token's file; they hold the token itself only where the user put it into the environment.
     """
     import ray
 
@@ -166,7 +171,8 @@ def environment() -> dict[str, str]:
 
 
 def announce() -> None:
-    """Put `environment()` into this process's own, for children that others start. For actors, at their start."""
+    """Put `environment()` into this process's own environment, for children that other code starts. Actors call it when
+    they start."""
     os.environ.update(environment())
 
 
@@ -176,13 +182,13 @@ _hung: list[Future[Any]] = []
 
 
 def answer(work: Callable[[], T], seconds: float | None = None) -> T:
-    """Return the result of a call of Ray, made in a thread: Ray's client may wait for a head that is gone or stopped.
+    """Return the result of a call of Ray that a thread makes: Ray's client may wait for a head that is gone or stopped.
 
     Args:
-        seconds: None for `ANSWER_SECONDS`, and more on a busy host.
+        seconds: how long to wait; by default `ANSWER_SECONDS`, and more on a busy host.
 
     Raises:
-        ClusterError: there is none in time.
+        ClusterError: no answer came in time.
         Exception: what `work` raised.
     """
     seconds = granted(ANSWER_SECONDS) if seconds is None else seconds
@@ -194,13 +200,15 @@ def answer(work: Callable[[], T], seconds: float | None = None) -> T:
 
 
 def ask(work: Callable[[], object], seconds: float | None = None) -> None:
-    """The same at a run's end, where the cluster may be ending as well, and nothing depends on the answer."""
+    """Make a call of Ray as `answer` does, but ignore a missing answer. For a run's end, when the cluster may be ending
+    as well."""
     with suppress(ClusterError):
         answer(work, seconds)
 
 
 def hung() -> bool:
-    """Whether a call has not returned yet: the interpreter would wait for what Ray does at its end."""
+    """Return whether a call has not returned yet. At its exit the interpreter would then wait for Ray's exit
+    handlers."""
     return any(not call.done() for call in _hung)
 
 
@@ -218,13 +226,13 @@ def _refuse_second_connection() -> None:
 
 @contextmanager
 def _joined(address: str, namespace: str) -> Iterator[str]:
-    """A connection; gives the dashboard's host and port."""
+    """Connect to a cluster; yields the dashboard's host and port."""
     import ray
 
     os.environ.pop(ADDRESS, None)
     os.environ.setdefault(JOIN_VARIABLE, JOIN_SECONDS)
     try:
-        with restored("PYTHONBREAKPOINT"):  # the driver's stays pdb: Ray's, without debugpy, passes breakpoints over
+        with restored("PYTHONBREAKPOINT"):  # keep pdb in the driver: without debugpy, Ray's debugger skips breakpoints
             context: Any = ray.init(
                 address=address, namespace=namespace, log_to_driver=debugging.wanted(), logging_level=logging.ERROR
             )
@@ -242,7 +250,7 @@ def _joined(address: str, namespace: str) -> Iterator[str]:
 
 
 def _unauthenticated(error: BaseException | None) -> bool:
-    """Whether the token is what lies behind an error: Ray tells it somewhere down the chain, as text."""
+    """Return whether the token is the cause of an error. Ray says so in the text of some error in the chain."""
     while error is not None:
         if "Unauthenticated" in str(error) or "AuthenticationError" in f"{type(error).__name__} {error}":
             return True
@@ -251,10 +259,10 @@ def _unauthenticated(error: BaseException | None) -> bool:
 
 
 def _answering(address: str) -> str:
-    """host:port of a cluster that answers.
+    """Return host:port of a cluster that answers.
 
     Raises:
-        ClusterError: it is no address, "auto" found nothing, or nobody answers.
+        ClusterError: `address` is malformed, "auto" found no cluster, or no cluster answers.
     """
     if address == AUTO:
         found = discovered()
@@ -288,10 +296,10 @@ def _answering(address: str) -> str:
 
 
 def _greet(host: str, port: int) -> None:
-    """See that a gRPC server is there. Ray's client would wait minutes for one that says nothing.
+    """Check that a gRPC server listens on a port. Ray's client would wait minutes for a server that says nothing.
 
     Raises:
-        OSError: there is none.
+        OSError: no gRPC server listens there.
     """
     with socket.create_connection((host, port), timeout=GREETING_SECONDS) as connection:
         if os.environ.get("RAY_USE_TLS", "0") != "0":
@@ -310,14 +318,14 @@ def _greet(host: str, port: int) -> None:
 
 @contextmanager
 def _started(settings: dict[str, Any], folder: Path) -> Iterator[str]:
-    """A cluster in a session of its own; gives its address.
+    """Start a cluster in a session of its own; yields its address.
 
-    Ray leaves the processes of a cluster in the driver's process group. What ends a whole group with SIGTERM, as
-    `timeout` and batch systems do, would take the cluster away while the driver needs it to end what it started. So a
-    child in a session of its own starts it, and ends it when this process is killed.
+    Ray leaves the processes of a cluster in the driver's process group. `timeout` and batch systems end a whole group
+    with SIGTERM. That would end the cluster while the driver still needs it to end its actors. So a child process in a
+    session of its own starts the cluster, and ends it when this process is killed.
 
     Raises:
-        ClusterError: it does not start.
+        ClusterError: the cluster does not start.
     """
     variables = {name: value for name, value in os.environ.items() if name != ADDRESS}
     command, pipe = [sys.executable, "-m", __name__, json.dumps(settings)], subprocess.PIPE
@@ -330,7 +338,7 @@ def _started(settings: dict[str, Any], folder: Path) -> Iterator[str]:
         try:
             assert process.stdout is not None
             began, ready = time.monotonic(), False
-            # The load of a host follows what happens there late, so the deadline is looked at again each second.
+            # The host's load is measured with a delay, so the deadline is computed again each second.
             while not ready and time.monotonic() - began < granted(START_SECONDS):
                 ready = bool(select.select([process.stdout], [], [], 1.0)[0])
             told = process.stdout.readline() if ready else b""
@@ -341,14 +349,14 @@ def _started(settings: dict[str, Any], folder: Path) -> Iterator[str]:
                 raise ClusterError(f"Ray did not start within {waited:.0f} s. {''.join(last)}")
             yield told.decode().strip()
         finally:
-            # Nobody uses it any more. Ray's own end asks one process after the other, and gives each a second.
+            # Nothing uses it any more. Ray's own shutdown asks one process after another, and waits a second for each.
             process.kill()
             process.wait()
             reaper.end("", process.pid, grace=0.0)  # its session: the cluster's processes and workers
 
 
 def _serve(settings: dict[str, Any]) -> None:
-    """Start a cluster, say where it is, and end it when our input ends or our parent is gone."""
+    """Start a cluster, print its address, and end it when standard input ends or the parent process is gone."""
     import ray
 
     parent = os.getppid()
@@ -361,12 +369,12 @@ def _serve(settings: dict[str, Any]) -> None:
     while os.getppid() == parent and not select.select([0], [], [], 0.5)[0]:
         pass
     ray.shutdown(wait_for_processes=True)
-    shutil.rmtree(Path(settings["_temp_dir"]).parent, ignore_errors=True)  # with the token in it: our parent is gone
+    shutil.rmtree(Path(settings["_temp_dir"]).parent, ignore_errors=True)  # it holds the token, and our parent is gone
 
 
 def _outlive_signals() -> None:
-    """By handlers: what is ignored stays ignored in all that Ray starts, ranks included, and its log monitor would have
-    to be killed."""
+    """Install handlers that do nothing for the signals that end a process. Ignored signals would stay ignored in every
+    process that Ray starts, ranks included, and Ray's log monitor would have to be killed."""
     for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(stop, lambda *_: None)
 

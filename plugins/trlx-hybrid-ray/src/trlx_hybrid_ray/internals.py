@@ -1,4 +1,4 @@
-"""What is used of Ray 2.60 beyond its documented interface. `tests/test_cluster.py` says when Ray changed it."""
+"""The uses of Ray 2.60 beyond its documented interface. `tests/test_cluster.py` fails when Ray changes them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 LOOPBACK_VARIABLE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Ray's switch between nodes that other machines reach and nodes that only this one does. Named after the systems
-where the latter is its default, read on every system. An address of 127.0.0.1 is not enough: Ray resolves it to the
-machine's outward one, and listens everywhere."""
+"""Ray's variable that chooses between nodes that other machines can reach and nodes that only this machine can reach.
+Its name has the systems where the latter is the default, but Ray reads it on every system. An address of 127.0.0.1 is
+not enough: Ray resolves it to the machine's outward address, and listens on all interfaces."""
 
 
 def reread_environment() -> None:
-    """Make an imported Ray forget authentication mode, token and reach, and read them from the environment again."""
+    """Make an imported Ray read authentication mode, token and `LOOPBACK_VARIABLE` from the environment again."""
     if "ray" in sys.modules:
         from ray import _raylet
         from ray._private import ray_constants
@@ -26,7 +26,7 @@ def reread_environment() -> None:
 
 
 def authenticated() -> bool:
-    """Whether this process shows a token, and the clusters that it starts demand one."""
+    """Return whether this process authenticates with a token, and the clusters that it starts require one."""
     from ray import _raylet
 
     raylet: Any = _raylet  # its stubs leave authentication out
@@ -34,7 +34,7 @@ def authenticated() -> bool:
 
 
 def discovered() -> str | None:
-    """host:port of a cluster on this machine, however Ray finds it, or None."""
+    """Return host:port of the cluster that Ray finds on this machine, or None."""
     from ray._private.services import canonicalize_bootstrap_address
 
     try:
@@ -44,14 +44,14 @@ def discovered() -> str | None:
 
 
 def free_resources() -> Mapping[str, Mapping[str, float]]:
-    """By node id and resource. What is used up is left out."""
+    """Return the free resources by node id and name. Resources that are used up are left out."""
     from ray._private.state import available_resources_per_node
 
     return cast("Mapping[str, Mapping[str, float]]", available_resources_per_node())  # type: ignore[no-untyped-call]
 
 
 def stop_where_raised() -> None:
-    """In an `except`: Ray's debugger, where the exception was raised. It returns when somebody has continued."""
+    """Open Ray's debugger, from an `except` block, where the exception was raised. Returns when the user continues."""
     from ray.util import rpdb
 
     rpdb._post_mortem()  # type: ignore[no-untyped-call]

@@ -1,4 +1,5 @@
-"""`trlx-hybrid launch`: run a script on the nodes of a Ray cluster, with `accelerate launch` on each of them."""
+"""The command `trlx-hybrid launch`, which runs a script on the nodes of a Ray cluster, with `accelerate launch` on each
+node."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ examples:
 
 The same file runs without Ray: accelerate launch train.py
 """
-RETRY_SECONDS = 2.0  # between two looks for places, when starting again
-CALL_SECONDS = 60.0  # that an actor may take to start a process
+RETRY_SECONDS = 2.0  # seconds between two attempts to reserve the resources of a restart
+CALL_SECONDS = 60.0  # seconds that an actor may take to start a process
 
 MACHINE = {
     *("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "PYTHONBREAKPOINT", "VIRTUAL_ENV", "CONDA_PREFIX"),
@@ -48,7 +49,7 @@ MACHINE = {
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *(RESUME_VARIABLE, LAUNCH_VARIABLE),
 }
-"""Variables that describe a machine, a login or a process, and not a run: each node keeps its own."""
+"""Variables that describe a machine, a login or a process rather than a run. Each node keeps its own values."""
 MACHINE_PREFIXES = (
     *("RAY_", "SSH_", "XDG_", "DBUS_", "SYSTEMD_", "INVOCATION_", "JOURNAL_"),
     *("SLURM", "PMI_", "PMIX_", "OMPI_", "MPI_", "PALS_", "KUBERNETES_", "PET_", "TORCHELASTIC_", "TRLX_HYBRID_RAY_"),
@@ -61,30 +62,30 @@ SET_HERE = {
     **dict.fromkeys(("machine_rank", "main_process_ip", "main_process_port", "rdzv_backend"), "Leave it out."),
     **dict.fromkeys(("deepspeed_multinode_launcher", "log_dir"), "Leave it out."),
 }
-"""Arguments of `accelerate launch` that are this command's, and what to do instead."""
+"""Arguments of `accelerate launch` that this command sets itself, with the advice for users who pass them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is to be launched.
+    """A script to launch, with its places and settings.
 
     Attributes:
-        script: its path as typed, relative to `folder`.
-        arguments: what it gets in `sys.argv` after its path.
+        script: the script's path as typed, relative to `folder`.
+        arguments: the script's arguments in `sys.argv`, after its path.
         folder: working folder of every rank, unless Ray has unpacked the job's files in another one on each node.
-        nodes: how many nodes.
-        processes_per_node: ranks on each.
-        gpus: one GPU for each rank; otherwise they get CPUs only, and see no GPU.
+        nodes: the number of nodes.
+        processes_per_node: ranks on each node.
+        gpus: whether each rank gets one GPU; otherwise ranks get CPUs only, and see no GPU.
         cpus_per_process: CPUs that Ray sets aside for each rank.
         only: addresses or ids of the only nodes to use.
-        labels: that these nodes have.
-        placement: the file that says where everything goes; None leaves to each part of the run what it takes.
-        others: what is reserved beside the ranks, by that file.
-        config_file: accelerate's, or None for its default one.
+        labels: the labels that the nodes must have.
+        placement: the file of `--placement`; None where each part of the run reserves its own resources.
+        others: the reservations of the placement file beside the ranks'.
+        config_file: accelerate's config file, or None for its default one.
         settings: further arguments of `accelerate launch`.
-        address: of the Ray cluster to join; None starts one on this machine.
-        restarts: how many times to start again after a failure.
-        debug: no deadlines, and Ray's debugger.
+        address: the address of the Ray cluster to join; None starts a cluster on this machine.
+        restarts: the number of times to start again after a failure.
+        debug: whether to run without deadlines, and with Ray's debugger.
         start_timeout: seconds that Ray may take to start all actors.
     """
 
@@ -118,12 +119,12 @@ class Job:
 
     @property
     def world(self) -> int:
-        """How many ranks."""
+        """The number of ranks."""
         return self.nodes * self.processes_per_node
 
     @property
     def request(self) -> PlacementRequest:
-        """The places that it asks for: a bundle on each of its nodes, with the GPUs of that node's ranks."""
+        """The job's placement request: a bundle on each node, with the resources of that node's ranks."""
         return PlacementRequest(
             name="rank",
             replicas=self.nodes,
@@ -140,7 +141,7 @@ class Job:
 
 
 def add_command(commands: Any) -> None:
-    """Add `launch` to the sub-parsers of a command line; its `run` takes the options, returns the exit status."""
+    """Add `launch` to the sub-parsers of a command line. Its `run` takes the options and returns the exit status."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "launch",
         help="run a script on many nodes through Ray",
@@ -182,10 +183,10 @@ def add_command(commands: Any) -> None:
 
 
 def job_of(options: Any) -> Job:
-    """What the options ask for.
+    """Return the job that the options ask for.
 
     Raises:
-        ConfigError: they contradict each other, or name no script.
+        ConfigError: the options contradict each other, or name a file that does not exist.
     """
     places = _places_of(options) if options.placement is None else _places_in(options)
     if not os.path.isfile(options.script):
@@ -212,7 +213,7 @@ def job_of(options: Any) -> Job:
 
 
 def _places_of(options: Any) -> dict[str, Any]:
-    """What the options say of where ranks go, as a `Job` has it."""
+    """Return the fields of a `Job` for the placement of ranks, from the options."""
     if options.cpu and options.gpus_per_node is not None:
         raise ConfigError("--cpu and --gpus-per-node exclude each other.")
     if not options.cpu and options.gpus_per_node is None:
@@ -231,7 +232,7 @@ def _places_of(options: Any) -> dict[str, Any]:
 
 
 def _places_in(options: Any) -> dict[str, Any]:
-    """What the file of `--placement` says of where everything goes, as a `Job` has it."""
+    """Return the fields of a `Job` for the placement of all parts, from the file of `--placement`."""
     for name in ("nodes", "node", "gpus_per_node", "cpu", "processes_per_node", "cpus_per_process"):
         if getattr(options, name) not in (None, [], False):
             option = f"--{name.replace('_', '-')}"
@@ -251,10 +252,11 @@ def _places_in(options: Any) -> dict[str, Any]:
 
 
 def run(options: Any) -> int:
-    """Launch; returns the exit code of the rank that failed first, 0 if none did, 128 + n after signal n.
+    """Launch a job and return the exit code: that of the rank that failed first, 0 if none did, or 128 + n after signal
+    n.
 
     Raises:
-        ConfigError: the options, or accelerate's settings, cannot be.
+        ConfigError: the options, or accelerate's settings, are invalid.
         ClusterError: no cluster answers, or none can be started.
         PlacementError: the cluster has no room.
         LaunchError: the ranks do not start.
@@ -262,7 +264,7 @@ def run(options: Any) -> int:
     if not sys.platform.startswith("linux"):
         raise ConfigError("trlx-hybrid launch runs on Linux. Elsewhere: accelerate launch, on one node.")
     job = job_of(options)
-    os.environ.pop(SET_ASIDE, None)  # of a launcher that this one runs in a rank of
+    os.environ.pop(SET_ASIDE, None)  # set by another launcher, where this one runs in a rank of it
     if job.debug:
         os.environ.setdefault(debugging.CHOICE, debugging.DISTRIBUTED)
         os.environ[debugging.POST_MORTEM] = "1"
@@ -275,7 +277,7 @@ def run(options: Any) -> int:
     except KeyboardInterrupt:
         say("Stopped by SIGINT.")
         code = 128 + signal.SIGINT
-    if hung():  # a call of Ray that never returned, as where its head stands still, would keep this process
+    if hung():  # a call of Ray that never returned, because its head hangs, would keep this process alive
         with suppress(OSError):
             sys.stdout.flush()
         os._exit(code)
@@ -286,7 +288,7 @@ def run(options: Any) -> int:
 
 
 def accelerate_arguments(job: Job) -> tuple[str, tuple[str, ...]]:
-    """The text of accelerate's config file, and what all nodes' `accelerate launch` have in common.
+    """Return the text of accelerate's config file, and the arguments of `accelerate launch` that all nodes share.
 
     Raises:
         ConfigError: accelerate does not know an argument, or its config file asks for something else.
@@ -325,7 +327,7 @@ def accelerate_arguments(job: Job) -> tuple[str, tuple[str, ...]]:
 
 
 def _default_config() -> Path | None:
-    """The file that `accelerate config` wrote, if there is one."""
+    """Return the file that `accelerate config` wrote, or None."""
     from huggingface_hub.constants import HF_HOME
 
     path = Path(HF_HOME) / "accelerate" / "default_config.yaml"
@@ -344,10 +346,10 @@ def _check_settings(settings: tuple[str, ...]) -> None:
 
 
 def variables(job: Job, run_id: str, start: int) -> dict[str, str]:
-    """What the ranks are told of this process's environment, and of the run."""
+    """Return the variables for the ranks: the launcher's own that describe the run, and those of the launch."""
     told = {n: v for n, v in os.environ.items() if n not in MACHINE and not n.startswith(MACHINE_PREFIXES)}
     told |= {"PET_RDZV_ID": run_id, STARTS_VARIABLE: str(start)}
-    if os.environ.get(RESUME_VARIABLE) != "1":  # else the first start, too, goes on with a run of another launch
+    if os.environ.get(RESUME_VARIABLE) != "1":  # otherwise even the first start resumes a run of another launch
         told[LAUNCH_VARIABLE] = run_id
     told |= debugging.variables()
     if not job.gpus and job.config_file is None:
@@ -361,21 +363,21 @@ def variables(job: Job, run_id: str, start: int) -> dict[str, str]:
 
 
 def launch(job: Job, config: str, arguments: tuple[str, ...], head: str) -> int:
-    """Run a job to its end on the cluster that this process is connected to; returns the exit code.
+    """Run a job to its end on the cluster that this process is connected to, and return the exit code.
 
     Each start has new processes and a new rendezvous. From the second on, ranks find TRLX_HYBRID_RESUME=1 in their
-    environment. A run that the user stopped is not started again, nor one whose script cannot be found.
+    environment. A run that the user stopped, or whose script cannot be found, is not started again.
 
     Args:
         config, arguments: from `accelerate_arguments`.
         head: host:port of the cluster's head.
 
     Raises:
-        PlacementError: the places cannot be had at the first start.
-        LaunchError: the ranks do not start, or what a failure took is not back in time.
+        PlacementError: the resources are not available at the first start.
+        LaunchError: the ranks do not start, or the resources are not available again in time after a failure.
     """
     run_id = secrets.token_hex(8)
-    # Closed last: a terminal that takes no more keeps nothing reserved.
+    # Closed last, so that nothing stays reserved because of a blocked terminal.
     with Printer(prefixes(job.nodes, job.processes_per_node), sys.stdout.buffer, sys.stderr.buffer) as printer:
         for start in range(job.restarts + 1):
             last = start == job.restarts
@@ -403,9 +405,8 @@ def launch(job: Job, config: str, arguments: tuple[str, ...], head: str) -> int:
 
 
 def _places(job: Job, start: int, printer: Printer, stack: ExitStack) -> list[Placement]:
-    """All that the run needs, or nothing: of its ranks, then of what is reserved beside them; shown, and given back by
-    the stack. After a failure Ray may need a moment to know what is free again, and a lost node to come back.
-    """
+    """Reserve all resources of the run or none: first the ranks', then those beside them. Prints them; the stack gives
+    them back. After a failure Ray may need a moment to know what is free again, and a lost node to come back."""
     deadline = time.monotonic() + job.start_timeout
     while True:
         try:
@@ -435,11 +436,11 @@ def _start_ranks(
     """Have every node's actor start its `accelerate launch`.
 
     Args:
-        placements: of the ranks, and of what is reserved beside them.
-        told: variables of all ranks.
+        placements: the ranks' placement, then the reservations beside it.
+        told: the variables of all ranks.
 
     Raises:
-        LaunchError: one does not.
+        LaunchError: a rank's node does not start, or does not answer in time.
     """
     import ray
 
@@ -479,11 +480,11 @@ def _start_ranks(
 def _answers(
     placement: Placement, calls: Sequence[Any], seconds: float, way_out: str = "See the logs of its raylet."
 ) -> list[Any]:
-    """What the actors of the first nodes answer, in order.
+    """Return the answers of the actors of the first nodes, in order.
 
     Raises:
         ScriptError: a node lacks the script.
-        LaunchError: names the nodes that are lost or late.
+        LaunchError: a node is lost or late; names it.
     """
     import ray
 

@@ -1,4 +1,5 @@
-"""Watches all nodes of one start to their end, names the failure that the others followed from, and ends the rest."""
+"""The monitor of one start: it watches all nodes to their end, names the failure that caused the others, and ends the
+rest."""
 
 from __future__ import annotations
 
@@ -26,15 +27,15 @@ from .printer import Printer
 from .waiting import replies
 
 TICK = 0.2
-POLL = 1.0  # a node answers at least that often
-SILENCE = 10.0  # without an answer, until a node counts as lost
-SETTLE = 1.5  # from the first failure until it is named, for others may have come before it
-BLAME = 13.0  # the same while each failure points at another rank
-GRACE = 8.0  # from the signal to stop until SIGKILL
-KILL = 5.0  # from SIGKILL until a node counts as one that cannot be cleaned
-HEAD_SECONDS = 15.0  # that the cluster's head may refuse connections
-HEAD = -1  # in the place of a node's number
-SEEN_LATE = 1.0  # that the end of a process may be noted later than one that followed from it
+POLL = 1.0  # seconds between a node's answers, at most
+SILENCE = 10.0  # seconds without an answer until a node counts as lost
+SETTLE = 1.5  # seconds from the first failure until it is named: reports of earlier ones may still arrive
+BLAME = 13.0  # the same, while the error of each failure points at another rank
+GRACE = 8.0  # seconds from the stop signal to SIGKILL
+KILL = 5.0  # seconds from SIGKILL until a node counts as not cleaned up
+HEAD_SECONDS = 15.0  # seconds that the cluster's head may refuse connections
+HEAD = -1  # stands for the head in place of a node's number
+SEEN_LATE = 1.0  # seconds by which the end of a process may be seen later than a failure that it caused
 TAIL = 1 << 16  # bytes of standard error that are kept of each rank
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -45,23 +46,23 @@ LOST_PEER = re.compile(
     r"|which never entered it|did not complete bucket|another rank",
     re.IGNORECASE,
 )
-"""Texts of errors by which torch, vLLM and the weight syncs say that another rank is gone."""
+"""Texts of errors by which torch, vLLM and the weight syncs report that another rank is gone."""
 TRACEBACK = "Traceback (most recent call last):"
 CHAINED = ("The above exception was the direct cause", "During handling of the above exception")
-TORCHS = re.compile(r"^\[rank\d+\]: ?")  # in front of what a process with a process group prints at its end
+TORCHS = re.compile(r"^\[rank\d+\]: ?")  # prefix of the last lines that a process with a process group prints
 DOTTED = re.compile(r"[\w.]+")
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchFailure:
-    """What ended the run, or followed from it.
+    """A failure of a rank or a node: the one that ended the run, or one that followed from it.
 
     Attributes:
-        node: its number, or HEAD.
-        rank: None where all of the node failed.
-        time: on this machine's clock.
-        code: exit code, or minus the signal; None where there is neither.
-        why: in a line; empty where the rank's own last words say it.
+        node: the node's number, or HEAD.
+        rank: the rank, or None where the whole node failed.
+        time: the time of the failure, on this machine's clock.
+        code: the exit code, or minus the signal; None where there is neither.
+        why: the reason, in a line; empty where the rank's own output says it.
     """
 
     node: int
@@ -78,11 +79,11 @@ class _Node:
     poll: Any = None
     seen: int = 0
     quiet: float = 0.0
-    code: int | None = None  # of accelerate, once it has ended and all that it printed is here
+    code: int | None = None  # accelerate's exit code, once it has ended and all output has arrived
     lost: bool = False
-    unclean: bool = False  # it did not say that all is gone
+    unclean: bool = False  # the node has not confirmed that all of its processes ended
     pids: dict[int, int] = field(default_factory=dict)
-    finished: dict[int, float] = field(default_factory=dict)  # when ranks ended well
+    finished: dict[int, float] = field(default_factory=dict)  # when ranks ended with exit code 0
 
     @property
     def over(self) -> bool:
@@ -90,12 +91,12 @@ class _Node:
 
 
 class Monitor:
-    """One start of all ranks, seen from the launcher. As a context, it ends the actors in the end.
+    """The launcher's monitor of one start of all ranks. As a context manager, it kills the actors at the end.
 
     Args:
-        placement: a bundle for each node.
+        placement: the ranks' placement, with a bundle for each node.
         head: host:port of the cluster's head.
-        debug: wait for nodes and ranks without a deadline.
+        debug: whether to wait for nodes and ranks without a deadline.
 
     Attributes:
         actors: a `NodeActor` for each bundle of the placement.
@@ -130,7 +131,7 @@ class Monitor:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Let go of the actors; where they still run something, they end it."""
+        """Kill the actors. Where ranks still run, the nodes' reapers end them."""
         import ray
 
         self._over.set()
@@ -138,7 +139,8 @@ class Monitor:
             ask(lambda: [ray.kill(actor) for actor in self.actors])
 
     def until_over(self) -> tuple[int, bool]:
-        """Wait for the end, and bring it about where it must be; the exit code, and whether a start may be repeated."""
+        """Wait until the start is over, and end it after a failure. Returns the exit code, and whether a new start is
+        allowed."""
         before = {which: signal.signal(which, self._stop_asked) for which in STOPS}
         try:
             while not self._ended():
@@ -171,7 +173,7 @@ class Monitor:
                 self._printer.say(f"{which.name}: ending all ranks. Once more kills them at once.")
                 self._interrupted = which
                 if self._stopped_at is None:
-                    # A signal to all processes of a job may have reached ranks first: what it ended has not failed.
+                    # A signal to all processes of a job may have reached ranks first: ranks that it ended did not fail.
                     self._failures = [f for f in self._failures if not self._signalled(f)]
                     self._stop(SIGINT if which == SIGINT else SIGTERM, now)
             else:
@@ -186,7 +188,7 @@ class Monitor:
             self._call("kill")
 
     def _listen(self, seconds: float) -> None:
-        """Take in what nodes answer; waits up to `seconds` for the first answer."""
+        """Process the nodes' answers, after waiting up to `seconds` for the first one."""
         import ray
 
         for node in self._nodes:
@@ -205,11 +207,11 @@ class Monitor:
             try:
                 self._take(number, ray.get(call))
             except ray.exceptions.ActorUnavailableError:
-                continue  # the connection broke; what it said then is said again, or it is silent
+                continue  # the connection broke; the next poll gets this report again, or the node is silent
             except ray.exceptions.RayError as error:
                 self._lose(number, _cause_of_death(error))
         now = time.monotonic()
-        # Count only time in which we listened: a launcher that was suspended has lost nobody.
+        # Count only time in which the launcher ran: after a suspension of the launcher no node counts as lost.
         passed, self._listened = min(now - self._listened, 2 * TICK), now
         for number, node in enumerate(self._nodes):
             node.quiet += passed
@@ -248,7 +250,8 @@ class Monitor:
             self._fail(LaunchFailure(number, rank, time.time() - seconds, why=f"{told} (SIGSTOP, Ctrl-Z, a debugger)."))
 
     def _lose(self, number: int, why: str) -> None:
-        """A node's actor is gone, or does not answer. Ranks there are ended by what lives on that node."""
+        """Record a node as lost, because its actor is gone or does not answer. The node's reaper ends the ranks
+        there."""
         import ray
 
         node = self._nodes[number]
@@ -257,7 +260,7 @@ class Monitor:
         self._fail(LaunchFailure(number, None, time.time() - node.quiet, why=why))
 
     def _fail(self, failure: LaunchFailure) -> None:
-        """What comes after the order to stop is its effect, and does not count."""
+        """Record a failure. Failures after the order to stop are its effect, and are ignored."""
         if self._stopped_at is None:
             self._failures.append(failure)
             if self._first_at is None:
@@ -273,12 +276,12 @@ class Monitor:
         self._call("signal", int(which))
 
     def _call(self, method: str, *arguments: Any) -> dict[int, Any]:
-        """Tell all nodes that are there; nobody need wait for their answers."""
+        """Call a method of all nodes that are not lost. Returns the references to their answers, by node."""
         there = [(number, node.actor) for number, node in enumerate(self._nodes) if not node.lost]
         return {number: getattr(actor, method).remote(*arguments) for number, actor in there}
 
     def _finish(self) -> None:
-        """Have every node end what is left there, and say what that was."""
+        """Have every node end its remaining processes, and print which ones it had to end."""
         for number, left in replies(self._call("finish"), GRACE + KILL):
             node = self._nodes[number]
             if isinstance(left, Exception):
@@ -287,7 +290,8 @@ class Monitor:
                 self._printer.say(f"node {node.name} had leftovers, which were removed: {listed(left, 4)}")
 
     def _watch_head(self) -> None:
-        """See whether the head still takes connections. Ray's client ends this process after a minute without."""
+        """Watch whether the head still accepts connections. Ray's client ends this process after a minute without the
+        head."""
         host, _, port = self._head.rpartition(":")
         refused = 0.0
         while not self._over.wait(1.0):
@@ -303,11 +307,12 @@ class Monitor:
 
     @property
     def _first(self) -> LaunchFailure | None:
-        """The failure that the others followed from."""
+        """The failure that caused the others."""
         return first_of({failure: self._lost_peer(failure) for failure in self._failures})
 
     def _signalled(self, failure: LaunchFailure) -> bool:
-        """Whether a signal to all processes of a job can be what ended it, or what it followed from."""
+        """Return whether a signal to all processes of the job, directly or through another rank, can have caused a
+        failure."""
         signalled = failure.rank is None or (failure.code or 0) < 0 or self._lost_peer(failure)
         return signalled or self._error(failure)[0] == "KeyboardInterrupt"
 
@@ -315,12 +320,12 @@ class Monitor:
         return failure.rank is not None and bool(LOST_PEER.search(self._error(failure)[0]))
 
     def _error(self, failure: LaunchFailure) -> tuple[str, list[str]]:
-        """The exception that a rank printed last, and its traceback."""
+        """Return the exception that a rank printed last, and its traceback."""
         text = self._tails.get((failure.node, failure.rank), b"").decode(errors="replace")
         return last_error(text) if failure.code is None or failure.code >= 0 else ("", [])
 
     def _summary(self) -> str:
-        """For standard error; empty where all went well. What matters most stands last."""
+        """Return the summary for standard error, or "" where all went well. The most important line is the last."""
         lines, first = [], self._first
         if unclean := [node.name for node in self._nodes if node.unclean or not node.over]:
             lines.append(
@@ -358,14 +363,15 @@ class Monitor:
         return self._error(failure)[0] or f"{what} ended with exit code {failure.code}."
 
     def _others(self, first: LaunchFailure) -> list[str]:
-        """Who failed later, and where every error speaks of a lost peer, who had left before."""
+        """Return lines on the ranks that failed later and, where every error reports a lost peer, on the ranks that had
+        finished before."""
         lines = []
         finished = [str(r) for node in self._nodes for r, at in sorted(node.finished.items()) if at <= first.time]
         if self._lost_peer(first) and finished:
             lines.append(f"Rank {listed(finished, 8)} had finished the script before: did it skip a collective call?")
         # torchelastic ends a node's other ranks with SIGTERM.
         others = [f for f in self._failures if f.rank not in (None, first.rank) and f.code != -SIGTERM]
-        if first.rank is None:  # its ranks ended with it
+        if first.rank is None:  # the lost node's ranks ended with it
             others = [f for f in others if f.node != first.node]
         lines += [f"Rank {f.rank} failed after it: {self._why(f)}" for f in others[:3]]
         if len(others) > 3:
@@ -374,26 +380,27 @@ class Monitor:
 
 
 def first_of(failures: Mapping[LaunchFailure, bool]) -> LaunchFailure | None:
-    """The failure that the others followed from: the earliest that does not point at another rank. A pure function.
+    """Return the failure that caused the others: the earliest that does not point at another rank. A pure function.
 
-    A process that is killed is seen a little later than a peer's error about it may come. So errors that speak of a
-    lost peer come into question only where there is nothing else, whatever the clocks say. Among the rest the clock
-    decides: a process can also be aborted because of another rank's exception, as NCCL's watchdog does. The clock is
-    that of whoever saw the end, which on a busy machine is late: that a rank got torchelastic's SIGTERM may be seen
-    before the end of the rank for which it was sent.
+    The death of a killed process may be seen a little later than a peer's error about it. So errors that report a lost
+    peer count only where there are no others, whatever their times. Among the other failures the time decides: a
+    process can also be aborted because of another rank's exception, as NCCL's watchdog does. The time is when the end
+    was seen, which on a busy machine is late: the end of a rank by torchelastic's SIGTERM may be seen before the
+    failure of the rank for which it was sent.
 
     Args:
-        failures: whether each speaks of a lost peer.
+        failures: for each failure, whether its error reports a lost peer.
     """
 
     def ended_with_accelerate(failure: LaunchFailure) -> bool:
-        """A rank got its signal from accelerate, which a signal had ended."""
+        """Return whether a rank got its signal from accelerate, which a signal had ended."""
         return failure.rank is not None and any(
             f.rank is None and f.node == failure.node and f.code == failure.code for f in failures
         )
 
     def ended_with_another(failure: LaunchFailure) -> bool:
-        """A rank got its signal from torchelastic, which ends a node's ranks when one of them has failed."""
+        """Return whether a rank got its signal from torchelastic, which ends a node's ranks when one of them has
+        failed."""
         return failure.code == -SIGTERM and any(
             f.node == failure.node and f.rank is not None and f.code != -SIGTERM and not lost_peer
             for f, lost_peer in failures.items()
@@ -405,9 +412,10 @@ def first_of(failures: Mapping[LaunchFailure, bool]) -> LaunchFailure | None:
 
 
 def last_error(text: str) -> tuple[str, list[str]]:
-    """The last exception in what Python printed to standard error, in a line, and the lines of its traceback.
+    """Return the last exception that Python printed to standard error, in a line, and the lines of its traceback.
 
-    With the exceptions that it followed from. A syntax error has no traceback, but lines that show it.
+    The traceback includes the exceptions that the last one was chained to. A syntax error has no traceback, but lines
+    that show the code.
     """
     lines = [TORCHS.sub("", line) for line in text.rstrip().splitlines()]
     starts = [number for number, line in enumerate(lines) if line.startswith(TRACEBACK)]
@@ -426,16 +434,17 @@ def last_error(text: str) -> tuple[str, list[str]]:
 
 
 def _names_an_error(line: str) -> bool:
-    """Whether it reads as Python's last word on an exception: its class, and a colon or nothing behind it.
+    """Return whether a line reads like the last line of a traceback: an exception's class, and a colon or nothing
+    behind it.
 
-    Without a pattern that goes back and forth: a line may have all that is kept of a rank.
+    It uses no regular expression that backtracks, since a line may be as long as all output that is kept of a rank.
     """
     name = line.partition(":")[0]
     return "Error" in line and DOTTED.fullmatch(name) is not None and any(map(str.isupper, name.rpartition(".")[2]))
 
 
 def _cause_of_death(error: BaseException) -> str:
-    """What Ray says of an actor that died, in a line."""
+    """Return, in a line, why an actor died, as Ray reports it."""
     import ray
 
     if "node has died" in str(error):

@@ -1,4 +1,4 @@
-"""One node of a launch: a Ray actor that runs `accelerate launch` there, and reports what becomes of it.
+"""The actor of one node of a launch, which runs `accelerate launch` there and reports on it.
 
     trlx-hybrid launch ──calls──▶ NodeActor ──starts──▶ accelerate launch ──starts──▶ the ranks
                                       └──starts──▶ reaper, which ends what is left of them, whoever was killed
@@ -34,30 +34,32 @@ from .cluster import environment
 from .errors import LaunchError, ScriptError
 from .reaper import OWNER_VARIABLE, Reaper, end, state, take_priority_back
 
-TICK = 0.1  # seconds between two looks at files and processes
+TICK = 0.1  # seconds between two checks of files and processes
 CHUNK = 1 << 20  # bytes of one file in one report
-STOPPED_SECONDS = 15.0  # that a process may be stopped (SIGSTOP, Ctrl-Z) before that counts as a failure
+STOPPED_SECONDS = 15.0  # seconds that a process may be stopped (SIGSTOP, Ctrl-Z) before that counts as a failure
 WARN_SECONDS = 5.0
 PORTS = range(20_000, 32_000)
-"""Below those that the system hands out by itself, so that only somebody who asks for this very port can take it."""
+"""Ports below those that the system assigns by itself, so that only a program that asks for such a port by number can
+take it."""
 WORKER_VARIABLES = ("OMP_NUM_THREADS", "PYTHONBREAKPOINT", "RAY_JOB_ID", "RAY_RAYLET_PID", "RAY_CLIENT_MODE")
-"""What Ray sets for its workers. A rank is none: it gets what the node was started with."""
+"""Variables that Ray sets for its workers. A rank is no Ray worker: it gets the values that the node was started
+with."""
 EVENTS_VARIABLE = "TRLX_HYBRID_LAUNCH_EVENTS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
-    """What happened on a node since its last report.
+    """The events on a node since its last report.
 
     Attributes:
-        number: counts the reports.
-        clock: of the node, in seconds since the epoch.
+        number: the report's number.
+        clock: the node's time, in seconds since the epoch.
         output: (rank, whether it is standard error, bytes) in order; rank None is accelerate itself.
-        started: processes by rank.
+        started: process ids by rank.
         ended: (rank, exit code or minus the signal, time) of ranks whose process has ended; rank None is accelerate
             itself, where a signal ended it.
-        code: of `accelerate launch` once it and all output are over.
-        stopped: (what it is, pid, seconds) of processes that a signal has stopped.
+        code: the exit code of `accelerate launch`, once it has ended and all output has been reported.
+        stopped: (description, pid, seconds) of processes that a signal has stopped.
     """
 
     number: int
@@ -70,12 +72,12 @@ class NodeReport:
 
     @property
     def empty(self) -> bool:
-        """Whether nothing happened."""
+        """True where nothing happened."""
         return not (self.output or self.started or self.ended or self.stopped) and self.code is None
 
 
 class NodeActor:
-    """The actor. It runs several methods at a time: `poll` waits while the others come and go."""
+    """The actor of one node. It runs several methods at a time: `poll` waits while other methods run."""
 
     def __init__(self) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="trlx-hybrid-launch-"))
@@ -84,7 +86,7 @@ class NodeActor:
         self._lock = threading.Lock()
         self._report = NodeReport(number=0, clock=0.0, started={})
         self._offsets: dict[Path, int] = {}
-        self._pids: dict[str, int] = {}  # of what is watched for being stopped
+        self._pids: dict[str, int] = {}  # processes that are checked for having been stopped
         self._stopped: dict[int, float] = {}
         self._ended: set[int | None] = set()
         self._raylet = int(os.environ.get("RAY_RAYLET_PID", os.getppid()))
@@ -94,14 +96,15 @@ class NodeActor:
         self._alone = False
 
     def pid(self) -> int:
-        """This process, once it is there."""
+        """Return the id of this process, once the actor has started."""
         return os.getpid()
 
     def free_port(self, address: str) -> int:
-        """A port on this node for torch's rendezvous store. It is held, for others to try, until the ranks start.
+        """Return a port on this node for torch's rendezvous store. The port is held, so that other nodes can try it,
+        until the ranks start.
 
         Raises:
-            LaunchError: none can be had at this address.
+            LaunchError: no port can be opened at this address.
         """
         for port in random.sample(PORTS, 100):
             try:
@@ -115,7 +118,7 @@ class NodeActor:
         )
 
     def reach(self, address: str, port: int) -> str | None:
-        """Why a port of another node cannot be reached from here, or None."""
+        """Return why a port of another node cannot be reached from here, or None."""
         return unreachable(address, port)
 
     def start(
@@ -133,17 +136,17 @@ class NodeActor:
         """Start `accelerate launch`.
 
         Args:
-            arguments: its options, the script, and the script's arguments.
-            script: as typed, relative to the folder.
-            config: text of accelerate's config file.
-            variables: of the launcher's environment, for the ranks.
-            folder: to work in; None to stay in the one that Ray made for the job.
+            arguments: accelerate's options, the script, and the script's arguments.
+            script: the script's path as typed, relative to the folder.
+            config: the text of accelerate's config file.
+            variables: the variables of the launcher's environment for the ranks.
+            folder: the working folder; None to stay in the one that Ray made for the job.
             gpus: ids of this node's GPUs, for `CUDA_VISIBLE_DEVICES`.
-            first_rank: of the ranks on this node.
-            alone: whether it is the only rank, which accelerate starts without torchelastic.
+            first_rank: the first rank on this node.
+            alone: whether the run has a single rank, which accelerate starts without torchelastic.
 
         Raises:
-            ScriptError: the folder or the script is not here.
+            ScriptError: the folder or the script is not on this node.
         """
         _check_script(folder, script)
         if self._listener is not None:
@@ -155,7 +158,7 @@ class NodeActor:
         told |= {
             OWNER_VARIABLE: self._reaper.owner,
             "CUDA_VISIBLE_DEVICES": ",".join(gpus),
-            "PYTHONUNBUFFERED": "1",  # a line leaves a rank when it is printed
+            "PYTHONUNBUFFERED": "1",  # a rank's lines reach the file as soon as they are printed
             "PET_REDIRECTS": "3",  # torchelastic: standard output and error of each rank to files
             EVENTS_VARIABLE: str(self._folder / "events"),
         }
@@ -173,11 +176,12 @@ class NodeActor:
         self._pids = {"accelerate launch": self._process.pid, "the raylet of the node": self._raylet}
 
     def poll(self, seen: int, seconds: float, *, output: bool = True) -> NodeReport:
-        """What happened; waits up to `seconds` for the first. An empty report shows life, too.
+        """Return the node's events, after waiting up to `seconds` for the first. Even an empty report shows that the
+        node lives.
 
         Args:
-            seen: number of the last report that arrived. Where that is not the last one given, it is given again.
-            output: leave out what was printed: nobody can take more of it now.
+            seen: the number of the last report that arrived. If a later report was sent and lost, it is sent again.
+            output: whether to include what ranks printed; False while the launcher cannot take more of it.
         """
         with self._lock:
             if self._report.number > seen:
@@ -189,17 +193,18 @@ class NodeActor:
             return report
 
     def signal(self, which: int) -> None:
-        """Send a signal to `accelerate launch`, which hands it to its ranks."""
+        """Send a signal to `accelerate launch`, which passes it on to its ranks."""
         if self._process is not None and self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, which)
 
     def kill(self) -> None:
-        """End all processes that were started here, at once. What they printed can still be asked for."""
+        """Kill all processes that were started here, at once. Their output can still be polled."""
         end(self._reaper.owner, 0, 0.0)
 
     def finish(self) -> list[str]:
-        """End what is still there, with a moment to end by itself, and clean up; returns what had to be."""
+        """End the remaining processes, with a moment to end by themselves, and clean up. Returns a description of each
+        leftover."""
         return self._reaper.finish()
 
     # --- what happens -------------------------------------------------------------------------------------------------
@@ -219,7 +224,7 @@ class NodeActor:
         )
 
     def _events(self) -> tuple[dict[int, int], list[tuple[int | None, int, float]]]:
-        """Which ranks have started, as processes, and which have ended."""
+        """Return the ranks that have started, with their process ids, and the ranks that have ended."""
         path = self._folder / "events"
         started, ended = {}, []
         for line in self._new(path).splitlines() if path.exists() else ():
@@ -227,7 +232,7 @@ class NodeActor:
             rank = event["rank"]
             if "pid" in event:
                 started[rank] = self._pids[f"rank {rank}"] = event["pid"]
-            elif rank not in self._ended:  # torchelastic's own word of it comes later
+            elif rank not in self._ended:  # torchelastic's own report of the same end comes later
                 self._ended.add(rank)
                 self._pids.pop(f"rank {rank}", None)
                 ended.append((rank, event["code"], event["time"]))
@@ -243,7 +248,7 @@ class NodeActor:
                 yield rank, path.name == "stderr.log", data
 
     def _new(self, path: Path) -> bytes:
-        """What a file has more than the last time; up to the last whole line of the file with events."""
+        """Return what was added to a file since the last call. For the file of events, it ends with a complete line."""
         offset = self._offsets.get(path, 0)
         with open(path, "r+b", buffering=0) as file:
             file.seek(offset)
@@ -256,7 +261,8 @@ class NodeActor:
         return data
 
     def _stopping(self) -> Iterator[tuple[str, int, float]]:
-        """Count only time in which we ran: where everything was stopped and goes on, nobody was left alone."""
+        """Yield the processes that a signal has stopped. It counts only time in which this actor itself ran, so that a
+        stop of the whole node is not reported."""
         passed, self._looked = min(time.monotonic() - self._looked, 1.0), time.monotonic()
         for what, pid in self._pids.items():
             before = self._stopped.get(pid, 0.0)
@@ -279,21 +285,21 @@ def _check_script(folder: str | None, script: str) -> None:
 
 
 def _node_environment(raylet: int) -> dict[str, str]:
-    """This process's environment without what Ray puts there for a worker."""
+    """Return this process's environment without the changes that Ray makes for a worker."""
     node = _environment(raylet)
     told = {name: value for name, value in os.environ.items() if name not in WORKER_VARIABLES}
     return told | {name: node[name] for name in WORKER_VARIABLES if name in node}
 
 
 def _environment(pid: int) -> dict[str, str]:
-    """What a process was started with; empty where it is gone or not ours."""
+    """Return the environment that a process was started with; empty where the process is gone or another user's."""
     with suppress(psutil.Error):
         return dict(psutil.Process(pid).environ())
     return {}
 
 
 def _give_back(descriptor: int, size: int) -> None:
-    """Let the file system free the beginning of a file that somebody else goes on writing to, if it can."""
+    """Let the file system free the beginning of a file that another process still writes to, if it can."""
     with suppress(OSError, AttributeError):
         keep_size_punch_hole = 1 | 2
         ctypes.CDLL(None).fallocate(descriptor, keep_size_punch_hole, ctypes.c_long(0), ctypes.c_long(size))
@@ -303,9 +309,9 @@ def _give_back(descriptor: int, size: int) -> None:
 
 
 def accelerate_launch() -> int:
-    """accelerate's own command, in this process; beside it threads that note when a rank starts and how it ends.
+    """Run accelerate's own command in this process. Threads record when a rank starts and how it ends.
 
-    torchelastic knows that, too, but says so only when it has ended the other ranks, which may take it 30 s.
+    torchelastic knows it, too, but reports it only when it has ended the other ranks, which may take 30 s.
     """
     from accelerate.commands.launch import main
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -317,7 +323,7 @@ def accelerate_launch() -> int:
         os.write(file, json.dumps(event).encode() + b"\n")
 
     def watch() -> None:
-        """Find the ranks among our children: those that accelerate's environment was given to."""
+        """Find the ranks among this process's children, by the variables that accelerate gives to ranks."""
         known, expected = set[int](), 1
         while len(known) < expected:
             for pid in {child.pid for child in psutil.Process().children()} - known:
@@ -330,7 +336,7 @@ def accelerate_launch() -> int:
             time.sleep(TICK)
 
     def wait_for(rank: int, pid: int) -> None:
-        with suppress(ChildProcessError, AttributeError):  # somebody else was faster, who will note it below
+        with suppress(ChildProcessError, AttributeError):  # torchelastic may be faster: noted below
             ended: Any = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
             code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
             note(rank=rank, code=code, time=time.time())
@@ -345,14 +351,14 @@ def accelerate_launch() -> int:
     except SignalException as error:
         note(rank=None, code=-error.sigval, time=time.time())
         return 128 + error.sigval
-    except subprocess.CalledProcessError as error:  # of a single process, which accelerate starts by itself
+    except subprocess.CalledProcessError as error:  # of a single process, started without torchelastic
         note(rank=0, code=error.returncode, time=time.time())
         return 1
     return 0
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where all was started in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background processes ignore SIGINT
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a raylet blocks SIGINT, and its children inherit that
     take_priority_back()
     sys.exit(accelerate_launch())

@@ -1,4 +1,5 @@
-"""Where workers go: Ray placement groups, reserved all or nothing before a deadline, or refused with a table."""
+"""Placement of workers: Ray placement groups that are reserved as a whole before a deadline, or refused with a
+table."""
 
 from __future__ import annotations
 
@@ -32,23 +33,24 @@ Strategy = Literal["pack", "strict_pack", "spread", "strict_spread"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 NODE_LABEL = "ray.io/node-id"
 REFUSE_SECONDS, HOLDERS_SECONDS = 7.0, 3.0
-"""Until what others hold is refused, and then for Ray to say who they are: ten seconds in all."""
+"""Seconds before a request is refused because others hold the resources, and seconds for Ray to name the holders: ten
+in all."""
 GPU_SECONDS = 120.0
-"""For the first process on a busy node, which imports Ray; each bundle after it takes milliseconds."""
+"""Seconds for the first process on a busy node, which imports Ray. Each further bundle takes milliseconds."""
 POLL = 0.1
 TOLERANCE = 1e-4
-"""Ray counts resources in ten-thousandths."""
+"""The tolerance of comparisons: Ray counts resources in ten-thousandths."""
 SET_ASIDE = "TRLX_HYBRID_RAY_SET_ASIDE"
-"""Where ranks find what their launcher has reserved for them, see `placement_file`."""
+"""The variable in which ranks find the resources that their launcher has reserved for them, see `placement_file`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """A machine of the cluster, and what nobody has reserved of it.
+    """A machine of the cluster, with its total and its free resources.
 
     Attributes:
-        id: Ray's, hexadecimal.
-        address: its IP address. Simulated nodes share one, real ones do not.
+        id: Ray's id, hexadecimal.
+        address: the IP address. Simulated nodes share an address, real ones do not.
     """
 
     id: str
@@ -60,18 +62,18 @@ class Node:
 
     @property
     def name(self) -> str:
-        """For messages: the address, and as much of the id as tells simulated nodes apart."""
+        """The node's name in messages: the address, and enough of the id to tell simulated nodes apart."""
         return f"{self.address} ({self.id[:6]})"
 
     @property
     def order(self) -> tuple[tuple[int, ...], str, str]:
-        """What nodes are sorted by: the address as a number, then the id."""
+        """The key for sorting nodes: the address as a number, then the id."""
         parts = self.address.split(".")
         return tuple(int(p) for p in parts) if all(p.isdecimal() for p in parts) else (), self.address, self.id
 
 
 def alive_nodes() -> list[Node]:
-    """The cluster's nodes, in order."""
+    """Return the cluster's living nodes, in order."""
     import ray
 
     free = free_resources()
@@ -94,13 +96,13 @@ def alive_nodes() -> list[Node]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementRequest:
-    """What is asked for: `replicas` of `size` workers each. The workers of a replica share a node.
+    """A request for the resources of `replicas` of `size` workers each. The workers of a replica share a node.
 
     Attributes:
-        name: for messages, and for others who look up who holds what.
-        gpus, cpus: of each worker. Ray gives a fraction of a GPU to workers that may share it.
-        strategy: how replicas go to nodes, in Ray's words: "pack" takes few and "spread" many, "strict_pack" insists on
-            a single one and "strict_spread" on a node of its own for each replica.
+        name: the name in messages, and in lists of who holds which resources.
+        gpus, cpus: the resources of each worker. With a fraction of a GPU, workers may share a GPU.
+        strategy: how replicas are placed on nodes, in Ray's terms: "pack" uses few nodes and "spread" many,
+            "strict_pack" requires a single node and "strict_spread" a node of its own for each replica.
         nodes: ids, their beginnings (six characters or more) or addresses of the only nodes to use; empty for any.
         labels: Ray's label selector, for nodes with these labels only.
     """
@@ -126,12 +128,12 @@ class PlacementRequest:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What one replica takes, as Ray counts it."""
+        """The resources of one replica, as Ray names them."""
         amounts = {"CPU": self.cpus * self.size, "GPU": self.gpus * self.size}
         return {name: amount for name, amount in amounts.items() if amount}
 
     def fits(self, nodes: Sequence[Node], *, empty: bool) -> bool:
-        """Whether these nodes hold all replicas: with what is free of them, or if they were `empty`."""
+        """Return whether all replicas fit on these nodes: on their free resources, or if the nodes were `empty`."""
         room = []
         for node in nodes:
             cpus, gpus = (node.cpus, node.gpus) if empty else (node.free_cpus, node.free_gpus)
@@ -146,11 +148,11 @@ class PlacementRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """What is reserved for one replica.
+    """The reserved resources of one replica.
 
     Attributes:
-        index: of the bundle, as Ray counts it.
-        gpus: as `CUDA_VISIBLE_DEVICES` on that node has them, in order; empty without GPUs.
+        index: the bundle's index in Ray's placement group.
+        gpus: the GPUs as `CUDA_VISIBLE_DEVICES` on the node names them, in order; empty without GPUs.
     """
 
     index: int
@@ -160,13 +162,13 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Placement:
-    """A place for every worker: a placement group with a bundle for each replica.
+    """The reserved places of all workers: a placement group with a bundle for each replica.
 
-    Workers have ranks: rank = replica * size + number in the replica. Replicas are numbered by node and GPU, whatever
-    order Ray deals its bundles out in.
+    A worker's rank is replica * size + its number in the replica. Replicas are numbered by node and GPU, whatever the
+    order of Ray's bundles.
 
     Attributes:
-        lent: by the launcher of this run, which gives it back.
+        lent: whether the launcher of this run reserved the placement, and gives it back.
     """
 
     request: PlacementRequest
@@ -178,11 +180,12 @@ class Placement:
         return self.request.replicas * self.request.size
 
     def options(self, rank: int) -> dict[str, Any]:
-        """What `.options(**…)` of an actor or task takes to be this worker."""
+        """Return the arguments of `.options(**…)` with which an actor or task runs in the place of this worker."""
         return self._options(self.bundle(rank), 1)
 
     def replica_options(self, replica: int) -> dict[str, Any]:
-        """The same for one actor that has everything of a replica, and starts its workers by itself."""
+        """Return the arguments of `.options(**…)` for one actor that gets all resources of a replica, and starts the
+        replica's workers by itself."""
         return self._options(self.bundles[replica], self.request.size)
 
     def _options(self, bundle: Bundle, workers: int) -> dict[str, Any]:
@@ -195,18 +198,18 @@ class Placement:
         }
 
     def bundle(self, rank: int) -> Bundle:
-        """Of this worker's replica."""
+        """Return the bundle of this worker's replica."""
         return self.bundles[rank // self.request.size]
 
     def gpus(self, rank: int) -> tuple[str, ...]:
-        """This worker's GPUs. The workers of a replica may have been told other ones of its GPUs by Ray, which deals
-        them out as they start: let them use these."""
+        """Return this worker's GPUs. Ray assigns a replica's GPUs to its workers as they start, perhaps in another
+        order: let each worker use the GPUs of this method instead."""
         each, own = self.request.gpus, self.bundle(rank).gpus
         first = rank % self.request.size
         return own[first * int(each) : (first + 1) * int(each)] if each >= 1 else own
 
     def __str__(self) -> str:
-        """A line for each node: which workers are there, and on which GPUs."""
+        """Return a line for each node, with its workers and their GPUs."""
         lines, size = [], self.request.size
         numbered = list(enumerate(self.bundles))
         for node, here in groupby(numbered, key=lambda pair: pair[1].node):
@@ -219,7 +222,7 @@ class Placement:
         return "\n".join(lines)
 
     def remove(self) -> None:
-        """Give everything back. Ends the actors that live in it, unless it is lent."""
+        """Give all resources back. Ray then kills the actors that run in the placement, unless it is lent."""
         if self.lent:
             _taken.discard(self.request.name)
         else:
@@ -237,15 +240,16 @@ def reserve(
 ) -> Placement:
     """Reserve a place for every worker, on the cluster that this process is connected to.
 
-    What cannot fit on these nodes is refused at once; what others hold is waited for until the deadline. In a rank
-    whose launcher was told where everything goes, it is what the launcher has set aside.
+    A request that cannot fit on these nodes is refused at once. For resources that others hold, it waits until the
+    deadline. In a rank of `trlx-hybrid launch --placement`, it returns the place that the launcher has reserved.
 
     Args:
         deadline: seconds until a refusal; None waits for ever.
-        show: is given the map of who goes where, before any worker starts.
+        show: a function that gets the map of workers and nodes, before any worker starts.
 
     Raises:
-        PlacementError: it cannot be had; with a table of what is free and who holds the rest. Nothing stays reserved.
+        PlacementError: the resources are not available; the message has a table of free resources and the holders of
+            the rest. Nothing stays reserved.
         ClusterError: the cluster's head does not answer.
     """
     if SET_ASIDE in os.environ:
@@ -266,7 +270,7 @@ def reserve(
             if group is None:
                 group, asked = _created(request, selector), selector
             left = math.inf if until is None else until - time.monotonic()
-            # At least a moment: a deadline that has passed must not keep what is free from being had.
+            # Wait at least a moment: even after the deadline, free resources can be reserved.
             if group.wait(max(0.1, min(left, 1.0))):
                 break
             if left <= 0:
@@ -282,10 +286,10 @@ def reserve(
 
 
 def _allowed(nodes: Sequence[Node], request: PlacementRequest) -> list[Node]:
-    """The nodes that a request may use. Those that its labels leave out are known to Ray only.
+    """Return the nodes that a request may use. Only Ray knows which nodes the request's labels leave out.
 
     Raises:
-        PlacementError: there are none.
+        PlacementError: the cluster lacks a node that the request names.
     """
     for asked in request.nodes:
         if not any(_means(asked, node) for node in nodes):
@@ -299,13 +303,14 @@ def _means(asked: str, node: Node) -> bool:
 
 
 def _selector(request: PlacementRequest, allowed: Sequence[Node]) -> dict[str, str]:
-    """Ray's label selector of each bundle."""
+    """Return Ray's label selector for each bundle."""
     nodes = {NODE_LABEL: f"in({','.join(node.id for node in allowed)})"} if request.nodes else {}
     return dict(request.labels or {}) | nodes
 
 
 def _created(request: PlacementRequest, selector: dict[str, str]) -> PlacementGroup:
-    """The group, which Ray reserves in the background. It keeps one that does not fit waiting for ever."""
+    """Create the placement group, which Ray reserves in the background. Ray keeps a group that does not fit waiting for
+    ever."""
     from ray.util.placement_group import placement_group
 
     group: PlacementGroup = placement_group(
@@ -318,11 +323,11 @@ def _created(request: PlacementRequest, selector: dict[str, str]) -> PlacementGr
 
 
 def _bundles(request: PlacementRequest, group: PlacementGroup, nodes: Sequence[Node]) -> tuple[Bundle, ...]:
-    """The bundles by node and GPU. Ray chooses GPUs when it commits a bundle, in no promised order, and only a task
-    that runs in the bundle can tell which.
+    """Return the bundles, sorted by node and GPU. Ray chooses GPUs when it commits a bundle, in no promised order, and
+    only a task that runs in the bundle can find out which.
 
     Raises:
-        PlacementError: a node starts no process, or left the cluster.
+        PlacementError: a node starts no process, joined the cluster just now, or left it.
     """
     from ray.util import placement_group_table
 
@@ -337,7 +342,8 @@ def _bundles(request: PlacementRequest, group: PlacementGroup, nodes: Sequence[N
 
 
 def _with_gpus(request: PlacementRequest, group: PlacementGroup, bundles: Sequence[Bundle]) -> list[Bundle]:
-    """One bundle of each node after another: asked for all at once, Ray would start a process for every bundle."""
+    """Return the bundles with their GPUs. A node's bundles are asked one after another; for calls at the same time, Ray
+    would start a process for each bundle."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -365,7 +371,7 @@ def _with_gpus(request: PlacementRequest, group: PlacementGroup, bundles: Sequen
 
 
 def _gpu_order(gpu: str) -> tuple[int, str]:
-    """Numbers as numbers; UUIDs after them."""
+    """Return the key for sorting GPUs: numbers in numeric order, then UUIDs."""
     return (int(gpu), "") if gpu.isdecimal() else (1 << 62, gpu)
 
 
@@ -384,14 +390,16 @@ def _user() -> str:
 
 # --- what a launcher has reserved ------------------------------------------------------------------------------------
 
-_taken: set[str] = set()  # by this process
+_taken: set[str] = set()  # names that this process has taken
 
 
 def _set_aside(request: PlacementRequest) -> Placement:
-    """What the launcher has reserved under this name: for all ranks together, or this rank's share of it.
+    """Return the placement that the launcher has reserved under this name: for all ranks together, or this rank's
+    share.
 
     Raises:
-        PlacementError: it has reserved nothing, or something else; or it was taken already.
+        PlacementError: the launcher has reserved nothing or something else under this name, or another part of the run
+            has taken the placement.
     """
     from ray import PlacementGroupID
     from ray.util.placement_group import PlacementGroup
@@ -434,7 +442,7 @@ def _of_bundle(bundle: Mapping[str, float]) -> str:
 
 
 def _refusal(request: PlacementRequest, nodes: Sequence[Node], allowed: Sequence[Node], waited: float | None) -> str:
-    """The reason, the way out, and who holds what."""
+    """Return the message of a refusal: the reason, the way out, and a table of who holds what."""
     lines = [_reason(request, allowed, empty=waited is None)]
     holders = answer(_holders)
     table = [["node", "free GPUs", "free CPUs", "held by"]]
@@ -473,7 +481,7 @@ def _reason(request: PlacementRequest, nodes: Sequence[Node], *, empty: bool) ->
 
 
 def _holders() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
-    """By node and name, the resources that somebody holds: placement groups; single actors where the State API answers,
+    """Return the held resources by node and holder: placement groups, and single actors where the State API answers,
     which takes a dashboard."""
     from ray.util import placement_group_table
     from ray.util.state import list_actors
@@ -485,7 +493,7 @@ def _holders() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
         if group["state"] in ("CREATED", "RESCHEDULING"):
             for index, node in group["bundles_to_node_id"].items():
                 held[node][name].update(group["bundles"][index])
-    # Asked to make a message better, so it must not replace it; its own timeout is for each of several attempts.
+    # It only improves a message, so its failure must not replace the message. Its timeout is per attempt.
     asked = in_thread(lambda: list_actors(filters=[("state", "=", "ALIVE")], detail=True, timeout=2), "asks for actors")
     wait([asked], HOLDERS_SECONDS)
     for actor in asked.result() if asked.done() and not asked.exception() else []:
@@ -496,7 +504,7 @@ def _holders() -> Mapping[str, Mapping[str, Mapping[str, float]]]:
 
 
 def _held(node: Node, holders: Mapping[str, Mapping[str, Mapping[str, float]]]) -> list[str]:
-    """What of a node is not free, by holder."""
+    """Return a line for each holder of a node's resources, with the amounts."""
     lines = []
     gpus, cpus = node.gpus - node.free_gpus, node.cpus - node.free_cpus
     for name, held in sorted(holders.get(node.id, {}).items()):

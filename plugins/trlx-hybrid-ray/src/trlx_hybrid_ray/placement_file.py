@@ -1,7 +1,7 @@
-"""`trlx-hybrid launch --placement FILE`: where everything of a run goes, in one YAML block.
+"""The file of `trlx-hybrid launch --placement FILE`, which places all parts of a run in one YAML block.
 
-The launcher reserves all of it before anything starts, shows the map, and tells the ranks what is set aside for them.
-What a rank then asks for, `reserve` takes from there.
+The launcher reserves all resources before anything starts, prints the map, and tells the ranks which resources are
+reserved for them. `reserve` in a rank then takes from these.
 
 ```yaml
 trainer: {replicas: 2, size: 8, gpus: 1}                 # two nodes of eight ranks
@@ -26,14 +26,15 @@ from .placement import Placement, PlacementRequest
 
 TRAINER = "trainer"
 ENGINE = "engine"
-"""What rank 0 asks for, for all ranks. Everything else each rank has of its own."""
+"""The part that rank 0 requests for all ranks. Every other part is requested by each rank for itself."""
 
 
 def read(path: str) -> dict[str, PlacementRequest]:
-    """The requests in a file, by name.
+    """Return the requests in a file, by name.
 
     Raises:
-        ConfigError: it is no mapping of names to settings of `PlacementRequest`, or says too little of the trainer.
+        ConfigError: the file is no mapping of names to settings of `PlacementRequest`, or the trainer's entry is
+            incomplete.
     """
     entries = _parsed(path)
     if not isinstance(entries, dict) or not all(isinstance(entry, dict) for entry in entries.values()):
@@ -61,7 +62,7 @@ def _parsed(path: str) -> Any:
     import yaml  # type: ignore[import-untyped]
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]
-        """Refuses a key that is there twice, of which YAML's would keep the last."""
+        """A YAML loader that refuses duplicate keys, of which YAML's own loader would keep the last."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> Any:
             keys = [key.value for key, _ in node.value]
@@ -97,11 +98,11 @@ SETTINGS: dict[str, tuple[tuple[type, ...], str]] = {
     "nodes": ((str, list), "a node, or a list of nodes"),
     "labels": ((dict,), "a mapping of labels"),
 }
-"""Of a part, with the types that they have in YAML."""
+"""The settings of a part, with their types in YAML."""
 
 
 def of_all_ranks(requests: Mapping[str, PlacementRequest], world: int) -> list[PlacementRequest]:
-    """What is reserved beside the ranks: once for the engine, for each of `world` ranks for everything else."""
+    """Return the requests beside the ranks': the engine's once, every other one for each of `world` ranks."""
     return [
         replace(request, replicas=request.replicas * _shares(name, world))
         for name, request in requests.items()
@@ -110,14 +111,14 @@ def of_all_ranks(requests: Mapping[str, PlacementRequest], world: int) -> list[P
 
 
 def in_order(requests: Sequence[PlacementRequest]) -> list[PlacementRequest]:
-    """As they are reserved: what may only be on some nodes before what finds room on any, and large bundles before
-    small ones, which find room between them."""
+    """Return the requests in the order in which they are reserved: those with nodes or labels before those that fit on
+    any node, and large bundles before small ones, which fit between them."""
     return sorted(requests, key=lambda r: (not (r.nodes or r.labels), -r.gpus * r.size, -r.cpus * r.size))
 
 
 def told(placements: Sequence[Placement], world: int, ranks: range, path: str) -> str:
-    """What the ranks of a node find in their environment, as JSON: what is set aside for them. That of all ranks could
-    be more than a variable can hold, which is 128 KiB."""
+    """Return, as JSON, the reservations for the ranks of one node, for their environment. The reservations for all
+    ranks could exceed the 128 KiB that a variable can hold."""
     nodes: dict[str, Any] = {}
     sets: dict[str, Any] = {}
     for placement in placements:

@@ -1,4 +1,5 @@
-"""What this distribution offers. Imports no Ray and no torch: loading every plugin must stay cheap."""
+"""The plugin's hooks, which offer the remote engine, the command `launch` and the doctor's Ray checks. Imports no Ray
+and no torch: loading every plugin must stay cheap."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def _refuses(session: Session, options: RemoteOptions) -> str | None:
 
 @hookimpl
 def trlx_register(registry: Registry) -> None:
-    """Offer rollout engines in actors."""
+    """Offer the remote engine, whose engines run in Ray actors."""
     registry.offer(
         "engine",
         "remote",

@@ -1,4 +1,5 @@
-"""What ranks print, on one terminal: each line with its node and rank in front, whole, and in its rank's order."""
+"""The printer of ranks' output on one terminal. Each line is whole, in the order of its rank, with node and rank in
+front."""
 
 from __future__ import annotations
 
@@ -15,24 +16,25 @@ from dataclasses import dataclass, field
 from typing import BinaryIO
 
 PIECES = re.compile(r"[^\r\n]*(?:\r\n|\n|\r)|[^\r\n]+")
-PATIENCE = 0.3  # seconds until an unfinished line is shown as it is: a progress bar ends its line when it moves on
-LONGEST = 1 << 16  # characters of an unfinished line that are kept for its end
-ROOM = 64 << 20  # bytes that wait for a terminal which takes no more
+PATIENCE = 0.3  # seconds until an unfinished line is printed: a progress bar ends its line only with the next update
+LONGEST = 1 << 16  # the most characters of an unfinished line that wait for its end
+ROOM = 64 << 20  # bytes that may wait for a blocked terminal
 
 
 def say(text: str) -> None:
-    """A line of our own on standard error. Whether anybody reads it makes no difference to the run."""
+    """Print a line of the launcher or the plugin on standard error. A closed standard error does not disturb the
+    run."""
     with suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
 
 
 Source = tuple[int, int | None, bool]
-"""Node, rank (None: accelerate itself), and whether it is standard error."""
+"""The source of output: node, rank (None: accelerate itself), and whether it is standard error."""
 LAUNCHER: Source = (-1, None, True)
 
 
 def prefixes(nodes: int, ranks_per_node: int) -> dict[tuple[int, int | None], str]:
-    """What stands in front of lines, by node and rank. Ranks are numbered node by node."""
+    """Return the prefixes of lines, by node and rank. Ranks are numbered node by node."""
     width, found = len(str(nodes * ranks_per_node - 1)), dict[tuple[int, int | None], str]()
     for number in range(nodes):
         node = f"node {number} " if nodes > 1 else ""
@@ -44,48 +46,49 @@ def prefixes(nodes: int, ranks_per_node: int) -> dict[tuple[int, int | None], st
 
 @dataclass(slots=True)
 class _Line:
-    """The unfinished line of a source."""
+    """The unfinished line of one source."""
 
     decoder: codecs.IncrementalDecoder = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
     rest: list[str] = field(default_factory=list)
     length: int = 0
     since: float = 0.0
-    shown: bool = False  # its beginning is on the screen already
+    shown: bool = False  # its beginning is printed already
 
 
 class Printer:
-    """Puts output together in a thread of its own: a terminal that takes no more stops neither signals nor the run.
+    """A printer that merges all output in a thread of its own, so that a blocked terminal stops neither signals nor the
+    run.
 
     Args:
-        names: what stands in front of a line, by node and rank; nothing in front of the launcher's own.
+        names: the prefix of lines, by node and rank. The launcher's own lines have none.
     """
 
     def __init__(self, names: Mapping[tuple[int, int | None], str], out: BinaryIO, err: BinaryIO) -> None:
         self._names = names
         self._sinks = {False: out, True: err}
         self._lines: dict[Source, _Line] = {}
-        self._open: Source | None = None  # whose unfinished line the cursor is in
+        self._open: Source | None = None  # the source whose unfinished line the cursor is in
         self._queue: queue.SimpleQueue[tuple[Source, bytes] | None] = queue.SimpleQueue()
-        self._taken = self._shown = 0  # bytes; each is counted by one thread
+        self._taken = self._shown = 0  # bytes; each of the two counters is changed by one thread only
         self._thread = threading.Thread(target=self._run, name="prints", daemon=True)
         self._thread.start()
 
     @property
     def has_room(self) -> bool:
-        """Whether it keeps up."""
+        """True while less than `ROOM` bytes wait to be printed."""
         return self._taken - self._shown < ROOM
 
     def write(self, source: Source, data: bytes) -> None:
-        """Bytes as they come, cut anywhere."""
+        """Queue bytes of a source. They may be cut anywhere."""
         self._taken += len(data)
         self._queue.put((source, data))
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own on standard error, after what was written before it."""
+        """Queue a line of the launcher's own for standard error, after all that was written before."""
         self.write(LAUNCHER, f"{text}\n".encode())
 
     def close(self, seconds: float | None = None) -> bool:
-        """Show what is left, and leave the cursor at the start of a line; whether that was done in time."""
+        """Print what is left, and end an unfinished line. Returns whether that was done in time."""
         self._queue.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -108,7 +111,7 @@ class Printer:
             if entry is None:
                 break
             if entry[0] == LAUNCHER:
-                self._show_unfinished(0.0)  # the launcher's last words stand last
+                self._show_unfinished(0.0)  # so that the launcher's last message is the last line
             self._add(*entry)
             self._shown += len(entry[1])
         for source, line in self._lines.items():
@@ -144,14 +147,14 @@ class Printer:
         if self._open != source:
             self._break()
         if text == "\r" and not line.shown:
-            return  # a progress bar goes to the start of a line that it has not begun
+            return  # a progress bar returns to the start of a line that it has not begun
         node, rank, error = source
         self._write(error, text if line.shown else self._names.get((node, rank), "") + text)
         line.shown = not text.endswith(("\n", "\r"))
         self._open = source if line.shown or text.endswith("\r") else None
 
     def _break(self) -> None:
-        """End the unfinished line that somebody else's must not be appended to."""
+        """End the unfinished line, so that another source's output is not appended to it."""
         if self._open is not None:
             self._lines[self._open].shown = False
             self._write(self._open[2], "\n")
@@ -171,10 +174,11 @@ class Printer:
                 self._lose(error, why)
 
     def _lose(self, error: bool, why: OSError) -> None:
-        """Nobody reads it any more (`| head -1`), or its disk is full: the run goes on without it."""
+        """Replace a stream whose reader is gone (`| head -1`) or whose disk is full with /dev/null, so that the run
+        goes on."""
         name = "standard error" if error else "standard output"
         with suppress(OSError):
             sink = self._sinks[error]
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())  # what Python flushes at its end must go somewhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sink.fileno())  # Python still flushes its buffer to it at exit
             sink.flush()
         say(f"{name} takes no more ({why.strerror}): what ranks print there is lost from here on. The run goes on.")

@@ -1,14 +1,14 @@
-"""Ends what a process started once it is gone, however it went: its descendants, and the segments that they left.
+"""The reaper: a process that ends the descendants of another one once that is gone, and removes their shared memory.
 
-Ray has means of its own for this, of a cluster's start (`RAY_process_group_cleanup_enabled`, a raylet that adopts
-orphans), which a cluster that is joined may not have, and which do not reach what torchelastic starts in sessions of
-their own. Nor do they end anything when the raylet itself is killed. So a small process beside the one that starts
-others waits until that one is gone, or asks for the end. It is a child of neither that process nor the raylet. Linux
-only.
+Ray has means of its own for this, set when a cluster starts: `RAY_process_group_cleanup_enabled`, and a raylet that
+adopts orphans. A cluster that is joined may not have them, they do not reach processes that torchelastic starts in
+sessions of their own, and they end nothing when the raylet itself is killed. So a small process beside the owner, the
+process that starts others, waits until the owner is gone or asks for the end. It is a child of neither the owner nor
+the raylet. Linux only.
 
-What a process started is known by two marks, which the system hands down to its children, and they to theirs. A name
-in the environment is one; a program that is started with another environment loses it. A resource limit is the other,
-and stays with daemons, which have no parent and a session of their own.
+The owner's descendants are known by two marks, which every process inherits from its parent. One is a variable in the
+environment, which a program that is started with another environment loses. The other is a resource limit, which even
+daemons keep, although they have another parent and a session of their own.
 """
 
 from __future__ import annotations
@@ -32,37 +32,40 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 
 OWNER_VARIABLE = "TRLX_HYBRID_OWNER"
-"""In the environment of everything that a process with a reaper starts."""
+"""The variable in the environment of every process that a process with a reaper starts."""
 MARKED_LIMIT = 10
-"""RLIMIT_LOCKS of `setrlimit(2)`, which limits nothing since Linux 2.4.25: its soft value is the owner's number."""
-SHOWN_AS = b"Max file locks"  # that limit in /proc/PID/limits; its soft value is the next word
+"""The resource limit RLIMIT_LOCKS of `setrlimit(2)`, which has had no effect since Linux 2.4.25. Its soft value is the
+owner's number."""
+SHOWN_AS = b"Max file locks"  # the name of that limit in /proc/PID/limits; its soft value is the next word
 SHARED_MEMORY = "/dev/shm/"
 SEGMENT = re.compile(r"psm_[0-9a-f]+|torch_\d+_\d+_\d+|nccl-\w+|sem\.(mp|loky)-.+|.+-cpushm.*")
-"""Names of segments that Python, torch, NCCL and vLLM make. Other files there are somebody's, and stay."""
-TICK = 0.05  # seconds between looks at shared memory
-NEW_SECONDS = 2.0  # after its name has appeared, what uses a segment has mapped it
+"""Names of the shared-memory segments that Python, torch, NCCL and vLLM make. Other files in /dev/shm are not
+removed."""
+TICK = 0.05  # seconds between checks of shared memory
+NEW_SECONDS = 2.0  # seconds after which the users of a new segment have mapped it
 START_SECONDS = 60.0
 GRACE = 2.0  # seconds from SIGTERM to SIGKILL
-KILL_SECONDS = 5.0  # from SIGKILL until a process counts as one that cannot be ended
+KILL_SECONDS = 5.0  # seconds from SIGKILL until a process counts as one that cannot be ended
 
 
 class Reaper:
-    """A reaper for this process. What this process starts from now on bears its marks.
+    """The reaper of this process. It knows the processes that this one starts from now on by their marks.
 
     Args:
         grace: seconds that descendants have to end by themselves.
-        folder: to be removed when they have ended.
-        segments: look after shared memory, which takes some processor time. Without, the reaper sleeps until the end.
+        folder: a folder to remove when the descendants have ended.
+        segments: whether to watch and remove shared memory, which takes some processor time. Without it, the reaper
+            sleeps until the end.
 
     Attributes:
         owner: a number that no other process of this machine has: the value of `OWNER_VARIABLE` and `MARKED_LIMIT`.
 
     Raises:
-        HybridError: it does not start. Names the node, the reason and the way out.
+        HybridError: the reaper does not start. Names the node, the reason and the way out.
     """
 
     def __init__(self, grace: float = GRACE, folder: str = "", *, segments: bool = True) -> None:
-        # Not at the top: the process that cleans up needs nothing of the host.
+        # Not at the top: the reaper's own process needs nothing of the host package.
         from trlx_hybrid.errors import HybridError
 
         self.owner = str(1 + secrets.randbits(62))
@@ -81,7 +84,7 @@ class Reaper:
             ) from error
 
     def finish(self, seconds: float = 30.0) -> list[str]:
-        """End all descendants now; returns what was left of them: processes that were killed, segments removed."""
+        """End all descendants now. Returns the processes that had to be killed and the segments that were removed."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.write(b"\n")  # a forked child may hold the pipe open, so that closing it is not seen
@@ -91,44 +94,44 @@ class Reaper:
 
 
 def _watching(arguments: list[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start `main`, and return its process once it watches.
+    """Start `main` in a process of its own, and return that process once it watches.
 
     Raises:
-        OSError, subprocess.SubprocessError: it does not start.
+        OSError, subprocess.SubprocessError: the process does not start.
     """
     from trlx_hybrid.deadline import granted
 
     process = subprocess.Popen(
         [sys.executable, "-m", __name__, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment
     )
-    process.wait(granted(START_SECONDS))  # it forks, and only then is it no child of ours
+    process.wait(granted(START_SECONDS))  # it forks, and its child is then no child of this process
     if _line(process, granted(START_SECONDS)) != b"ready\n":
         raise OSError(f"it ended with exit code {process.returncode}, and did not say that it watches")
     return process
 
 
 def _line(process: subprocess.Popen[bytes], seconds: float) -> bytes:
-    """Return the next line that a process writes, and nothing where none comes in time."""
+    """Return the next line that a process writes, or nothing where none comes in time."""
     assert process.stdout is not None
     ready, _, _ = select.select([process.stdout], [], [], seconds)
     return process.stdout.readline() if ready else b""
 
 
 def _mark(number: int | None) -> None:
-    """Mark this process, and all that it starts from now on, with an owner's number; None takes the mark away."""
+    """Mark this process, and all that it starts from now on, with an owner's number. None removes the mark."""
     _, most = resource.getrlimit(MARKED_LIMIT)
-    with suppress(ValueError):  # a host that allows less: what is known by its environment or session is still found
+    with suppress(ValueError):  # the host allows less; processes are still found by their environment or session
         resource.setrlimit(MARKED_LIMIT, (most if number is None else number, most))
 
 
 def descendants(owner: str, pid: int) -> list[psutil.Process]:
-    """Processes that bear one of this owner's marks, or are in the process group or session of `pid`.
+    """Return the processes that bear one of this owner's marks, or are in the process group or session of `pid`.
 
-    Without `pid` itself (0: no such one), and without this process.
+    The list contains neither `pid` itself nor this process. A `pid` of 0 stands for no process.
     """
     found = []
     for one in {*psutil.pids()} - {pid, os.getpid()}:
-        with suppress(psutil.Error, OSError):  # gone, or somebody else's
+        with suppress(psutil.Error, OSError):  # gone, or another user's
             process = psutil.Process(one)
             mine = (pid > 0 and pid in (os.getpgid(one), os.getsid(one))) or _bears(one, owner.encode())
             if mine and state(one) is not None:
@@ -137,10 +140,11 @@ def descendants(owner: str, pid: int) -> list[psutil.Process]:
 
 
 def _bears(pid: int, owner: bytes) -> bool:
-    """Whether a process bears a mark of this owner. psutil takes far longer to read environments.
+    """Return whether a process bears a mark of this owner. Reading /proc is far faster than psutil's reading of
+    environments.
 
     Raises:
-        OSError: it is gone, or somebody else's.
+        OSError: the process is gone, or another user's.
     """
     limits = Path(f"/proc/{pid}/limits").read_bytes()
     if limits.partition(SHOWN_AS)[2].split(None, 1)[:1] == [owner]:
@@ -149,7 +153,7 @@ def _bears(pid: int, owner: bytes) -> bool:
 
 
 def state(pid: int) -> str | None:
-    """As psutil has it, `psutil.STATUS_STOPPED` for one; None where the process has ended."""
+    """Return a process's state in psutil's words, such as `psutil.STATUS_STOPPED`; None where the process has ended."""
     with suppress(psutil.Error):
         status = psutil.Process(pid).status()
         return None if status == psutil.STATUS_ZOMBIE else str(status)
@@ -157,7 +161,8 @@ def state(pid: int) -> str | None:
 
 
 def end(owner: str, pid: int, grace: float) -> list[int]:
-    """SIGTERM for all descendants, SIGKILL for those that are left; returns the latter."""
+    """Send SIGTERM to all descendants, and SIGKILL to those that are left after `grace` seconds. Returns the ids of the
+    killed ones."""
     _signal(owner, pid, signal.SIGTERM, grace)
     killed: set[int] = set()
     deadline = time.monotonic() + KILL_SECONDS
@@ -167,11 +172,12 @@ def end(owner: str, pid: int, grace: float) -> list[int]:
 
 
 def _signal(owner: str, pid: int, which: signal.Signals, seconds: float) -> set[int]:
-    """Send it to all descendants, and wait until there are none; returns those that it was sent to."""
+    """Send a signal to all descendants, and wait until there are none, for `seconds` at most. Returns the ids of the
+    processes that got the signal."""
     sent = set()
     for process in descendants(owner, pid):
         with suppress(psutil.Error):
-            process.send_signal(which)  # not to another one that has its number by now
+            process.send_signal(which)  # psutil sends nothing to another process that has got this number
             sent.add(process.pid)
     deadline = time.monotonic() + seconds
     while descendants(owner, pid) and time.monotonic() < deadline:
@@ -183,10 +189,10 @@ def _signal(owner: str, pid: int, which: signal.Signals, seconds: float) -> set[
 
 
 class Segments:
-    """Shared-memory segments that a process or its descendants were seen to map.
+    """The shared-memory segments that a process or its descendants were seen to map.
 
-    A killed process leaves its segments, which keep their memory. Those without an owner that cleans up (Python's
-    resource tracker, torch's manager) have to be removed by somebody, and afterwards nobody can tell whose they were.
+    A killed process leaves its segments, which keep their memory. Segments that neither Python's resource tracker nor
+    torch's manager cleans up have to be removed, and their creator cannot be found out afterwards.
     """
 
     def __init__(self, owner: str, pid: int) -> None:
@@ -196,7 +202,8 @@ class Segments:
         self._created = _names_created(SHARED_MEMORY)
 
     def look(self) -> None:
-        """Note who maps a segment whose name is new. Without one this reads no process: there may be thousands."""
+        """Record the new segments that the process or a descendant maps. Without a new name it reads no process, of
+        which there may be thousands."""
         now = time.monotonic()
         with suppress(OSError):
             names = filter(SEGMENT.fullmatch, os.listdir(SHARED_MEMORY))
@@ -207,14 +214,16 @@ class Segments:
                 self._seen |= mapped(pid) & new
 
     def wait(self, others: list[int], seconds: float) -> bool:
-        """Until one of these descriptors can be read (True), a name appears in shared memory, or the time is over."""
+        """Wait until one of these descriptors can be read, a name appears in shared memory, or the time is over.
+        Returns True in the first case."""
         ready, _, _ = select.select([*others, *self._created], [], [], seconds)
         for descriptor in set(ready) & set(self._created):
             os.read(descriptor, 1 << 16)
         return bool(set(ready) & set(others))
 
     def remove(self) -> list[str]:
-        """Remove those that still have a name and that no process maps any more. Returns their names."""
+        """Remove the recorded segments that still have a name and that no process maps any more. Returns their
+        names."""
         left = {name for name in self._seen if os.path.exists(SHARED_MEMORY + name)}
         for pid in psutil.pids() if left else ():
             left -= mapped(pid)
@@ -225,9 +234,10 @@ class Segments:
 
 
 def _names_created(folder: str) -> list[int]:
-    """A descriptor that can be read when a name has appeared there (inotify); none where the system has no more.
+    """Return a descriptor that can be read when a name has appeared in a folder (inotify), in a list; empty where the
+    system has no more.
 
-    A process may be killed within milliseconds of making a segment: who looks from time to time comes too late.
+    A process may be killed within milliseconds of making a segment: looking from time to time would miss it.
     """
     libc, create = ctypes.CDLL(None), 0x100
     descriptor = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -235,9 +245,10 @@ def _names_created(folder: str) -> list[int]:
 
 
 def mapped(pid: int) -> set[str]:
-    """Names in /dev/shm that a process maps; nothing where it is gone or not ours.
+    """Return the names in /dev/shm that a process maps; none where the process is gone or another user's.
 
-    By device and inode: glibc maps a semaphore before it gives it its name (`sem_open`), and its maker's never shows.
+    It compares device and inode: glibc maps a semaphore before it gives the semaphore its name (`sem_open`), so the
+    name never shows in the maps of the process that made it.
     """
     found = set()
     with suppress(OSError):
@@ -254,14 +265,15 @@ def mapped(pid: int) -> set[str]:
 
 
 def take_priority_back() -> None:
-    """Ray gives workers, and so what they start, a niceness of 15, which only root may take back."""
+    """Set the niceness to 0 where allowed. Ray gives its workers, and so their children, a niceness of 15, and only
+    root may lower it."""
     with suppress(PermissionError):
         os.setpriority(os.PRIO_PROCESS, 0, 0)
 
 
 def main(pid: int, owner: str, grace: float, folder: str, with_segments: bool) -> None:
-    """Wait until the owner is gone or writes to us, then end what it started."""
-    _mark(None)  # the owner may end all that bears its mark while we go on
+    """Wait until the owner is gone or writes to standard input, then end the owner's descendants."""
+    _mark(None)  # the owner may end all processes with its mark, and this one must go on
     process = os.pidfd_open(pid)
     if os.fork():
         os._exit(0)
@@ -270,7 +282,7 @@ def main(pid: int, owner: str, grace: float, folder: str, with_segments: bool) -
         signal.signal(stop, signal.SIG_IGN)
     with open(os.devnull, "w") as nothing:
         os.dup2(nothing.fileno(), 2)
-    take_priority_back()  # or on a busy machine we would look too late
+    take_priority_back()  # otherwise it would check too late on a busy machine
     segments, rest = Segments(owner, pid) if with_segments else None, 0.0
     os.write(1, b"ready\n")
     if segments is None:

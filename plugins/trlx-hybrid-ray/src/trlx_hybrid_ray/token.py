@@ -1,4 +1,5 @@
-"""The secret that every process of a cluster shares: made per run, handed out by path, never in the user's home."""
+"""The token that all processes of a cluster share: it is made per run, passed on by path, and never stored in the
+user's home."""
 
 from __future__ import annotations
 
@@ -14,11 +15,12 @@ from .errors import ClusterError
 from .internals import LOOPBACK_VARIABLE, reread_environment
 
 MODE, TOKEN, PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
-"""Ray's own variables. The processes of a node inherit them, so a path in them must be good on that node."""
+"""Ray's own variables for authentication. The processes of a node inherit them, so a path in them must be valid on that
+node."""
 
 
 def make(folder: Path) -> Path:
-    """A new token in a file that only its owner can read."""
+    """Write a new token to a file that only its owner can read, and return the file's path."""
     path = folder / "token"
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
@@ -26,7 +28,7 @@ def make(folder: Path) -> Path:
 
 
 def given(environment: Mapping[str, str]) -> bool:
-    """Whether the user has a token where Ray looks for one."""
+    """Return whether the user has a token where Ray looks for one."""
     if environment.get(TOKEN) or environment.get(PATH):
         return True
     return (Path(environment.get("HOME", "/nonexistent")) / ".ray" / "auth_token").is_file()
@@ -34,12 +36,13 @@ def given(environment: Mapping[str, str]) -> bool:
 
 @contextmanager
 def presented(path: Path | None, *, everywhere: bool) -> Iterator[None]:
-    """Within the context, this process and its children authenticate with the token in a file.
+    """Authenticate this process and its children with the token in a file, within the context.
 
     Args:
-        path: None takes the user's own, from Ray's variables or `~/.ray/auth_token`. Where there is none, or the user
-            set RAY_AUTH_MODE, that is left as it is.
-        everywhere: clusters that are started in the context listen on every interface; otherwise on loopback only.
+        path: the token's file; None takes the user's token, from Ray's variables or `~/.ray/auth_token`. Where the user
+            has none, or has set RAY_AUTH_MODE, the mode is left as it is.
+        everywhere: whether clusters that are started in the context listen on every interface, rather than on loopback
+            only.
 
     Raises:
         ClusterError: the file is missing or empty.
@@ -50,7 +53,7 @@ def presented(path: Path | None, *, everywhere: bool) -> Iterator[None]:
         with restored(MODE, TOKEN, PATH, LOOPBACK_VARIABLE):
             os.environ[LOOPBACK_VARIABLE] = "1" if everywhere else "0"
             if path is not None:
-                os.environ.pop(TOKEN, None)  # it would win over the path
+                os.environ.pop(TOKEN, None)  # Ray prefers it to the path
                 os.environ.update({MODE: "token", PATH: str(path.resolve())})
             elif given(os.environ):
                 os.environ.setdefault(MODE, "token")

@@ -1,4 +1,4 @@
-"""Waits for what actors answer. They end, and count only the time in which this process ran."""
+"""Functions that wait for actors' answers. Every wait ends, and counts only the time in which this process ran."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, TypeVar
 
 K = TypeVar("K")
 
-LOOK = 1.0  # seconds of waiting at a time
+LOOK = 1.0  # seconds of one wait
 
 
 class RunningClock:
-    """Seconds that this process ran since the clock was made; looked at once a second or so.
+    """A clock that counts the seconds in which this process ran. It has to be read about once a second.
 
-    A process that is stopped (SIGSTOP, a suspended machine) hears nothing of the others meanwhile. That time says
-    nothing about them: of the time between two looks, no more than `2 * LOOK` counts.
+    A process that is stopped (SIGSTOP, a suspended machine) receives nothing from other processes meanwhile, so that
+    time says nothing about them. Of the time between two reads, no more than `2 * LOOK` counts.
     """
 
     def __init__(self) -> None:
         self._seconds, self._looked = 0.0, time.monotonic()
 
     def now(self) -> float:
-        """Seconds so far."""
+        """Return the seconds in which this process ran since the clock was made."""
         before, self._looked = self._looked, time.monotonic()
         self._seconds += min(self._looked - before, 2 * LOOK)
         return self._seconds
@@ -32,11 +32,12 @@ class RunningClock:
 def wait(
     references: Sequence[Any], seconds: float, count: int | None = None, clock: RunningClock | None = None
 ) -> tuple[list[Any], list[Any]]:
-    """As `ray.wait`, for so many seconds in which this process ran: those that are there, and those that are not.
+    """Wait as `ray.wait` does, for so many seconds in which this process ran. Returns the references that are ready and
+    those that are not.
 
     Args:
-        count: how many are enough; by default all.
-        clock: that the seconds are read from; by default they begin now.
+        count: the number of ready references to wait for; by default all.
+        clock: the clock that counts the seconds; by default a new one, which begins now.
     """
     import ray
 
@@ -50,7 +51,7 @@ def wait(
 
 
 async def arrives(reference: Any, seconds: float) -> bool:
-    """The same for one reference, on an event loop: whether it is there."""
+    """Wait for one reference on an event loop, as `wait` does, and return whether it is ready."""
     future, clock = asyncio.wrap_future(reference.future()), RunningClock()
     try:
         while not future.done() and (left := seconds - clock.now()) > 0:
@@ -58,15 +59,15 @@ async def arrives(reference: Any, seconds: float) -> bool:
         return future.done()
     finally:
         if not future.cancel():
-            future.exception()  # or asyncio logs that nobody asked for it
+            future.exception()  # otherwise asyncio logs that the exception was never retrieved
 
 
 def replies(calls: Mapping[K, Any], seconds: float) -> Iterator[tuple[K, Any]]:
-    """What actors answer, each as soon as it is there: the result, or in its place the error that Ray has instead.
+    """Yield the actors' answers, each as soon as it is ready: the result, or Ray's error in place of the result.
 
     Args:
-        calls: references, by whatever the caller knows them by.
-        seconds: for all of them; those that are late then come last, as a `GetTimeoutError`. `math.inf` waits for ever.
+        calls: the references, by the caller's keys.
+        seconds: the limit for all calls. Late calls come last, each as a `GetTimeoutError`. `math.inf` waits for ever.
     """
     import ray
 

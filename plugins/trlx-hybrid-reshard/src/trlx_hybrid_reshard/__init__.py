@@ -1,1 +1,2 @@
-"""Resharding between training and rollout layouts: which rank sends which slice of which parameter to whom."""
+"""Weight resharding between training and rollout layouts: a plan of which rank sends which slice of which parameter to
+whom."""

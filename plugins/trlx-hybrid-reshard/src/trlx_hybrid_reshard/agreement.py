@@ -1,8 +1,8 @@
-"""Before bytes move: every rank is there, and all of them mean the same.
+"""Agreement of the ranks before bytes move: every rank is there, and all of them are about to do the same sync.
 
-A rank that waits for others gets to know who is missing, and whether that one lives. Each rank leaves its name in the
-rendezvous store as it enters. And beside what NCCL does on the device, the ranks meet over gloo's sockets, which close
-with the process that holds them: so one that died is told from one that is slow, which is waited for.
+A rank that waits for others can tell which rank is missing, and whether that rank is alive. Each rank records in the
+rendezvous store that it has entered a step. Beside NCCL's work on the device, the ranks meet over gloo's sockets, which
+close when their process ends. So a dead rank is told from a slow one, which is waited for.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 POLL = 2e-5
-"""Seconds between two looks at a device or a connection."""
+"""Seconds between two checks of a device or a connection."""
 TELL = 60.0
-"""Seconds between two lines that say whom a rank waits for."""
+"""Seconds between two log lines that name the ranks that a rank waits for."""
 ANSWER = 1.0
-"""Seconds after which every rank that found a sync broken has said so."""
+"""Seconds within which every rank that found a sync broken has recorded it in the store."""
 
 
 class Agreement:
-    """All methods are collective. Its group is gloo's, which takes CPU tensors and keeps deadlines.
+    """The agreement of all ranks, over gloo, which takes CPU tensors and keeps deadlines. All methods are collective.
 
     Args:
-        deadline: seconds to wait for a rank that lives.
-        stall: seconds for what takes none once all ranks have come.
+        deadline: seconds to wait for a living rank.
+        stall: seconds for NCCL's all-reduce to complete once all ranks have come, which normally takes none.
 
     Attributes:
-        group: None for a single rank.
+        group: the gloo group; None for a single rank.
     """
 
-    _made = 0  # in this process: all ranks make the same number, so it names the same one everywhere
+    _made = 0  # counts per process: all ranks make the same number, so it names the same agreement on all
 
     def __init__(self, rank: int, world: int, deadline: float, stall: float = 30.0) -> None:
         self.group: Any = None
@@ -61,10 +61,10 @@ class Agreement:
         self.group = dist.new_group(backend="gloo", timeout=limit)
 
     def exchange(self, what: str, value: T) -> list[T]:
-        """One picklable value per rank, on every rank.
+        """Return one picklable value per rank, on every rank.
 
         Args:
-            what: what the ranks enter, for the message.
+            what: the step that the ranks enter, for the message.
 
         Raises:
             PeerLostError: a rank did not come; names it.
@@ -84,17 +84,18 @@ class Agreement:
         self._fast = group, device
 
     def same(self, what: str, numbers: Sequence[int], flag: bool) -> tuple[bool, bool]:
-        """Whether all ranks have these integers of 64 bits, and whether any has raised the flag; one all-reduce.
+        """Return whether all ranks have these 64-bit integers, and whether any rank has raised the flag. Takes one
+        all-reduce.
 
         Raises:
             PeerLostError: see `exchange`.
         """
         if self.group is None:
             return True, flag
-        values = torch.tensor([*numbers, *(~n for n in numbers), flag], dtype=torch.int64)  # ~n falls as n rises
+        values = torch.tensor([*numbers, *(~n for n in numbers), flag], dtype=torch.int64)  # max ~n gives min n
         self._enter()
-        own = values.clone()  # gloo's threads write to the other from now on
-        began = time.monotonic()  # before gloo's own deadline does, or its end would be taken for a death
+        own = values.clone()  # gloo's threads may write to `values` from now on
+        began = time.monotonic()  # before gloo's own deadline begins, so that its end is not taken for a death
         meeting = dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group, async_op=True)
         event = None
         if self._fast is not None:
@@ -104,7 +105,7 @@ class Agreement:
         return bool((most == ~least).all()), bool(raised)
 
     def roll_call(self) -> str:
-        """Who is still there, as a sentence: for a sync that all ranks entered and that does not go on."""
+        """Return a sentence on which ranks still answer, for a sync that all ranks entered and that does not go on."""
         self._enter()
         time.sleep(ANSWER)
         missing = self._missing()
@@ -115,7 +116,7 @@ class Agreement:
         )
 
     def _on_device(self, values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        """The all-reduce over NCCL: where the result will be, and the event of its arrival."""
+        """Start the all-reduce over NCCL. Returns the tensor that will get the result, and the event of its arrival."""
         assert self._fast is not None
         group, device = self._fast
         there = values.pin_memory().to(device, non_blocking=True)
@@ -125,14 +126,14 @@ class Agreement:
         return back, torch.cuda.current_stream(device).record_event()
 
     def _wait(self, what: str, began: float, meeting: Any, event: torch.cuda.Event | None) -> None:
-        """Until the event, or without one until all ranks have met. `meeting` fails where one has died, and at the
-        deadline.
+        """Wait until the event, or without an event until all ranks have met. `meeting` fails where a rank has died,
+        and at the deadline.
 
         Args:
-            began: seconds of `time.monotonic`, when this rank came.
+            began: the time in seconds of `time.monotonic` at which this rank came.
 
         Raises:
-            PeerLostError: a rank died, did not come in time, or all came and the event does not.
+            PeerLostError: a rank died or did not come in time, or all ranks came and the event did not.
         """
         tell, met = began + TELL, None
         while event is None or not event.query():  # type: ignore[no-untyped-call]
@@ -169,7 +170,7 @@ class Agreement:
 
     def _lost(self, what: str, waited: str, error: Exception | None) -> PeerLostError:
         if error is not None:
-            time.sleep(ANSWER)  # a closed connection is known at once, before the others that live have entered
+            time.sleep(ANSWER)  # a closed connection is seen at once, before other living ranks have entered
         missing = self._missing()
         who = self._names(missing) or "a rank that left"
         text = f"Rank {self._rank} waited {waited or f'up to {self._deadline:g} s'} at {what} for {who}"
@@ -190,26 +191,27 @@ class Agreement:
     def _missing(self) -> list[int]:
         try:
             return [rank for rank in range(self._world) if self._round_of(rank) < self._round]
-        except RuntimeError:  # the store went with the rank that kept it
+        except RuntimeError:  # the rank that held the store is gone
             return []
 
     def _round_of(self, rank: int) -> int:
-        """How many collectives a rank has entered."""
+        """Return the number of collectives that a rank has entered."""
         key = f"at/{rank}"
         return int(self._store.get(key)) if self._store.check([key]) else 0
 
     def close(self) -> None:
-        """Give the group back, as far as it still works."""
+        """Destroy the group, unless the process groups are gone already."""
         group, self.group = self.group, None
         if group is not None and dist.is_initialized():
             dist.destroy_process_group(group)
 
 
 def model_difference(theirs: Sequence[Mapping[str, Any]]) -> str | None:
-    """Which rank trains another model than the first, and where it differs; None where all train the same.
+    """Describe the first rank that trains another model than rank 0, and where it differs. Returns None where all ranks
+    train the same model.
 
     Args:
-        theirs: the shape of every parameter, by name.
+        theirs: for each rank, the shape of every parameter, by name.
     """
     for rank, other in enumerate(theirs):
         odd = [name for name in {**theirs[0], **other} if theirs[0].get(name) != other.get(name)]
@@ -223,10 +225,10 @@ def model_difference(theirs: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def plan_difference(theirs: Sequence[Sequence[int]]) -> str:
-    """Which rank means to sync something else than the first.
+    """Describe the first rank that is about to do another sync than rank 0.
 
     Args:
-        theirs: the weight version, and digests of plans.
+        theirs: for each rank, its weight version and the digests of its plans.
     """
     other = next(rank for rank, numbers in enumerate(theirs) if numbers != theirs[0])
     return (

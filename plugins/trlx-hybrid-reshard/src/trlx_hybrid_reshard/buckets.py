@@ -1,9 +1,9 @@
-"""What moves together: the transfers of all ranks in one common order, cut where a bucket is full.
+"""Buckets of transfers: the transfers of all ranks in one common order, cut where a bucket is full.
 
 Every rank computes the same buckets from the two layouts, so that both ends of a transfer agree on when it happens. The
-order is that of the layers within their pipeline stage of the target, so that stages fill at the same time. What is
-larger than a bucket moves in rounds: round k is the k-th share of the rows of every rank's own piece, the smaller of
-its source and its target piece, so that all ranks send and receive in every round.
+order is that of the layers within their pipeline stage of the target, so that stages fill at the same time. A parameter
+larger than a bucket moves in rounds. Round k is the k-th share of the rows of every rank's own piece, the smaller of
+its source and its target piece that has enough rows, so that all ranks send and receive in every round.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from .plan import ModelSharding
 from .sharding import Ints, Sharding, length, overlap
 
 CAPACITY = 256 << 20
-"""Bytes one rank receives and packs in a bucket, unless a single row is larger."""
+"""The capacity of a bucket: the bytes that one rank receives and packs in it, unless a single row is larger."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buckets:
-    """When each piece moves.
+    """The schedule of a reshard: the bucket in which each piece moves.
 
     Attributes:
-        rounds: per parameter class, into how many shares of rows a layer's piece is cut.
-        by_source: per parameter class, whether it is the source's pieces that are cut, or the target's.
-        numbers: per parameter class (layers of a stage, rounds): the bucket.
-        count: number of buckets.
-        staged: bytes of the fullest bucket that no rank can send from, or receive into, the place they belong to.
+        rounds: per parameter class, the number of shares of rows that a layer's piece is cut into.
+        by_source: per parameter class, whether the source's pieces are cut, rather than the target's.
+        numbers: per parameter class, an array (layers of a stage, rounds) of bucket numbers.
+        count: the number of buckets.
+        staged: the bytes of the fullest bucket that need staging, because they cannot be sent from or received into
+            their final place.
     """
 
     rounds: tuple[int, ...]
@@ -41,17 +42,18 @@ class Buckets:
 
     @property
     def peak_bytes(self) -> int:
-        """Extra memory of the worst rank: two buckets, one on the wire while the other is packed or written."""
+        """The extra memory of the worst rank, in bytes: two buckets, one on the wire while the other is packed or
+        written."""
         return 2 * self.staged
 
 
 def bucketed(
     model: Model, source: ModelSharding, target: ModelSharding, capacity: int = CAPACITY, *, cast: bool = False
 ) -> Buckets:
-    """The buckets of a reshard, the same on every rank.
+    """Return the buckets of a reshard, the same on every rank.
 
     Args:
-        cast: whether what is sent has another dtype than the wire, so that all of it is packed.
+        cast: whether the sent tensors have another dtype than the wire, so that all of them are packed.
     """
     shardings = [(source.sharding(p), target.sharding(p).within(p.extent)) for p in model.parameters]
     costs = [_cost(*pair, model.itemsize, cast) for pair in shardings]
@@ -72,7 +74,7 @@ def bucketed(
 
 
 def _rounds(source: Sharding, target: Sharding, moved: int, capacity: int) -> tuple[int, bool]:
-    """How many shares, and whether of the source's rows; a row is never cut."""
+    """Return the number of shares, and whether the source's rows are cut. A row is never cut."""
     needed = max(1, -(-moved // capacity))
     held, asked = (int(length(sharding.parts[1]).max()) for sharding in (source, target))
     by_source = needed <= held <= asked or asked < needed
@@ -80,7 +82,7 @@ def _rounds(source: Sharding, target: Sharding, moved: int, capacity: int) -> tu
 
 
 def _order(model: Model, depths: list[int]) -> Iterator[tuple[int, int]]:
-    """(class, layer within its stage) as a forward pass meets them."""
+    """Yield (class, layer within its stage) in the order of a forward pass."""
     stages = [p.stage for p in model.parameters]
     yield from ((c, 0) for c, stage in enumerate(stages) if stage in (Stage.FIRST, Stage.ENDS))
     layered = [c for c, stage in enumerate(stages) if stage is Stage.LAYERS]
@@ -90,27 +92,28 @@ def _order(model: Model, depths: list[int]) -> Iterator[tuple[int, int]]:
 
 
 def _cost(source: Sharding, target: Sharding, itemsize: int, cast: bool) -> tuple[int, int]:
-    """Bytes of one layer on the worst rank: received and packed; and how many of these need staging."""
+    """Return the bytes of one layer that the worst rank receives and packs, and how many of them need staging."""
     wanted, own = _one_layer(target), _kept(source, target)
     received = int((wanted - own).max()) * itemsize
     if received == 0:
         return 0, 0
     packed = 0
     if cast or not _unbroken(source, target):
-        stages = len(target.parts[0])  # which all fill at the same time
-        once = stages == 1 and not target.replicated  # what a rank keeps, nobody else wants
+        stages = len(target.parts[0])  # all stages fill at the same time
+        once = stages == 1 and not target.replicated  # no other rank wants the part that a rank keeps
         packed = int((_one_layer(source) - own * once).max()) * stages * itemsize
     return received + packed, packed + (0 if _unbroken(target, source) else received)
 
 
 def _one_layer(sharding: Sharding) -> Ints:
-    """(world,): elements of one layer that each rank holds."""
+    """Return the elements of one layer that each rank holds, (world,)."""
     one = np.ones(len(sharding.parts[0]), dtype=np.int64)
     return sharding.per_rank((one, *(length(parts) for parts in sharding.parts[1:])))
 
 
 def _kept(source: Sharding, target: Sharding) -> Ints:
-    """(world,): elements of one layer that a rank has already, 0 where it lacks some layer of its target."""
+    """Return the elements of one layer that each rank has already, (world,); 0 where a rank lacks some layer of its
+    target."""
     kept, every = (source.held & target.held).astype(np.int64), np.arange(source.world)
     for d, (asked, held) in enumerate(zip(target.pieces_of(every), source.pieces_of(every), strict=True)):
         common = overlap(asked, held)
@@ -119,7 +122,7 @@ def _kept(source: Sharding, target: Sharding) -> Ints:
 
 
 def _unbroken(mine: Sharding, other: Sharding) -> bool:
-    """Whether what two ranks share is always whole rows of `mine`: contiguous in its memory."""
+    """Return whether any two ranks' common part is whole rows of `mine`, and so contiguous in its memory."""
     for own, others in zip(mine.parts[2:], other.parts[2:], strict=True):
         common = overlap(own[:, None], others[None])
         if own.shape[1] > 1 or not ((common == 0) | (common == length(own)[:, None])).all():

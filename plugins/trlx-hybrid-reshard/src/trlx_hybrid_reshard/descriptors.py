@@ -1,4 +1,4 @@
-"""A plan lowered to explicit slices: for each bucket and peer, the boxes to send, to receive, to copy and to zero."""
+"""Descriptors of a plan's slices: for each bucket and peer, the boxes to send, to receive, to copy and to zero."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from .plan import RankPlan, Turns
 from .sharding import Ints, Sharding, crossings, position_in, rechunked
 
 DIMENSIONS = 5
-"""Of the largest tensor, that of a convolution over frames; layers not counted. Smaller ones have ranges [0, 1) in the
-rest."""
+"""The most dimensions that a tensor may have, layers not counted: those of a convolution over frames. Tensors with
+fewer dimensions have ranges [0, 1) in the others."""
 
 SLICE = np.dtype(
     [
@@ -27,20 +27,21 @@ SLICE = np.dtype(
         ("here", np.int64, (DIMENSIONS,)),
     ]
 )
-"""One box: its class and its place in `Parameter.layers`, its range in the whole tensor, and where it starts in this
-rank's own piece, whose ranges are laid end to end."""
+"""The dtype of one box: its class, its layer's position in `Parameter.layers`, its range in the whole tensor, and its
+start in this rank's own piece, whose ranges are laid end to end."""
 
 Slices = NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Descriptors:
-    """What one rank does, in the order both ends agree on: by bucket, peer, parameter, layer, then box.
+    """The slices that one rank receives, sends and copies, in an order both ends agree on: by bucket, peer, parameter,
+    layer, then box.
 
     Attributes:
         receives, sends: (slices,) of `SLICE`.
-        copies: from the rank's own source to its own target; `here` is in the target.
-        there: (slices, DIMENSIONS), where each copy starts in the source.
+        copies: the slices from the rank's own source to its own target; `here` is in the target.
+        there: (slices, DIMENSIONS), the start of each copy in the source.
     """
 
     receives: Slices
@@ -50,7 +51,7 @@ class Descriptors:
 
 
 def lower(made: RankPlan, buckets: Buckets) -> Descriptors:
-    """The slices of one rank's plan."""
+    """Return the slices of one rank's plan."""
     lists: tuple[list[Slices], ...] = ([], [], [])
     theirs: list[Ints] = []
     for number, one in enumerate(made.classes):
@@ -67,7 +68,7 @@ def lower(made: RankPlan, buckets: Buckets) -> Descriptors:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Lowering:
-    """One parameter class on one rank."""
+    """The lowering of one parameter class on one rank."""
 
     number: int
     source: Sharding
@@ -76,7 +77,7 @@ class _Lowering:
     buckets: Buckets
 
     def slices(self, peers: Ints, turns: Turns | None, *, receiving: bool) -> Slices:
-        """The boxes shared with each peer, in the rounds and layers in which they move."""
+        """Return the boxes shared with each peer, in the rounds and layers in which they move."""
         here, there = (self.target, self.source) if receiving else (self.source, self.target)
         own, others = here.piece(self.rank), there.pieces_of(peers)
         layers = crossings(own[0][None], others[0])[:, 0]
@@ -99,14 +100,15 @@ class _Lowering:
         return np.concatenate(found)
 
     def _share(self, rows: Ints, share: int) -> Ints:
-        """The rows that move in one round; the same shape."""
+        """Return the rows that move in one round, in the same shape."""
         rounds = self.buckets.rounds[self.number]
         parts = rows.reshape(-1, *rows.shape[-2:])
         return rechunked(parts, rounds).reshape(len(parts), rounds, *rows.shape[-2:])[:, share].reshape(rows.shape)
 
 
 def _boxes(crossed: list[Ints], count: int) -> tuple[Ints, Ints]:
-    """Every product of one range per dimension that is not empty: whose it is, and (boxes, dimensions, 2)."""
+    """Return every non-empty product of one range per dimension: the index of its peer, and the boxes (boxes,
+    dimensions, 2)."""
     who = np.arange(count)
     boxes = np.zeros((count, 0, 2), dtype=np.int64)
     for ranges in crossed:
@@ -117,7 +119,7 @@ def _boxes(crossed: list[Ints], count: int) -> tuple[Ints, Ints]:
 
 
 def _in_layers(who: Ints, boxes: Ints, layers: Ints, turns: Turns | None, peers: Ints) -> tuple[Ints, Ints, Ints]:
-    """Each box once for every layer that both ends hold and that is this pair's turn."""
+    """Repeat each box for every layer that both ends hold and in which it is this pair's turn."""
     depth = np.maximum(layers[:, 1] - layers[:, 0], 0)[who]
     again = np.repeat(np.arange(len(who)), depth)
     layer = layers[who, 0][again] + np.arange(len(again)) - (np.cumsum(depth) - depth)[again]
@@ -129,7 +131,7 @@ def _in_layers(who: Ints, boxes: Ints, layers: Ints, turns: Turns | None, peers:
 
 
 def _here(sharding: Sharding, rank: int, start: Ints) -> Ints:
-    """Starts of boxes in the rank's own piece."""
+    """Return the starts of boxes in the rank's own piece."""
     placed = start.copy()
     for d, part in enumerate(sharding.piece(rank)[1:]):
         placed[:, d] = position_in(part, start[:, d])

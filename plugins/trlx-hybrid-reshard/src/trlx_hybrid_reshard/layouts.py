@@ -1,7 +1,8 @@
-"""Layouts: which slice of which parameter lies on which rank, as a few numbers; FSDP's cuts and vLLM 0.31's.
+"""Layouts, which say in a few numbers which slice of which parameter each rank holds. They cut as FSDP and vLLM 0.31
+do.
 
-A parameter class is the same tensor in many layers. Layouts and plans speak of classes, so they cost the same for any
-number of layers.
+A parameter class is the same tensor in many layers. Layouts and plans are made of classes, so their cost does not
+depend on the number of layers.
 """
 
 from __future__ import annotations
@@ -21,34 +22,37 @@ from .sharding import Ints, Sharding, rechunked, segmented, uncut
 
 
 class Stage(enum.Enum):
-    """Which pipeline stages hold a parameter."""
+    """The pipeline stages that hold a parameter."""
 
     LAYERS = "layers"
     FIRST = "first"
     LAST = "last"
     ENDS = "first and last"
-    """A tied output head: the embedding is used on both ends."""
+    """The stages of a tied output head: the embedding is used on both ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One parameter of the model in memory, as transformers names it, in all layers that have it.
+    """A parameter class: one parameter of the model in memory, as transformers names it, in all layers that have it.
 
-    Index ranges are those of the whole tensor, (layer, *shape), whatever rank holds them.
+    Index ranges refer to the whole tensor, (layer, *shape), whichever rank holds them.
 
     Attributes:
-        name: with `{}` for the number of the layer.
-        shape: of one layer's tensor. Experts are fused in transformers 5: gate and up (E, 2I, H), down (E, H, I).
-        layers: numbers of the layers that have it, ascending; `range(1)` for those outside the layers.
-        depth: hidden layers of the model, which pipeline stages divide; 0 when every layer has this parameter.
-        stage: the pipeline stages that hold it.
-        tp_dim: dimension that tensor parallelism slices; None is replicated on every TP rank.
-        tp_units: indivisible units along `tp_dim`, e.g. heads; None takes single rows.
-        unit: what these units are called, for messages.
-        replicable: with more TP ranks than units, several ranks hold the same unit, as KV heads are held.
-        segments: fused blocks of equal size along `tp_dim`, each sliced by itself: 2 for gate and up.
-        vocabulary: the engine pads `tp_dim` with zero rows, see `MeshLayout.vocab_multiple`.
-        expert_dim: dimension that expert parallelism slices in place of `tp_dim`; None for what is no expert.
+        name: the parameter's name, with `{}` for the number of the layer.
+        shape: the shape of one layer's tensor. Experts are fused in transformers 5: gate and up (E, 2I, H), down (E, H,
+            I).
+        layers: numbers of the layers that have the parameter, ascending; `range(1)` for a parameter outside the layers.
+        depth: the number of the model's hidden layers, which pipeline stages divide; 0 when every layer has this
+            parameter.
+        stage: the pipeline stages that hold the parameter.
+        tp_dim: the dimension that tensor parallelism slices; None for a parameter that is replicated on every TP rank.
+        tp_units: the number of indivisible units along `tp_dim`, e.g. heads; None for single rows.
+        unit: the name of these units, for messages.
+        replicable: whether several TP ranks hold the same unit where there are more ranks than units, as with KV heads.
+        segments: the number of fused blocks of equal size along `tp_dim`, each sliced by itself: 2 for gate and up.
+        vocabulary: whether the engine pads `tp_dim` with zero rows, see `MeshLayout.vocab_multiple`.
+        expert_dim: the dimension that expert parallelism slices in place of `tp_dim`; None for a parameter of no
+            expert.
     """
 
     name: str
@@ -66,7 +70,8 @@ class Parameter:
 
     @property
     def kind(self) -> str:
-        """expert, vocab, replicated, column or row: what decides how much of it can stay where it is."""
+        """The parameter's kind: expert, vocab, replicated, column or row. It decides how much of the parameter can stay
+        where it is."""
         if self.expert_dim is not None:
             return "expert"
         if self.vocabulary:
@@ -77,28 +82,28 @@ class Parameter:
 
     @property
     def extent(self) -> tuple[int, ...]:
-        """(layers, *shape): the index space that plans speak of."""
+        """The shape of all layers together, (layers, *shape): the index space of plans."""
         return (len(self.layers), *self.shape)
 
     @property
     def cut(self) -> tuple[Hashable, ...]:
-        """Equal for parameters that any layout cuts alike: k and v, gate and up."""
+        """A key that is equal for parameters that every layout cuts alike: k and v, gate and up."""
         how = (self.stage, self.tp_dim, self.tp_units, self.replicable, self.segments, self.vocabulary)
         return (self.shape, tuple(self.layers) if self.depth else len(self.layers), self.depth, self.expert_dim, *how)
 
     @property
     def elements(self) -> int:
-        """In all layers together, padding left out."""
+        """The number of elements in all layers together, without padding."""
         return math.prod(self.extent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """What a plan knows of a model: its parameter classes, with no weights.
+    """A model as a plan needs it: its parameter classes, without weights.
 
     Attributes:
-        name: for people.
-        parameters: in the order a forward pass meets them.
+        name: the model's name, for output.
+        parameters: the parameter classes, in the order of a forward pass.
         itemsize: bytes per element on the wire: 2 for bf16 and fp16.
     """
 
@@ -108,28 +113,29 @@ class Model:
 
     @property
     def bytes(self) -> int:
-        """Of all parameters, in the wire's dtype."""
+        """The bytes of all parameters, in the wire's dtype."""
         return self.itemsize * sum(p.elements for p in self.parameters)
 
 
 VLLM_VOCAB_MULTIPLE = 64
-"""`DEFAULT_VOCAB_PADDING_SIZE` of vLLM 0.31."""
+"""The multiple to which vLLM pads a vocabulary: `DEFAULT_VOCAB_PADDING_SIZE` of vLLM 0.31."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshLayout(types.Layout):
-    """A product of parallelisms over `dp * pp * fsdp * tp` ranks, and how exactly each of them cuts.
+    """A layout of `dp * pp * fsdp * tp` ranks: a product of parallelisms, and how each of them cuts a parameter.
 
-    What a user names with `trlx_hybrid.Layout`, and more. `MeshLayout(tp=4, pp=2)` is an engine and
-    `MeshLayout(dp=2, tp=4)` two of them. Ranks are numbered with tp fastest, then fsdp, pp, dp, which is the order of
-    accelerate's meshes and of vLLM's. `fsdp` cuts what `tp` leaves on a rank, along dimension 0 unless `shard_dims`
-    says otherwise, in `torch.chunk`'s sizes; `pp` and `tp` as vLLM does.
+    It extends the user's `trlx_hybrid.Layout`. `MeshLayout(tp=4, pp=2)` is one engine and `MeshLayout(dp=2, tp=4)` is
+    two engines. Ranks are numbered with tp fastest, then fsdp, pp, dp, which is the order of accelerate's meshes and of
+    vLLM's. `fsdp` cuts a rank's `tp` slice, along dimension 0 unless `shard_dims` says otherwise, in `torch.chunk`'s
+    sizes. `pp` and `tp` cut as vLLM does.
 
     Attributes:
-        ep: ranks that experts are dealt out to, whole; `tp` or, across replicas, a multiple of it. 1 slices experts by
-            `tp` like everything else.
+        ep: the number of ranks over which whole experts are distributed: `tp` or, across replicas, a multiple of it. 1
+            slices experts by `tp` like all other parameters.
         vocab_multiple: the padded vocabulary is a multiple of this; 1 pads nothing.
-        shard_dims: (name of a parameter class, dimension that FSDP shards it along): what a `shard_placement_fn` says.
+        shard_dims: (name of a parameter class, dimension that FSDP shards it along), as chosen by a
+            `shard_placement_fn`.
     """
 
     ep: int = 1
@@ -151,7 +157,7 @@ class MeshLayout(types.Layout):
             )
 
     def over(self, world: int) -> MeshLayout:
-        """As many replicas of this as `world` ranks hold."""
+        """Return this layout with as many replicas as fit into `world` ranks."""
         if world % self.world:
             raise ConfigError(
                 f"{self} uses {self.world} ranks per replica, which does not divide the {world} ranks of training. "
@@ -160,14 +166,14 @@ class MeshLayout(types.Layout):
         return replace(self, dp=self.dp * (world // self.world))
 
     def served(self) -> MeshLayout:
-        """This layout with the vocabulary padded as vLLM pads it."""
+        """Return this layout with the vocabulary padded as vLLM pads it."""
         return replace(self, vocab_multiple=VLLM_VOCAB_MULTIPLE)
 
     def sharding(self, parameter: Parameter) -> Sharding:
-        """Where a parameter lies.
+        """Return the sharding of a parameter: which rank holds which piece.
 
         Raises:
-            ConfigError: a size does not divide; names the parameter and the sizes that would.
+            ConfigError: a size does not divide the parameter; names the parameter and sizes that do.
         """
         dp, pp, fsdp, tp = mesh_coordinates(self)
         parts = [uncut(size) for size in parameter.extent]
@@ -188,7 +194,7 @@ class MeshLayout(types.Layout):
         return Sharding(self.world, tuple(parts), tuple(coordinates), held)
 
     def alike(self, parameter: Parameter) -> Hashable:
-        """Equal for parameters that are sharded alike."""
+        """Return a key that is equal for parameters that are sharded alike."""
         return parameter.cut, dict(self.shard_dims).get(parameter.name, 0) if self.shard_dims else 0
 
     def _shard_dim(self, parameter: Parameter) -> int:
@@ -209,7 +215,7 @@ class MeshLayout(types.Layout):
 
 @functools.lru_cache(maxsize=16)
 def mesh_coordinates(layout: MeshLayout) -> tuple[Ints, ...]:
-    """(world,) each: dp, pp, fsdp and tp of every rank. Remembered, since every parameter class asks."""
+    """Return dp, pp, fsdp and tp of every rank, each (world,). Cached, since every parameter class asks for them."""
     return np.unravel_index(np.arange(layout.world), (layout.dp, layout.pp, layout.fsdp, layout.tp))
 
 
@@ -222,12 +228,13 @@ def _ends(stage: Stage, pp: Ints, stages: int) -> NDArray[np.bool_]:
 
 
 def stage_layers(parameter: Parameter, stages: int) -> Ints:
-    """(stages, 1, 2): which of the parameter's layers each stage holds, as positions in `parameter.layers`.
+    """Return the parameter's layers that each stage holds, (stages, 1, 2), as positions in `parameter.layers`.
 
-    Source: vLLM `distributed/utils.py::get_pp_indices`: what does not divide goes to the last stages but the very last.
+    Source: vLLM `distributed/utils.py::get_pp_indices`: the remaining layers go to the last stages except the very
+    last.
 
     Raises:
-        ConfigError: more stages than layers.
+        ConfigError: there are more stages than layers.
     """
     depth = parameter.depth or len(parameter.layers)
     if stages > depth:
@@ -241,7 +248,8 @@ def stage_layers(parameter: Parameter, stages: int) -> Ints:
 
 
 def expert_shares(parameter: Parameter, ranks: int) -> Ints:
-    """(ranks, 1, 2): whole experts, consecutive ones, the first ranks one more where they do not divide.
+    """Return the whole experts of each rank, (ranks, 1, 2): consecutive, with one more on the first ranks where `ranks`
+    does not divide their number.
 
     Source: vLLM `layers/fused_moe/expert_map_manager.py::determine_expert_map`, strategy "linear".
     """
@@ -253,9 +261,10 @@ def expert_shares(parameter: Parameter, ranks: int) -> Ints:
 
 
 def tensor_slices(parameter: Parameter, ways: int, vocab_multiple: int) -> Ints:
-    """(slices, segments, 2) of `parameter.tp_dim`: `ways` slices, fewer where ranks share KV heads.
+    """Return the slices of `parameter.tp_dim`, (slices, segments, 2): `ways` slices, or fewer where ranks share KV
+    heads.
 
-    A vocabulary's slices reach beyond its size, into the padding.
+    The slices of a vocabulary include the padding beyond its size.
 
     Source: vLLM `layers/linear.py::QKVParallelLinear`, `layers/vocab_parallel_embedding.py::pad_vocab_size`.
 

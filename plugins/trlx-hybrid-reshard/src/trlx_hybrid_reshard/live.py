@@ -1,4 +1,4 @@
-"""Where weights lie, read from both sides: the trainer's DTensor placements, and the boxes that engines hold."""
+"""Layouts read from live objects: the trainer's DTensor placements, and the boxes that engines hold."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Boxes: TypeAlias = Sequence[tuple[tuple[int, int], ...]]
-"""Of one tensor on one rank; no layers' dimension."""
+"""The boxes of one tensor on one rank, without the layers' dimension."""
 
 _Ranges: TypeAlias = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LiveSharding:
-    """A `plan.ModelSharding` of shardings that were read.
+    """A `plan.ModelSharding` of shardings that were read from a live model.
 
     Attributes:
-        shardings: by the name of the parameter class.
+        shardings: the shardings, by the name of the parameter class.
     """
 
     world: int
     shardings: Mapping[str, Sharding]
 
     def sharding(self, parameter: Parameter) -> Sharding:
-        """Where a parameter lies."""
+        """Return the sharding of a parameter."""
         return self.shardings[parameter.name]
 
     def alike(self, parameter: Parameter) -> Hashable:
-        """Placements may differ from one parameter to the next."""
+        """Return the parameter's name: placements may differ from one parameter to the next."""
         return parameter.name
 
 
 def read_trainer(tensors: Mapping[str, Tensor], world: int) -> LiveSharding:
-    """The layout of a live model.
+    """Return the layout of a live model.
 
     Args:
-        tensors: its parameters by name, DTensors or plain ones, which every rank holds in full (DDP).
-        world: number of ranks.
+        tensors: the model's parameters by name: DTensors, or plain tensors, which every rank holds in full (DDP).
+        world: the number of ranks.
 
     Raises:
         ConfigError: see `from_dtensor`.
@@ -55,15 +55,15 @@ def read_trainer(tensors: Mapping[str, Tensor], world: int) -> LiveSharding:
 
 
 def from_dtensor(tensor: Tensor, world: int) -> Sharding:
-    """Where a DTensor's elements lie; a plain tensor is whole on every rank.
+    """Return the sharding of a DTensor. Every rank holds a plain tensor in full.
 
     FSDP2 over TP appears as `_StridedShard`, whose cut is made inside TP's although its mesh dimension comes first.
 
     Args:
-        world: number of ranks; those outside the tensor's mesh hold nothing.
+        world: the number of ranks; ranks outside the tensor's mesh hold nothing.
 
     Raises:
-        ConfigError: a placement that is neither a shard nor a replica, or a mesh that is not in order.
+        ConfigError: a placement is neither a shard nor a replica, or the mesh lists its ranks out of order.
     """
     extent = (1, *tensor.shape)
     parts, coordinates = [uncut(size) for size in extent], [np.zeros(world, dtype=np.int64)] * len(extent)
@@ -90,10 +90,10 @@ def from_dtensor(tensor: Tensor, world: int) -> Sharding:
 
 
 def read_engines(parameters: Sequence[Parameter], held: Sequence[Mapping[str, Boxes]]) -> LiveSharding:
-    """The layout of live engines.
+    """Return the layout of live engines.
 
     Args:
-        parameters: of one layer each.
+        parameters: the parameters, of one layer each.
         held: for each rank, the boxes of each parameter by name.
 
     Raises:
@@ -105,7 +105,7 @@ def read_engines(parameters: Sequence[Parameter], held: Sequence[Mapping[str, Bo
 
 
 def from_boxes(parameter: Parameter, held: Sequence[Boxes]) -> Sharding:
-    """Where a parameter lies, by the boxes of each rank.
+    """Return the sharding of a parameter, from the boxes that each rank holds.
 
     Raises:
         ConfigError: the boxes of a rank are no product of ranges.

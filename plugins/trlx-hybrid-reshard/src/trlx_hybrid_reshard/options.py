@@ -9,16 +9,17 @@ from trlx_hybrid.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReshardOptions:
-    """`HybridConfig.weights_options` for `weights="reshard"`.
+    """Options of the weight sync `reshard`: `HybridConfig.weights_options` for `weights="reshard"`.
 
     Attributes:
-        deadline: seconds to wait for a rank that lives and has not come to the sync. It may be saving a checkpoint,
-            for which transformers allows as long (`ddp_timeout`). One that died is not waited for.
-        stall: seconds without any bucket arriving, once all ranks are in the sync, after which it counts as failed.
-        bucket_bytes: what one rank receives and packs at a time; two such buckets are the most extra memory a sync
-            takes, unless a single row is larger.
-        record: on a CUDA device, replay the copies of a sync as CUDA graphs from the second of its kind on. The
-            buffers that it packs into are then kept between syncs.
+        deadline: seconds to wait for a rank that lives and has not come to the sync. It may be saving a checkpoint, for
+            which transformers allows as long (`ddp_timeout`). A dead rank is not waited for.
+        stall: seconds without any bucket arriving, once all ranks are in the sync, after which the sync counts as
+            failed.
+        bucket_bytes: the bytes that one rank receives and packs at a time. A sync takes at most two such buckets of
+            extra memory, unless a single row is larger.
+        record: whether, on a CUDA device, the copies of a sync are replayed as CUDA graphs from the second sync of its
+            kind on. The buffers that the sync packs into are then kept between syncs.
     """
 
     deadline: float = 1800.0

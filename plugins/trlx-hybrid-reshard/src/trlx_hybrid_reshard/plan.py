@@ -1,16 +1,16 @@
-"""The reshard plan: for one rank, what it receives, what it sends, what it has already and what is zero.
+"""The reshard plan: what one rank receives, what it sends, what it has already and what is zero.
 
-A pure function of two layouts. A parameter class is the same tensor in many layers, and a rank's piece of it a product
-of index ranges, so what two ranks share is a product of overlaps per dimension: a plan takes time by parameter class
-and rank, not by tensor. Every byte of a rank's target has one origin, and no rank receives what it holds: the floor
-|T| − |S ∩ T|, with T the rank's target and S its source, is met exactly.
+A plan is a pure function of two layouts. A parameter class is the same tensor in many layers, and a rank's piece of it
+is a product of index ranges, so the common part of two ranks is a product of overlaps per dimension. Planning therefore
+takes time by parameter class and rank, not by tensor. Every byte of a rank's target has one origin, and no rank
+receives what it holds. The lower bound |T| − |S ∩ T|, with T the rank's target and S its source, is met exactly.
 
-A byte that several ranks hold comes from the receiver's own node if it lies there. The holders that are equally near
-take turns over the ranks that ask and over the layers, so that their loads differ by less than a layer's piece. Sender
-and receiver find the same answer, each from its own side, without looking at the plans of others.
+A byte that several ranks hold comes from the receiver's own node if a rank there holds it. Holders that are equally
+near take turns over the ranks that ask and over the layers, so that their loads differ by less than a layer's piece.
+Sender and receiver each compute the same answer, without looking at other ranks' plans.
 
-HybridFlow (arXiv:2409.19256, section 5) reshards by all-gathers inside micro data-parallel groups, which asks that the
-training layout is made for it. This one takes the two layouts as they are; `planner.advice` says what better ones save.
+HybridFlow (arXiv:2409.19256, section 5) reshards by all-gathers inside micro data-parallel groups, which requires a
+training layout made for it. This plan takes the two layouts as they are; `planner.advice` says what better ones save.
 """
 
 from __future__ import annotations
@@ -28,35 +28,36 @@ from .sharding import Ints, Sharding, overlap
 
 
 class ModelSharding(Protocol):
-    """Where parameters lie: a `MeshLayout`, or what was read from a live model."""
+    """A model's sharding: a `MeshLayout`, or a layout that was read from a live model."""
 
     @property
     def world(self) -> int:
-        """Number of ranks."""
+        """The number of ranks."""
         ...
 
     def sharding(self, parameter: Parameter) -> Sharding:
-        """Where one parameter lies."""
+        """Return the sharding of one parameter."""
         ...
 
     def alike(self, parameter: Parameter) -> Hashable:
-        """Equal for parameters that are sharded alike, so that they are planned once."""
+        """Return a key that is equal for parameters that are sharded alike, so that they are planned once."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ClassPlan:
-    """What one rank does for one parameter class, in bytes over all its layers.
+    """One rank's plan for one parameter class, in bytes over all its layers.
 
     Attributes:
-        source, target: where it lies before and after, padding left out.
-        receives, sends: (world,), by the rank at the other end; 0 for the rank itself.
-        receive_turns, send_turns: of which layers; None where no two ranks hold the same, so of all.
-        floor: |T| − |S ∩ T|, the least it must receive.
-        send_floor: each byte that others lack, divided by the number of its holders: what it must send where it is the
-            only holder, its fair share where it is not.
-        local: copied from its own piece.
-        zero: padding of the vocabulary.
+        source, target: the class's sharding before and after, without padding.
+        receives, sends: (world,), the bytes by the rank at the other end; 0 for the rank itself.
+        receive_turns, send_turns: the layers that are received and sent; None where no two ranks hold the same piece,
+            so that all layers are.
+        floor: |T| − |S ∩ T|, the least that the rank must receive.
+        send_floor: the sum over bytes that others lack, each divided by the number of its holders: what the rank must
+            send where it is the only holder, and its fair share elsewhere.
+        local: the bytes copied from the rank's own piece.
+        zero: the bytes of the vocabulary's padding.
     """
 
     parameter: Parameter
@@ -78,7 +79,7 @@ class RankPlan:
 
     Attributes:
         node: (world,), the node of each rank.
-        classes: one per parameter class of the model.
+        classes: one plan per parameter class of the model.
     """
 
     rank: int
@@ -87,28 +88,29 @@ class RankPlan:
 
     @property
     def receives(self) -> Ints:
-        """(world,), bytes from each rank."""
+        """The bytes from each rank, (world,)."""
         total: Ints = np.sum([c.receives for c in self.classes], axis=0)
         return total
 
     @property
     def sends(self) -> Ints:
-        """(world,), bytes to each rank."""
+        """The bytes to each rank, (world,)."""
         total: Ints = np.sum([c.sends for c in self.classes], axis=0)
         return total
 
     @property
     def floor_bytes(self) -> int:
-        """The least it must receive."""
+        """The least that the rank must receive, in bytes."""
         return sum(c.floor for c in self.classes)
 
     @property
     def send_floor_bytes(self) -> int:
-        """Its share of what must be sent."""
+        """The rank's share of the bytes that must be sent."""
         return sum(c.send_floor for c in self.classes)
 
     def totals(self, kind: str | None = None) -> dict[str, int]:
-        """Bytes of all parameter classes, or of those of one kind (see `Parameter.kind`), by what is done with them."""
+        """Return the bytes of all parameter classes, or of the classes of one kind (see `Parameter.kind`), by what is
+        done with them."""
         of = [c for c in self.classes if kind in (None, c.parameter.kind)]
         return {
             "receives_bytes": sum(int(c.receives.sum()) for c in of),
@@ -121,10 +123,10 @@ class RankPlan:
 
 
 def plan(model: Model, source: ModelSharding, target: ModelSharding, rank: int, *, ranks_per_node: int = 0) -> RankPlan:
-    """What one rank moves when the model goes from one layout to the other.
+    """Plan what one rank moves when the model goes from one layout to another.
 
     Args:
-        ranks_per_node: consecutive ranks that share a node; 0 is one node for all.
+        ranks_per_node: the number of consecutive ranks that share a node; 0 for a single node.
 
     Raises:
         ConfigError: the layouts differ in their number of ranks, a size does not divide, or bytes have no holder.
@@ -147,7 +149,7 @@ def plan(model: Model, source: ModelSharding, target: ModelSharding, rank: int, 
 
 
 def nodes_of(world: int, ranks_per_node: int) -> Ints:
-    """(world,), the node of each rank."""
+    """Return the node of each rank, (world,)."""
     return np.arange(world, dtype=np.int64) // (ranks_per_node or world)
 
 
@@ -176,7 +178,7 @@ def _class_plan(
 def _received(
     parameter: Parameter, source: Sharding, target: Sharding, rank: int, node: Ints
 ) -> tuple[Ints, int, Turns | None]:
-    """Elements from each rank, and from this one's own piece."""
+    """Return the elements from each rank, the elements from this rank's own piece, and the turns."""
     if not target.holds(rank):
         return np.zeros(source.world, dtype=np.int64), 0, None
     piece, turns = target.piece(rank), None
@@ -198,7 +200,7 @@ def _received(
 
 
 def _sent(source: Sharding, target: Sharding, rank: int, node: Ints) -> tuple[Ints, int, Turns | None]:
-    """Elements to each rank, and this rank's share of what must be sent."""
+    """Return the elements to each rank, this rank's share of what must be sent, and the turns."""
     if not source.holds(rank):
         return np.zeros(source.world, dtype=np.int64), 0, None
     piece = source.piece(rank)
@@ -214,7 +216,7 @@ def _sent(source: Sharding, target: Sharding, rank: int, node: Ints) -> tuple[In
 
 
 def _by_layer(others: Sharding, common: list[Ints], layers: Ints, turns: Turns) -> Ints:
-    """(world,), what is shared with each rank, of the layers in which it is this pair's turn."""
+    """Return the elements shared with each rank, (world,), of the layers in which it is this pair's turn."""
     ranges = others.parts[0][:, 0]
     start, stop = np.maximum(ranges[:, 0], layers[0, 0]), np.minimum(ranges[:, 1], layers[0, 1])
     at = others.coordinates[0]
@@ -224,15 +226,15 @@ def _by_layer(others: Sharding, common: list[Ints], layers: Ints, turns: Turns) 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Turns:
-    """For each rank as the other end of a transfer: which layers are this pair's.
+    """The layers that each pair of this rank and another transfers.
 
-    Layer l of the pair is sent if `(l + key) % holders == order`.
+    The pair transfers layer l if `(l + key) % holders == order`.
 
     Attributes:
-        eligible: (world,), whether this pair exchanges anything at all.
+        eligible: (world,), whether the pair exchanges anything at all.
         key: (world,), the asking rank's place in the queue.
-        order: (world,), the holder's place among those that take turns.
-        holders: (world,), how many take turns, at least 1.
+        order: (world,), the holder's place among the holders that take turns.
+        holders: (world,), the number of holders that take turns, at least 1.
     """
 
     eligible: NDArray[np.bool_]
@@ -241,7 +243,7 @@ class Turns:
     holders: Ints
 
     def layers(self, start: Ints, stop: Ints) -> Ints:
-        """(world,): how many of the layers [start, stop) of each pair are sent."""
+        """Return how many of the layers [start, stop) of each pair are sent, (world,)."""
         phase = (self.order - self.key) % self.holders
 
         def before(x: Ints) -> Ints:
@@ -251,7 +253,7 @@ class Turns:
 
 
 def to_receive(source: Sharding, target: Sharding, rank: int, node: Ints) -> Turns:
-    """Turns between this rank, which asks, and every rank that holds something of its target."""
+    """Return the turns between this rank, which asks, and every rank that holds something of its target."""
     pieces = source.pieces()
     held, near, count = pieces >= 0, node == node[rank], int(pieces.max()) + 1
     of = np.where(held, pieces, 0)
@@ -261,12 +263,13 @@ def to_receive(source: Sharding, target: Sharding, rank: int, node: Ints) -> Tur
     eligible = taking & (pieces != pieces[rank])
     order = _order_within(of, taking, count)
     holders = np.maximum(np.where(local, beside[of], everywhere[of]), 1)
-    if holders[eligible].max(initial=1) == 1:  # nobody takes turns: there is no queue to keep
+    if holders[eligible].max(initial=1) == 1:  # no holders take turns, so there is no queue
         return Turns(eligible, np.zeros_like(order), order, holders)
     wanted, asks = _wanted(source, target), target.pieces()
 
     def queue(region: NDArray[np.bool_]) -> Ints:
-        """(world,), how many earlier ranks of a region ask for the piece that each rank holds, and lack it."""
+        """Return, for the piece that each rank holds, how many earlier ranks of a region ask for it and lack it,
+        (world,)."""
         earlier = np.flatnonzero(region[:rank] & (asks[:rank] >= 0))
         own = earlier[held[earlier]]
         own = own[wanted[asks[own], of[own]]]
@@ -278,11 +281,11 @@ def to_receive(source: Sharding, target: Sharding, rank: int, node: Ints) -> Tur
 
 
 def to_send(pieces: Ints, asked: NDArray[np.bool_], rank: int, node: Ints) -> Turns:
-    """Turns between this rank, which holds a piece, and every rank that may ask for it.
+    """Return the turns between this rank, which holds a piece, and every rank that may ask for it.
 
     Args:
-        pieces: of the source, see `Sharding.pieces`.
-        asked: (world,), whose target touches this rank's piece.
+        pieces: the source's pieces, see `Sharding.pieces`.
+        asked: (world,), whether each rank's target overlaps this rank's piece.
     """
     same = pieces == pieces[rank]
     beside = np.bincount(node[same], minlength=int(node.max()) + 1)
@@ -295,13 +298,13 @@ def to_send(pieces: Ints, asked: NDArray[np.bool_], rank: int, node: Ints) -> Tu
         return Turns(eligible, np.zeros_like(order), order, holders)
     asks = asked & ~same
     before = np.cumsum(asks) - asks
-    starts = np.searchsorted(node, node)  # nodes are runs of ranks: the first rank of each rank's node
+    starts = np.searchsorted(node, node)  # a node's ranks are consecutive: the first rank of each rank's node
     key = np.where(local, before - before[starts], before)
     return Turns(eligible, key, order, holders)
 
 
 def _wanted(source: Sharding, target: Sharding) -> NDArray[np.bool_]:
-    """(pieces of target, pieces of source): whether they touch; both numbered as `Sharding.pieces` does."""
+    """Return whether pieces overlap, (pieces of target, pieces of source), both numbered as `Sharding.pieces` does."""
     touching = np.ones((1, 1), dtype=np.bool_)
     for asked, held in zip(target.parts, source.parts, strict=True):
         both = overlap(asked[:, None], held[None]) > 0
@@ -312,7 +315,7 @@ def _wanted(source: Sharding, target: Sharding) -> NDArray[np.bool_]:
 
 
 def _order_within(group: Ints, member: NDArray[np.bool_], count: int) -> Ints:
-    """(world,), for each member its place, by rank, among the members of its group; anything for others."""
+    """Return each member's place, by rank, among the members of its group, (world,); any number for the other ranks."""
     ranks = np.flatnonzero(member)
     by_group = ranks[np.argsort(group[ranks], kind="stable")]
     sizes = np.bincount(group[by_group], minlength=count)

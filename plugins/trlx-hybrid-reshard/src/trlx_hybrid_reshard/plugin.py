@@ -1,4 +1,5 @@
-"""What this distribution offers. Imports no torch, no vLLM and no numpy: loading every plugin must stay cheap."""
+"""The plugin's hooks, which offer the weight sync `reshard` and the command `reshard-plan`. Imports no torch, no vLLM
+and no numpy: loading every plugin must stay cheap."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ def _reshard(session: Run, options: ReshardOptions) -> WeightSync:
 
 @hookimpl
 def trlx_register(registry: Registry) -> None:
-    """Offer the weight path for sharded policies and tensor-parallel engines."""
+    """Offer the weight sync for sharded policies and tensor-parallel engines."""
     registry.offer(
         "weights",
         "reshard",

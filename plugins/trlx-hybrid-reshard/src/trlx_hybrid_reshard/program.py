@@ -1,8 +1,8 @@
-"""A plan on this rank's tensors: every view made once, so that a replay is a few launches per bucket.
+"""A plan applied to this rank's tensors: every view is made once, so that a replay is a few launches per bucket.
 
-Slices are grouped into messages. A large slice is a message of its own, so that it can be sent from, and received
-into, the place it belongs to. Small ones that share a bucket and a peer travel together, packed. Both ends know sizes
-and order of the slices, so both find the same messages.
+Slices are grouped into messages. A large slice is a message of its own, so that it can be sent from, and received into,
+its final place. Small slices that share a bucket and a peer are packed into one message. Both ends know sizes and order
+of the slices, so both find the same messages.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from .descriptors import Descriptors, Slices
 from .sharding import Ints
 
 ALONE = 1 << 20
-"""Bytes from which a slice is a message of its own: far above what a message costs, 10 µs or 3 MB of NVLink's time."""
+"""The size in bytes from which a slice is a message of its own: far above the cost of a message, 10 µs or 3 MB of
+NVLink's time."""
 ALIGNMENT = 256
-"""Bytes. What a copy kernel and the network like to start at."""
+"""The alignment of packed slices in bytes, which suits copy kernels and the network."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Message:
-    """What goes from one rank to another in one piece, within one bucket.
+    """A message: the bytes that go from one rank to another in one piece, within one bucket.
 
     Attributes:
         peer: the rank at the other end.
         slices: (slices,) of `descriptors.SLICE`, in the order of the bytes.
-        sizes: elements of each.
+        sizes: the number of elements of each slice.
     """
 
     peer: int
@@ -44,20 +45,20 @@ class Message:
 
     @property
     def content(self) -> bytes:
-        """Equal for messages of the same bytes to other ranks."""
+        """A key that is equal for messages of the same bytes to different ranks."""
         return b"".join(self.slices[name].tobytes() for name in ("parameter", "start", "stop"))
 
     @property
     def elements(self) -> int:
-        """Of all slices."""
+        """The number of elements of all slices."""
         return sum(self.sizes)
 
 
 def messages_of(slices: Slices, bucket: int, itemsize: int, alone: int = ALONE) -> list[Message]:
-    """The messages of one bucket in one direction, by peer, in the order both ends agree on.
+    """Return the messages of one bucket in one direction, by peer, in the order both ends agree on.
 
     Args:
-        slices: of that direction, of all buckets, sorted as `descriptors.lower` sorts them.
+        slices: the slices of that direction, of all buckets, sorted as `descriptors.lower` sorts them.
         itemsize: bytes per element on the wire.
     """
     first, last = np.searchsorted(slices["bucket"], [bucket, bucket + 1])
@@ -77,14 +78,15 @@ def _of_peer(slices: Slices, sizes: Ints, alone: int) -> Iterator[Message]:
 
 @dataclass(slots=True)
 class Copies:
-    """Copies that are launched together, cast on the way. Pairs that are dense are one kernel; the rest, one each."""
+    """A set of copies that are launched together and cast where dtypes differ. All dense pairs take one kernel, every
+    other pair one of its own."""
 
     dense: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
     strided: tuple[list[Tensor], list[Tensor]] = field(default_factory=lambda: ([], []))
     _graph: torch.cuda.CUDAGraph | None = None
 
     def add(self, to: Tensor, source: Tensor) -> None:
-        """Copy `source` into `to`, of the same shape."""
+        """Add a copy of `source` into `to`, which has the same shape."""
         if to.is_contiguous() and source.is_contiguous() and to.device == source.device:
             pair, to, source = self.dense, to.view(-1), source.view(-1)
         else:
@@ -93,26 +95,27 @@ class Copies:
         pair[1].append(source)
 
     def record(self, device: torch.device) -> None:
-        """From now on `run` replays one CUDA graph. No tensor may move any more, nor be added; they ran once before.
+        """Record the copies as one CUDA graph, which `run` replays from now on. The copies must have run once before;
+        afterwards no tensor may be moved or added.
 
-        The hundreds of copies of a sync cost the host about 5 ms for a model of 7B; recorded, a few launches.
+        For a 7B model the hundreds of copies of a sync cost the host about 5 ms. Recorded, they cost a few launches.
 
-        Only copies are recorded, no messages. NCCL registers the buffers of point-to-point operations that it finds in
-        a graph, and an engine that sleeps unmaps those and maps other memory at the same addresses: the next replay
-        would write to pages that are gone, for ever (NVIDIA/nccl, `NCCL_GRAPH_REGISTER`). A graph with messages in it
-        would also keep their communicator from ever being destroyed. Copies name addresses and nothing else.
+        Only copies are recorded, no messages. NCCL registers the buffers of point-to-point operations in a graph
+        (`NCCL_GRAPH_REGISTER` of NVIDIA/nccl). An engine that sleeps unmaps these buffers, and maps other memory at the
+        same addresses when it wakes. From then on, every replay would write to pages that are gone. A graph with
+        messages would also prevent the destruction of their communicator. Copies only refer to addresses.
         """
         if len(self.strided[0]) + bool(self.dense[0]) <= 1:
             return
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        # Other threads of this process (NCCL's watchdog) go on calling CUDA meanwhile.
+        # Other threads of this process, such as NCCL's watchdog, call CUDA during the capture.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self._launch()
         self._graph = graph
 
     def run(self) -> None:
-        """Launch them on the current stream."""
+        """Launch the copies on the current stream."""
         if self._graph is None:
             self._launch()
         else:
@@ -125,9 +128,11 @@ class Copies:
 
 
 def widened(to: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
-    """Views of both with the widest elements that their rows and addresses allow, where no bit changes on the way.
+    """Return views of both tensors with the widest elements that their rows and addresses allow, where no cast is
+    needed.
 
-    A strided copy takes as long as its elements are many: bf16 in elements of 16 bytes is one eighth of them.
+    The time of a strided copy grows with the number of elements. In elements of 16 bytes, a bf16 tensor has one eighth
+    as many.
     """
     if to.dtype != source.dtype or not to.dim() or not to.stride(-1) == source.stride(-1) == 1:
         return to, source
@@ -144,15 +149,15 @@ def _fits(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 class Staging:
-    """Memory that messages are packed into and received in: buffers of equal size, used in turn. One is on the wire
-    while the other is packed or written.
+    """The memory for packing and receiving messages: buffers of equal size, used in turn. One is on the wire while the
+    other is packed or written.
 
-    Views of them are made once, before the first `release`. Between syncs the storages are empty, and the views stay
-    valid; unless the buffers are kept, because a recording names their addresses.
+    Views of the buffers are made once, before the first `release`. Between syncs the storages are empty, and the views
+    stay valid. Where a recording refers to the buffers' addresses, `keep` keeps the storages.
 
     Args:
-        elements: of one buffer.
-        count: of buffers.
+        elements: the number of elements of one buffer.
+        count: the number of buffers.
     """
 
     def __init__(self, elements: int, count: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -162,16 +167,16 @@ class Staging:
 
     @property
     def bytes(self) -> int:
-        """Of all buffers, while a sync runs."""
+        """The bytes of all buffers while a sync runs."""
         return self._size * len(self._buffers)
 
     def view(self, number: int, start: int, elements: int) -> Tensor:
-        """A range of buffer `number` modulo the count; flat."""
+        """Return a flat view of a range of buffer `number` modulo the number of buffers."""
         return self._buffers[number % len(self._buffers)].as_strided((elements,), (1,), start)
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """While it has memory."""
+        """Give the buffers memory for as long as the context lasts."""
         if not self._kept:
             for buffer in self._buffers:
                 buffer.untyped_storage().resize_(self._size)
@@ -181,7 +186,7 @@ class Staging:
             self.release()
 
     def keep(self) -> None:
-        """From now on, while it is held: never give it back."""
+        """Keep the buffers' memory from now on, even after `release`. Call it while the buffers are held."""
         self._kept = True
 
     def release(self) -> None:
@@ -193,11 +198,11 @@ class Staging:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Transfer:
-    """One message on its way.
+    """A message to be sent or received, with its memory.
 
     Attributes:
-        tensor: flat; in the place it belongs to, or staged.
-        tag: tells apart the messages of a pair of ranks, alike on both.
+        tensor: a flat view of the message's final place, or of the staging memory.
+        tag: a number that distinguishes the messages of a pair of ranks, the same on both.
     """
 
     peer: int
@@ -207,7 +212,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BucketViews:
-    """What moves at one time: packed first, unpacked when it has arrived."""
+    """The copies and messages of one bucket: packed first, unpacked when they have arrived."""
 
     pack: Copies = field(default_factory=Copies)
     sends: list[Transfer] = field(default_factory=list)
@@ -217,13 +222,14 @@ class BucketViews:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """All of one sync on this rank.
+    """All copies and messages of one sync on this rank.
 
     Attributes:
-        local: from this rank's shards into its own engine.
-        duplicates: what the engine keeps twice, from its first place to the others; comes last.
-        tensors: how many parameters this rank's engine holds something of.
-        received_bytes, sent_bytes: over the wire.
+        local: the copies from this rank's shards into its own engine.
+        duplicates: the copies of weights that the engine keeps several times, from the first place to the others; they
+            run last.
+        tensors: the number of parameters of which this rank's engine holds something.
+        received_bytes, sent_bytes: the bytes over the wire.
     """
 
     buckets: list[BucketViews]
@@ -236,15 +242,16 @@ class Program:
 
     @property
     def copies(self) -> list[Copies]:
-        """All of them."""
+        """All sets of copies of the sync."""
         return [self.local, self.duplicates, *(c for b in self.buckets for c in (b.pack, b.unpack))]
 
     def on(self, device: torch.device) -> bool:
-        """Whether all its memory is that device's."""
+        """Return whether all memory of the copies is on the device."""
         return all(t.device == device for c in self.copies for side in (*c.dense, *c.strided) for t in side)
 
     def record(self, device: torch.device) -> None:
-        """Replay the copies from now on. The staging buffers they name are kept, and must have memory now."""
+        """Replay the copies as CUDA graphs from now on. The staging buffers are kept from now on, and must have memory
+        when this is called."""
         self.staging.keep()
         for copies in self.copies:
             copies.record(device)
@@ -260,17 +267,17 @@ def program(
     device: torch.device,
     alone: int = ALONE,
 ) -> Program:
-    """Make every view.
+    """Return this rank's program, with every view made.
 
     Args:
-        names: of the parameters, as the descriptors count them.
+        names: the parameters' names, in the descriptors' numbering.
         lowered: this rank's slices.
-        buckets: how many there are.
-        shards: what this rank holds of each parameter, in the training dtype.
-        regions: what this rank's engine holds of each.
-        dtype: on the wire, and of the engine's memory.
-        device: of the engine's memory.
-        alone: bytes from which a slice is a message of its own.
+        buckets: the number of buckets.
+        shards: this rank's shard of each parameter, in the training dtype.
+        regions: the regions of each parameter that this rank's engine holds.
+        dtype: the dtype on the wire and of the engine's memory.
+        device: the device of the engine's memory.
+        alone: the size in bytes from which a slice is a message of its own.
     """
     first: dict[str, dict[Any, Region]] = {}
     duplicates = Copies()
@@ -297,7 +304,7 @@ def program(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """Where slices lie on this rank."""
+    """The memory of slices on this rank, in the trainer's shards and in the engine."""
 
     names: Sequence[str]
     shards: Mapping[str, Tensor]
@@ -323,7 +330,7 @@ class _Places:
         raise SyncError(f"No memory of the engine holds {list(zip(start, stop, strict=True))} of {name}.")
 
     def staged(self, *directions: Iterable[Message]) -> int:
-        """Elements that a bucket stages. What goes to several ranks is packed once."""
+        """Return the number of elements that a bucket stages. A message that goes to several ranks is packed once."""
         total, packed = 0, set[bytes]()
         for sending, found in zip((True, False), directions, strict=True):
             for message in found:
@@ -360,7 +367,7 @@ class _Places:
                 bucket.unpack.add(target, part.view(target.shape))
 
     def _in_place(self, message: Message, sending: bool) -> Tensor | None:
-        """The memory that a message can go out of, or come into, as it is."""
+        """Return the memory that a message can be sent from, or received into, without staging; otherwise None."""
         if len(message.slices) > 1:
             return None
         piece = message.slices[0]
@@ -369,6 +376,6 @@ class _Places:
         return tensor.view(-1) if plain else None
 
     def _aligned(self, elements: int) -> int:
-        """The next number of elements at which something may start."""
+        """Round a number of elements up to the alignment."""
         unit = max(1, ALIGNMENT // self.dtype.itemsize)
         return -(-elements // unit) * unit

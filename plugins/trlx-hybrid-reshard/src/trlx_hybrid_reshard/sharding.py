@@ -1,8 +1,10 @@
-"""Which piece of one parameter each rank holds: a product of index ranges, one set of them per dimension.
+"""Shardings of one parameter: the piece that each rank holds, as a product of index ranges, one set of them per
+dimension.
 
 Ranges are half-open and lie in arrays. `parts` has shape (parts, intervals, 2) and dtype int64: for each part its
-ranges [start, stop), ascending; empty ranges fill up where parts have different numbers of them. A rank's piece of a
-tensor is a product of one part per dimension, so the overlap of two pieces is that of the overlaps per dimension.
+ranges [start, stop), ascending; empty ranges fill up parts that have fewer ranges than others. A rank's piece of a
+tensor is a product of one part per dimension, so the overlap of two pieces is the product of the overlaps per
+dimension.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ Ints: TypeAlias = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sharding:
-    """A parameter cut into pieces. Pieces are disjoint and cover it; several ranks may hold the same one, or none.
+    """A parameter cut into pieces. Pieces are disjoint and cover the parameter; several ranks may hold the same piece,
+    and a rank may hold none.
 
     Attributes:
-        world: number of ranks.
-        parts: for each dimension, the layers' first, its parts: as above.
-        coordinates: for each dimension the part that each rank holds, (world,).
-        held: (world,), which ranks hold a piece at all.
+        world: the number of ranks.
+        parts: for each dimension, starting with the layers', its parts: an array (parts, intervals, 2).
+        coordinates: for each dimension, the number of the part that each rank holds, (world,).
+        held: (world,), whether each rank holds a piece.
     """
 
     world: int
@@ -34,40 +37,42 @@ class Sharding:
     held: NDArray[np.bool_]
 
     def holds(self, rank: int) -> bool:
-        """Whether the rank has a piece, be it an empty one."""
+        """Return whether the rank has a piece, even an empty one."""
         return bool(self.held[rank])
 
     def piece(self, rank: int) -> tuple[Ints, ...]:
-        """The rank's ranges (intervals, 2) of each dimension; `holds` must be true."""
+        """Return the rank's ranges (intervals, 2) of each dimension. The rank must have a piece."""
         return tuple(part[at[rank]] for part, at in zip(self.parts, self.coordinates, strict=True))
 
     def pieces_of(self, ranks: Ints) -> tuple[Ints, ...]:
-        """The ranges (ranks, intervals, 2) of each dimension, of several ranks; all must hold something."""
+        """Return the ranges (ranks, intervals, 2) of each dimension, of several ranks. All of these must have a
+        piece."""
         return tuple(part[at[ranks]] for part, at in zip(self.parts, self.coordinates, strict=True))
 
     def within(self, extent: tuple[int, ...]) -> Sharding:
-        """This without the padding: ranges end where the parameter does."""
+        """Return this sharding without the padding: ranges end where the parameter does."""
         parts = tuple(np.minimum(part, size) for part, size in zip(self.parts, extent, strict=True))
         return Sharding(self.world, parts, self.coordinates, self.held)
 
     def elements(self, rank: int) -> int:
-        """Of the rank's piece."""
+        """Return the number of elements of the rank's piece; 0 where it has none."""
         return math.prod(int(length(part)) for part in self.piece(rank)) if self.holds(rank) else 0
 
     @property
     def replicated(self) -> bool:
-        """Whether some piece has more than one holder."""
+        """True where some piece has more than one holder."""
         return int(self.held.sum()) != math.prod(len(p) for p in self.parts)
 
     def pieces(self) -> Ints:
-        """(world,): the number of the piece each rank holds, -1 for none."""
+        """Return the number of the piece that each rank holds, (world,); -1 for none."""
         number = np.zeros(self.world, dtype=np.int64)
         for parts, coordinates in zip(self.parts, self.coordinates, strict=True):
             number = number * len(parts) + coordinates
         return np.where(self.held, number, -1)
 
     def per_rank(self, values: tuple[Ints, ...]) -> Ints:
-        """(world,): the product of `values[d]`, one value per part of dimension d, over the parts each rank holds."""
+        """Return, for each rank, the product of `values[d]` over the parts that it holds, (world,). `values[d]` has one
+        value per part of dimension d."""
         product = self.held.astype(np.int64)
         for value, coordinates in zip(values, self.coordinates, strict=True):
             product *= value[coordinates]
@@ -75,12 +80,13 @@ class Sharding:
 
 
 def uncut(size: int) -> Ints:
-    """The one part that is everything; (1, 1, 2)."""
+    """Return the single part that covers a whole dimension, (1, 1, 2)."""
     return np.array([[[0, size]]], dtype=np.int64)
 
 
 def segmented(size: int, ways: int, segments: int) -> Ints:
-    """(ways, segments, 2): the same even share of each of `segments` fused blocks; `ways` divides each block."""
+    """Return, for each of `ways` ranks, the same even share of each of `segments` fused blocks, (ways, segments, 2).
+    `ways` divides each block."""
     block = size // segments
     share = block // ways
     starts = np.arange(ways, dtype=np.int64)[:, None] * share + np.arange(segments, dtype=np.int64) * block
@@ -88,7 +94,7 @@ def segmented(size: int, ways: int, segments: int) -> Ints:
 
 
 def rechunked(parts: Ints, ways: int) -> Ints:
-    """(parts * ways, intervals, 2): each part, its ranges laid end to end, cut as `torch.chunk` would."""
+    """Return each part, its ranges laid end to end, cut as `torch.chunk` would cut it, (parts * ways, intervals, 2)."""
     lengths = parts[..., 1] - parts[..., 0]
     ends = lengths.cumsum(axis=1)
     total = ends[:, -1:]
@@ -99,13 +105,13 @@ def rechunked(parts: Ints, ways: int) -> Ints:
 
 
 def length(parts: Ints) -> Ints:
-    """Indices in each part; any leading shape."""
+    """Return the number of indices in each part; any leading shape."""
     result: Ints = (parts[..., 1] - parts[..., 0]).sum(axis=-1)
     return result
 
 
 def crossings(left: Ints, right: Ints) -> Ints:
-    """(..., intervals of left * intervals of right, 2): the ranges common to both, empty ones as start = stop.
+    """Return the ranges common to both, (..., intervals of left * intervals of right, 2). Empty ones have start = stop.
 
     Leading shapes broadcast.
     """
@@ -116,7 +122,7 @@ def crossings(left: Ints, right: Ints) -> Ints:
 
 
 def overlap(left: Ints, right: Ints) -> Ints:
-    """How many indices both hold; leading shapes broadcast."""
+    """Return the number of indices that both hold; leading shapes broadcast."""
     a, b = left[..., :, None, :], right[..., None, :, :]
     common = np.minimum(a[..., 1], b[..., 1]) - np.maximum(a[..., 0], b[..., 0])
     result: Ints = np.maximum(common, 0).sum(axis=(-2, -1))
@@ -124,7 +130,8 @@ def overlap(left: Ints, right: Ints) -> Ints:
 
 
 def position_in(part: Ints, index: Ints) -> Ints:
-    """Where global indices lie in a part whose ranges are laid end to end; `part` is (intervals, 2), `index` any shape.
+    """Return the positions of global indices in a part whose ranges are laid end to end. `part` is (intervals, 2),
+    `index` any shape.
 
     Each index must be in the part.
     """

@@ -1,9 +1,9 @@
-"""What this rank's trainer holds of each parameter: the live local tensors, by name, adapters merged.
+"""Shards of this rank's trainer: the live local tensor of each parameter, by name, with adapters merged.
 
-LoRA adapters are merged into this rank's shards, in memory beside the base weights, which stay as they are. PEFT's
-own merge of sharded tensors does it, out of place, as it does for the path that gathers: so both bring the same bits. A
-shard of rows of the merged weight needs only the same rows of B and all of A, which is small; PEFT's product of two
-DTensors mostly moves more than that, which neither the plan's bytes nor its floor count.
+LoRA adapters are merged into copies of this rank's shards, and the base weights stay as they are. PEFT's own merge of
+sharded tensors does this, out of place, as for the weight sync `gather`, so both syncs give the same bits. A shard of
+rows of the merged weight needs only the same rows of B and all of A, which is small. PEFT's product of two DTensors
+mostly moves more than that, which neither the plan's bytes nor its lower bound count.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 
 
 class Shards:
-    """Follows the policy's parameters, which may move in memory, be frozen, or be replaced between two syncs.
+    """The local tensors of the policy's parameters, which may move in memory, be frozen, or be replaced between two
+    syncs.
 
     Attributes:
-        shapes: of the whole parameters, by their names; tied ones once.
-        local: what this rank holds of each; a view, the parameter itself, or its merged copy. Merged weights take the
-            memory of the adapted shards once more.
-        moved: how often some local tensor has become another one.
+        shapes: the shapes of the whole parameters, by name; tied parameters once.
+        local: this rank's tensor of each parameter: a view, the parameter itself, or its merged copy. Merged copies
+            take the memory of the adapted shards once more.
+        moved: the number of times that local tensors were replaced or moved.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -56,15 +57,16 @@ class Shards:
         self.refresh()
 
     def _merged(self) -> list[AdaptedModule]:
-        """What an adapter is active on; all are plain LoRA."""
+        """Return the modules on which an adapter is active; all are plain LoRA."""
         adapted = (module for _, module in adapted_modules(self._policy.base))
         return [m for m in adapted if any(a in layer.r for layer in m.layers for a in layer.active_adapters)]
 
     def refuse_other_modules(self) -> None:
-        """Modules that others took the place of, and other adapters: a plan is of those that were there.
+        """Refuse modules that were replaced since the engine was built, and other adapters: the plan was made for the
+        earlier modules.
 
         Raises:
-            SyncError: names them.
+            SyncError: modules or adapters differ; names them.
         """
         beyond = beyond_lora(self._policy.base)
         if beyond is not None:
@@ -81,10 +83,11 @@ class Shards:
             )
 
     def refresh(self) -> bool:
-        """Look again; returns whether a parameter that is frozen now may hold other bits than at the last look.
+        """Look up the parameters again. Returns whether a parameter that is frozen now may hold other bits than at the
+        last refresh.
 
-        This is on the way of every sync, hence list by list. A tensor whose storage was emptied and filled again (see
-        `trlx_hybrid.memory.offload`) lies elsewhere without being another one: views of it are right, a recording is
+        Every sync calls this, so it works on whole lists for speed. A tensor whose storage was emptied and filled again
+        (see `trlx_hybrid.memory.offload`) is the same object at another address: its views stay valid, a recording does
         not.
         """
         self._policy.reshard()
@@ -100,7 +103,8 @@ class Shards:
         return changed
 
     def merge(self) -> None:
-        """Merge adapters anew. Collective where the policy is sharded, with no deadline: all ranks must be there."""
+        """Merge the adapters again. Collective where the policy is sharded, with no deadline: all ranks must be
+        there."""
         moved = False
         for module, keys in self._adapted:
             for key, merged in module.merged().items():
@@ -114,18 +118,18 @@ class Shards:
 
     @property
     def frozen(self) -> Set[str]:
-        """Names of parameters that no optimizer changes."""
+        """The names of parameters that no optimizer changes."""
         return self._frozen.names
 
     def parameters(self, names: Sequence[str]) -> list[Parameter]:
-        """For a plan: each parameter a class of its own."""
+        """Return the parameters for a plan, each a class of its own."""
         return [Parameter(name=name, shape=self.shapes[name]) for name in names]
 
     def layout(self, world: int) -> LiveSharding:
-        """Where all parameters lie, on all ranks.
+        """Return the layout of all parameters, on all ranks.
 
         Raises:
-            ConfigError: a placement that is neither a shard nor a replica.
+            ConfigError: a placement is neither a shard nor a replica.
         """
         live: dict[str, Any] = {name: held[key] for name, (held, key) in self._owners.items()}
         return read_trainer(live, world)

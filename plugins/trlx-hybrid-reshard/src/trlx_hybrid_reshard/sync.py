@@ -1,4 +1,5 @@
-"""The weight sync `reshard`: from the trainer's shards into the slices of the engines, only what each rank lacks."""
+"""The weight sync `reshard`, which sends weights from the trainer's shards into the engines' slices. It moves only what
+each rank lacks."""
 
 from __future__ import annotations
 
@@ -41,22 +42,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHOWN = 3
-"""Lines that are printed even where nobody set up logging: the first sync connects the ranks, the third is as all
-that follow."""
+"""The number of syncs whose log lines are printed even without logging set up. The first sync connects the ranks; the
+third is like all later ones."""
 
 WARM, SEEN = 3, 3
 LIMIT = 0.1
 
 
 class ReshardSync(WeightSync):
-    """FSDP2, HSDP or DDP to engines with any tensor parallelism.
+    """The weight sync from an FSDP2, HSDP or DDP policy to engines with any tensor parallelism.
 
-    Where weights lie is read from both sides, once; then each sync replays the plan. Frozen parameters move when the
-    engine's weights were lost, and when they were written to or replaced since the last sync, and otherwise not.
-    The check of a sync is left to the session, which gathers whole tensors on another path.
+    The layouts of both sides are read once; then each sync replays the plan. Frozen parameters move only when the
+    engine's weights were lost, or when the parameters were written to or replaced since the last sync. The session
+    checks a sync by gathering whole tensors in another way.
 
     Attributes:
-        prepared: the plan of the last sync, or of all parameters before there was one.
+        prepared: the plan of the last sync; before the first sync, the plan of all parameters.
     """
 
     name = "reshard"
@@ -74,11 +75,11 @@ class ReshardSync(WeightSync):
     # --- choosing ---------------------------------------------------------------------------------------------------
 
     def refuses(self) -> str | None:
-        """Why this path cannot serve this model and engine, or None. All ranks give the same answer.
+        """Return why this weight sync cannot serve this model and engine, or None. All ranks give the same answer.
 
         Raises:
             SyncError: the ranks have different models.
-            PeerLostError: one does not take part.
+            PeerLostError: a rank does not take part.
         """
         reason = self._refuses_at_sight()
         if reason is not None:
@@ -128,10 +129,11 @@ class ReshardSync(WeightSync):
         return None
 
     def _regions_of_engine(self, shards: Shards) -> Regions:
-        """Where this rank's engine holds which parameter.
+        """Return the memory of each parameter in this rank's engine.
 
         Raises:
-            EngineError, ConfigError: why weights cannot be written there, or read from the trainer's shards.
+            EngineError, ConfigError: weights cannot be written to the engine, or read from the trainer's shards; says
+                why.
         """
         engine = self._run.live_engine
         regions: Regions = engine.regions(self._run.policy)
@@ -145,7 +147,7 @@ class ReshardSync(WeightSync):
         return regions
 
     def open(self) -> None:
-        """Make the plan of a whole sync, and the group its bytes go over.
+        """Make the plan of a whole sync, and the process group for its bytes.
 
         Raises:
             PeerLostError: a rank does not take part.
@@ -154,10 +156,10 @@ class ReshardSync(WeightSync):
         with self._giving_up():
             self._group = agreement.group
             if agreement.group is not None and sides.device.type == "cuda":
-                # NCCL's own watchdog ends the process without a word to the others: it comes after our deadline.
+                # NCCL's own watchdog ends the process without telling other ranks, so it must come after our deadline.
                 patience = timedelta(seconds=2 * self._options.deadline + 60)
                 self._group = dist.new_group(backend="nccl", timeout=patience)
-                dist.all_reduce(torch.zeros(1, device=sides.device), group=self._group)  # point-to-point not first
+                dist.all_reduce(torch.zeros(1, device=sides.device), group=self._group)  # not point-to-point first
                 agreement.use(self._group, sides.device)
         self.prepared = self._prepare(sides.names)
 
@@ -169,20 +171,20 @@ class ReshardSync(WeightSync):
 
     @property
     def summary(self) -> str:
-        """What a whole sync moves on this rank."""
+        """A description of what a whole sync moves on this rank."""
         return str(self.prepared)
 
     def note(self) -> str:
-        """The same, for the run's header."""
+        """Return the summary as a line of the run's header."""
         return f"[Reshard] a sync on rank {self._run.ranks.rank}: {self.summary}"
 
     # --- syncing ----------------------------------------------------------------------------------------------------
 
     def sync(self) -> LoadReport:
-        """Move what the ranks lack, and copy the rest from their own shards.
+        """Move the weights that ranks lack, and copy the rest from their own shards.
 
         Raises:
-            SyncError: a rank means something else.
+            SyncError: a rank has another weight version or plan, or modules were replaced.
             PeerLostError: a rank has died, does not come within the deadline, or nothing moves any more.
         """
         agreement, sides = self._opened
@@ -208,11 +210,12 @@ class ReshardSync(WeightSync):
         return LoadReport(tensors=prepared.tensors, bytes=prepared.received_bytes)
 
     def forget(self) -> None:
-        """Frozen parameters move again, too, and modules are compared with those of the plan."""
+        """Make the next sync move frozen parameters, too, and compare the modules with the plan's."""
         self._synced = False
 
     def _agreed(self, everything: bool) -> PreparedPlan:
-        """All ranks are there, at one weight version and one plan; if one must move everything, all do."""
+        """Return the plan of this sync, once all ranks are there at one weight version and one plan. If one rank must
+        move all parameters, all ranks do."""
         agreement, sides = self._opened
         trained = tuple(name for name in sides.names if name not in sides.shards.frozen)
         small, whole = self._prepare(trained or sides.names), self._prepare(sides.names)
@@ -224,7 +227,8 @@ class ReshardSync(WeightSync):
 
     @contextmanager
     def _giving_up(self) -> Iterator[None]:
-        """Where a rank is lost, nothing of a sync is left waiting for it, on this device or when all is closed."""
+        """Clean up after a lost rank, so that no operation of a sync waits for it, neither on this device nor when all
+        is closed."""
         try:
             yield
         except PeerLostError:
@@ -234,7 +238,7 @@ class ReshardSync(WeightSync):
             raise
 
     def _prepare(self, names: tuple[str, ...]) -> PreparedPlan:
-        """What carries out the plan of some parameters, made at their first use."""
+        """Return the prepared plan of some parameters, which is made at its first use."""
         if names not in self._known:
             _, sides = self._opened
             rank, dtype = self._run.ranks.rank, self._run.live_engine.dtype
@@ -242,7 +246,8 @@ class ReshardSync(WeightSync):
         return self._known[names]
 
     def _advice(self) -> str:
-        """By the largest parameter: layers are placed alike. Nothing for a module that is no model of transformers."""
+        """Return advice on better layouts, from the largest parameter, since all layers are placed alike; "" for a
+        module that is no model of transformers."""
         from .planner.advice import advice_for_run  # a run needs the planner for this alone
 
         config = getattr(self._run.policy.base, "config", None)
@@ -254,11 +259,11 @@ class ReshardSync(WeightSync):
         return advice_for_run(config, train, rollout, self._run.live_engine.dtype.itemsize)
 
     def release(self) -> None:
-        """The engine was closed: forget its memory, and give the groups back."""
+        """Forget the memory of a closed engine, and destroy the groups."""
         own, self._group = self._group, None
         self.prepared, self._known = None, {}
         if self._agreement is not None:
-            whole = not self._lost  # a group that lost a rank would be waited for
+            whole = not self._lost  # destroying a group would wait for its lost rank
             if whole and own is not None and own is not self._agreement.group and dist.is_initialized():
                 dist.destroy_process_group(own)
             self._agreement.close()
@@ -268,13 +273,13 @@ class ReshardSync(WeightSync):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sides:
-    """Where weights come from and go to.
+    """The two sides of a sync: the trainer's shards and the engines' regions.
 
     Attributes:
-        shards: of this rank's trainer.
-        regions: of this rank's engine.
+        shards: the shards of this rank's trainer.
+        regions: the regions of this rank's engine.
         held: for each rank, the boxes of each parameter that its engine holds.
-        names: of the parameters that some engine holds, in the order of a forward pass.
+        names: the names of the parameters that some engine holds, in the order of a forward pass.
         ranks_per_node: as in `plan.plan`.
     """
 
@@ -285,17 +290,18 @@ class _Sides:
     ranks_per_node: int
 
     def layouts(self) -> tuple[LiveSharding, LiveSharding]:
-        """Where all parameters lie in the trainer, and where in the engines."""
+        """Return the layout of all parameters in the trainer, and their layout in the engines."""
         return self.shards.layout(len(self.held)), read_engines(self.shards.parameters(self.names), self.held)
 
     @property
     def device(self) -> torch.device:
-        """Of the engine's memory."""
+        """The device of the engine's memory."""
         return next((r.memory.device for found in self.regions.of.values() for r in found), torch.device("cpu"))
 
 
 def ranks_per_node(hosts: Sequence[str]) -> int:
-    """How many consecutive ranks share a host; 0, one node for all, where that is not the same number everywhere."""
+    """Return how many consecutive ranks share a host; 0, which means one node for all, where hosts differ in that
+    number."""
     size = hosts.count(hosts[0])
     return size if list(hosts) == [host for host in dict.fromkeys(hosts) for _ in range(size)] else 0
 
@@ -304,15 +310,15 @@ class PreparedPlan:
     """The sync of some parameters on this rank: the plan, its slices, the views of them, and the transport.
 
     Args:
-        names: of the parameters.
-        dtype: on the wire, and of the engine's memory.
-        group: all ranks; None for a single one.
+        names: the parameters' names.
+        dtype: the dtype on the wire and of the engine's memory.
+        group: the group of all ranks; None for a single rank.
 
     Attributes:
-        digest: of everything that the ranks must agree on, 64 bits.
-        received_bytes, floor_bytes: per sync on this rank, and the least it could be.
-        sent_bytes: the other way.
-        tensors: how many of them this rank's engine holds.
+        digest: a 64-bit digest of everything that the ranks must agree on.
+        received_bytes, floor_bytes: the bytes received per sync on this rank, and the least possible.
+        sent_bytes: the bytes sent per sync.
+        tensors: the number of parameters that this rank's engine holds.
     """
 
     def __init__(
@@ -337,7 +343,7 @@ class PreparedPlan:
         self._renew()
 
     def _renew(self) -> None:
-        """Make the views anew where the trainer's tensors have become others."""
+        """Make the program and its views again where the trainer's tensors were replaced or moved."""
         sides, options = self._sides, self._options
         if self._made == sides.shards.moved:
             return
@@ -350,7 +356,7 @@ class PreparedPlan:
         self.tensors = self._program.tensors
 
     def run(self) -> None:
-        """Move them.
+        """Move the parameters.
 
         Raises:
             PeerLostError: see `Transport.run`.
@@ -367,7 +373,7 @@ class PreparedPlan:
 
 
 def _digest(model: Model, layouts: tuple[LiveSharding, LiveSharding], buckets: Buckets) -> int:
-    """Equal on two ranks only if they plan the same."""
+    """Return a digest that is equal on two ranks only if they plan the same."""
     state = hashlib.blake2b(digest_size=8)
     state.update(repr((model.itemsize, buckets.rounds, buckets.by_source, buckets.count)).encode())
     for parameter, numbers in zip(model.parameters, buckets.numbers, strict=True):
@@ -382,11 +388,11 @@ def _bytes(sharding: Sharding) -> bytes:
 
 
 class SyncLog:
-    """Of one rank. Told of every sync.
+    """The log of one rank's syncs, with a warning where they take much of an iteration.
 
     Args:
-        rank: rank 0 speaks for all; every rank logs.
-        advice: what would make a sync shorter; asked for once at most.
+        rank: the rank; only rank 0 prints and warns, every rank logs.
+        advice: a function that returns advice on shorter syncs; called once at most.
     """
 
     def __init__(self, rank: int, advice: Callable[[], str]) -> None:
@@ -397,10 +403,10 @@ class SyncLog:
         self._warned = False
 
     def done(self, started: float, ended: float, moved: str) -> None:
-        """A sync went from one time to another, in seconds of one clock.
+        """Log a sync from its start and its end, in seconds of one clock.
 
-        It is `LIMIT` of an iteration, which is the time between the ends of two syncs, when each of the last `SEEN`
-        was, the first `WARM` ones left out.
+        It warns, once, where each of the last `SEEN` syncs took more than `LIMIT` of its iteration. An iteration is the
+        time between the ends of two syncs. The first `WARM` syncs do not count.
         """
         self._syncs += 1
         line = f"[Reshard] duration={ended - started:.3f}s, {moved}"

@@ -1,9 +1,10 @@
-"""Replaying a program: pack a bucket, put it on the wire, write what came in, while the next is being packed.
+"""The transport, which replays a program: pack a bucket, send it, and write what came in while the next bucket is
+packed.
 
-On a CUDA device packing, writing and the local copies have a stream each and NCCL has its own, so the host enqueues
-everything and waits once; from the second time on the copies of each step are one graph. The local copies are most of
-the bytes and nobody waits for them, so they have the lowest priority. With gloo the host waits for each bucket after it
-has packed the next.
+On a CUDA device, packing, writing and the local copies have a stream each and NCCL has its own, so the host enqueues
+everything and waits once. From the second sync on, the copies of each step are one graph. The local copies are most of
+the bytes and nothing waits for them, so they have the lowest priority. With gloo the host waits for each bucket after
+it has packed the next one.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from .program import BucketViews, Program
 
 
 class Transport:
-    """Carries out one program, again and again.
+    """The transport of one program, which can run any number of times.
 
     Args:
-        group: all ranks, over NCCL for CUDA tensors and gloo for others; None for a single rank.
-        stall: seconds without a bucket arriving after which it is given up.
-        record: whether a CUDA device replays its copies, for which the staging buffers are kept between syncs.
+        group: the group of all ranks, over NCCL for CUDA tensors and gloo for others; None for a single rank.
+        stall: seconds without a bucket arriving after which the sync is given up.
+        record: whether a CUDA device replays the copies as graphs, for which the staging buffers are kept between
+            syncs.
     """
 
     def __init__(
@@ -52,7 +54,7 @@ class Transport:
 
     @torch.no_grad()
     def run(self) -> None:
-        """Move everything; when it returns, the engine's memory is written.
+        """Move all bytes of the sync. When it returns, the engine's memory is written.
 
         Raises:
             PeerLostError: nothing arrives any more, or a rank is gone; names rank, bucket and peer.
@@ -75,7 +77,7 @@ class Transport:
         self._program.duplicates.run()
 
     def _launch(self, number: int) -> list[Any]:
-        """Pack a bucket and put it on the wire."""
+        """Pack a bucket and start to send and receive it."""
         self._program.buckets[number].pack.run()
         operations = self._operations[number]
         if not operations:
@@ -103,7 +105,7 @@ class Transport:
         self._ran = True
 
     def _enqueue(self) -> None:
-        """Launch everything; the current stream waits for its end."""
+        """Launch all work of the sync. The current stream waits for its end."""
         packing, writing, beside = self._streams
         caller = torch.cuda.current_stream(self._device)
         for stream in self._streams:
@@ -113,7 +115,7 @@ class Transport:
             self._program.local.run()
         for number, bucket in enumerate(self._program.buckets):
             with torch.cuda.stream(packing):
-                if number >= 2:  # whose buffer this bucket takes
+                if number >= 2:  # this bucket takes that one's buffer
                     packing.wait_event(written[number - 2])
                 under_way = self._launch(number)
             with torch.cuda.stream(writing):
@@ -127,7 +129,7 @@ class Transport:
         self._program.duplicates.run()
 
     def _wait_for(self, end: torch.cuda.Event) -> None:
-        """Until the event, as long as some bucket is done every `stall` seconds."""
+        """Wait until the event. Raises where no bucket completes for `stall` seconds."""
         done, ends = int(self._done), time.monotonic() + self._stall
         while not end.query():  # type: ignore[no-untyped-call]
             if (now := int(self._done)) != done:
@@ -137,7 +139,7 @@ class Transport:
             time.sleep(POLL)
 
     def _failed(self, number: int, what: str, peer: str | None, error: Exception | None) -> PeerLostError:
-        """The error of one bucket; of one peer, or of all that it exchanges with."""
+        """Return the error of one bucket, for one peer or for all peers that it exchanges with."""
         peers = peer or ", ".join(sorted(set(self._peers[number])))
         reason = f" ({str(error).splitlines()[0][:200]})" if error is not None else ""
         return PeerLostError(

@@ -1,1 +1,1 @@
-"""The training half of a step: log-probs without padding, none computed twice, and LoRA layers in fewer passes."""
+"""The training half of a step: log-probs without padding, no shared work done twice, LoRA layers in fewer passes."""

@@ -1,7 +1,7 @@
-"""Attention over rows that lie one behind the other in a single sequence, as one of transformers' implementations.
+"""Attention over rows that are concatenated in a single sequence, as one of transformers' implementations.
 
-It is registered under a name of its own, because a layer looks its implementation up by the name in the config, also
-when gradient checkpointing runs it once more in the backward pass. Calls of other code (generation, the probe of a
+It is registered under its own name, because a layer looks its implementation up by the name in the config, even when
+gradient checkpointing runs the layer again in the backward pass. Calls from other code (generation, the probe of a
 weight sync) come without `segments`, and get what "sdpa" gives them.
 """
 
@@ -29,14 +29,14 @@ _packing: ContextVar[bool] = ContextVar("packing", default=False)
 
 
 def register() -> None:
-    """Make the name known to transformers."""
+    """Register the attention and its mask with transformers, under `NAME`."""
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
 
 
 @contextmanager
 def packing() -> Iterator[None]:
-    """A forward pass of packed rows: no mask is made, which would be as wide as all rows together."""
+    """Mark a forward pass of packed rows: no mask is made, which would be as wide as all rows together."""
     token = _packing.set(True)
     try:
         yield
@@ -45,7 +45,7 @@ def packing() -> Iterator[None]:
 
 
 def mask(**kwargs: Any) -> Tensor | None:
-    """None for packed rows, else what "sdpa" takes."""
+    """Return None for packed rows, else the mask that "sdpa" takes."""
     return None if _packing.get() else sdpa_mask(**kwargs)
 
 
@@ -65,15 +65,15 @@ def attention(
     max_length_k: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each segment, and to the prefix that it shares with another one.
+    """Compute causal attention within each segment, and to the prefix that it shares with another segment.
 
     Args:
         query, key, value: (1, heads, N, head size), N tokens of all segments.
         segments: lengths of the segments, N in all; None for rows that are not packed (`packing`).
-        prefixes: of each segment, which other one begins with its prefix, and how many tokens that is: 0 where it has
-            none. Empty where no segment has one.
+        prefixes: for each segment, the number of the segment that begins with its prefix, and the prefix's length in
+            tokens: 0 where it has none. Empty where no segment has one.
         cu_seq_lens_q: where the segments end, (rows + 1,) int32, from 0; max_length_q: the longest.
-        cu_seq_lens_k, max_length_k: the same with their prefixes.
+        cu_seq_lens_k, max_length_k: the same for the segments with their prefixes.
 
     Returns:
         (1, N, heads, head size), and no attention weights.
@@ -95,7 +95,7 @@ def attention(
         ends, longest = (cu_seq_lens_q, cu_seq_lens_k), (max_length_q, max_length_k)
         return _varlen(query, key, value, segments, prefixes, ends, longest, scaling), None
     grouped = key.shape[1] != query.shape[1]
-    if grouped and query.is_cuda and _computed_in(query) == torch.float32:  # else all products of a row are kept
+    if grouped and query.is_cuda and _computed_in(query) == torch.float32:  # else a row's attention weights are kept
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], dim=1) for t in (key, value))
         grouped = False
     keys, values = (_attended(tensor, segments, prefixes, dim=2) for tensor in (key, value))
@@ -115,10 +115,10 @@ def attention(
 def _attended(
     tensor: Tensor, segments: Sequence[int], prefixes: Sequence[tuple[int, int]], dim: int
 ) -> list[list[Tensor]]:
-    """Of each segment, what its keys or values consist of: those of its prefix, if it has one, and its own.
+    """Return the parts of each segment's keys or values: its prefix's, if it has one, and its own.
 
-    The copies of a prefix come from one broadcast. Its backward pass sums the gradients of all rows at once: always in
-    the same order, and rounded once.
+    The copies of a prefix come from one broadcast, whose backward pass sums the gradients of all rows at once: always
+    in the same order, and rounded once.
     """
     own = torch.split(tensor, list(segments), dim)
     if not prefixes:
@@ -134,19 +134,22 @@ def _attended(
 
 
 def has_kernel(query: Tensor, value: Tensor) -> bool:
-    """Whether torch's kernel for ragged rows takes these: 16 bits, on a GPU that has it."""
+    """Return whether torch's kernel for ragged rows takes these tensors: 16 bits, a head size that fits, on a GPU."""
     dtype = _computed_in(query)
     sizes = query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0
     return dtype in (torch.float16, torch.bfloat16) and sizes and kernel_on(query.device)
 
 
 def kernel_on(device: torch.device) -> bool:
-    """Whether torch has its kernel for ragged rows on this device."""
+    """Return whether torch has its kernel for ragged rows on this device."""
     return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _computed_in(query: Tensor) -> torch.dtype:
-    """The kernel is no operation that autocast knows: what `scaled_dot_product_attention` would be cast to."""
+    """Return the dtype that autocast would cast the query to for `scaled_dot_product_attention`.
+
+    Autocast does not know torch's kernel for ragged rows, so its inputs are cast here.
+    """
     kind = query.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
 
@@ -161,8 +164,11 @@ def _varlen(
     longest: tuple[Any, Any],
     scaling: float | None,
 ) -> Tensor:
-    """Flash attention since 2.1 aligns the causal mask of unequal lengths to the last query and the last key, which
-    torch does not document for this function and a test holds."""
+    """Compute the attention with torch's kernel for ragged rows; arguments as in `attention`.
+
+    Since 2.1, flash attention aligns the causal mask of unequal lengths to the last query and the last key. torch does
+    not document this for its function; a test checks it.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     dtype = _computed_in(query)
@@ -176,23 +182,26 @@ def _varlen(
 
 @functools.cache
 def _grouped() -> dict[str, Any]:
-    """What lets torch's kernel take fewer keys than queries. It can in any release; torch 2.11 does not ask."""
+    """Return the argument that lets torch's kernel take fewer key heads than query heads.
+
+    The kernel can in any release; torch 2.11 has no such argument.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 def loaded_with(model: PreTrainedModel) -> str:
-    """The implementation that the model was loaded with, also where another trainer on it has chosen this one."""
+    """Return the attention implementation that the model was loaded with, even where a trainer has replaced it."""
     name: str = model.config._attn_implementation
     return "sdpa" if name == NAME else name
 
 
 def choose(model: PreTrainedModel) -> str | None:
-    """Let the model's layers use it, unless their implementation takes packed rows itself (flash attention).
+    """Let the model's layers use this attention, unless their own takes packed rows (flash attention).
 
     Returns:
-        The implementation that it takes the place of, or None.
+        The implementation that it replaces, or None.
     """
     if loaded_with(model) == "sdpa":
         model.config._attn_implementation = NAME

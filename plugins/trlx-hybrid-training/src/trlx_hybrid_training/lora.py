@@ -27,13 +27,14 @@ both: bf16 under autocast, base in bf16, adapters in float32, as PEFT makes them
 | saved, dropout | 3 in + 2 r, `d` and mask of each layer | 3 in + 2 r, 2 `in` once for layers with one input |
 | kernels, forward and backward | 8 and 10; dropout 9 and 11 | 4 and 6; dropout 5 and 8 |
 
-Saved for the backward pass: `x` itself, `h`, which has r columns (without it `x` would be read once more), and with
-dropout the mask, a byte for each element; `d` is made again from both. To save `d` beside the mask would spare 5 in of
-the backward pass and hold a copy for each layer. To draw the mask again from a seed would spare its byte, but the
-backward pass would set the generator's state and draw all numbers anew, others where saved tensors come back with
-other strides. Where `x` comes in float32, as from the norms of a float32 base, it is dropped before it is cast, or it
-would be rounded twice: 17 in forward, as with PEFT. Its bf16 copy is this layer's own, so `d` is saved in its place, as
-much as with PEFT, and 11 in are moved in the backward pass.
+Saved for the backward pass are `x` itself; `h`, which has r columns (without it `x` would be read once more); and with
+dropout the mask, a byte for each element. The backward pass makes `d` again from `x` and the mask. Saving `d` beside
+the mask would save 5 in of the backward pass and hold a copy for each layer. Drawing the mask again from a seed would
+save its byte, but the backward pass would have to set the generator's state and draw all numbers again, and would draw
+others where saved tensors come back with other strides. Where `x` comes in float32, as from the norms of a float32
+base, dropout is applied before the cast, or `x` would be rounded twice: 17 in are moved in the forward pass, as with
+PEFT. Its bf16 copy is this layer's own, so `d` is saved in its place, as much as with PEFT, and 11 in are moved in the
+backward pass.
 
 A layer of Qwen2-1.5B has 18,176 columns of inputs and 23,040 of outputs in its seven linear modules. For 64 rows of
 128 + 512 tokens, 40,960 tokens, 28 layers move 609 GB in a forward pass with PEFT and 147 GB here, in a backward pass
@@ -44,20 +45,20 @@ dropout, 1.08 s → 0.40 s with it. With one forward pass: 0.43 s → 0.13 s, an
 0.34 MB less are saved for each token, 1.8 GB for a micro-batch of 8 rows. This is predicted from bytes, not measured;
 kernels that are narrow, as these products are, reach less than the copy bandwidth.
 
-One product for `W` and `A` together would save 2 in of the forward pass (0.014 s). It needs both in one storage, which
-neither FSDP's shards nor weights shared with an engine allow.
+One product for `W` and `A` together would save 2 in of the forward pass (0.014 s). It would need both in one storage,
+which neither FSDP's shards nor weights shared with an engine allow.
 
-**A base in float32**, which TRL loads unless `dtype` says otherwise, is cast to bf16 in each forward pass: 6 bytes for
-each of its parameters. So it is with PEFT, as autocast keeps casts of trained parameters only. The cast is kept for the
-backward pass, 2 bytes for each parameter; with checkpointing of one decoder layer at a time.
+**A base in float32**, which TRL loads unless `dtype` says otherwise, is cast to bf16 in each forward pass, which moves
+6 bytes for each of its parameters. PEFT does the same, as autocast keeps casts of trained parameters only. The cast is
+kept for the backward pass, 2 bytes for each parameter; with checkpointing, for one decoder layer at a time.
 
-**Random numbers** on a CPU are those that PEFT draws, in its order. A GPU's kernel gives each element a number that may
-depend on the width of the dtype: PEFT drops a copy of `x` in the adapter's dtype, float32, so where `x` comes in bf16
-the same seed may drop other elements there.
+**Random numbers** on a CPU are the ones that PEFT draws, in the same order. A GPU's kernel gives each element a number
+that may depend on the width of the dtype. PEFT applies dropout to a copy of `x` in the adapter's dtype, float32, so
+where `x` comes in bf16 the same seed may drop other elements there.
 
 **What is not served** keeps PEFT's forward: quantised and other layers than `Linear`, variants (DoRA and the like), a
-trained base or bias, `lora_bias`, modules with hooks. `apply` names each. What can change from call to call is looked
-at in each call: merged, disabled or several active adapters, `adapter_names`, sharded parameters, and inputs that PEFT
+trained base or bias, `lora_bias`, modules with hooks. `apply` names each. What can change from call to call is checked
+in each call: merged, disabled or several active adapters, `adapter_names`, sharded parameters, and inputs that PEFT
 computes in two dtypes (a bf16 model with float32 adapters without autocast).
 
 Importing this module imports PEFT.
@@ -89,7 +90,7 @@ def apply(model: nn.Module) -> list[tuple[str, str]]:
         model: any module, before or after it is wrapped; without PEFT's layers nothing happens.
 
     Returns:
-        Name of the module, in model order, and reason for each adapted module that keeps PEFT's forward.
+        Name and reason of each adapted module that keeps PEFT's forward, in model order.
     """
     unserved = []
     for name, module in model.named_modules():
@@ -104,22 +105,23 @@ def apply(model: nn.Module) -> list[tuple[str, str]]:
 
 
 def served(model: nn.Module) -> str:
-    """How many adapted layers `apply` serves, and of the others the first with its reason, for a reader."""
+    """Return a line for the report: how many adapted layers `apply` serves, and the first other one with its reason."""
     unserved, adapted = apply(model), sum(isinstance(module, BaseTunerLayer) for module in model.modules())
     said = f"LoRA layers: {adapted - len(unserved)} of {adapted} compute in fewer passes"
     return f"{said}; {unserved[0][0]} as in PEFT: {unserved[0][1]}" if unserved else said
 
 
 def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """In place of `peft.tuners.lora.Linear.forward`, which takes over where a call is not of the kind served.
+    """Replace `peft.tuners.lora.Linear.forward`, and call it where this call is of a kind that is not served.
 
-    Its name is for pickle, which writes a bound method as a name to look up in its object, and so finds PEFT's.
+    It is named "forward" for pickle, which writes a bound method as a name to look up in its object, and so finds
+    PEFT's.
 
     Args:
         x: (..., in), on one device with the parameters.
 
     Returns:
-        (..., out), in autocast's dtype where it is on, else in that of `x`.
+        (..., out), in autocast's dtype where it is on, else in the dtype of `x`.
     """
     plain = not (args or kwargs or self.disable_adapters or self.merged)
     parts = _parts(self) if plain else ""
@@ -133,7 +135,7 @@ def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class _LowRank(torch.autograd.Function):
-    """y = x Wᵀ + bias + s · (drop(x) Aᵀ) Bᵀ, computed in one dtype; W and bias are constants."""
+    """The function y = x Wᵀ + bias + s · (drop(x) Aᵀ) Bᵀ, computed in one dtype; W and bias are constants."""
 
     @staticmethod
     def forward(
@@ -198,19 +200,22 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _product(left: Tensor, right: Tensor, scaling: float) -> Tensor:
-    """scaling · left right, rounded once."""
+    """Return scaling · left right, rounded once."""
     return left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scaling)
 
 
 def _over_tokens(left: Tensor, right: Tensor, scaling: float, dtype: torch.dtype) -> Tensor:
-    """scaling · leftᵀ right in `dtype`, both of them tokens × features."""
+    """Return scaling · leftᵀ right in `dtype`; both factors are tokens × features."""
     if left.is_cuda and dtype == torch.float32 and left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left.t(), right, out_dtype=dtype).mul_(scaling)
     return _cast(_product(left.t(), right, scaling), dtype)
 
 
 def _dtype(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> torch.dtype | None:
-    """What PEFT's products would all be computed in, or None where they differ, or parameters are not plain tensors."""
+    """Return the dtype that PEFT would compute all products in.
+
+    None where PEFT's products have different dtypes, or parameters are not plain tensors.
+    """
     if not {type(weight), type(a), type(b)} <= PLAIN:  # a DTensor, for instance
         return None
     kind, dtypes = x.device.type, {x.dtype, weight.dtype, a.dtype, b.dtype}
@@ -222,15 +227,18 @@ def _dtype(x: Tensor, weight: Tensor, a: Tensor, b: Tensor) -> torch.dtype | Non
 def _unserved_type(layer: BaseTunerLayer) -> str | None:
     if type(layer) is not Linear:  # subclasses and its like compute something else: quantised or sharded layers
         return f"it is PEFT's {type(layer).__name__}; plain LoRA of a linear layer is served"
-    replaced = vars(layer).get("forward", layer.forward)  # a pickled layer holds PEFT's as it held ours
+    replaced = vars(layer).get("forward", layer.forward)  # after unpickling it holds PEFT's, in place of ours
     if getattr(replaced, "__func__", None) not in (forward, Linear.forward):
         return "its forward was replaced"
     return None
 
 
 def _parts(layer: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float, float] | str:
-    """W, bias, A, B and the scaling of the one active adapter, and the share of its input that is dropped; or why this
-    layer, as it is now, does not compute what `_LowRank` does. Asked in each call, so it takes few µs."""
+    """Return W, bias, A, B and scaling of the one active adapter, and the dropout probability of its input.
+
+    Returns the reason instead where this layer, as it is now, does not compute what `_LowRank` does. It is called in
+    each forward pass, so it takes only a few µs.
+    """
     modules = layer._modules
     adapters = modules["lora_A"]._modules
     names = [name for name in layer.active_adapters if name in adapters]
@@ -262,7 +270,10 @@ def _parts(layer: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor, float, fl
 
 
 def _held(linear: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """Its weight and bias. As attributes they take the longest to find, but wrappers (FSDP1) set tensors over them."""
+    """Return the weight and bias of a linear layer.
+
+    Attribute lookup is the slowest way to find them, but it is needed where wrappers (FSDP1) set tensors over them.
+    """
     held, own = linear._parameters, linear.__dict__
     if "weight" in held and "bias" in held and "weight" not in own and "bias" not in own:
         return held["weight"], held["bias"]  # type: ignore[return-value]

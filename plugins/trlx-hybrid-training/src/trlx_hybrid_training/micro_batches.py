@@ -1,4 +1,4 @@
-"""Which rows share a micro-batch, by the tokens that it then computes: rows with the same prompt compute it once."""
+"""Plans of which rows share a micro-batch, by the tokens it computes: rows with the same prompt compute it once."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 from torch import Tensor
 
 PADDING = -1
-"""Stands in a prompt where there is no token."""
+"""The number that stands in a prompt where there is no token."""
 
 WORTH = 0.9
-"""Prompts are shared where that leaves less than this part of the tokens."""
+"""The largest share of the tokens that may be left for sharing prompts to be worth it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowLengths:
-    """How many tokens rows have, and which of them they may share.
+    """The numbers of tokens of rows, and which of these tokens rows can share.
 
     Attributes:
-        tokens: of each row, prompt and completion.
-        alike: of each row, the first row that has the same prompt.
-        prefixes: of each row, the tokens of its prompt but for the last, which each row keeps.
+        tokens: for each row, the tokens of prompt and completion.
+        alike: for each row, the first row that has the same prompt.
+        prefixes: for each row, the tokens of its prompt without the last one, which each row keeps.
     """
 
     tokens: Sequence[int]
@@ -30,16 +30,16 @@ class RowLengths:
 
     @classmethod
     def of(cls, prompts: Tensor, tokens: Sequence[int]) -> RowLengths:
-        """Of rows with these prompts: (B, P) int64 on the CPU, `PADDING` where there is no token."""
+        """Build the lengths of rows with these prompts: (B, P) int64 on the CPU, `PADDING` where there is no token."""
         first: dict[bytes, int] = {}
         alike = [first.setdefault(prompt.tobytes(), row) for row, prompt in enumerate(prompts.numpy())]
         return cls(tokens, alike, [max(0, int(n) - 1) for n in (prompts != PADDING).sum(1)])
 
     def packed(self, rows: Iterable[int], below: float = WORTH) -> int:
-        """Tokens that one forward pass of these rows computes.
+        """Return how many tokens one forward pass of these rows computes.
 
         Args:
-            below: prompts are shared where that leaves less than this part of the tokens.
+            below: prompts are shared where that leaves less than this share of the tokens.
         """
         rows = list(rows)
         whole = sum(self.tokens[row] for row in rows)
@@ -49,11 +49,12 @@ class RowLengths:
 
 
 def equal_tokens(tokens: Sequence[int], count: int) -> list[list[int]]:
-    """Rows in `count` groups of equally many, the sums of their tokens close together: the longest first, each into the
-    group that has the fewest tokens and still has room.
+    """Split rows into `count` groups of equal size whose token sums are close together.
+
+    The longest rows go first, each into the group that has the fewest tokens and still has room.
 
     Args:
-        tokens: of each row; as many rows as `count` divides.
+        tokens: of each row; `count` must divide the number of rows.
 
     Returns:
         Row numbers, ascending within each group.
@@ -69,8 +70,10 @@ def equal_tokens(tokens: Sequence[int], count: int) -> list[list[int]]:
 
 
 def fewest_tokens(lengths: RowLengths, count: int) -> list[list[int]]:
-    """Rows in `count` groups of equally many, of as few tokens in all as keeping the rows of a prompt together brings.
-    No group computes more than the largest of `equal_tokens` would without sharing: it decides the memory.
+    """Split rows into `count` groups of equal size, keeping rows of one prompt together to compute few tokens.
+
+    No group computes more than the largest group of `equal_tokens` would without sharing, because the largest group
+    decides the memory.
 
     Returns:
         Row numbers, ascending within each group.
@@ -90,7 +93,7 @@ def fewest_tokens(lengths: RowLengths, count: int) -> list[list[int]]:
 
 
 def _together(lengths: RowLengths, count: int, most: int) -> list[list[int]]:
-    """As `equal_tokens`, but up to `most` rows of a prompt at a time."""
+    """Split rows like `equal_tokens`, but place up to `most` rows of one prompt at a time."""
     tokens, alike, prefixes = lengths.tokens, lengths.alike, lengths.prefixes
     of_prompt: dict[int, list[int]] = {}
     for row in sorted(range(len(tokens)), key=lambda row: (-tokens[row], row)):
@@ -98,7 +101,7 @@ def _together(lengths: RowLengths, count: int, most: int) -> list[list[int]]:
     chunks = []
     for rows in of_prompt.values():
         pieces = -(-len(rows) // most)
-        chunks += [rows[piece::pieces] for piece in range(pieces)]  # of rows as long as those of the others
+        chunks += [rows[piece::pieces] for piece in range(pieces)]  # with rows of about the same lengths in each piece
     size = len(tokens) // count
     groups: list[list[int]] = [[] for _ in range(count)]
     sums, held = [0] * count, [set[int]() for _ in range(count)]

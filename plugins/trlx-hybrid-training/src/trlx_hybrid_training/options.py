@@ -1,4 +1,4 @@
-"""Settings of `scoring="packed"`, and of what else this plugin does."""
+"""Settings of `scoring="packed"`, and of this plugin's LoRA layers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trlx_hybrid.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingOptions:
-    """`HybridConfig.plugin_options["training"]`.
+    """Settings of the plugin: `HybridConfig.plugin_options["training"]`.
 
     Attributes:
         lora_layers: let plain LoRA layers compute in fewer passes over their input and output, see
@@ -21,18 +21,18 @@ class TrainingOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedOptions:
-    """`HybridConfig.scoring_options` for `scoring="packed"`.
+    """Settings of `scoring="packed"`: `HybridConfig.scoring_options`.
 
     Attributes:
         packing: score the rows of a micro-batch as one sequence of real tokens, where the model can be packed.
-        deferred: take the old log-probs from the first loss forward where it has the weights that they are of, instead
-            of a forward pass of their own.
+        deferred: take the old log-probs from the first forward pass of the loss, where it runs with the weights that
+            they belong to, instead of from a forward pass of their own.
         balanced: give the micro-batches of an optimizer step equally many tokens, or rows that share a prompt, where
-            rows are packed and it makes no difference to the gradient which of them share a micro-batch.
+            rows are packed and the gradient does not depend on which rows share a micro-batch.
         shared_prompts: compute a prompt once for all rows of a micro-batch that have it, where rows are packed and that
             leaves less than nine tenths of their tokens.
         adaptive_checkpointing: where the trainer's `gradient_checkpointing` is on, recompute only as many layers as
-            memory asks for, see `trlx_hybrid_training.recomputation`.
+            memory requires, see `trlx_hybrid_training.recomputation`.
         joined: with `adaptive_checkpointing`, and where rows are packed: compute several micro-batches of an optimizer
             step in one forward and one backward pass, as many as memory holds without recomputing a layer. TRL's losses
             and metrics stay those of single micro-batches.

@@ -1,4 +1,4 @@
-"""Rows without their padding, one behind the other; and which models can be scored so."""
+"""Rows without padding, concatenated into one sequence, and the check of which models can be scored so."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ IGNORED = -100
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pack:
-    """Rows as one sequence of N tokens: no padding, and of a prompt that rows share, all but the last token once.
+    """Rows without padding as one sequence of N tokens.
 
-    The first of these rows is whole. The others begin at their prompt's last token, which each has for itself, because
-    a position has one label.
+    A prompt that rows share stands in it once, but for its last token. The first row with such a prompt is whole. The
+    others begin at their prompt's last token: each row has its own, because a position has one label.
 
     Attributes:
         input_ids, position_ids, labels: (1, N) int64; positions begin at 0 in each row, labels are the tokens that
             follow, where they belong to a completion.
-        lengths: of each row.
-        segments: of each row, how many of its tokens stand in the sequence; N in all.
-        prefixes: of each row, the row that begins with its other tokens, and how many these are.
+        lengths: the tokens of each row.
+        segments: for each row, how many of its tokens stand in the sequence; N in all.
+        prefixes: for each row, the row that holds its other tokens, and how many these are.
         ends: (b + 1,) int32, where each row's segment ends, from 0.
-        whole_ends: the same of the lengths.
-        places: (N,) int64, where the tokens of the sequence stood in rows of `width` P + C, counted through all rows.
+        whole_ends: (b + 1,) int32, the same for the whole rows.
+        places: (N,) int64, the positions of the sequence's tokens in the flattened rows of `width`.
+        width: P + C, the padded length of a row.
         completion_length: C.
     """
 
@@ -57,16 +58,17 @@ class Pack:
     def of(
         cls, input_ids: Tensor, attention_mask: Tensor, completion_length: int, shared_below: float = 0.0
     ) -> Pack | None:
-        """Arguments as in `Rows`. None where a prompt is empty: its completion's first token would follow another
-        row's last.
+        """Pack rows; arguments as in `Rows`.
+
+        Returns None where a prompt is empty: its completion's first token would follow another row's last.
 
         Args:
-            shared_below: rows share prompts where that leaves less than this part of the tokens.
+            shared_below: rows share prompts where that leaves less than this share of the tokens.
         """
         whole = attention_mask.bool()
         first = whole.shape[1] - completion_length
         prompts = input_ids[:, :first].masked_fill(~whole[:, :first], PADDING)
-        counted = torch.cat([prompts, whole.sum(1, keepdim=True)], dim=1).cpu()  # the one wait for the device
+        counted = torch.cat([prompts, whole.sum(1, keepdim=True)], dim=1).cpu()  # the only wait for the device
         prompts, lengths = counted[:, :-1], counted[:, -1].tolist()
         if first == 0 or bool((prompts[:, -1] == PADDING).any()):
             return None
@@ -98,7 +100,7 @@ class Pack:
 
     @property
     def inputs(self) -> dict[str, Any]:
-        """What the model takes: its own arguments, and those of flash attention."""
+        """The arguments of the model's forward, with those of flash attention."""
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
@@ -109,13 +111,13 @@ class Pack:
         }
 
     def rows(self, scores: Tensor) -> Tensor:
-        """Scores of (1, N) as (b, C), 0 where nothing was scored."""
+        """Return scores of (1, N) as (b, C), 0 where nothing was scored."""
         grid = scores.new_zeros(len(self.lengths) * self.width).index_copy(0, self.places, scores[0])
         return grid.view(-1, self.width)[:, -self.completion_length - 1 : -1]
 
 
 def _shared(lengths: RowLengths, below: float) -> tuple[tuple[int, int], ...]:
-    """`Pack.prefixes`."""
+    """Return `Pack.prefixes` for rows of these lengths."""
     rows = range(len(lengths.tokens))
     share = lengths.packed(rows, below) < sum(lengths.tokens)
     alike, prefixes = lengths.alike, lengths.prefixes
@@ -129,7 +131,7 @@ def _ends(mask: Tensor) -> Tensor:
 
 
 def refused(session: Run) -> str | None:
-    """Why this run's rows cannot be packed, or None."""
+    """Return why this run's rows cannot be packed, or None."""
     policy, args = session.policy, session.args
     model: Any = policy.base
     config = model.config
@@ -167,7 +169,7 @@ def _refused_layers(model: PreTrainedModel, config: Any) -> str | None:
 
 
 def attention_name(session: Run) -> str:
-    """What computes the attention of packed rows, for a reader."""
+    """Return the name of what computes the attention of packed rows, for the report."""
     name = loaded_with(session.policy.base)
     if name != "sdpa":
         return name
@@ -177,5 +179,5 @@ def attention_name(session: Run) -> str:
 
 
 def takes_prefixes(session: Run) -> bool:
-    """Whether rows may share prompts: transformers' flash attention takes lengths of whole rows only."""
+    """Return whether rows may share prompts: transformers' flash attention takes lengths of whole rows only."""
     return loaded_with(session.policy.base) == "sdpa"

@@ -1,4 +1,4 @@
-"""What this distribution offers. Imports little: loading every plugin must stay cheap."""
+"""The hooks of this distribution. The module imports little, because loading every plugin must stay cheap."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _packed(session: Run, options: PackedOptions) -> Scoring:
 
 @hookimpl
 def trlx_register(registry: Registry) -> None:
-    """Offer the scoring."""
+    """Offer `scoring="packed"`."""
     registry.offer(
         "scoring",
         "packed",
@@ -42,7 +42,7 @@ def trlx_configure(session: Run) -> None:
 
 @hookimpl
 def trlx_report_header(session: Run) -> str | None:
-    """Which LoRA layers do, and why the others do not."""
+    """Return how many LoRA layers compute in fewer passes, and why the first other one does not."""
     if not session.config.options_of("training", TrainingOptions).lora_layers:
         return None
     from .lora import served

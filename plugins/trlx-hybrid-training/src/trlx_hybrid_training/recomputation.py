@@ -1,11 +1,12 @@
-"""Gradient checkpointing for as many layers as memory asks for, and no more.
+"""Gradient checkpointing for only as many layers as memory requires.
 
-With gradient checkpointing, TRL's default, a layer keeps its input only and is computed a second time in the backward
+With gradient checkpointing, TRL's default, a layer keeps only its input and is computed a second time in the backward
 pass: about a quarter of the model's arithmetic. Whether a layer is recomputed changes no bit of the gradients (Chen et
-al., 2016, "Training Deep Nets with Sublinear Memory Cost"), so it is decided anew for each micro-batch: by its tokens,
-by what a token was seen to keep in a layer, and by what is free when the loss begins.
+al., 2016, "Training Deep Nets with Sublinear Memory Cost"), so it is decided anew for each micro-batch, from its number
+of tokens, from the bytes per token that a layer was seen to keep, and from the memory that is free when the loss
+begins.
 
-transformers' layers read `gradient_checkpointing` of their own when they are called (`GradientCheckpointingLayer`).
+Each layer of transformers reads its own `gradient_checkpointing` when it is called (`GradientCheckpointingLayer`).
 """
 
 from __future__ import annotations
@@ -31,28 +32,33 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHARE = 0.9
-"""Of what is free, how much may be planned with: the allocator's blocks do not fit exactly."""
+"""The share of the free memory that may be planned with: the allocator's blocks do not fit exactly."""
 
 WORKSPACE = 1 << 30
-"""Bytes of what has no count of its own: chunks of float32 logits above all."""
+"""Bytes reserved for what is not counted separately, above all chunks of float32 logits."""
 
 IN_BACKWARD = 3
-"""What the backward pass of one layer holds at most beside what others keep, in multiples of what a layer keeps: its
-own, recomputed, and the gradients of that."""
+"""The peak of one layer's backward pass, in multiples of the bytes that a layer keeps.
+
+It counts the layer's own activations, recomputed, and their gradients, beside what other layers keep.
+"""
 
 COPIED = 4
-"""Of a token, a layer keeps more than so many times what it keeps of one whose keys and values alone are copied to
-it."""
+"""The number of copied tokens that count as one computed token.
+
+A layer keeps more than this many times as much for a computed token as for a token of which only keys and values are
+copied.
+"""
 
 
 def keepable(free: int, others: int, layer: int, layers: int) -> int:
-    """How many layers' activations fit.
+    """Return how many layers' activations fit into memory.
 
     Args:
         free: bytes that nobody uses.
         others: bytes that something else will take.
         layer: bytes that one layer keeps for its backward pass.
-        layers: how many there are.
+        layers: how many layers there are.
 
     Returns:
         From 0 to `layers`.
@@ -62,7 +68,7 @@ def keepable(free: int, others: int, layer: int, layers: int) -> int:
 
 
 class Kept:
-    """Bytes that a layer was seen to keep, by the tokens of the pass."""
+    """The bytes that a layer was seen to keep for its backward pass, by the tokens of the pass."""
 
     def __init__(self) -> None:
         self._seen: dict[int, int] = {}
@@ -71,22 +77,25 @@ class Kept:
         return bool(self._seen)
 
     def add(self, tokens: int, bytes_: int) -> None:
-        """Remember a pass, in place of those with about as many tokens and no more."""
+        """Record a pass, and drop records of passes with about as many tokens and no more."""
         size = tokens.bit_length()
         self._seen = {n: b for n, b in self._seen.items() if n.bit_length() != size or n > tokens} | {tokens: bytes_}
 
     def expected(self, tokens: int) -> int | None:
-        """Of a pass with so many tokens: the least that is certain, from what larger ones kept and from what smaller
-        ones did in proportion. That is never too little, as part of it (weights cast under autocast) is the same for
-        any number. None before the first."""
+        """Return an upper bound of the bytes for a pass with this many tokens, or None before the first record.
+
+        It is the lowest bound that the records give: a larger pass bounds it by what it kept, a smaller one by what it
+        kept in proportion. The bound is never too low, because part of the bytes (weights cast under autocast) is the
+        same for any number of tokens.
+        """
         return min((b if n >= tokens else -(-b * tokens // n) for n, b in self._seen.items()), default=None)
 
 
 class Recomputation:
-    """Decides which layers of the policy are recomputed, micro-batch by micro-batch.
+    """A decision, for each micro-batch, of which layers of the policy are recomputed.
 
     Attributes:
-        recomputed: layers that the last loss recomputed; None before the first.
+        recomputed: number of layers that the last loss recomputed; None before the first.
     """
 
     def __init__(self, session: Run) -> None:
@@ -95,7 +104,7 @@ class Recomputation:
         self._sharded = any(is_sharded(p) for p in session.policy.module.parameters())
 
     def idle(self) -> str | None:
-        """Why there is nothing to decide, or None."""
+        """Return why there is nothing to decide, or None."""
         if not self._session.args.gradient_checkpointing:
             return "gradient_checkpointing is off, so that there is nothing to decide"
         if not any(isinstance(module, GradientCheckpointingLayer) for module in self._session.policy.base.modules()):
@@ -104,11 +113,17 @@ class Recomputation:
 
     @contextmanager
     def chosen(self, tokens: int, copied: int = 0) -> Iterator[None]:
-        """A loss forward over so many tokens, and keys and values that are copied from `copied` others, of prompts that
-        rows share. Collective where the policy is sharded: a layer that is recomputed is gathered once more, so all
-        ranks must recompute the same.
+        """Choose the recomputed layers for one loss forward. Collective where the policy is sharded.
 
-        The first layers are recomputed, the last ones are not: these have gone when the first are at work again.
+        Collective, because a layer that is recomputed is gathered once more, so all ranks must recompute the same
+        layers.
+
+        The first layers are recomputed, not the last ones: the activations of the last layers are already freed when
+        the backward pass recomputes the first.
+
+        Args:
+            tokens: how many tokens the forward pass computes.
+            copied: how many more tokens of shared prompts it copies keys and values of.
         """
         layers = self._layers()
         if not layers or not torch.is_grad_enabled() or not layers[-1].training:
@@ -129,12 +144,14 @@ class Recomputation:
             else:
                 yield
         finally:
-            for layer in layers:  # TRL looks at them, and switches all of them off and on around a rollout
+            for layer in layers:  # TRL reads these flags, and switches all of them off and on around a rollout
                 layer.gradient_checkpointing = True
 
     def joined(self, tokens: Sequence[int]) -> int:
-        """How many micro-batches of these tokens one pass can compute without recomputing a layer; 1 where nothing was
-        counted yet, or not even one can. Collective."""
+        """Return how many micro-batches of these tokens one pass can compute without recomputing a layer. Collective.
+
+        1 where no pass was counted yet, or where not even one micro-batch fits.
+        """
         layers = self._layers()
         counts = range(len(tokens), 1, -1) if layers and self._kept else ()
         memory = self._memory() if counts else (0, 0)
@@ -143,8 +160,10 @@ class Recomputation:
         return min(ranks.gather(count)) if ranks.world > 1 else count
 
     def _layers(self) -> list[GradientCheckpointingLayer]:
-        """Those that are recomputed unless something is decided, in order. What is inside them, an adapter's modules by
-        the thousand, is not looked at."""
+        """Return the layers that are recomputed by default, in order.
+
+        Modules inside these layers, such as an adapter's thousands, are not searched.
+        """
         modules = modules_of(self._session.policy.base, closed=(GradientCheckpointingLayer,))
         return [m for m in modules if isinstance(m, GradientCheckpointingLayer) and m.gradient_checkpointing]
 
@@ -153,19 +172,24 @@ class Recomputation:
         return min(self._session.ranks.gather(kept)) if self._sharded else kept
 
     def _fitting(self, tokens: int, layers: int, memory: tuple[int, int]) -> int:
-        """How many layers need not be recomputed, by this rank's memory."""
+        """Return how many layers this rank's memory can hold without recomputation."""
         layer, (free, others) = self._kept.expected(tokens), memory
         assert layer is not None
         return keepable(free, others + layers * tokens * self._input, layer, layers)
 
     def _memory(self) -> tuple[int, int]:
-        """Bytes that nobody uses, and how many of them something else than activations will take. Looks at every
-        parameter: once for each pass."""
+        """Return the free bytes, and how many of them something other than activations will take.
+
+        It looks at every parameter, so it is called once for each pass.
+        """
         return self._session.free_bytes(), self._casts + self._head + self._gradients()
 
     def _gradients(self) -> int:
-        """Bytes of those to come. Until the last micro-batch of a step FSDP2 holds them whole, where nobody sees them:
-        they may be counted twice."""
+        """Return the bytes of the gradients that are still to come.
+
+        Until the last micro-batch of a step, FSDP2 holds the gradients whole, where they cannot be seen: they may be
+        counted twice.
+        """
         trained = [p for p in self._session.policy.parameters if p.requires_grad]
         if self._sharded and self._session.args.gradient_accumulation_steps > 1:
             return sum(p.numel() * p.itemsize for p in trained)
@@ -173,7 +197,7 @@ class Recomputation:
 
     @functools.cached_property
     def _casts(self) -> int:
-        """Bytes of the copies that autocast keeps of trained float32 weights for a forward pass."""
+        """The bytes of the copies of trained float32 weights that autocast keeps for a forward pass."""
         if autocast_dtype(self._session.args).itemsize == 4:
             return 0
         trained = self._session.policy.module.parameters()
@@ -181,7 +205,7 @@ class Recomputation:
 
     @functools.cached_property
     def _head(self) -> int:
-        """Bytes that TRL's fused LM head takes beside its chunks: its weight's gradient in float32, and its whole."""
+        """The bytes that TRL's fused LM head takes beside its chunks: a float32 gradient and the gathered weight."""
         head: Any = self._session.policy.base.get_output_embeddings()
         weight = getattr(head, "weight", None)
         if weight is None:
@@ -191,14 +215,14 @@ class Recomputation:
 
     @functools.cached_property
     def _input(self) -> int:
-        """Bytes of what a recomputed layer keeps of a token, its input."""
+        """The bytes that a recomputed layer keeps per token: its input."""
         policy = self._session.policy
         return int(policy.base.config.get_text_config().hidden_size) * policy.dtype.itemsize
 
 
 @contextmanager
 def _counting(layer: nn.Module) -> Iterator[dict[int, int]]:
-    """Bytes, by storage, of what the layer's operations save for their backward pass, its parameters left out."""
+    """Count the bytes, by storage, that the layer's operations save for their backward pass, without its parameters."""
     storages: dict[int, int] = {}
     own: set[int] = set()
     counting = saved_tensors_hooks(lambda tensor: _count(tensor, storages, own), lambda tensor: tensor)

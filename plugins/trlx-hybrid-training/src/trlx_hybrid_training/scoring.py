@@ -1,4 +1,4 @@
-"""`scoring="packed"`: rows without padding, where a first comparison with TRL's padded rows has shown them equal."""
+"""The scoring `scoring="packed"`: rows without padding, once a comparison shows them equal to padded rows."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXACT = 1e-5
-"""Largest allowed difference of one token's log-prob between packed and padded rows in fp32, in nats."""
+"""The largest allowed difference of one token's log-prob between packed and padded rows in fp32, in nats."""
 
 
 class Packed(Scoring):
-    """Scores rows without their padding.
+    """The scoring of rows without their padding.
 
     Attributes:
-        padded_because: why it scores them as TRL does, if it does.
+        padded_because: why it scores padded rows as TRL does; None where it packs them.
+        recomputation: what decides which layers are recomputed; None without `adaptive_checkpointing`.
     """
 
     name = "packed"
@@ -47,15 +48,15 @@ class Packed(Scoring):
         self._attention = "" if self.padded_because else attention_name(session)
         self._shares = options.shared_prompts and self.padded_because is None and takes_prefixes(session)
         self._compared: set[int] = set()
-        self._chosen: dict[int, tuple[Any, str]] = {}  # of each model its config, and the attention that it named
+        self._chosen: dict[int, tuple[Any, str]] = {}  # by model: its config, and the attention that this named before
         if self.padded_because is None:
             attention.register()
-        compiled = getattr(session.args, "torch_compile", False)  # which a layer that changes would be anew
+        compiled = getattr(session.args, "torch_compile", False)  # it would recompile each layer that changes
         self.recomputation = Recomputation(session) if options.adaptive_checkpointing and not compiled else None
         self._joins = options.joined and self.recomputation is not None
 
     def note(self) -> str:
-        """How rows are scored, and why."""
+        """Return a line for the report: how rows are scored, and why."""
         if self.padded_because is not None:
             said = f"scoring: rows stay padded: {self.padded_because}"
         else:
@@ -73,29 +74,33 @@ class Packed(Scoring):
 
     @property
     def balanced(self) -> bool:  # type: ignore[override]
-        """Only where rows are packed: padded ones take the same memory in any micro-batch."""
+        """True only where rows are packed: padded ones take the same memory in any micro-batch."""
         return self._balances and self.padded_because is None
 
     def micro_batches(self, prompts: Tensor, tokens: Sequence[int], count: int) -> list[list[int]]:
-        """Of equally many rows, and of as few tokens as sharing prompts allows or else as equally many as can be."""
+        """Return the rows of each micro-batch, equally many in each.
+
+        Where rows share prompts, the micro-batches have as few tokens as sharing allows; else their tokens are as equal
+        as can be.
+        """
         if not self._shares:
             return equal_tokens(tokens, count)
         return fewest_tokens(RowLengths.of(prompts.cpu(), tokens), count)
 
     @property
     def joins(self) -> bool:  # type: ignore[override]
-        """Once rows are known to be the same packed."""
+        """True once the first comparison has shown that packed rows are scored like padded ones."""
         return self._joins and self.padded_because is None and id(self._session.policy.base) in self._compared
 
     def joined(self, tokens: Sequence[int]) -> int:
-        """As many as memory holds without recomputing a layer."""
+        """Return how many of these micro-batches one pass can compute without recomputing a layer."""
         assert self.recomputation is not None
         return self.recomputation.joined(tokens)
 
     def score(self, rows: Rows) -> Scores:
-        """As TRL does, over as many tokens as there are."""
+        """Score rows like TRL, computing only their real tokens where rows are packed."""
         if self.padded_because is None:
-            before = attention.choose(rows.model)  # anew, where another trainer on the model has ended
+            before = attention.choose(rows.model)  # again, where another trainer on the model has ended
             if before is not None:
                 self._chosen[id(rows.model)] = rows.model.config, before
             if id(rows.model) not in self._compared:
@@ -108,9 +113,12 @@ class Packed(Scoring):
             return rows.padded()
 
     def _packs(self, rows: Rows, shared_below: float) -> list[Pack] | None:
-        """For each forward pass one. All before the first pass: ranks that share a model must take equally many."""
+        """Return one pack for each forward pass, or None where a row cannot be packed.
+
+        All packs are made before the first pass: ranks that share a model must run equally many passes.
+        """
         ours = rows.model.config._attn_implementation == attention.NAME
-        if not self._shares or not ours or rows.router_loss:  # which is a mean over all tokens
+        if not self._shares or not ours or rows.router_loss:  # the router loss is a mean over all tokens
             shared_below = 0.0
         packs = []
         for start in range(0, len(rows.input_ids), rows.at_once):
@@ -149,11 +157,11 @@ class Packed(Scoring):
 
     @torch.no_grad()
     def _prepare(self, rows: Rows) -> None:
-        """The first rows of a model are scored both ways, dropout off. Collective.
+        """Score the first rows of a model packed and padded, without dropout, and compare. Collective.
 
-        Each row is packed twice: so it has a neighbour, and shares its prompt where prompts may be, whatever the first
-        rows are. Where no token is scored, or a rank cannot pack its rows, these stay padded and the next ones are
-        compared.
+        Each row is packed twice, so that it has a neighbour, and shares its prompt where prompts may be shared,
+        whatever the first rows are. Where no token is scored, or a rank cannot pack its rows, these rows stay padded
+        and the next ones are compared.
         """
         session, reason, gap = self._session, None, torch.zeros(0)
         ids, mask = (t.repeat_interleave(2, dim=0) for t in (rows.input_ids, rows.attention_mask))
@@ -176,7 +184,7 @@ class Packed(Scoring):
                 differences = (packed.log_probs - padded.repeat_interleave(2, dim=0)).abs()
                 gap = differences[mask[:, -rows.completion_length :].bool()]
                 reason = self._too_far(gap)
-        session.policy.reshard()  # what no backward pass follows stays gathered
+        session.policy.reshard()  # without a backward pass the parameters would stay gathered
         if session.ranks.any(reason is not None):
             self.padded_because = next(r for r in session.ranks.gather(reason) if r is not None)
             self.close()
@@ -188,7 +196,7 @@ class Packed(Scoring):
                 logger.info("Packed rows differ from padded ones by %.3g nats at most.", float(gap.max()))
 
     def _too_far(self, gap: Tensor) -> str | None:
-        """What a first comparison shows against packing, or None.
+        """Return the reason that the first comparison gives against packing, or None.
 
         Args:
             gap: (tokens,), differences of log-probs.
@@ -206,7 +214,7 @@ class Packed(Scoring):
         )
 
     def close(self) -> None:
-        """Give the models their attention back."""
+        """Restore the attention that each model's config named before."""
         for config, before in self._chosen.values():
             config._attn_implementation = before
         self._chosen.clear()

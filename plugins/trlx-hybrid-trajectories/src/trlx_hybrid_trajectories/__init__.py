@@ -1,1 +1,1 @@
-"""A run on disk, and for a reader: its trajectories in a terminal or as a page, and a report of all it did."""
+"""Recordings of a run and their views: trajectories in a terminal or as a page, and a report on the whole run."""

@@ -1,4 +1,4 @@
-"""Which trajectories of a run a report shows: a file may hold many thousands."""
+"""The selection of trajectories that a report shows, since a file may hold many thousands."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from .record import Recorded
 
 EACH = 6  # best, worst, failed and other trajectories, and prompts that come again
 TIMES = 5  # completions of a prompt that comes again
-TOKENS = 12_000  # of all trajectories that are shown token by token: 1 MB
+TOKENS = 12_000  # of all trajectories shown token by token: a page of 1 MB
 
 
 @dataclass(slots=True, kw_only=True)
 class Chosen:
-    """Which trajectories of a file the page shows, by their line.
+    """A selection of a file's trajectories for the page, by their line.
 
     Attributes:
-        lists: by what they are, those shown token by token.
-        again: of prompts that come again, lines at some of their steps.
-        total, failed: how many the file has.
-        long: how many of `lists` were left out for their length.
+        lists: lines of the trajectories that are shown token by token, by the name of their list.
+        again: for each prompt that comes again, lines at some of its steps.
+        total: number of trajectories in the file.
+        failed: number of failed ones among them.
+        long: number of trajectories that were left out of `lists` for their length.
     """
 
     lists: dict[str, list[int]] = field(default_factory=dict)
@@ -34,13 +35,13 @@ class Chosen:
 
 
 def choose(recorded: Iterable[Recorded]) -> Chosen:
-    """The best, the worst, failed ones and some from the whole run, as far as `TOKENS` go; and prompts that come again.
+    """Choose the best, worst, failed and evenly spaced trajectories, up to `TOKENS` tokens, and prompts that recur.
 
     Holds a few numbers of each trajectory in memory.
     """
     seen: list[tuple[int, float | None, bool]] = []  # line, reward, failed
     tokens: dict[int, int] = {}
-    prompts: dict[int, dict[int, int]] = defaultdict(dict)  # the last line of each step: of the last start
+    prompts: dict[int, dict[int, int]] = defaultdict(dict)  # by prompt and step: the last line, of the last start
     for one in recorded:
         seen.append((one.line, one.reward, one.failed))
         tokens[one.line] = len(one.prompt_ids) + len(one.completion_ids)
@@ -73,7 +74,7 @@ def choose(recorded: Iterable[Recorded]) -> Chosen:
 
 
 def _spread(values: list[int], count: int) -> list[int]:
-    """The first, the last, and evenly those between."""
+    """Return at most `count` of the values: the first, the last, and evenly spaced ones between."""
     if len(values) <= count:
         return values
     return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]

@@ -1,4 +1,4 @@
-"""`trlx-hybrid trajectories` and `trlx-hybrid report`: read what a run recorded, in the terminal or as a page."""
+"""The commands `trlx-hybrid trajectories` and `trlx-hybrid report`, which show what a run recorded."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ examples:
 
 
 def add_command(subparsers: Any) -> None:
-    """Add `trajectories` to what `argparse`'s `add_subparsers` returned; sets `run`, which takes the options."""
+    """Add the command `trajectories` to an argparse subparsers object; its default `run` takes the parsed options."""
     command = subparsers.add_parser(
         "trajectories",
         help="show the trajectories that a run recorded",
@@ -75,7 +75,7 @@ examples:
 
 
 def add_report(subparsers: Any) -> None:
-    """Add `report`, as `add_command` adds `trajectories`."""
+    """Add the command `report` to an argparse subparsers object; its default `run` takes the parsed options."""
     command = subparsers.add_parser(
         "report",
         help="write a page on a run that recorded itself",
@@ -91,7 +91,7 @@ def add_report(subparsers: Any) -> None:
 
 
 def run_report(options: argparse.Namespace) -> int:
-    """Write what the options ask for; as `run`."""
+    """Write the page or the trace that the options ask for, and return the exit status. Raises HybridErrors."""
     folder = options.run_folder
     if options.trace:
         from .events import SETTING, read_events, trace
@@ -119,7 +119,7 @@ def _write(option: str, file: Path, text: str) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show what the options ask for; returns the exit status. Errors are HybridErrors, for the caller to print."""
+    """Show what the options ask for, and return the exit status. Raises HybridErrors, for the caller to print."""
     limit = options.limit or options.worst or options.best or (ON_PAGE if options.html else IN_TERMINAL)
     found = list(itertools.islice(_chosen(options), limit + 1))
     if not found:
@@ -145,7 +145,7 @@ def _chosen(options: argparse.Namespace) -> Iterator[Recorded]:
     )
     if options.worst is None and options.best is None:
         return matching
-    scored = (one for one in matching if not isnan(_reward(one)))  # a NaN has no place in an order
+    scored = (one for one in matching if not isnan(_reward(one)))  # NaN cannot be ordered
     rank = heapq.nlargest if options.worst is None else heapq.nsmallest
     return iter(rank(options.worst or options.best, scored, key=_reward))
 
@@ -155,7 +155,7 @@ def _reward(one: Recorded) -> float:
 
 
 def _nothing(options: argparse.Namespace) -> str:
-    """Why no trajectory was chosen, and what there is."""
+    """Return why no trajectory was chosen, and which ones the file has."""
     everything = [(one.step, one.failed) for one in read(options.file)]
     if not everything:
         return f"{options.file} holds no trajectories yet."
@@ -175,7 +175,7 @@ def _print(shown: list[Recorded]) -> None:
     colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
     width = shutil.get_terminal_size((100, 24)).columns
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal that lacks a sign must not lose the rest
+        sys.stdout.reconfigure(errors="replace")  # a character that the terminal lacks must not fail the rest
     print("\n\n\n".join(as_text(one, colour=colour, width=width) for one in shown))
 
 

@@ -1,4 +1,4 @@
-"""What the trainer logged, as curves: which metrics are drawn together, and how a run comes to log them."""
+"""Groups of logged metrics that are drawn together as curves, and how a run comes to log them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curves:
-    """Metrics that are drawn together.
+    """A group of metrics that are drawn together.
 
     Attributes:
-        title: what they are, with the unit in brackets.
+        title: what the metrics are, with the unit in brackets.
         names: patterns of their names in the trainer's log.
         missing: how a run comes to log them.
     """
@@ -47,10 +47,10 @@ Series = dict[str, dict[int, float | None]]  # by name, the value at each step
 
 
 def curves(logs: Sequence[tuple[int, dict[str, Any]]]) -> dict[str, Series]:
-    """The logged metrics by the title of what they are drawn in, those of `FIRST` first.
+    """Return the logged metrics by the title of their chart, the charts of `FIRST` first.
 
-    Of those that `FIRST` has not: `hybrid/…` are together where folder and unit are the same, others where the folder
-    is. Those of evaluations are with those of training.
+    Other metrics share a chart if their folder is the same; metrics named `hybrid/…` must have the same unit, too.
+    Metrics of evaluations are in the charts of the training metrics.
     """
     found: dict[str, Series] = {group.title: {} for group in FIRST}
     others: dict[str, Series] = {}

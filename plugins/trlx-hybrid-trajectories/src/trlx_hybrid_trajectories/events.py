@@ -1,4 +1,4 @@
-"""What each rank of a run did and when: JSON lines in a folder of the run, read again for the report and the trace."""
+"""The events of each rank of a run: JSON lines in a folder of the run, read again for the report and the trace."""
 
 from __future__ import annotations
 
@@ -30,16 +30,20 @@ ACTIVITIES = {
     "train": "loss, optimizer, and what the trainer does besides",
     "idle": "after training",
 }
-"""What a rank can be doing, and what that means. It does one of these until it says the next."""
+"""The activities of a rank, with their meaning. An activity lasts until the rank records the next one."""
 SETTINGS = (
     *("learning_rate", "num_generations", "per_device_train_batch_size", "gradient_accumulation_steps"),
     *("max_completion_length", "temperature", "beta", "loss_type"),
 )
-"""Of the trainer's arguments, those that the report names."""
+"""The names of the trainer's arguments that the report shows."""
 
 
 def folder_of(session: Run) -> Path:
-    """Where the events of a run lie."""
+    """Return the folder of a run's events.
+
+    Raises:
+        ConfigError: the trainer has no `output_dir`.
+    """
     output_dir = getattr(session.args, "output_dir", None)
     if not output_dir:
         raise ConfigError("trajectories: report=True needs a folder of the run: set output_dir in its arguments.")
@@ -47,7 +51,9 @@ def folder_of(session: Run) -> Path:
 
 
 class EventLog:
-    """Appends the events of one rank. Times are the host's, in seconds since 1970: nothing waits for the device.
+    """A log that appends the events of one rank to its file.
+
+    Times are the host's, in seconds since 1970: nothing waits for the device.
 
     Raises:
         RecordError: the file cannot be written to.
@@ -60,31 +66,31 @@ class EventLog:
             "Events of the run report",
             note=_lost,
         )
-        self._error = getattr(sys, "last_value", None)  # of an earlier cell of a notebook
+        self._error = getattr(sys, "last_value", None)  # an error of an earlier cell of a notebook
         self._header_written = rank != 0
         facts = _facts(session) | {"trajectories": trajectories} if rank == 0 else {}
         self.write("start", rank=rank, world=session.ranks.world, **facts)
         self.now("setup", session)
 
     def write(self, event: str, **fields: Any) -> None:
-        """One event. Where the disk is full it is lost, and how many were is the next event."""
+        """Write one event. A full disk loses it; the number of lost events is written as the next event."""
         self._lines.add([_line({"event": event, "time": round(time.time(), 4)} | fields)])
 
     def now(self, activity: str, session: Run, **fields: Any) -> None:
-        """The rank begins one of `ACTIVITIES`."""
+        """Record that the rank begins one of `ACTIVITIES`."""
         if session.header_lines and not self._header_written:
             self._header_written = True
             self.write("header", lines=session.header_lines)
         self.write("now", name=activity, step=session.step, training=session.training, **fields)
 
     def synced(self, report: SyncReport, session: Run) -> None:
-        """The engine holds the policy's weights."""
+        """Record a weight sync that ended; the rank's activity is `wake` again."""
         figures = {k: as_json_number(v) if isinstance(v, float) else v for k, v in asdict(report).items()}
         self.write("sync", step=session.step, **figures)
         self.now("wake", session)
 
     def logged(self, metrics: dict[str, Any], session: Run) -> None:
-        """A line of the trainer's log; what is no number is left out."""
+        """Record a line of the trainer's log, numbers only."""
         if session.ranks.rank == 0:
             numbers = {k: as_json_number(v) for k, v in metrics.items() if isinstance(v, int | float)}
             self.write("log", step=session.step, metrics=numbers)
@@ -92,7 +98,7 @@ class EventLog:
             self.now("idle", session)
 
     def end(self) -> None:
-        """The session closes, perhaps because of an error."""
+        """Record that the session closes, with the error if there was one."""
         error = sys.exc_info()[1] or getattr(sys, "last_value", None)
         told = None if error is None or error is self._error else f"{type(error).__name__}: {error}"
         self.write("end", error=told)
@@ -129,11 +135,12 @@ def _facts(session: Run) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Span:
-    """One rank did one thing.
+    """An interval in which one rank had one activity.
 
     Attributes:
-        start: which start of the run it belongs to, the first is 0.
-        name: of `ACTIVITIES`.
+        start: the start of the run that it belongs to, counted from 0.
+        rank: the rank.
+        name: one of `ACTIVITIES`.
         begin, end: seconds since 1970.
         step: optimizer steps done when it began.
         training: False in an evaluation.
@@ -150,18 +157,19 @@ class Span:
 
 @dataclass(slots=True, kw_only=True)
 class Events:
-    """What a run recorded. Steps that a resumed run did again are those of the last start.
+    """The events that a run recorded. Where a resumed run repeated steps, the last start's count.
 
     Attributes:
-        starts: per start of the run what rank 0 said of it, its time, and the time of its last event as "last".
+        starts: per start of the run the facts that rank 0 recorded, its time, and the time of its last event as "last".
         header: the lines of the last header.
         logs: step and metrics of each line of the log.
-        syncs, held: rank and row of each weight sync, and of each phase that began with bytes per owner.
-        spans: of all starts and ranks.
-        errors: by rank, of the last start.
+        syncs: rank and row of each weight sync.
+        held: rank and row of each phase that began with a number of bytes per owner.
+        spans: intervals of all starts and ranks.
+        errors: errors of the last start, by rank.
         ended: whether rank 0's last start came to its end.
-        broken: lines that were left out, as a killed run leaves them half written.
-        lost: events that a full disk took, as far as a later one could tell.
+        broken: number of lines that were left out; a killed run may leave a line half written.
+        lost: number of events lost to a full disk, as far as a later event could tell.
     """
 
     starts: list[dict[str, Any]] = field(default_factory=list)
@@ -177,8 +185,10 @@ class Events:
 
 
 def read_events(run: Path) -> Events:
-    """The events of a run, by its `output_dir`; none where it recorded none. Ranks that the last start no longer had
-    are those of spans only."""
+    """Return the events of a run, given its `output_dir`; none where it recorded none.
+
+    Ranks that the last start no longer had appear in `spans` only.
+    """
     found = Events()
     files = {int(f.stem[4:]): f for f in (run / FOLDER).glob("rank*.jsonl") if f.stem[4:].isdecimal()}
     for rank, file in sorted(files.items()):
@@ -230,7 +240,7 @@ def _rows(file: Path, found: Events) -> Iterator[dict[str, Any]]:
 
 
 def _spans(start: int, rank: int, rows: list[dict[str, Any]]) -> Iterator[Span]:
-    """Each lasts until the rank says what is next; the last one until its last event."""
+    """Yield the rank's spans. Each lasts until the rank's next activity, the last one until the rank's last event."""
     said = [row for row in rows if row["event"] == "now"]
     ends = [row["time"] for row in said[1:]] + [rows[-1]["time"]]
     for row, end in zip(said, ends, strict=True):
@@ -239,8 +249,10 @@ def _spans(start: int, rank: int, rows: list[dict[str, Any]]) -> Iterator[Span]:
 
 
 def _before(kept: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """What a later start of the run leaves of those before: the steps before the first that it trained itself. The log
-    of a step is written when it is done."""
+    """Return the rows of earlier starts that still count: of steps before the first step that a later start trained.
+
+    The log of a step is written when the step is done.
+    """
     sampled = [row["step"] for row in rows if row["event"] == "now" and row["name"] == "rollout" and row["training"]]
     logged = [row["step"] - 1 for row in rows if row["event"] == "log" and "loss" in row["metrics"]]
     first = min(sampled or logged, default=None)
@@ -248,7 +260,7 @@ def _before(kept: list[dict[str, Any]], rows: list[dict[str, Any]]) -> Iterator[
 
 
 def trace(events: Events, title: str) -> dict[str, Any]:
-    """The spans in the Trace Event Format, which Perfetto and chrome://tracing open: one track per rank.
+    """Return the spans in the Trace Event Format, which Perfetto and chrome://tracing open: one track per rank.
 
     Times are in microseconds since the run's first span.
     """

@@ -1,4 +1,4 @@
-"""Recorded trajectories as one HTML page that needs nothing else: no network, no framework."""
+"""An HTML page of recorded trajectories that needs nothing else: no network, no framework."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LONG_PROMPT = 400  # tokens; a longer prompt is folded away
 
 
 def as_html(recorded: Sequence[Recorded], *, title: str = "Trajectories") -> str:
-    """A complete page with these trajectories, in this order.
+    """Return a complete page with these trajectories, in this order.
 
-    Sampled tokens are upright and shaded by their probability, with the log-prob where the pointer is; observed ones
-    are italic behind a bar. Every section says in words what it is, which survives being copied as plain text.
+    Sampled tokens are upright and shaded by their probability; their log-prob is shown on hover. Observed tokens are
+    italic behind a bar. Every section is labelled in words, which remain when the page is copied as plain text.
     """
     body = [
         f'<header class="page">\n<h1>{escape(visible(title))}</h1>\n<p class="lede">{summary(recorded)}</p>',
@@ -34,12 +34,12 @@ def as_html(recorded: Sequence[Recorded], *, title: str = "Trajectories") -> str
 
 
 def packaged(name: str) -> str:
-    """The text of a file of this package."""
+    """Return the text of a file of this package."""
     return resources.files(__package__).joinpath(name).read_text("utf-8")
 
 
 def document(title: str, body: Sequence[str], *, styles: Sequence[str], scripts: Sequence[str]) -> str:
-    """A complete page around the lines of its body, which refers to nothing outside of it."""
+    """Return a complete page around the lines of its body, with nothing loaded from outside."""
     parts = [
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
@@ -55,7 +55,7 @@ def document(title: str, body: Sequence[str], *, styles: Sequence[str], scripts:
 
 
 def summary(recorded: Sequence[Recorded]) -> str:
-    """How many, of which steps, with which rewards."""
+    """Return a line with the number of trajectories, their steps, their rewards and the number of failed ones."""
     if not recorded:
         return "No trajectories."
     steps = sorted({one.step for one in recorded})
@@ -70,7 +70,7 @@ def summary(recorded: Sequence[Recorded]) -> str:
 
 
 def legend() -> Iterator[str]:
-    """How to read the tokens."""
+    """Yield the legend of the tokens."""
     percent = [f"{share:.0%}" for share in SHADES]
     names = [f"≥ {percent[0]}", *(f"≥ {share}" for share in percent[1:]), f"&lt; {percent[-1]}"]
     scale = "".join(f'<span class="t s{level}">{name}</span>' for level, name in enumerate(names))
@@ -83,7 +83,7 @@ def legend() -> Iterator[str]:
 
 
 def contents(recorded: Sequence[Recorded], among: Sequence[Recorded] = ()) -> Iterator[str]:
-    """A table of the trajectories; the bar shows the reward between the lowest and the highest of all on the page."""
+    """Yield a table of the trajectories; its bars show the reward between the lowest and the highest on the page."""
     finite = [one.reward for one in among or recorded if one.reward is not None and math.isfinite(one.reward)]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     heads = "".join(f'<th scope="col">{name}</th>' for name in ("trajectory", "step", "turns", "tokens", "reward", ""))
@@ -103,7 +103,7 @@ def contents(recorded: Sequence[Recorded], among: Sequence[Recorded] = ()) -> It
 
 
 def article(one: Recorded) -> Iterator[str]:
-    """One trajectory, token by token; its id is `t` and its line."""
+    """Yield one trajectory, token by token; its id is `t` and its line."""
     cut, failed = sections(one), ' class="failed"' if one.failed else ""
     yield f'<article id="t{one.line}"{failed}>\n<header>'
     yield f"<h2>Trajectory {one.line}</h2>\n<dl>"
@@ -116,7 +116,7 @@ def article(one: Recorded) -> Iterator[str]:
         yield from _section(section)
     said = messages(one)
     if said and isinstance(one.completion, list):
-        opened = " open" if one.failed else ""  # its mask cannot tell who said what; these can
+        opened = " open" if one.failed else ""  # the mask cannot tell who said what; messages can
         yield f'<details class="messages"{opened}><summary>{number_of(len(said), "message")}</summary>'
         for role, text in said:
             kind = "own" if role == "assistant" else "other"
@@ -131,7 +131,7 @@ def _strip(section: Section) -> str:
 
 
 def _section(section: Section) -> Iterator[str]:
-    """A section with its heading beside it, where sampled sections carry the number of their turn."""
+    """Yield a section with its heading beside it; sampled sections carry the number of their turn."""
     folded = section.kind == "prompt" and section.tokens > LONG_PROMPT
     heading = f"<b>turn {section.turn}</b>" if section.kind == "sampled" else ""
     mean = f"<small>{section.mean}</small>" if section.mean else ""
@@ -157,5 +157,5 @@ def _span(span: TokenSpan, *, shaded: bool) -> str:
 
 
 def _shade(logprob: float) -> int:
-    """0 for a token as good as certain, up to 5; 5 as well for a number that is none."""
+    """Return a shade from 0, for a token that is almost certain, to 5; 5 for NaN as well."""
     return sum(not logprob >= math.log(share) for share in SHADES)

@@ -1,4 +1,4 @@
-"""What this distribution offers. Imports little: loading every plugin must stay cheap."""
+"""The hooks and options of the plugin `trajectories`. The file imports little: loading every plugin must stay cheap."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _logs: WeakKeyDictionary[Run, EventLog] = WeakKeyDictionary()  # of the runs tha
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoriesOptions:
-    """`HybridConfig.plugin_options["trajectories"]`.
+    """Options in `HybridConfig.plugin_options["trajectories"]`.
 
     Attributes:
-        record: a file that trajectories are appended to, one JSON line each, for `trlx-hybrid trajectories`. Those of
-            rank 0, with whatever engine and rollout, of training and evaluation. None records nothing, unless `report`
-            is set: then it is `report/trajectories.jsonl` in the run's `output_dir`.
-        record_limit: how many of each batch, the first ones; at least 1.
-        report: whether each rank notes what it does, for `trlx-hybrid report`, in the folder `report` of the run's
+        record: a file that trajectories are appended to, one JSON line each, for `trlx-hybrid trajectories`.
+            Records the trajectories of rank 0 in training and evaluation, with every engine and rollout. None records
+            nothing, unless `report` is set: then the file is `report/trajectories.jsonl` in the run's `output_dir`.
+        record_limit: number of trajectories recorded of each batch, the first ones; at least 1.
+        report: whether each rank records what it does, for `trlx-hybrid report`, in the folder `report` of the run's
             `output_dir`: its phases, weight syncs and memory, and on rank 0 what the trainer logs.
     """
 
@@ -43,7 +43,7 @@ class TrajectoriesOptions:
             raise ConfigError(f"trajectories: record_limit must be 1 or more, got {self.record_limit}.")
 
     def file(self, session: Run) -> str | None:
-        """Where the trajectories of a run go, if anywhere."""
+        """Return the path of the file that the run's trajectories are written to; None if they are not recorded."""
         if self.record is not None or not self.report:
             return self.record
         from .events import TRAJECTORIES, folder_of
@@ -53,7 +53,7 @@ class TrajectoriesOptions:
 
 @hookimpl
 def trlx_configure(session: Run) -> None:
-    """Refuse wrong options, and a file that cannot be written to, before anything is sampled."""
+    """Open the run's files. Wrong options and unwritable files raise here, before anything is sampled."""
     options = session.config.options_of("trajectories", TrajectoriesOptions)
     file = options.file(session)
     if file is not None and session.ranks.rank == 0:
@@ -74,14 +74,14 @@ def _file_of(session: Run, path: str) -> OptionalLines:
 
 @hookimpl
 def trlx_leave_phase(session: Run, phase: Phase) -> None:
-    """Memory changes hands from here on."""
+    """Record the activity after the phase: `wake` after training, `sleep` after a rollout."""
     if session in _logs:
         _logs[session].now("wake" if phase.value == "train" else "sleep", session)
 
 
 @hookimpl
 def trlx_enter_phase(session: Run, phase: Phase) -> None:
-    """Note it, and who holds how much in it."""
+    """Record the phase, and how many bytes each owner holds in it."""
     if session in _logs:
         held = dict(session.held_bytes.get(phase, {}))
         _logs[session].now("scoring" if phase.value == "train" else "rollout", session, phase=phase.value, held=held)
@@ -89,23 +89,23 @@ def trlx_enter_phase(session: Run, phase: Phase) -> None:
 
 @hookimpl
 def trlx_sync_start(session: Run) -> None:
-    """Note it."""
+    """Record that a weight sync begins."""
     if session in _logs:
         _logs[session].now("sync", session)
 
 
 @hookimpl
 def trlx_sync_end(session: Run, report: SyncReport) -> None:
-    """Note it, with its figures."""
+    """Record the weight sync that ended, with its figures."""
     if session in _logs:
         _logs[session].synced(report, session)
 
 
 @hookimpl
 def trlx_rollout_end(session: Run, trajectories: Sequence[Trajectory]) -> None:
-    """Record some of this rank's trajectories, where the options say so. How many a full disk took is a metric."""
+    """Record trajectories of this rank, if the options say so. The number that a full disk lost is a metric."""
     options = session.config.options_of("trajectories", TrajectoriesOptions)
-    path = options.file(session)  # asked again: `multi_turn` may have added it, by the older name
+    path = options.file(session)  # read again: `multi_turn` may have added it, from its older option
     if path is not None and session.ranks.rank == 0:
         from .record import lines_of
 
@@ -119,14 +119,14 @@ def trlx_rollout_end(session: Run, trajectories: Sequence[Trajectory]) -> None:
 
 @hookimpl
 def trlx_log(session: Run, metrics: dict[str, float]) -> None:
-    """Note what the trainer logs."""
+    """Record what the trainer logs."""
     if session in _logs:
         _logs[session].logged(metrics, session)
 
 
 @hookimpl
 def trlx_unconfigure(session: Run) -> None:
-    """The run is over."""
+    """Close the files of the run."""
     file = _files.pop(session, None)
     if file is not None:
         file.close()

@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO})
 """Errors of a disk that is full or broken for now, as `OSError.errno`: not a mistake in the file's name."""
 
-DEEPEST = 24  # levels of a message that are kept; one that contains itself ends somewhere
-REPLACEMENT = "\ufffd"  # what a decoder makes of bytes that are no whole character
+DEEPEST = 24  # levels of a message that are kept, as a message may contain itself
+REPLACEMENT = "\ufffd"  # a decoder's output for bytes that are not a whole character
 LONGEST = 64  # tokens that may share characters before they count as bytes that will never be text
 PER_TOKEN = ("completion_texts", "loss_mask", "logprobs")
 LONGEST_DATA_URL = 256  # characters; a longer one is an image
@@ -39,15 +39,15 @@ OTHER_FILE = (
 
 
 class RecordError(HybridError, ValueError):
-    """A file of trajectories cannot be read or written. Names the file and the line, and the way out."""
+    """Raised where a file of trajectories cannot be read or written. Names the file and the line, and what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """One trajectory as it was recorded.
+    """One recorded trajectory.
 
     Attributes:
-        line: line of the file it came from, the first is 1; names it within its file.
+        line: line of the file it came from, the first is 1; identifies the trajectory within its file.
         step: number of optimizer steps done when it was sampled.
         training: False for a trajectory of an evaluation.
         weight_version: version of the weights that sampled it.
@@ -55,9 +55,9 @@ class Recorded:
         prompt_ids, completion_ids: token ids; everything after the prompt, sampled or observed, is completion.
         prompt_texts, completion_texts: text of each token; None where it is part of the text of the token before.
         loss_mask: per token of the completion 1 where it was sampled, 0 where it was observed.
-        logprobs: per token of the completion, natural logarithm; None as a whole where not asked for.
-        special_ids: those of its token ids that are special tokens.
-        completion: text or chat messages, as far as JSON can hold them; a short note stands for images and the like.
+        logprobs: per token of the completion, natural logarithm; None as a whole where none were requested.
+        special_ids: its token ids that are special tokens.
+        completion: text or chat messages, as far as JSON can hold them; a short note replaces images and the like.
     """
 
     line: int
@@ -76,7 +76,7 @@ class Recorded:
 
     @property
     def failed(self) -> bool:
-        """Whether no token of it is trained on: its loss mask is 0 throughout."""
+        """True where no token of the trajectory is trained on: its loss mask is 0 throughout."""
         return not any(self.loss_mask)
 
 
@@ -89,7 +89,7 @@ def append(
     limit: int | None = None,
     training: bool = True,
 ) -> int:
-    """Add the first `limit` trajectories to a file and return how many that were; None adds all.
+    """Append the first `limit` trajectories to a file, or all if `limit` is None, and return their number.
 
     The file and its folders are made when missing. Call it from one process only. What is written is strict JSON;
     numbers that JSON lacks become the strings "nan", "inf" and "-inf".
@@ -111,19 +111,19 @@ def lines_of(
     limit: int | None = None,
     training: bool = True,
 ) -> list[str]:
-    """Return what `append` writes of them, a line each."""
+    """Return the lines that `append` writes for the trajectories, one each."""
     chosen = trajectories[: max(0, limit)] if limit is not None else trajectories
     texts = TokenTexts(tokenizer)
     return [json.dumps(_row(t, texts, step, training), allow_nan=False, separators=(",", ":")) for t in chosen]
 
 
 def add_lines(path: str | os.PathLike[str], lines: Sequence[str]) -> None:
-    """Append lines to a file, made when missing, with its folders. One process may do so at a time.
+    """Append lines to a file, all or none. The file and its folders are made when missing.
 
-    All of them are there afterwards, or none.
+    One process may do so at a time.
 
     Raises:
-        RecordError: it cannot be written to.
+        RecordError: the file cannot be written to.
     """
     with opened(path) as file:
         _append(file, path, lines)
@@ -134,13 +134,13 @@ def _append(file: FileIO, path: str | os.PathLike[str], lines: Sequence[str]) ->
     try:
         end = file.seek(0, 2)
         cut = end > 0 and (file.seek(-1, 2), file.read(1))[1] != b"\n"
-        # A run that was killed while writing left half a line, which must not spoil ours. One write, for readers.
+        # A run that was killed while writing left half a line: begin a new one. A single write, for readers.
         left = memoryview(b"\n" * cut + "".join(f"{line}\n" for line in lines).encode())
         try:
             while left:
                 left = left[file.write(left) :]
         except OSError:
-            with contextlib.suppress(OSError):  # a device has no end to be cut
+            with contextlib.suppress(OSError):  # a device cannot be truncated
                 file.truncate(end)
             raise
     except OSError as error:
@@ -148,10 +148,10 @@ def _append(file: FileIO, path: str | os.PathLike[str], lines: Sequence[str]) ->
 
 
 def opened(path: str | os.PathLike[str]) -> FileIO:
-    """The file to append to, made when missing, with its folders.
+    """Open a file to append to; the file and its folders are made when missing.
 
     Raises:
-        RecordError: it cannot be written to.
+        RecordError: the file cannot be written to.
     """
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -161,28 +161,29 @@ def opened(path: str | os.PathLike[str]) -> FileIO:
 
 
 class OptionalLines:
-    """A file of JSON lines that training does without: where the disk is full, lines are lost and counted.
+    """A file of JSON lines that training does not depend on: where the disk is full, lines are lost and counted.
 
-    It stays open, for on a disk that many nodes share each opening is a call to its server. Lines are handed to the
-    system as they come, so that a run which is killed keeps them. A forked process and a copy open it for themselves.
+    The file stays open, because on a disk that many nodes share each opening is a call to its server. Lines are written
+    without a buffer, so that a run which is killed keeps them. A forked process and a copy of this object open the file
+    themselves.
 
     Args:
-        path: the file, made when missing, with its folders.
-        what: what its lines are, for the warning.
-        note: makes a line that tells of so many lost ones, written before the first that is not lost again.
+        path: the file; it and its folders are made when missing.
+        what: what the lines are, for the warning.
+        note: makes a line that reports a number of lost lines; it is written before the next line that is not lost.
 
     Attributes:
         lost: how many lines were not written.
 
     Raises:
-        RecordError: it cannot be written to for another reason than a full disk, as one of its name.
+        RecordError: the file cannot be written to for another reason than a full disk, such as its name.
     """
 
     def __init__(self, path: str | os.PathLike[str], what: str, note: Callable[[int], str] | None = None) -> None:
         self._path, self._what, self._note = path, what, note
         self.lost, self._told = 0, 0
         self._file: FileIO | None = None
-        self._opened_by = 0  # the process
+        self._opened_by = 0  # process id
         try:
             self._open()
         except RecordError as error:
@@ -191,14 +192,16 @@ class OptionalLines:
             self._warn(error)
 
     def add(self, lines: Sequence[str]) -> None:
-        """Append lines. Warns at the first that are lost, and tries again with the next: somebody may have made
-        room."""
+        """Append lines.
+
+        Warns when the first lines are lost, and tries again with the next lines: somebody may have made room.
+        """
         missing = self.lost - self._told
         told = [self._note(missing)] if self._note is not None and missing else []
         try:
             _append(self._open(), self._path, [*told, *lines])
             self._told = self.lost
-        except RecordError as error:  # the other ranks would wait for this one if it ended
+        except RecordError as error:  # if it raised, the other ranks would wait for this one
             self.close()
             if self.lost == 0:
                 self._warn(error)
@@ -211,7 +214,7 @@ class OptionalLines:
         self._file = None
 
     def _open(self) -> FileIO:
-        """Return the file, opened anew in another process, and where somebody has removed it."""
+        """Return the file, reopened in another process, and where somebody has removed it."""
         if self._opened_by != os.getpid() or (self._file is not None and os.fstat(self._file.fileno()).st_nlink == 0):
             self.close()
         if self._file is None:
@@ -230,10 +233,13 @@ class OptionalLines:
 
 
 def read(path: str | os.PathLike[str], broken: list[int] | None = None) -> Iterator[Recorded]:
-    """The trajectories of a file, in its order.
+    """Yield the trajectories of a file, in its order.
 
-    A last line without its line break is left out: a run is writing it. Raises RecordError at any other line that is
-    no trajectory, and where there is no such file. With `broken` such a line is left out, too, and its number added.
+    A last line without its line break is left out: a run is writing it. Any other line that is not a trajectory is left
+    out if `broken` is given, and its number is added to `broken`.
+
+    Raises:
+        RecordError: a line is not a trajectory and `broken` is None, or there is no such file.
     """
     try:
         with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
@@ -274,14 +280,14 @@ def _row(trajectory: Trajectory, texts: TokenTexts, step: int, training: bool) -
 
 
 def as_json_number(value: float | None) -> float | str | None:
-    """A number as strict JSON has it; "nan", "inf" and "-inf" are strings."""
+    """Return a number as strict JSON; NaN and infinities become the strings "nan", "inf" and "-inf"."""
     if value is None:
         return None
     return float(value) if math.isfinite(value) else str(float(value))
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """`value` as JSON can hold it; `<image 640x480>` and the like for what it cannot."""
+    """Return `value` as JSON can hold it, with `<image 640x480>` and the like for what JSON cannot hold."""
     if isinstance(value, str):
         long = value.startswith("data:") and len(value) > LONGEST_DATA_URL
         return f"<data URL, {len(value)} characters>" if long else str(value)
@@ -312,7 +318,7 @@ TYPES: dict[str, type] = {
     "loss_mask": list,
     "special_ids": list,
 }
-"""Fields whose type is fixed. Pages and terminals show numbers as they are: a text in their place could be a script."""
+"""The fields with a fixed type. Pages and terminals show numbers unescaped: a text in their place could be a script."""
 
 ELEMENTS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("prompt_ids", "completion_ids", "loss_mask", "special_ids"), (int,)),
@@ -321,7 +327,7 @@ ELEMENTS: dict[str, tuple[type, ...]] = {
 
 
 def _parsed(line: str, number: int) -> Recorded | str:
-    """The trajectory, or why the line is none."""
+    """Return the trajectory in a line, or the reason why the line is none."""
     try:
         row = json.loads(line)
         if not isinstance(row, dict):
@@ -351,7 +357,7 @@ def _float(value: Any) -> float | None:
 
 
 class TokenTexts:
-    """Decodes tokens one by one with one tokenizer; remembers what it has seen.
+    """A decoder that gives the text of each token, for one tokenizer; it caches single tokens.
 
     Args:
         tokenizer: a transformers tokenizer, or a processor that has one.
@@ -365,7 +371,7 @@ class TokenTexts:
         self.special_ids: frozenset[int] = frozenset(special | set(self._tokenizer.all_special_ids))
 
     def of(self, ids: Sequence[int], kinds: Sequence[Any]) -> list[str | None]:
-        """The text of every token; None where a token's text is part of the one before it.
+        """Return the text of every token; None where a token's text is part of the one before it.
 
         Byte-level tokenizers split a character over several tokens: the first gets the text, the others None. Tokens
         of different `kinds` (one per token, compared with their neighbours) never share a text: half a character that
@@ -380,9 +386,9 @@ class TokenTexts:
         return texts
 
     def _run(self, ids: list[int], start: int) -> list[str | None]:
-        """Texts of `ids[start:]`. What precedes is context: sentencepiece drops the space a text begins with."""
+        """Return the texts of `ids[start:]`. Earlier ids are context: sentencepiece drops a text's leading space."""
         if self._single(ids[0]).endswith(REPLACEMENT):
-            ids, start = ids[start:], 0  # half a character as context would take in what follows
+            ids, start = ids[start:], 0  # half a character as context would absorb what follows
         singles = [self._single(token) for token in ids]
         if "".join(singles) == self._decode(ids):
             return list(singles[start:])

@@ -1,4 +1,4 @@
-"""A run as one HTML page that needs nothing else: curves, timeline, weight syncs, memory, trajectories."""
+"""An HTML page of a run that needs nothing else: curves, timeline, weight syncs, memory, trajectories."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ LICENCE = "uPlot 1.6.32, which draws the curves, and this licence of it:"
 
 
 def as_report(run: Path) -> str:
-    """The page of a run.
+    """Return the page of a run.
 
     Args:
-        run: its `output_dir`.
+        run: the run's `output_dir`.
 
     Raises:
         HybridError: there is no such folder, or it holds nothing of a run.
@@ -72,7 +72,7 @@ def as_report(run: Path) -> str:
 
 
 def _json(data: Any) -> str:
-    """Strict JSON that no text in it can end the element of."""
+    """Return data as strict JSON for a script element, with every `<` escaped so that no text can close the element."""
     return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
@@ -83,7 +83,7 @@ def _part(name: str, title: str, lines: Iterable[str]) -> Iterator[str]:
 
 
 def _of_checkpoint(run: Path) -> tuple[list[tuple[int, dict[str, Any]]], str]:
-    """What the trainer logged up to its last checkpoint, and a sentence on that."""
+    """Return what the trainer logged up to its last checkpoint, and a sentence that says so."""
     files = sorted(run.glob("**/trainer_state.json"), key=lambda file: file.stat().st_mtime)
     if not files:
         return [], ""
@@ -152,7 +152,7 @@ def _model(first: dict[str, Any]) -> str:
         return ""
     trained = first["trainable_bytes"]
     share = "" if trained == first["policy_bytes"] else f", {_mib(trained)} MiB of it trained"
-    names = dict.fromkeys((first["model"], first["architecture"], first["dtype"]))  # one without a name is its class
+    names = dict.fromkeys((first["model"], first["architecture"], first["dtype"]))  # without a name it is the class
     return f"{', '.join(names)}, {_mib(first['policy_bytes'])} MiB{share}"
 
 
@@ -221,7 +221,7 @@ def _curves(groups: dict[str, Series], source: str, data: dict[str, Any]) -> Ite
 def _timeline(events: Events, data: dict[str, Any]) -> Iterator[str]:
     last = len(events.starts) - 1
     world = events.starts[-1]["world"] if events.starts else 0
-    started = {span.rank: span.start for span in events.spans}  # the last time
+    started = {span.rank: span.start for span in events.spans}  # each rank's last start
     spans = [span for span in events.spans if span.rank < world and span.start == started[span.rank]]
     if not spans:
         yield _absent(f"No phases were recorded: {SETTING} records them.")
@@ -248,7 +248,7 @@ def _timeline(events: Events, data: dict[str, Any]) -> Iterator[str]:
 
 
 def _row(spans: list[Span], origin: float) -> dict[str, list[int]]:
-    """Milliseconds, numbers of activities, steps (negative below zero: of an evaluation)."""
+    """Return the spans as lists: milliseconds, numbers of activities, and steps (an evaluation's as -1 - step)."""
     names = list(ACTIVITIES)
     return {
         "begin": [round((span.begin - origin) * 1000) for span in spans],
@@ -265,7 +265,7 @@ def _seconds(spans: list[Span], rank: int, used: list[str]) -> list[str]:
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """The first column names the rows."""
+    """Yield a table; the first column names the rows."""
     yield '<div class="wide"><table><thead><tr>'
     yield "".join(f'<th scope="col">{escape(head)}</th>' for head in heads) + "</tr></thead>\n<tbody>"
     for name, *cells in rows:
@@ -315,7 +315,7 @@ def _sync_row(rank: int, rows: list[dict[str, Any]], policy: int) -> list[str]:
 
 
 def _per_rank(values: dict[int, dict[int, float]]) -> Series:
-    """A curve for each rank, or those between which they lie."""
+    """Return a curve for each rank; for more than `RANKS`, curves of the smallest, the median and the largest value."""
     if len(values) <= RANKS:
         return {f"rank {rank}": dict(found) for rank, found in values.items()}
     at: dict[int, list[float]] = defaultdict(list)
@@ -412,7 +412,7 @@ def _trajectories(file: Path | None) -> Iterator[str]:
 
 
 def _again(found: list[Recorded]) -> Iterator[str]:
-    """A prompt, and its completions over the steps."""
+    """Yield a prompt and its completions over the steps."""
     prompt = "".join(span.text for section in sections(found[0])[:1] for span in section.spans)
     rewards = " → ".join(number(one.reward) for one in found)
     yield f'<details class="again"><summary><b>{escape(_cut(prompt, 160))}</b> reward {rewards}</summary>'

@@ -1,4 +1,4 @@
-"""A recorded trajectory for a reader: cut into sections of one kind of token, and as text for a terminal."""
+"""Views of a recorded trajectory: cut into sections of one kind of token, and as text for a terminal."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from .record import Recorded
 
 Kind = Literal["prompt", "sampled", "observed", "masked"]
 
-# What would steer a terminal, reorder a line or break a page instead of being read, shown by its sign or its number.
+# Characters that would control a terminal, reorder a line or break a page; each is shown as a sign or its number.
 _UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSpan:
-    """The least that can be shown: a token, or the tokens that share a character.
+    """The smallest unit that can be shown: a token, or the tokens that share a character.
 
     Attributes:
-        text: what they read, fit to be seen: no control characters but line break and tab; never empty.
-        ids, logprobs: of its tokens; the log-probs are None where there is none.
+        text: the tokens' text, without control characters except line break and tab; never empty.
+        ids: the token ids.
+        logprobs: log-prob of each token; None where there is none.
         special: whether it is a special token, or one without any text.
     """
 
@@ -35,19 +36,20 @@ class TokenSpan:
 
     @property
     def logprob(self) -> float | None:
-        """Log-prob of the whole span; None where that of a token is missing."""
+        """The log-prob of the whole span; None where a token has none."""
         known = [value for value in self.logprobs if value is not None]
         return sum(known) if len(known) == len(self.logprobs) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Section:
-    """Consecutive tokens of one kind.
+    """A run of consecutive tokens of one kind.
 
     Attributes:
         kind: "prompt"; "sampled" by the model; "observed", from a tool or an environment; "masked", the completion of
             a failed trajectory, whose mask no longer tells sampled from observed.
-        turn: number of the turn it belongs to, the first sampled section begins turn 1; 0 before that.
+        turn: number of the turn that it belongs to; the first sampled section begins turn 1, and before that it is 0.
+        spans: the tokens.
     """
 
     kind: Kind
@@ -56,12 +58,12 @@ class Section:
 
     @property
     def tokens(self) -> int:
-        """How many tokens it has."""
+        """The number of tokens."""
         return sum(len(span.ids) for span in self.spans)
 
     @property
     def mean(self) -> str:
-        """The mean log-prob of a sampled section in words; empty where that of a token is missing."""
+        """The mean log-prob of a sampled section in words; empty where a token has no log-prob."""
         values = [value for span in self.spans for value in span.logprobs if value is not None]
         if self.kind != "sampled" or len(values) < self.tokens:
             return ""
@@ -69,12 +71,12 @@ class Section:
 
     @property
     def label(self) -> str:
-        """Its kind and its number of tokens, in words."""
+        """The kind and the number of tokens, in words."""
         return f"{self.kind} · {number_of(self.tokens, 'token')}"
 
 
 def sections(recorded: Recorded) -> list[Section]:
-    """All tokens of a trajectory, in their order: the prompt, then what was sampled and observed in turn."""
+    """Return all tokens of a trajectory in order, as sections: the prompt, then sampled and observed ones in turn."""
     found = _cut(recorded, "prompt", 0, recorded.prompt_ids, recorded.prompt_texts, None)
     start, turn, mask = 0, 0, recorded.loss_mask
     for end in range(1, len(mask) + 1):
@@ -90,7 +92,7 @@ def sections(recorded: Recorded) -> list[Section]:
 
 
 def visible(text: str) -> str:
-    """`text` with every control character shown as a sign, line breaks and tabs excepted."""
+    """Return `text` with a sign in place of every control character, except line breaks and tabs."""
 
     def sign(match: re.Match[str]) -> str:
         code = ord(match[0])
@@ -102,7 +104,7 @@ def visible(text: str) -> str:
 
 
 def facts(recorded: Recorded) -> list[tuple[str, str]]:
-    """What stands above a trajectory: name and value."""
+    """Return the facts above a trajectory as pairs of name and value."""
     sampled = sum(map(bool, recorded.loss_mask))
     total = len(recorded.completion_ids)
     tokens = f"{total} masked" if recorded.failed else f"{sampled} sampled, {total - sampled} observed"
@@ -116,13 +118,13 @@ def facts(recorded: Recorded) -> list[tuple[str, str]]:
 
 
 def turns(recorded: Recorded) -> int:
-    """How often the model spoke; 0 for a failed trajectory, whose mask cannot tell."""
+    """Return how often the model spoke; 0 for a failed trajectory, whose mask cannot tell."""
     mask = [bool(m) for m in recorded.loss_mask]
     return sum(here and not before for here, before in zip(mask, [False, *mask[:-1]], strict=True))
 
 
 def messages(recorded: Recorded) -> list[tuple[str, str]]:
-    """Role and text of each message of the completion; a single one, without a role, for a completion of text."""
+    """Return role and text of each message of the completion; a completion of text is one message without a role."""
     if not isinstance(recorded.completion, list):
         return [] if recorded.completion is None else [("", visible(_text(recorded.completion)))]
     found = []
@@ -137,14 +139,14 @@ def messages(recorded: Recorded) -> list[tuple[str, str]]:
 
 
 def number(value: float | None) -> str:
-    """A number for reading: up to four digits, a true minus sign, a dash for None."""
+    """Format a number for reading: up to four digits, a true minus sign, a dash for None."""
     if value is None:
         return "–"
     return (f"{value:.4g}" if math.isfinite(value) else str(value)).replace("-", "−")
 
 
 def number_of(count: int, noun: str) -> str:
-    """`1 token`, `2 tokens`."""
+    """Return a count with its noun: `1 token`, `2 tokens`."""
     return f"{count} {noun}" + ("" if count == 1 else "s")
 
 
@@ -160,7 +162,7 @@ def _cut(
         text = visible(texts[start] or "")
         spans.append(
             TokenSpan(
-                # A token without text (an id of a padded vocabulary) would be lost from sight.
+                # A token without text (an id of a padded vocabulary) would not be visible.
                 text=text or " ".join(f"⟨{token}⟩" for token in group),
                 ids=group,
                 logprobs=tuple(logprobs[start:end]) if logprobs is not None else (None,) * len(group),
@@ -178,15 +180,15 @@ def _text(value: Any) -> str:
 
 
 BOLD, DIM, RED, RESET = "\x1b[1m", "\x1b[2m", "\x1b[31m", "\x1b[0m"
-SAMPLED, OBSERVED = "  ", "│ "  # also without colour, and in a copy, the first column tells them apart
+SAMPLED, OBSERVED = "  ", "│ "  # the first column tells them apart without colour, and in a copy
 FAILED = "✗ failed: excluded from training (loss mask all 0)"
 
 
 def as_text(recorded: Recorded, *, colour: bool, width: int) -> str:
-    """One trajectory as lines of at most `width` columns (at least 4), without a line break at the end.
+    """Return one trajectory as lines of at most `width` columns (at least 4), without a line break at the end.
 
     Sampled text is indented by two blanks; what the model was given or shown is dimmed, behind a bar. With `colour`
-    False there is no escape code; asking for colour is the caller's decision (`NO_COLOR`, whether it is a terminal).
+    False there is no escape code; the caller decides on colour (`NO_COLOR`, whether the output is a terminal).
     """
     width = max(4, width)
 
@@ -201,7 +203,7 @@ def as_text(recorded: Recorded, *, colour: bool, width: int) -> str:
         text = "".join(span.text for span in section.spans)
         lines += ["", *painted(_heading(section), BOLD)]
         lines += painted(text, "", SAMPLED) if section.kind == "sampled" else painted(text, DIM, OBSERVED)
-    if recorded.failed and isinstance(recorded.completion, list):  # its mask cannot tell who said what; these can
+    if recorded.failed and isinstance(recorded.completion, list):  # the mask cannot tell who said what; messages can
         lines += ["", *painted("messages", BOLD)]
         for role, text in messages(recorded):
             own = role == "assistant"
@@ -217,7 +219,7 @@ def _heading(section: Section) -> str:
 
 
 def _lines(text: str, width: int) -> Iterator[str]:
-    """`text` cut at its line breaks and at `width` columns, between words where that is possible."""
+    """Yield `text` cut at its line breaks and at `width` columns, between words where that is possible."""
     if not text:
         return
     for line in text.removesuffix("\n").split("\n"):
@@ -225,7 +227,7 @@ def _lines(text: str, width: int) -> Iterator[str]:
 
 
 def _wrapped(line: str, width: int) -> Iterator[str]:
-    """Pieces of at most `width` columns that put together are `line`."""
+    """Yield pieces of at most `width` columns that together are `line`."""
     piece, used = "", 0
     for word in re.findall(r"\S+|\s+", line):
         needed = sum(map(_columns, word))
@@ -241,9 +243,9 @@ def _wrapped(line: str, width: int) -> Iterator[str]:
 
 
 def _columns(character: str) -> int:
-    """Columns that a terminal gives a character: 2 in East Asian scripts and for emoji, 0 for accents that combine.
+    """Return the columns of a character in a terminal: 2 in East Asian scripts and for emoji, 0 for combining accents.
 
-    As Markus Kuhn's wcwidth has it, where the soft hyphen is seen.
+    The rules are those of Markus Kuhn's wcwidth, in which the soft hyphen is visible.
     """
     if unicodedata.east_asian_width(character) in "WF":
         return 2

@@ -1,9 +1,9 @@
-"""Linear layers with one adapter: the base's weight and A in one product, and B in one kernel.
+"""Linear layers with one adapter: one product computes the base's weight and A, and one kernel adds B.
 
 vLLM 0.31 serves many adapters at once. Beside x·Wᵀ, it clears a buffer, computes x·Aᵀ into it, and adds the product of
-that with Bᵀ: three kernels a layer, 10 µs, which are 1.14 of the 3.56 ms that an H200 takes for a decode step of 40
-rows (Qwen2's shape of 1.5B with rank 16, a CUDA profile). A policy has one adapter. Its A lies right under W here, in
-spare rows of the same memory, some 1% of it; so one product gives both, and one kernel adds B.
+that with Bᵀ: three kernels a layer, 10 µs. These are 1.14 of the 3.56 ms that an H200 takes for a decode step of 40
+rows (Qwen2's shape of 1.5B with rank 16, a CUDA profile). A policy has one adapter. Here, its A lies right under W, in
+spare rows of the same memory, which add about 1%; so one product gives both, and one kernel adds B.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from .internals import may_replace
 
 LARGEST = 64
-"""Rank. At larger ones the spare rows are no longer small beside the weight's."""
+"""The largest rank that is served. With larger ranks the spare rows are no longer small beside the weight's."""
 PARTS = 4
-"""Of a fused layer, each with an adapter of its own; those of Mamba have more."""
+"""The largest number of parts of a fused layer, each with its own adapter. Mamba's layers have more."""
 MULTIPLE = 16
-"""Of the spare rows: a product's rows begin at multiples of 32 bytes."""
+"""The number of spare rows is a multiple of this, so that a product's rows begin at multiples of 32 bytes."""
 ROWS = 64
-"""Of a weight, that one program computes."""
+"""Rows of a weight that one program of the kernel computes."""
 PLAIN = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, RowParallelLinear, ReplicatedLinear)
 """Layers that compute x·Wᵀ and nothing else of their own."""
 ROUNDING = 2**-8
-"""Of bf16, relative."""
+"""The relative rounding error of bf16."""
 LIBRARY = torch.library.Library("trlx_hybrid", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
@@ -53,12 +53,12 @@ LIBRARY = torch.library.Library("trlx_hybrid", "FRAGMENT")  # type: ignore[no-un
 
 
 def adapted_linear(x: Tensor, weight: Tensor, b: Tensor, sizes: list[int], bias: Tensor | None = None) -> Tensor:
-    """x·(W + B·A)ᵀ + bias.
+    """Compute x·(W + B·A)ᵀ + bias.
 
     Args:
         x: (..., columns).
-        weight: (rows + spare, columns), W with A under it. Of a layer that fuses several, each with an adapter of its
-            own, one A lies under the other.
+        weight: (rows + spare, columns), W with A under it. A layer that fuses several parts, each with its own adapter,
+            has one A under the other.
         b: (rows, rank).
         sizes: rows of each part of a fused layer; their sum is `rows`.
         bias: (rows,).
@@ -79,20 +79,20 @@ direct_register_custom_op("adapted_linear", adapted_linear, fake_impl=_shape_of,
 
 
 def with_b_in_torch(product: Tensor, b: Tensor, sizes: list[int], bias: Tensor | None) -> Tensor:
-    """As `with_b`, in any dtype and on any device."""
+    """Compute the same as `with_b` in torch, in any dtype and on any device."""
     base, low = product[:, : len(b)], product[:, len(b) :]
     its = torch.split(base if bias is None else base + bias, sizes, 1), torch.split(low, b.shape[1], 1)
-    parts = zip(*its, torch.split(b, sizes), strict=False)  # A may have rows left
+    parts = zip(*its, torch.split(b, sizes), strict=False)  # the last A may be followed by spare rows
     return torch.cat([torch.addmm(plain, xa, part.t()) for plain, xa, part in parts], 1)
 
 
 def with_b(product: Tensor, b: Tensor, sizes: list[int], bias: Tensor | None) -> Tensor:
-    """x·Wᵀ plus x·Aᵀ·Bᵀ plus the bias, summed in float32.
+    """Compute x·Wᵀ plus x·Aᵀ·Bᵀ plus the bias, summed in float32.
 
     Args:
-        product: (tokens, rows + spare), x·Wᵀ and beside it x·Aᵀ, of each part its own.
+        product: (tokens, rows + spare), x·Wᵀ and beside it x·Aᵀ for each part.
         b: (rows, rank).
-        sizes: rows of each part, `PARTS` of them at most.
+        sizes: rows of each part, of at most `PARTS` parts.
 
     Returns:
         (tokens, rows), contiguous.
@@ -117,8 +117,8 @@ def _with_b(  # type: ignore[no-untyped-def]
     HEIGHT: tl.constexpr, ROWS: tl.constexpr, RANK: tl.constexpr, DEPTH: tl.constexpr,  # noqa: N803
     BIASED: tl.constexpr, PRECISION: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    # A program computes rows of one part: the second part begins at the row of its name, and where there is none, at
-    # the end of all. So many programs come before each:
+    # A program computes rows of one part. `second` is the row at which the second part begins; it is the number of rows
+    # where there is no second part. These are the numbers of programs before each part:
     before_second = tl.cdiv(second, ROWS)
     before_third = before_second + tl.cdiv(third - second, ROWS)
     before_fourth = before_third + tl.cdiv(fourth - third, ROWS)
@@ -150,7 +150,7 @@ def _with_b(  # type: ignore[no-untyped-def]
 
 
 def runs_here() -> bool:
-    """Whether the kernel computes here what torch computes, on random numbers; on a CPU torch does it."""
+    """Return whether the kernel computes on this GPU what torch computes, on random numbers; always True on a CPU."""
     if not current_platform.is_cuda_alike():
         return True
     device = torch.device("cuda", torch.cuda.current_device())
@@ -159,8 +159,10 @@ def runs_here() -> bool:
 
 @functools.cache
 def _apart(device: torch.device) -> float:
-    """The largest relative difference between the kernel and torch: for few, some and many tokens, with one and several
-    parts, with a bias and without."""
+    """Return the largest relative difference between the kernel and torch.
+
+    It tries few, some and many tokens, with one and several parts, with a bias and without.
+    """
     generator = torch.Generator(device).manual_seed(0)
     largest = 0.0
     for tokens, sizes, rank, biased in ((1, [128], 16, True), (20, [96, 20, 20], 16, False), (70, [64, 64], 32, True)):
@@ -177,11 +179,12 @@ def _apart(device: torch.device) -> float:
 
 
 class Joined:
-    """Mixed into vLLM's class of an adapted layer.
+    """A mixin for vLLM's class of an adapted layer that computes with `adapted_linear`.
 
     Attributes:
-        joined_weight: see `adapted_linear`. The layer's weight is its first rows, vLLM's slots of A are the others.
-        joined_b, joined_sizes: see there. vLLM's slots of B are its parts.
+        joined_weight: the `weight` of `adapted_linear`. The layer's weight is its first rows, vLLM's slots of A are the
+            others.
+        joined_b, joined_sizes: its `b` and `sizes`. vLLM's slots of B are the parts of `joined_b`.
     """
 
     joined_weight: Tensor
@@ -189,25 +192,25 @@ class Joined:
     joined_sizes: list[int]
 
     def apply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """In the place of vLLM's product and kernels for many adapters."""
+        """Compute the layer, in place of vLLM's product and its kernels for many adapters."""
         operator = torch.ops.trlx_hybrid.adapted_linear
         return operator(x, self.joined_weight, self.joined_b, self.joined_sizes, bias)  # type: ignore[no-any-return]
 
     def reset_lora(self, index: int) -> None:
-        """Clear the slots, and what is left of the spare rows."""
+        """Clear the slots and the spare rows that no slot uses."""
         self.joined_weight[len(self.joined_b) :].zero_()
         self.joined_b.zero_()
 
 
 @contextmanager
 def adapters_under_weights(rank: int | None) -> Iterator[bool]:
-    """Around the start of an engine: its adapted layers are `Joined`, where they can be.
+    """Make the adapted layers of an engine `Joined`, where they can be, while the engine is built.
 
     Args:
         rank: of vLLM's slots; None for an engine whose slots are not those of the policy's one adapter.
 
     Yields:
-        Whether layers will be.
+        Whether layers will be `Joined`.
     """
     otherwise = envs.VLLM_LORA_ENABLE_DUAL_STREAM or envs.VLLM_BATCH_INVARIANT
     if rank is None or rank > LARGEST or otherwise or not runs_here():
@@ -223,15 +226,18 @@ def adapters_under_weights(rank: int | None) -> Iterator[bool]:
 
 
 def clear_adapters(model: torch.nn.Module) -> None:
-    """After the weights' memory was lost: what lies there now is anything, and every request is computed with it. An
-    engine that holds an adapter is written anew before it samples; one with slots that no weight sync fills is not."""
+    """Clear the adapter slots of all `Joined` layers, after the memory of the weights was lost.
+
+    The memory then holds arbitrary bits, and every request is computed with it. An engine that holds an adapter gets it
+    from the weight sync before it samples, but no weight sync fills the slots of other engines.
+    """
     for module in model.modules():
         if isinstance(module, Joined):
             module.reset_lora(0)
 
 
 def with_spare_rows(rank: int) -> Callable[..., None]:
-    """`UnquantizedLinearMethod.create_weights` whose memory has rows left under the weight, for an A of each part."""
+    """Return vLLM's `create_weights` with spare rows under the weight, for an A of each part."""
     plain = UnquantizedLinearMethod.create_weights
 
     @functools.wraps(plain)
@@ -251,12 +257,12 @@ def with_spare_rows(rank: int) -> Callable[..., None]:
 
 
 def spare_rows(parts: int, rank: int) -> int:
-    """How many rows as many A take."""
+    """Return how many spare rows hold an A of this rank for each of so many parts."""
     return -(-parts * rank // MULTIPLE) * MULTIPLE
 
 
 def joining(plain: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """vLLM's `from_layer`, which wraps a layer and gives it slots; those of one adapter lie with the weight then."""
+    """Return vLLM's `from_layer`, which wraps a layer and gives it slots, followed by `join`."""
 
     @functools.wraps(plain)
     def from_layer(*args: Any, **kwargs: Any) -> torch.nn.Module:
@@ -269,7 +275,7 @@ def joining(plain: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Mod
 
 
 def join(layer: Any) -> None:
-    """Make a wrapped layer with slots for one adapter `Joined`; not where its weight is quantised."""
+    """Make a wrapped layer with slots for one adapter `Joined`, unless its weight is quantised or has no spare rows."""
     base, slots_a, slots_b = layer.base_layer, layer.lora_a_stacked, layer.lora_b_stacked
     weight, (*_, rank, columns) = base.weight.data, slots_a[0].shape
     rows, spare, sizes = len(weight), spare_rows(len(slots_a), rank), [b.shape[2] for b in slots_b]
@@ -291,7 +297,7 @@ def join(layer: Any) -> None:
 
 
 def beside_slots(layer: Any) -> list[Tensor]:
-    """What must stay zero in a `Joined` layer beside its slots: spare rows that no A takes."""
+    """Return what must stay zero in a `Joined` layer beside its slots: spare rows that no A takes."""
     if not isinstance(layer, Joined):
         return []
     rows, rank = layer.joined_b.shape

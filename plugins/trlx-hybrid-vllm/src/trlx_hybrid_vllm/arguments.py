@@ -1,4 +1,4 @@
-"""What vLLM's engine is built with: from our options, the live model, and the memory there is."""
+"""The arguments that vLLM's engine is built with, from our options, the live model and the available memory."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 CPU_KV_CACHE_LIMIT = 4 << 30
 STATIC_SHARE = 0.3  # of the GPU, for an engine that does not sleep: TRL's default
-UNCHECKED = 0.01  # where the cache's size is given, vLLM still wants this share to be free, and uses it for nothing
+UNCHECKED = 0.01  # where the cache's size is given, vLLM only checks that this share is free
 MARGIN = 0.03  # of what this process may have of the GPU, left for what torch's allocator cannot use
-LEAST_MARGIN = 1 << 30  # bytes; NCCL and CUDA take theirs between our look at the memory and vLLM's
+LEAST_MARGIN = 1 << 30  # bytes; NCCL and CUDA allocate between our measurement of the free memory and vLLM's
 KV_BLOCK = 32  # tokens per KV block on a CPU; vLLM's attention there wants a multiple of 32
 SPARE_BLOCKS = 8
 WITHOUT_KV = ("linear_attention", "conv", "moe", "mlp")  # these layers keep a state per sequence, or nothing
@@ -46,7 +46,7 @@ WORKSPACE = 6 << 30  # bytes: activations of the profiling run, CUDA graphs and 
 
 
 def refuses(policy: Policy, world: int, options: VLLMOptions, slots: bool = True) -> str | None:
-    """Why vLLM cannot serve this model with these options, and what to change; None where nothing speaks against it.
+    """Return why vLLM cannot serve this model with these options, and what to change; None where it can.
 
     Args:
         slots: whether the engine's slots for adapters can be written.
@@ -113,7 +113,7 @@ def _cpu(policy: Policy, heads: int | None) -> str | None:
 
 
 def refuses_routing(options: VLLMOptions) -> str | None:
-    """Why completions cannot name the experts of their tokens, as router replay needs them, or None."""
+    """Return why completions cannot name the experts of their tokens, as router replay needs, or None."""
     if options.pipeline_parallel_size > 1:
         return "each stage of a replica knows the experts of its own layers only. Set pipeline_parallel_size=1."
     if options.tensor_parallel_size > 1 and not returns_no_experts():
@@ -122,17 +122,17 @@ def refuses_routing(options: VLLMOptions) -> str | None:
 
 
 def returns_no_experts() -> bool:
-    """Whether this vLLM has no model runner that returns the experts of tokens."""
+    """Return whether this vLLM has no model runner that returns the experts of tokens."""
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
 
 
 def refuses_support(options: VLLMOptions, setting: str) -> str | None:
-    """Why completions cannot name the ids that tokens were sampled from, or None.
+    """Return why completions cannot name the ids that their tokens were sampled from, or None.
 
     Args:
-        setting: that leaves some out.
+        setting: name of the sampling setting that leaves some ids out, for the message.
     """
     if options.speculative_config is None:
         return None
@@ -143,11 +143,14 @@ def refuses_support(options: VLLMOptions, setting: str) -> str | None:
 
 
 MASKS = "return_sampling_mask"
-"""vLLM's argument by which it returns the ids that tokens were sampled from."""
+"""The name of vLLM's argument by which it returns the ids that tokens were sampled from."""
 
 
 def returns_no_masks() -> bool:
-    """Whether this vLLM has no model runner that returns them: it is the same that returns the experts."""
+    """Return whether this vLLM has no model runner that returns the ids that tokens were sampled from.
+
+    The same runner returns the experts of tokens.
+    """
     return returns_no_experts()
 
 
@@ -164,7 +167,7 @@ def _unknown_arguments(options: VLLMOptions) -> str | None:
 
 
 def engine_dtype(options: VLLMOptions, policy: Policy, args: Any) -> torch.dtype:
-    """What the engine computes in, see `VLLMOptions.dtype`."""
+    """Return the dtype that the engine computes in, see `VLLMOptions.dtype`."""
     if options.dtype != "auto":
         return getattr(torch, options.dtype)  # type: ignore[no-any-return]
     if policy.dtype is torch.float32:
@@ -176,10 +179,10 @@ def engine_dtype(options: VLLMOptions, policy: Policy, args: Any) -> torch.dtype
 
 
 def engine_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype) -> dict[str, Any]:
-    """Keyword arguments of `vllm.LLM`, the model's folder left out. The user's `engine_args` win.
+    """Return the keyword arguments of `vllm.LLM`, without the model's folder. The user's `engine_args` win.
 
     Raises:
-        MemoryPlanError: what was asked for cannot fit, said before anything is built.
+        MemoryPlanError: what was asked for cannot fit; raised before anything is built.
     """
     from vllm.platforms import current_platform
 
@@ -195,7 +198,7 @@ def engine_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype)
 
 
 def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: bool) -> dict[str, Any]:
-    """Those that do not depend on whose process the engine lives in, nor on the memory there."""
+    """Return the arguments that depend neither on the process that the engine lives in nor on its memory."""
     arguments: dict[str, Any] = {
         "load_format": dummy_load_format(),
         "dtype": str(dtype).removeprefix("torch."),
@@ -208,12 +211,12 @@ def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype,
         "model_impl": options.model_impl,
         "trust_remote_code": options.trust_remote_code,
         "quantization": options.quantization,
-        "logprobs_mode": "processed_logprobs",  # importance sampling needs what was sampled from
+        "logprobs_mode": "processed_logprobs",  # importance sampling needs the distribution that was sampled from
         "seed": 0,  # every request brings its own
     }
     if session.config.router_replay:
         if returns_no_experts():
-            arguments["enable_prefix_caching"] = False  # what is not computed is not routed
+            arguments["enable_prefix_caching"] = False  # tokens that are not computed are not routed
         else:
             arguments["enable_return_routed_experts"] = True
     if session.over_support and session.sampling.truncated_by() is not None and not returns_no_masks():
@@ -230,16 +233,16 @@ def shared_arguments(session: Session, options: VLLMOptions, dtype: torch.dtype,
         if "linear_attention" in layer_kinds(config.get_text_config()):
             arguments["enable_prefix_caching"] = False  # its states are kept where prompts are read in parts
         if is_latent(config):
-            arguments["attention_backend"] = "CPU_MLA"  # the one for AMX repacks a weight and drops it
+            arguments["attention_backend"] = "CPU_MLA"  # the backend for AMX repacks a weight and drops the original
     return arguments
 
 
 def _graphs_for_prompts(options: VLLMOptions, batched_tokens: int) -> dict[str, Any]:
-    """CUDA graphs for requests that come one by one, as conversations do, each with a short prompt to read.
+    """Return the arguments for CUDA graphs of steps that also read the short prompts of conversations.
 
-    By vLLM's defaults 64 rows and two answers of 40 tokens are more than its largest graph, 128 tokens for 64
-    sequences, and where they are less, attention is launched from Python between the layers' graphs: 25 ms and 11 ms,
-    where such a step takes 5 ms as one graph (docs/benchmarks.md).
+    By vLLM's defaults, 64 rows and two answers of 40 tokens are more than its largest graph, 128 tokens for 64
+    sequences. Where they are less, attention is launched from Python between the layers' graphs. Such steps take 25 ms
+    and 11 ms; as one graph, a step takes 5 ms (docs/benchmarks.md).
     """
     graphs: dict[str, Any] = {"cudagraph_mode": "FULL"}
     if options.sequences is not None and 2 * options.sequences < GRAPH_TOKENS:  # else it is vLLM's own choice
@@ -248,10 +251,11 @@ def _graphs_for_prompts(options: VLLMOptions, batched_tokens: int) -> dict[str, 
 
 
 def _records_prompts(session: Session, options: VLLMOptions, dtype: torch.dtype) -> bool:
-    """Whether this run's requests come one by one, and vLLM's attention for its model can be recorded with prompts.
+    """Return whether requests come one by one, and vLLM can record its attention for this model with prompts.
 
-    That is so with FlashAttention 3, which vLLM takes on Hopper for layers that attend and nothing else. With others it
-    is refused (chunked attention), or vLLM would compile for whole graphs and then record none of a step that reads.
+    It can with FlashAttention 3, which vLLM takes on Hopper for models whose layers have attention only. With other
+    attention it is refused (chunked attention), or vLLM would compile for whole graphs and then record none of a step
+    that reads prompts.
     """
     from vllm.platforms import current_platform
 
@@ -273,8 +277,11 @@ def _records_prompts(session: Session, options: VLLMOptions, dtype: torch.dtype)
 
 
 def serves_scheduler(arguments: dict[str, Any]) -> bool:
-    """Whether our scheduler may take the place of vLLM's: this vLLM is one that it was tested with, and would schedule
-    asynchronously with its usual scheduler. The latter is vLLM's own rule, as far as we can go."""
+    """Return whether our scheduler may replace vLLM's.
+
+    It may where it was tested with this vLLM, and where vLLM would schedule asynchronously with its usual scheduler.
+    The second condition is vLLM's own rule, as far as it can be read from the arguments.
+    """
     return (
         untested() is None
         and arguments.get("async_scheduling") is not False
@@ -285,15 +292,18 @@ def serves_scheduler(arguments: dict[str, Any]) -> bool:
 
 
 def context_length(session: Session, options: VLLMOptions) -> int:
-    """Longest prompt plus completion, in tokens: as told, or what the model supports."""
+    """Return the longest prompt plus completion, in tokens: the option's value, or what the model supports."""
     config: Any = session.policy.base.config.get_text_config()
     return int(options.max_model_len or config.max_position_embeddings)
 
 
 def _batched_tokens(session: Session, options: VLLMOptions, whole_prompts: bool) -> int:
-    """As many as asked for, or as all sequences decode in a step, or one prompt may have where they are read whole.
+    """Return the number of tokens of one step.
 
-    Never more than can be scheduled: vLLM's GPU profiling run reads beyond its block tables otherwise."""
+    It is the number asked for, or at least one token for each sequence, so that all decode in a step; where prompts are
+    read whole, at least one prompt. Apart from that it never exceeds what can be scheduled: vLLM's GPU profiling run
+    would read beyond its block tables.
+    """
     length = context_length(session, options)
     sequences = options.sequences or options.max_num_batched_tokens
     wanted = min(max(options.max_num_batched_tokens, sequences), sequences * length)
@@ -304,11 +314,13 @@ def _batched_tokens(session: Session, options: VLLMOptions, whole_prompts: bool)
 
 
 def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: bool) -> dict[str, Any]:
-    """The KV cache's size: as told, or a share of the GPU as told, or what the ledger finds free during ROLLOUT.
+    """Return the arguments for the KV cache's size: bytes or a share of the GPU as told, or what is free during
+    ROLLOUT.
 
-    The latter up to what `max_num_seqs` sequences of full length can fill: more would be mapped at each rollout and
-    never used. What is going to be away in ROLLOUT waits in host memory while the engine is built; so does the policy
-    if vLLM is to fill a share of the GPU and it is going to be the engine's memory later. Nothing is ever held twice.
+    What is free is known from the ledger, and is used up to what `max_num_seqs` sequences of full length can fill: more
+    would be mapped at each rollout and never used. Tensors that will be away in ROLLOUT wait in host memory while the
+    engine is built. So does the policy, if vLLM is to fill a share of the GPU and the policy will later be the engine's
+    memory. Nothing is ever held twice.
     """
     memory, share = session.memory, options.gpu_memory_utilization
     wanted, shared = kv_cache_bytes(session, options, dtype), _becomes_the_engines(session, options, dtype)
@@ -339,11 +351,12 @@ def _memory(session: Session, options: VLLMOptions, dtype: torch.dtype, cpu: boo
 
 
 def kv_cache_bytes(session: Session, options: VLLMOptions, dtype: torch.dtype, least: bool = False) -> int:
-    """What `max_num_seqs` sequences (256 if not given) of full length fill on one rank, from the model's config; with
-    pipeline stages on the one that has most.
+    """Return the bytes that `max_num_seqs` sequences (256 if not given) of full length fill on one rank.
+
+    The number comes from the model's config. With pipeline stages, it is that of the stage with the most.
 
     Args:
-        least: what one sequence fills, in layers that are known to keep keys and values of it.
+        least: return what one sequence fills instead, in layers that are known to keep its keys and values.
     """
     from vllm.distributed.utils import get_pp_indices
 
@@ -351,7 +364,7 @@ def kv_cache_bytes(session: Session, options: VLLMOptions, dtype: torch.dtype, l
     text: Any = config.get_text_config()
     kinds: Any = getattr(text, "layer_types", None)
     window: Any = getattr(text, "sliding_window", None)
-    # vLLM frees what a layer's window has left, unless this manager is off, as it is with chunked attention.
+    # vLLM frees blocks that left a layer's window, unless this manager is off, as it is with chunked attention.
     chunked = getattr(text, "attention_chunk_size", None) is not None
     frees = not chunked and not options.engine_args.get("disable_hybrid_kv_cache_manager")
     slides = window is not None and (frees or not kinds or set(kinds) == {"sliding_attention"})
@@ -374,7 +387,7 @@ def kv_cache_bytes(session: Session, options: VLLMOptions, dtype: torch.dtype, l
 
 
 def _becomes_the_engines(session: Session, options: VLLMOptions, dtype: torch.dtype) -> bool:
-    """Whether the policy's weights will be aliased: one replica per rank, unsharded, in the engine's dtype."""
+    """Return whether the policy's weights will be aliased: one replica per rank, unsharded, in the engine's dtype."""
     wanted = any(path.component.shares_memory for path in session.selection.weight_paths)
     plain = all(type(p) is torch.nn.Parameter for p in session.policy.base_parameters().values())
     same = session.policy.dtype == dtype
@@ -387,7 +400,7 @@ def _becomes_the_engines(session: Session, options: VLLMOptions, dtype: torch.dt
 def write_without_weights(policy: Policy, folder: Path) -> None:
     """Write config, generation config and tokenizer of the live model into `folder`; the weights come through the sync.
 
-    Never from `name_or_path`: that is empty for models built from a config, and stale for resized or merged ones.
+    It never reads `name_or_path`, which is empty for models built from a config, and stale for resized or merged ones.
     """
     model = policy.base
     config = unquantised(model.config)

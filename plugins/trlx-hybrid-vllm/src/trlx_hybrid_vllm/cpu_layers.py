@@ -1,7 +1,7 @@
-"""vLLM's layers for CPUs that want their weights repacked, or bf16: the same in plain PyTorch, with the weights as they
-were loaded and in the model's dtype.
+"""Plain PyTorch versions of vLLM's CPU layers that would repack their weights or need bf16.
 
-One expert and one token after the other, so slower than vLLM's. `cpu_worker.py` puts them in place.
+They keep the weights as they were loaded and compute in the model's dtype. They take one expert and one token after the
+other, so they are slower than vLLM's. `cpu_worker.py` puts them in place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from vllm.utils.torch_utils import LayerNameType, _resolve_layer_name
 
 
 def plain_linear(layer: Any, remove_weight: bool) -> None:
-    """Where vLLM would pack the weight for oneDNN, AMX or ZenDNN, and delete the original."""
+    """Keep the weight, where vLLM would pack it for oneDNN, AMX or ZenDNN, and delete the original."""
     layer.cpu_linear = linear
 
 
@@ -35,8 +35,11 @@ _forward_of_rows = RotaryEmbedding.forward_cpu
 def rotated(
     layer: RotaryEmbedding, positions: Tensor, query: Tensor, key: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """vLLM's kernel takes (tokens, width). Queries with a dimension for heads, as latent attention has them, it turns
-    wrongly."""
+    """Rotate queries and keys, with PyTorch where they have a dimension for heads.
+
+    vLLM's kernel takes (tokens, width). It turns queries with a dimension for heads, as latent attention has them,
+    wrongly.
+    """
     forward = _forward_of_rows if query.dim() == 2 else RotaryEmbedding.forward_native
     return forward(layer, positions, query, key)  # type: ignore[no-any-return]
 
@@ -45,11 +48,13 @@ def rotated(
 
 
 class PlainExperts(CPUUnquantizedExperts):  # type: ignore[misc]
-    """Computes with the experts as they were loaded, one after the other: vLLM's own kernel repacks them, at an
-    unchanged shape, so what a sync writes would be misread."""
+    """Experts that compute with their weights as loaded, one expert after the other.
+
+    vLLM's own kernel repacks the weights at an unchanged shape, so it would misread what a sync writes.
+    """
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Repacks nothing."""
+        """Do nothing: the weights are not repacked."""
 
     def apply(
         self,
@@ -82,12 +87,12 @@ class PlainExperts(CPUUnquantizedExperts):  # type: ignore[misc]
 
 
 def gated(activation: MoEActivation, hidden: Tensor) -> Tensor:
-    """What an expert does between its two products, (tokens, 2 * width) to (tokens, width).
+    """Apply an expert's gated activation between its two products, (tokens, 2 * width) to (tokens, width).
 
     Raises:
-        NotImplementedError: for an activation that vLLM's own kernel for CPUs has not either.
+        NotImplementedError: for an activation that vLLM's own CPU kernel does not have either.
     """
-    if activation == MoEActivation.SWIGLUOAI:  # gpt-oss, gate and up take turns
+    if activation == MoEActivation.SWIGLUOAI:  # gpt-oss: columns of gate and up alternate
         gate, up = hidden[..., ::2].clamp(max=7.0), hidden[..., 1::2].clamp(-7.0, 7.0)
         return (up + 1) * gate * torch.sigmoid(1.702 * gate)
     gate, up = hidden.chunk(2, -1)
@@ -99,7 +104,7 @@ def gated(activation: MoEActivation, hidden: Tensor) -> Tensor:
 
 
 def plain_backend(moe_config: Any) -> tuple[UnquantizedMoeBackend, type[PlainExperts]]:
-    """In the place of vLLM's choice, which falls on Triton for an engine with LoRA slots, even on a CPU."""
+    """Return the backend of experts, in place of vLLM's choice: Triton for an engine with LoRA slots, even on a CPU."""
     return UnquantizedMoeBackend.CPU, PlainExperts
 
 
@@ -107,12 +112,14 @@ def plain_backend(moe_config: Any) -> tuple[UnquantizedMoeBackend, type[PlainExp
 
 
 def gated_delta_rule(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: LayerNameType) -> None:
-    """The attention of Qwen3-Next's and Qwen3.5's linear layers, of all sequences of a step; vLLM's own is for bf16.
+    """Compute the attention of Qwen3-Next's and Qwen3.5's linear layers for all sequences of a step.
+
+    vLLM's own is for bf16.
 
     Args:
         mixed_qkv: queries, keys and values beside each other, (tokens, width) before the convolution.
-        b, a: what the strength of an update and the decay are computed from, (tokens, value heads).
-        core_attn_out: is written, (tokens, value heads, head size).
+        b, a: the inputs of the update strength and of the decay, (tokens, value heads).
+        core_attn_out: the output, written in place, (tokens, value heads, head size).
         layer_name: of the layer, which has weights and states.
     """
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
@@ -156,4 +163,4 @@ PLAIN_LAYERS = {
     "rotary_embedding.base.RotaryEmbedding.forward_cpu": rotated,
     "mamba.ops.cpu.gdn_attention.cpu_gdn_attention_core": gated_delta_rule,
 }
-"""What they replace in vLLM's `model_executor.layers` while a model is built."""
+"""Names in vLLM's `model_executor.layers`, with what replaces each of them while a model is built."""

@@ -21,20 +21,24 @@ from .cpu_layers import PLAIN_LAYERS
 from .internals import flat
 
 IDENTITY = "VLLM_DIST_IDENT"
-"""What vLLM's names of shared memory begin with."""
+"""The environment variable with the prefix of vLLM's shared-memory names."""
 MAPS = Path("/proc/self/maps")
 SEGMENTS = "/dev/shm/"
 
 
 class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
-    """Keeps linear weights as live parameters, gives storages back on sleep, and draws from requests' seeds only."""
+    """A worker that keeps linear weights as live parameters and frees storages on sleep.
+
+    It draws only from the requests' seeds.
+    """
 
     def init_device(self) -> None:
-        """As in vLLM, without replacing `torch.set_num_threads` for the whole process; and jobs do not meet.
+        """Initialize as vLLM does, but keep `torch.set_num_threads`, and give each job its own shared-memory names.
 
-        vLLM names the memory that its ranks share after their rendezvous, which is "env://" in every job of a machine.
-        A second job would fail with errno 17, and so would all later ones where a killed one left the name behind.
-        Ranks of several hosts share none: where their names differ, vLLM goes through gloo.
+        vLLM would replace `torch.set_num_threads` for the whole process. It names the memory that its ranks share after
+        their rendezvous, which is "env://" in every job of a machine. A second job would fail with errno 17, and so
+        would all later ones where a killed one left the name behind. Ranks of several hosts share no memory: where
+        their names differ, vLLM goes through gloo.
         """
         set_num_threads, connect = torch.set_num_threads, cpu_worker.init_worker_distributed_environment
 
@@ -52,13 +56,13 @@ class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
             torch.set_num_threads = set_num_threads
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
-        """Load with layers that keep and use the weights as they are loaded."""
+        """Load the model with layers that keep and use the weights as they are loaded."""
         with ExitStack() as patches:
             for name, plain in PLAIN_LAYERS.items():
                 patches.enter_context(patch(f"vllm.model_executor.layers.{name}", plain))
             super().load_model(*args, **kwargs)
-        # vLLM's sampler for CPUs draws from torch's generator even where every request has a seed. So would tools in
-        # threads meanwhile, and to take back its draws would be to take back theirs.
+        # vLLM's sampler for CPUs draws from torch's generator even where every request has a seed. Tools in threads may
+        # draw from it at the same time, so restoring the generator's state would undo their draws, too.
         sampler = self.model_runner.sampler.topk_topp_sampler
         sampler.forward = sampler.forward_native
         runner = self.model_runner
@@ -72,13 +76,13 @@ class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
         self.discard(("weights", "kv_cache"))
 
     def discard(self, tags: tuple[str, ...]) -> None:
-        """Free what bears one of the tags and is not free yet."""
+        """Free the storages that have one of the tags and are not free yet."""
         owners = {"weights": list(self.model_runner.model.parameters()), "kv_cache": flat(self.model_runner.kv_caches)}
         freed = getattr(self, "_freed", {})
         self._freed = {tag: _free(owners[tag]) for tag in tags if tag not in freed} | freed
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Allocate again. Weights come back as NaN until a sync writes them; the KV cache comes back as zeros."""
+        """Allocate the storages again. Weights are NaN until a sync writes them; the KV cache is zeros."""
         for tag in tags or ["weights", "kv_cache"]:
             for storage, size in self._freed.pop(tag, []):
                 storage.resize_(size)
@@ -87,10 +91,10 @@ class PlainWeightsCPUWorker(CPUWorker):  # type: ignore[misc]
 
 
 def unlink_segments(identity: str) -> None:
-    """Take the names off the shared memory that this process has mapped. Its peers must have mapped it, too.
+    """Remove the names of the shared memory that this process has mapped. Its peers must have mapped the memory, too.
 
     Args:
-        identity: what the names begin with.
+        identity: the prefix of the names.
     """
     for line in MAPS.read_text().splitlines() if MAPS.exists() else ():
         _, _, name = line.partition(SEGMENTS)
@@ -100,7 +104,10 @@ def unlink_segments(identity: str) -> None:
 
 
 def _shared_memory() -> str:
-    """Which one this process sees: two containers of one host need not see the same."""
+    """Return the device number of the shared memory that this process sees.
+
+    Two containers of one host may see different ones.
+    """
     return str(os.stat(SEGMENTS).st_dev) if os.path.isdir(SEGMENTS) else ""
 
 

@@ -1,4 +1,4 @@
-"""vLLM inside the trainer's process."""
+"""The vLLM engine inside the trainer's process."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ from .weight_map import Places, WeightMap, refuses_writes, regions
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 ABORT_SECONDS = 5.0
-"""What vLLM gives an abort of its own communicators."""
+"""The time that an abort of communicators may take, in seconds, as in vLLM."""
 SPARE = 2 << 30
-"""Bytes of the device left to what allocates past torch: NCCL, cuBLAS, recorded graphs."""
+"""Bytes of the device that are left for allocations outside torch: NCCL, cuBLAS, recorded graphs."""
 
 
 class VLLMEngine:
-    """An engine over the live policy. Weights come through the weight sync only: it starts with random ones.
+    """An engine over the live policy. Its weights come only through the weight sync: it starts with random ones.
 
     Attributes:
         llm: vLLM's own LLM, for custom rollouts.
-        peers_lost: a rank of this run is gone or elsewhere: `close` then waits for none.
+        peers_lost: True where a rank of this run is gone or elsewhere: `close` then waits for no rank.
     """
 
     def __init__(self, session: Session, options: VLLMOptions) -> None:
@@ -105,7 +105,7 @@ class VLLMEngine:
                 built.append(internals.model_of(self.llm))
             except Exception as error:
                 forget_groups(self._made_default_group)  # the next engine would take them for its own
-                traceback.clear_frames(error.__traceback__)  # which hold what was built, where the policy wants to be
+                traceback.clear_frames(error.__traceback__)  # they hold what was built, in the policy's memory
                 session.memory.reclaim()
                 raise EngineError(
                     f"vLLM could not build an engine for {session.policy.architecture}: {str(error)[:500]} "
@@ -124,14 +124,14 @@ class VLLMEngine:
         self._asleep: dict[str, int] = {}  # bytes that waking will take, of "weights" and "kv_cache"
         self._loader = WeightLoader(internals.model_of(self.llm))
         latent = internals.latent_attention(internals.model_of(self.llm))
-        self._latent = [] if self.quantized else [layer for _, layer in latent]  # vLLM's own reload derives anew
+        self._latent = [] if self.quantized else [layer for _, layer in latent]  # vLLM's reload does it again
         self._map: WeightMap | None = None
         self._places: Places | None = None
 
     # --- generation -------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Sample; the ranks of a replica pool their requests, and each keeps its own rows."""
+        """Sample; the ranks of a replica pool their requests, and each rank keeps its own rows."""
         self._require_awake()
         requests, mine = self._pooled(list(requests), sampling)
         with internals.running(self.dtype):
@@ -147,7 +147,7 @@ class VLLMEngine:
 
     @contextmanager
     def stream(self, sampling: Sampling) -> Iterator[EngineStream]:
-        """Requests one at a time; the ranks of a replica step together."""
+        """Open a stream that takes requests one at a time; the ranks of a replica step together."""
         self._require_awake()
         params, support = sampling_params(sampling, self._returns_masks), self._support_of(sampling)
         stream = EngineStream(self.llm, params, self.adapter, self._routing, self._graphs, support)
@@ -158,7 +158,7 @@ class VLLMEngine:
             yield stream
 
     def _kept_ids(self, session: Session) -> KeptIds | None:
-        """What keeps the ids that tokens are sampled from, where the run scores over these."""
+        """Return the object that keeps the ids that tokens are sampled from, if the run scores over these ids."""
         vocabulary: int = self.llm.llm_engine.model_config.get_vocab_size()
         if self._returns_masks:
             return KeptIds(vocabulary)
@@ -167,16 +167,16 @@ class VLLMEngine:
         return None
 
     def _support_of(self, sampling: Sampling) -> KeptIds | None:
-        """The same for requests, if some ids are left out."""
+        """Return the object that keeps the ids, if this sampling leaves some ids out."""
         return None if sampling.truncated_by() is None else self._support
 
     @property
     def _returns_masks(self) -> bool:
-        """Whether vLLM returns the ids, of every request."""
+        """True where vLLM returns, for every request, the ids that tokens were sampled from."""
         return bool(getattr(self.llm.llm_engine.model_config, MASKS, False))
 
     def _own_requests(self) -> Any:
-        """The adapter of requests that reach `llm` past this class and name none: custom rollouts make such."""
+        """Return the adapter of requests that reach `llm` without this class and name none, as custom rollouts make."""
         self._require_awake()
         return self.adapter
 
@@ -188,7 +188,7 @@ class VLLMEngine:
             )
 
     def _pooled(self, requests: list[Request], sampling: Sampling) -> tuple[list[Request], slice]:
-        """The requests of all ranks, and where those of this one are.
+        """Return the requests of all ranks of this replica, and the slice of this rank's.
 
         Raises:
             EngineError: the ranks would sample differently, and so compute something else from some token on.
@@ -228,23 +228,28 @@ class VLLMEngine:
         return report
 
     def weights_written(self) -> None:
-        """The parameters are the policy's again, whoever wrote them. Its persistent buffers are brought here."""
+        """Record that the engine's parameters are the policy's again, whoever wrote them.
+
+        Copies the policy's persistent buffers into the engine.
+        """
         if self._buffers:
             self._loader.write(self._policy.buffers().items())
         self._weights_are_current()
 
     def _weights_are_current(self) -> None:
         for layer in self._latent:
-            layer.process_weights_after_loading(self.dtype)  # what it derives, in place: CUDA graphs read it there
+            layer.process_weights_after_loading(self.dtype)  # derives matrices in place: CUDA graphs read them there
         self.forget_computed()
         self.weights_lost = False
 
     def forget_computed(self) -> None:
-        """Drop what was computed with the weights: the prefix cache, if there is anything in it (vLLM walks all blocks
-        for that, 2 ms for 27 GiB), what vLLM keeps of its blocks' experts, and the embeddings of images.
+        """Drop what was computed with the old weights.
+
+        This is the prefix cache, if it holds anything (to drop it, vLLM walks all blocks, 2 ms for 27 GiB), what vLLM
+        keeps of its blocks' experts, and the embeddings of images.
 
         Raises:
-            EngineError: requests are unfinished, whose keys and values vLLM keeps for others as well.
+            EngineError: requests are unfinished, and vLLM keeps their keys and values for other requests as well.
         """
         if (internals.prefixes(self.llm) or self._routes) and not self.llm.reset_prefix_cache():
             internals.drain(self.llm)
@@ -253,29 +258,32 @@ class VLLMEngine:
             self.llm.llm_engine.reset_encoder_cache()
 
     def _reload(self, weights: NamedTensors) -> LoadReport:
-        """A quantised engine derives what it keeps from the weights: vLLM's reload does that again, layer by layer."""
+        """Load weights into a quantised engine by vLLM's reload.
+
+        What such an engine keeps is derived from the weights, and vLLM's reload derives it again, layer by layer.
+        """
         given: dict[str, int] = {}
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": counted(weights, given)})
         return LoadReport(tensors=len(given), bytes=sum(given.values()))
 
     def differing(self, weights: NamedTensors) -> list[str]:
-        """Tensors whose bits are not in the engine.
+        """Return the names of tensors whose bits are not in the engine.
 
-        A quantised engine keeps none of them, so it has nothing to compare: the log-prob probe stands alone there.
+        A quantised engine keeps none of the bits, so it has nothing to compare: only the log-prob probe checks it.
         """
         return [] if self.quantized else self._loader.differing(weights)
 
     def places(self, policy: Policy) -> Places:
-        """Where each base parameter of the policy lies in this engine; the first call loads them to find out."""
+        """Return where each base parameter of the policy lies in this engine; the first call loads them to find out."""
         if self._places is None:
             self._places = Places(policy, self._weight_map(policy))
         return self._places
 
     def regions(self, policy: Policy) -> Regions:
-        """What this rank's memory holds of each weight of the policy; the first call loads them to find out.
+        """Return what this rank's memory holds of each weight of the policy; the first call loads them to find out.
 
         Raises:
-            EngineError: a layer may not keep what is written into it, or holds what no box of a weight is.
+            EngineError: a layer may not keep what is written into it, or holds something that is no box of a weight.
         """
         model = internals.model_of(self.llm)
         reason = "a quantised engine keeps no copy of the weights" if self.quantized else refuses_writes(model)
@@ -293,10 +301,10 @@ class VLLMEngine:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def sleep(self, keep_weights: bool = False) -> None:
-        """Give memory back, where sleep mode is on; weights that are not kept are lost until the next sync.
+        """Free memory, where sleep mode is on; weights that are not kept are lost until the next sync.
 
-        Only the KV cache: its pages are unmapped, nothing is copied or saved. The weights too: vLLM's level 2, which
-        also saves the few buffers that no sync would bring back, and passes over what is asleep.
+        If weights are kept, only the KV cache sleeps: its pages are unmapped, nothing is copied or saved. Otherwise it
+        is vLLM's level 2, which also saves the few buffers that no sync would bring back, and skips what is asleep.
         """
         awake = ({KV_CACHE} if keep_weights else {WEIGHTS, KV_CACHE}) - self.asleep
         if not self.sleeps or not awake:
@@ -314,7 +322,7 @@ class VLLMEngine:
         self._asleep |= {what: size - self._bytes(what) for what, size in sizes.items()}  # a CPU's worker keeps buffers
 
     def wake(self, what: str) -> None:
-        """Allocate "weights" or "kv_cache" again; nothing to do for what is awake."""
+        """Allocate "weights" or "kv_cache" again; does nothing for what is awake."""
         if what not in self._asleep:
             return
         with internals.cache_kept(self._asleep[what] + SPARE):
@@ -325,17 +333,19 @@ class VLLMEngine:
 
     @property
     def asleep(self) -> set[str]:
-        """ "weights", "kv_cache", both or neither."""
+        """The parts that are asleep: "weights", "kv_cache", both or neither."""
         return set(self._asleep)
 
     @property
     def asleep_bytes(self) -> int:
-        """What waking will take of the device's memory."""
+        """The bytes of the device's memory that waking will take."""
         return sum(self._asleep.values())
 
     def resident(self, what: str) -> list[torch.Tensor]:
-        """The tensors of "weights" (with their buffers and adapter slots) or "kv_cache" that hold memory now; on a CPU
-        those that were emptied in place as well."""
+        """Return the tensors of "weights" (with their buffers and adapter slots) or "kv_cache" that hold memory now.
+
+        On a CPU, tensors that were emptied in place are included.
+        """
         if what in self._asleep and torch.cuda.is_available():  # unmapped, though torch still counts it
             return []
         if what == KV_CACHE:
@@ -364,7 +374,7 @@ class VLLMEngine:
             graphs.close()
 
     def leave(self) -> None:
-        """The process ends: see `release_at_exit`."""
+        """Release the engine at the end of the process, see `release_at_exit`."""
         self._forget_sampling_graphs()
         release_at_exit(self.llm, self._made_default_group)
 
@@ -373,21 +383,25 @@ class VLLMEngine:
 
 
 def detach_finalizer(llm: Any) -> None:
-    """From now on the engine ends when it is told to, and not when vLLM's client is collected or the interpreter exits:
-    vLLM would then destroy every process group of the process, those of accelerate and of other plugins included, and
-    wait in that for whatever still uses one."""
+    """Detach vLLM's finalizer, so that the engine ends only when it is told to.
+
+    vLLM would otherwise end it when its client is collected or the interpreter exits. It would then destroy every
+    process group of the process, including those of accelerate and of other plugins, and wait for whatever still uses
+    one.
+    """
     llm.llm_engine.engine_core._finalizer.detach()
 
 
 def release_at_exit(llm: Any, made_default_group: bool) -> None:
-    """Before the interpreter exits: nothing of the engine's may be waited for.
+    """Release what an engine holds before the interpreter exits, so that nothing waits for it.
 
-    A communicator that a CUDA graph names is destroyed only after the graph (NCCL, `commDestroySync`), and one with a
-    rank that is elsewhere not at all. So the graphs go first, and the communicators are aborted; last the default one
-    of a single process, where the engine made it: nobody else would, and torch warns of what nobody destroyed.
+    NCCL (`commDestroySync`) destroys a communicator that a CUDA graph names only after the graph, and a communicator
+    with a rank that is elsewhere not at all. So the graphs go first, and the communicators are aborted. Last comes the
+    default group of a single process, where the engine made it: nobody else would destroy it, and torch warns of groups
+    that are left.
 
-    Where there are none of them, on a CPU, what vLLM has frozen is collected as Python ends, or Triton would list all
-    that it has left.
+    On a CPU there are no CUDA graphs and no NCCL. There the heap that vLLM has frozen is collected as Python ends, or
+    Triton would list everything that it has left.
 
     Args:
         llm: None where a `shut_down` failed half-way.
@@ -404,11 +418,11 @@ def release_at_exit(llm: Any, made_default_group: bool) -> None:
 
 
 class _Unmapped:
-    """What vLLM's allocator knows of memory that sleeps, for the moment it is freed.
+    """A stand-in for vLLM's allocation data that maps sleeping memory at the moment it is freed.
 
     vLLM 0.31 unmaps what it frees, and memory that sleeps is not mapped: seen on H200s, that ends in "invalid argument"
-    or in a segmentation fault. So it is mapped when it is freed, one allocation after the other, since all of them
-    together might not fit beside what the trainer holds by now.
+    or in a segmentation fault. So the memory is mapped when it is freed, one allocation after the other, since all of
+    them together might not fit beside what the trainer holds by then.
 
     Args:
         data: vLLM's `AllocationData`.
@@ -431,11 +445,11 @@ class _Unmapped:
 
 
 _ALLOCATORS: list[Any] = []
-"""Of engines that are gone: policies may still live in their memory, which goes back through them (pytorch#145168)."""
+"""Allocators of closed engines: policies may still live in memory that goes back through them (pytorch#145168)."""
 
 
 def _make_freeable() -> None:
-    """What sleeps may be freed from now on, and what is in use may be freed after the engine."""
+    """Let sleeping memory be freed from now on, and let memory in use be freed after the engine."""
     if not torch.cuda.is_available():
         return
     from vllm.device_allocator.cumem import CuMemAllocator
@@ -451,19 +465,19 @@ def _forget_graphs(llm: Any) -> None:
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
 
     if torch.cuda.is_available():
-        CUDAGraphWrapper.clear_all_graphs()  # those of parts of the model
+        CUDAGraphWrapper.clear_all_graphs()  # the graphs of parts of the model
         if llm is None:
             return
         manager = getattr(llm.llm_engine.model_executor.driver_worker.model_runner, "cudagraph_manager", None)
         if manager is not None:
-            manager.graphs.clear()  # those of whole steps
+            manager.graphs.clear()  # the graphs of whole steps
 
 
 def _forget_hooks(llm: Any) -> None:
-    """Take back the hooks by which a model watches what Dynamo compiles.
+    """Remove the hooks by which a model watches what Dynamo compiles.
 
-    vLLM 0.31 registers a method of the model for each decorated class that it derives from, and takes back the last one
-    only. The others would keep the model, its weights among it, to the end of the process.
+    vLLM 0.31 registers a method of the model for each decorated class that it derives from, and removes the last one
+    only. The other hooks would keep the model, with its weights, until the end of the process.
     """
     from torch._dynamo.convert_frame import _bytecode_hooks as hooks
 
@@ -477,9 +491,9 @@ def _forget_traced_weights() -> None:
     """Drop the weights that a model was traced with.
 
     torch.compile leaves what it compiled in the module of the model's class, as a global, and vLLM 0.31's part of it
-    keeps the inputs of the trace, all weights among them. A next engine of the process would find the first one's
-    memory in use, which vLLM refuses in sleep mode. Once compiled, the inputs serve only to be stored. Python does not
-    list objects that are frozen, as vLLM's are until it shuts down.
+    keeps the inputs of the trace, with all weights. A next engine of the process would find the first one's memory in
+    use, which vLLM refuses in sleep mode. Once compiled, the inputs serve only to be stored. Python does not list
+    objects that are frozen, as vLLM's are until it shuts down.
     """
     from vllm.compilation.caching import VllmSerializableFunction
 
@@ -491,8 +505,8 @@ def _forget_traced_weights() -> None:
 def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False, heap_kept: bool = False) -> None:
     """Free the engine and the process groups it made.
 
-    vLLM's own shutdown destroys the default process group as well, which under DDP and FSDP is accelerate's; so its
-    parts are taken down here one by one.
+    vLLM's own shutdown also destroys the default process group, which under DDP and FSDP is accelerate's; so this
+    function shuts down vLLM's parts one by one.
 
     Args:
         peers_lost: some rank will not do the same.
@@ -505,7 +519,7 @@ def shut_down(llm: Any, made_default_group: bool, peers_lost: bool = False, heap
     _forget_hooks(llm)
     core.structured_output_manager.clear_backend()
     with internals.frozen_heap(heap_kept):
-        core.model_executor.shutdown()  # unfreezes the heap: engine and trainer could not be collected
+        core.model_executor.shutdown()  # unfreezes the heap: otherwise engine and trainer could not be collected
     _forget_traced_weights()
     core.scheduler.shutdown()
     if peers_lost:
@@ -535,15 +549,19 @@ def _coordinators() -> list[Any]:
 
 
 def _forget_queues() -> None:
-    """Shared memory between an engine's ranks, which is unlinked with its object: when the interpreter exits, Python's
-    resource tracker would do it, and warn of a leak."""
+    """Drop the shared memory between an engine's ranks, which is unlinked with its object.
+
+    Otherwise Python's resource tracker would unlink it when the interpreter exits, and warn of a leak.
+    """
     for coordinator in _coordinators():
         coordinator.mq_broadcaster = None
 
 
 def _device_groups() -> Iterator[Any]:
-    """vLLM's NCCL groups, which it knows no more, since it destroys those that it knows. None where the script has
-    destroyed all groups, as `accelerator.end_training()` does."""
+    """Yield vLLM's NCCL groups and remove them from vLLM, which would destroy the groups that it knows.
+
+    It yields none where the script has destroyed all groups, as `accelerator.end_training()` does.
+    """
     for coordinator in _coordinators() if dist.is_initialized() else ():
         if not hasattr(coordinator, "device_group"):
             continue

@@ -1,6 +1,7 @@
-"""Everything this plugin uses of vLLM 0.31 beyond its documented interface, in one place, but for what ending an
-engine (`engine.py`), its scheduler, its LoRA slots and adapted layers, its layers for CPUs, their routers and its
-weight transfer take.
+"""The parts of vLLM 0.31 outside its documented interface that this plugin uses, collected in one place.
+
+Other files hold what they need of it for ending an engine (`engine.py`), for vLLM's scheduler, its LoRA slots and
+adapted layers, its layers for CPUs, their routers and its weight transfer.
 
 The plugin's tests run all of it, on the pinned version.
 """
@@ -31,28 +32,30 @@ logger = logging.getLogger(__name__)
 
 
 def model_of(llm: Any) -> torch.nn.Module:
-    """The model inside an in-process engine."""
+    """Return the model inside an in-process engine."""
     return runner_of(llm).model  # type: ignore[no-any-return]
 
 
 def runner_of(llm: Any) -> Any:
-    """The model runner of an in-process engine."""
+    """Return the model runner of an in-process engine."""
     return llm.llm_engine.model_executor.driver_worker.model_runner
 
 
 def kv_caches(llm: Any) -> list[torch.Tensor]:
-    """The KV cache's tensors; several may share a storage."""
+    """Return the KV cache's tensors; several may share a storage."""
     return flat(runner_of(llm).kv_caches)
 
 
 def flat(caches: Iterable[Any]) -> list[torch.Tensor]:
-    """Of a model runner's caches, one per layer: linear attention keeps a list of states in its place."""
+    """Return the tensors of a model runner's caches, one cache per layer; linear attention has a list of states."""
     return [tensor for cache in caches for tensor in (cache if isinstance(cache, list | tuple) else [cache])]
 
 
 def attention_of(config: Any) -> list[tuple[int, int]]:
-    """Per layer of a model's config: its KV heads, and the elements each keeps of one token. Where vLLM compresses them
-    (multi-head latent attention), one head and its latent."""
+    """Return for each layer of a model's config its KV heads, and the elements that each head keeps of one token.
+
+    Where vLLM compresses keys and values (multi-head latent attention), it is one head and the latent's size.
+    """
     model = _described(config)
     layers = [model[layer] for layer in range(model.total_num_hidden_layers)]
     if model.is_deepseek_mla:
@@ -61,7 +64,7 @@ def attention_of(config: Any) -> list[tuple[int, int]]:
 
 
 def is_latent(config: Any) -> bool:
-    """Whether vLLM computes the attention of a model's config from latents."""
+    """Return whether vLLM computes the attention of a model's config from latents."""
     return bool(_described(config).is_deepseek_mla)
 
 
@@ -78,7 +81,7 @@ def _described(config: Any) -> Any:
 
 
 def unquantised(config: Any) -> Any:
-    """A copy of a model's config that says nothing of how the trainer's base is held; the engine is told its own."""
+    """Return a copy of a model's config without the quantisation of the trainer's base; the engine is told its own."""
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -86,27 +89,29 @@ def unquantised(config: Any) -> Any:
 
 
 def latent_attention(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """vLLM's layers of multi-head latent attention, by name. From `kv_b_proj` they compute two matrices, and keep them
-    as parameters of their own."""
+    """Return vLLM's layers of multi-head latent attention, with their names.
+
+    They compute two matrices from `kv_b_proj`, and keep them as parameters of their own.
+    """
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
     return ((name, module) for name, module in model.named_modules() if isinstance(module, MLAAttention))
 
 
 def prefixes(llm: Any) -> int:
-    """How many blocks the prefix cache holds."""
+    """Return how many blocks the prefix cache holds."""
     pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
     return len(pool.cached_block_hash_to_block)
 
 
 def adapter_slots_of(module: torch.nn.Module) -> list[torch.Tensor]:
-    """The LoRA slots of one layer: plain tensors, neither parameters nor buffers."""
+    """Return the LoRA slots of one layer: plain tensors, neither parameters nor buffers."""
     stacked = [*getattr(module, "lora_a_stacked", ()), *getattr(module, "lora_b_stacked", ())]
     return [tensor for tensor in stacked if isinstance(tensor, torch.Tensor)]
 
 
 def processed(llm: Any, prompt_ids: list[int], params: Any, adapter: Any) -> Any:
-    """vLLM's `EngineCoreRequest` of a prompt, checked and complete, but not queued."""
+    """Return vLLM's `EngineCoreRequest` of a prompt, checked and complete, but not queued."""
     from vllm.inputs.engine import tokens_input
 
     engine = llm.llm_engine
@@ -120,7 +125,11 @@ def processed(llm: Any, prompt_ids: list[int], params: Any, adapter: Any) -> Any
 
 
 def add_like(llm: Any, pattern: Any, prompt_ids: list[int], params: Any, now: float) -> str:
-    """`LLM.enqueue` of a prompt that differs from a processed one in what is given here; returns vLLM's request id."""
+    """Queue a prompt as `LLM.enqueue` does, from a processed request that differs only in what is given here.
+
+    Returns:
+        vLLM's request id.
+    """
     import msgspec
     from vllm.inputs.engine import tokens_input
 
@@ -141,12 +150,12 @@ def add_like(llm: Any, pattern: Any, prompt_ids: list[int], params: Any, now: fl
 
 
 def outside(request_id: str) -> str:
-    """The id that a request was given, from the one that vLLM works with: it appends random characters."""
+    """Return the id that a request was given, from vLLM's internal id, which has random characters at its end."""
     return request_id.rpartition("-")[0] or request_id
 
 
 def hand_over_masks(llm: Any, returned: Callable[[str, int, Any], None]) -> None:
-    """Hand over the ids that tokens were sampled from as they come, before vLLM makes a list of each.
+    """Pass on the ids that tokens were sampled from as they come, before vLLM makes a list of each.
 
     Args:
         llm: an `AsyncLLM`.
@@ -167,10 +176,10 @@ def hand_over_masks(llm: Any, returned: Callable[[str, int, Any], None]) -> None
 
 
 def keep_expanded_prompts(llm: Any) -> None:
-    """Take prompts whose image tokens are as many as the image's embeddings as they are, as the trainer's are.
+    """Leave prompts unchanged that have an image token for each of the image's embeddings, as the trainer's prompts do.
 
-    vLLM would expand the first of them once more, and sample from another prompt than the one that is scored. Prompts
-    with one image token per image are still expanded. For an `LLM` or `AsyncLLM`; does nothing for text models.
+    vLLM would expand the first image token once more, and sample from another prompt than the one that is scored.
+    Prompts with one image token per image are still expanded. For an `LLM` or `AsyncLLM`; does nothing for text models.
     """
     processor = llm.renderer.mm_processor
     if processor is None:
@@ -190,7 +199,7 @@ def drain(llm: Any, steps: int = 16) -> None:
     """Let the engine core report what has finished: it keeps a step or two in flight after the last request.
 
     Raises:
-        EngineError: requests are still running, so their KV cache can neither be given back nor forgotten.
+        EngineError: requests are still running, so their KV cache can neither be freed nor dropped.
     """
     client = llm.llm_engine.engine_core
     core = client.engine_core
@@ -206,7 +215,7 @@ def drain(llm: Any, steps: int = 16) -> None:
 
 
 def adapter_manager(llm: Any) -> Any:
-    """What holds the LoRA slots of an in-process engine built with `enable_lora`: vLLM's `LoRAModelManager`.
+    """Return vLLM's `LoRAModelManager`, which holds the LoRA slots of an in-process engine built with `enable_lora`.
 
     The CPU's and the GPU's model runner share the mixin that makes it.
     """
@@ -215,7 +224,7 @@ def adapter_manager(llm: Any) -> Any:
 
 @contextmanager
 def unwrapped(model: torch.nn.Module) -> Iterator[None]:
-    """The model with its own layers in place of vLLM's LoRA wrappers, under the names its loader knows.
+    """Put the model's own layers in place of vLLM's LoRA wrappers, under the names its loader knows.
 
     Changes nothing without `enable_lora`. A wrapper can sit at several places (tied heads, routers); all are put back.
     """
@@ -240,8 +249,10 @@ def unwrapped(model: torch.nn.Module) -> Iterator[None]:
 
 
 def bypassed(model: torch.nn.Module) -> set[int]:
-    """Ids of layers that the model calls past vLLM's LoRA wrapper around them: it holds them at two places, and one was
-    wrapped. An adapter there changes nothing."""
+    """Return the ids of layers that the model calls without the LoRA wrapper that vLLM put around them.
+
+    The model holds such a layer at two places, and one was wrapped. An adapter there changes nothing.
+    """
     from vllm.lora.layers import BaseLayerWithLoRA
 
     wrapped = {id(module.base_layer) for module in model.modules() if isinstance(module, BaseLayerWithLoRA)}
@@ -250,7 +261,7 @@ def bypassed(model: torch.nn.Module) -> set[int]:
 
 
 def unimportable(architecture: str) -> str | None:
-    """Why vLLM's own class for an architecture of transformers' cannot be imported, or None."""
+    """Return why vLLM's own class for an architecture of transformers cannot be imported, or None."""
     from vllm import ModelRegistry
 
     try:
@@ -262,8 +273,10 @@ def unimportable(architecture: str) -> str | None:
 
 
 def only_attends(architecture: str) -> bool:
-    """Whether vLLM's own class for an architecture of transformers' is a text model whose layers keep no state but keys
-    and values. Not where vLLM has no class of its own."""
+    """Return whether vLLM's own class for an architecture is a text model whose layers keep only keys and values.
+
+    False where vLLM has no class of its own.
+    """
     from vllm import ModelRegistry
 
     known = ModelRegistry.models.get(architecture)
@@ -274,25 +287,28 @@ def only_attends(architecture: str) -> bool:
 
 
 def without_adapters(architecture: str) -> str | None:
-    """Why vLLM's own class for an architecture of transformers' has no LoRA slots, or None."""
+    """Return why vLLM's own class for an architecture of transformers has no LoRA slots, or None."""
     from vllm import ModelRegistry
     from vllm.model_executor.models import supports_lora
 
     known = ModelRegistry.models.get(architecture)
     try:
         served = known is None or supports_lora(known.load_model_cls())
-    except ImportError:  # the engine's to tell
+    except ImportError:  # the engine itself reports it
         return None
     return None if served else f"vLLM's {architecture} has no LoRA slots"
 
 
 MODULES_WITH_TENSORS = ("compressed_tensors.compressors.nvfp4.helpers", "flashinfer.quantization.fp4_quantization")
-"""Seen in a history of torch's allocations, on H200s."""
+"""Modules that allocate tensors when they are imported, as seen in a history of torch's allocations on H200s."""
 
 
 def import_modules_with_tensors() -> None:
-    """Modules that make tensors as they are imported, which vLLM does while it builds a model: in the memory that
-    sleeps, where their contents are lost, and which could never be given back for another engine."""
+    """Import the modules that allocate tensors when they are imported, before vLLM does so while it builds a model.
+
+    Their tensors would otherwise lie in the memory that sleeps. There their contents are lost, and the memory could
+    never be freed for another engine.
+    """
     if torch.cuda.is_available():
         for name in MODULES_WITH_TENSORS:
             with suppress(ImportError):
@@ -301,12 +317,13 @@ def import_modules_with_tensors() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """The ranks that run one engine, which follow each other.
+    """The ranks that run one engine together.
 
     Attributes:
         cpu_group: their process group, over gloo.
-        rank_in_group: this process's place.
-        owned: vLLM does not know the group.
+        world_size: how many ranks there are.
+        rank_in_group: this process's rank in the group.
+        owned: True where this class made the group, and vLLM does not know it.
     """
 
     cpu_group: Any
@@ -316,8 +333,11 @@ class Replica:
 
     @classmethod
     def of_this_rank(cls, size: int) -> Replica:
-        """Of an engine that was just built. Collective over all ranks: vLLM has a group of the ranks that share layers,
-        and one of those that follow each other with other layers, but none of both."""
+        """Return the replica of this rank, for an engine that was just built. Collective over all ranks.
+
+        vLLM has a group of the ranks that share layers (tensor parallelism), and one of the ranks with successive
+        layers (pipeline stages), but none of all ranks of an engine that has both.
+        """
         from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 
         if get_pp_group().world_size == 1:
@@ -327,13 +347,18 @@ class Replica:
         return cls(own, size, dist.get_rank() % size, owned=True)
 
     def close(self) -> None:
-        """Forget the group, unless the script has destroyed all of them."""
+        """Destroy the group, unless the script has destroyed all of them."""
         if self.owned and dist.is_initialized():
             dist.destroy_process_group(self.cpu_group)
 
 
 def serve_directly(llm: Any, own: Callable[[], Callable[[], Any] | None]) -> None:
-    """Let an engine be asked before a request is queued: it refuses, or returns the LoRARequest of those without."""
+    """Ask the engine before each request is queued.
+
+    Args:
+        own: a weak reference to a method that refuses the request by raising, or returns the `LoRARequest` of requests
+            that name none.
+    """
     processor = llm.llm_engine.input_processor
     plain = processor.process_inputs
 
@@ -347,12 +372,12 @@ def serve_directly(llm: Any, own: Callable[[], Callable[[], Any] | None]) -> Non
 
 
 def may_replace(subject: str, apart: Callable[[], float], bound: float) -> bool:
-    """Whether a kernel of ours may take the place of vLLM's on this machine; says so where it may not.
+    """Return whether a kernel of ours may replace vLLM's on this machine, and log where it may not.
 
     Args:
-        subject: what is computed with vLLM's otherwise, with its verb.
-        apart: runs it, and returns by how much it differs.
-        bound: the most that this may be.
+        subject: what vLLM's kernels compute otherwise, with its verb, for the message.
+        apart: runs the kernel, and returns by how much its result differs from vLLM's.
+        bound: the largest difference that is allowed.
     """
     try:
         found = apart()
@@ -365,17 +390,22 @@ def may_replace(subject: str, apart: Callable[[], float], bound: float) -> bool:
 
 
 PYTHONS_OWN = 1_000
-"""Objects that Python itself may have frozen: 3.12 starts with 375. Who freezes a heap with torch in it freezes some
-hundred thousand."""
+"""The largest number of objects that Python itself may have frozen: 3.12 starts with 375.
+
+A heap with torch in it has some hundred thousand objects.
+"""
 
 
 @contextmanager
 def frozen_heap(kept: bool) -> Iterator[None]:
-    """Around vLLM's start and end, where a heap that somebody has frozen before (`gc.freeze`) is to be kept so.
+    """Keep a heap frozen that was frozen before (`gc.freeze`), while vLLM starts or ends.
 
-    vLLM freezes the whole heap when it starts, and unfreezes all of it after a capture of graphs and at its end, since
-    nothing of the engine could be collected. Python does not tell what vLLM froze from what was frozen before; so where
-    something was, vLLM does neither, unless the engine was frozen by somebody else since.
+    vLLM freezes the whole heap when it starts. It unfreezes all of it after a capture of graphs and at its end, since
+    otherwise nothing of the engine could be collected. Python does not tell what vLLM froze from what was frozen
+    before. So where something was frozen before, vLLM does neither.
+
+    Args:
+        kept: whether there is such a heap. False where the engine was frozen by somebody else since it started.
     """
     if not kept:
         yield
@@ -386,9 +416,14 @@ def frozen_heap(kept: bool) -> Iterator[None]:
 
 @contextmanager
 def cache_kept(wanted: int = 0) -> Iterator[None]:
-    """Around vLLM's sleep and wake-up, which give all that torch's allocator has cached back to the driver: where the
-    device has so many bytes beside it, the trainer keeps it, and its next loss does not ask the driver for it again, in
-    some five hundred calls. Meanwhile no thread of the process empties the cache."""
+    """Keep the cache of torch's allocator during vLLM's sleep and wake-up, which would return all of it to the driver.
+
+    It is kept where the device has so many bytes free beside it. Then the trainer's next loss need not ask the driver
+    for the memory again, in some five hundred calls. Meanwhile no thread of the process empties the cache.
+
+    Args:
+        wanted: bytes that must be free on the device.
+    """
     if not torch.cuda.is_available() or torch.cuda.mem_get_info()[0] < wanted:
         yield
         return
@@ -400,13 +435,14 @@ def cache_kept(wanted: int = 0) -> Iterator[None]:
 
 @contextmanager
 def compiled_once(folder: str, joined: bool) -> Iterator[None]:
-    """Around the start of an engine whose folder has a random name: it takes what an earlier start compiled.
+    """Let an engine whose folder has a random name start with what an earlier start compiled.
 
-    vLLM keeps compiled models under a hash of its config, the model's path included. Every start would compile anew,
-    choose its kernels by the clock anew, which may round otherwise, and leave one more folder in vLLM's cache. What the
-    path stands for, the model's config, is in the hash by itself.
+    vLLM keeps compiled models under a hash of its config, which includes the model's path. Without this, every start
+    would compile anew, choose its kernels by timing anew, which may round otherwise, and leave one more folder in
+    vLLM's cache. The config of the model, which the path stands for, is in the hash separately.
 
     Args:
+        folder: the model's path.
         joined: whether adapters lie under weights, which the hash must tell apart.
     """
     from vllm.config import ModelConfig
@@ -427,14 +463,17 @@ def compiled_once(folder: str, joined: bool) -> Iterator[None]:
 
 
 FLOAT32_PRODUCTS = "TRITON_F32_DEFAULT"
-"""How exact Triton's products of float32 are, read when a kernel is compiled. Left alone they are TF32, and attention,
-and so each log-prob, is off by 1e-3. PyTorch's own, and so the trainer's, are exact unless told otherwise."""
+"""The environment variable for the precision of Triton's float32 products, read when a kernel is compiled.
+
+By default they are TF32, and attention, and so each log-prob, is off by 1e-3. PyTorch's products, and so the trainer's,
+are exact by default.
+"""
 EXACT = "ieee"
 
 
 @contextmanager
 def stdout_with_descriptor() -> Iterator[None]:
-    """Inside, `sys.stdout` has a file descriptor, which vLLM duplicates as it starts. Some notebooks have none."""
+    """Give `sys.stdout` a file descriptor, which vLLM duplicates as it starts. In some notebooks it has none."""
     try:
         sys.stdout.fileno()
     except (AttributeError, io.UnsupportedOperation):
@@ -446,11 +485,11 @@ def stdout_with_descriptor() -> Iterator[None]:
 
 @contextmanager
 def running(dtype: torch.dtype, collecting: bool = False) -> Iterator[None]:
-    """Around every call of an engine that computes in this dtype.
+    """Prepare the process for a call of an engine that computes in this dtype. Every call must be made within it.
 
     A rollout allocates a few objects per token, so the garbage collector pauses, except for calls that run long and run
-    the user's code (`collecting`). What was there when vLLM was built, it has frozen: no collection walks over that.
-    On a CPU torch.compile is switched off: it costs 14 s at the first call.
+    the user's code (`collecting`). vLLM has frozen the objects that existed when it was built, so no collection visits
+    them. On a CPU, torch.compile is switched off: it costs 14 s at the first call.
     """
     from vllm.platforms import current_platform
 
@@ -470,10 +509,10 @@ def running(dtype: torch.dtype, collecting: bool = False) -> Iterator[None]:
 
 @contextmanager
 def trainer_classes_kept(trained: nn.Module) -> Iterator[list[nn.Module]]:
-    """What happens inside to classes of the trained model is undone afterwards.
+    """Undo afterwards the changes that the code inside makes to classes of the trained model.
 
     Yields:
-        A list for the models built inside. Their modules get subclasses of their own, with what was done to the class.
+        A list for the models built inside. Their modules get subclasses of their own, with the changes to the class.
     """
     classes = {c for module in trained.modules() for c in type(module).__mro__ if c is not object}
     before = {c: (c.__bases__, dict(vars(c))) for c in classes}
@@ -489,7 +528,7 @@ def trainer_classes_kept(trained: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def _moved_into_subclass(cls: type, bases: tuple[type, ...], attributes: dict[str, Any]) -> type:
-    """The class is again what it was; what was added to it is a subclass's, which bears its name."""
+    """Restore a class, and return a subclass of the same name with what was added to it."""
     added = tuple(base for base in cls.__bases__ if base not in bases)
     changed = {key: value for key, value in vars(cls).items() if attributes.get(key) is not value}
     cls.__bases__ = bases

@@ -1,9 +1,9 @@
-"""Full tensors into vLLM's memory through its own loader, and the record of what went where.
+"""A loader that writes full tensors into vLLM's memory through vLLM's own loader, and records what went where.
 
 vLLM fuses (q, k and v into one matrix), pads and slices while it loads, each model in its own way. Instead of a table
-of names, the first load is watched: every copy the loader makes is recorded as a route from a slice of a checkpoint
-tensor to a slice of an engine parameter or buffer. The routes then tell which elements were written, and let later
-syncs be compared bit for bit.
+of names, the first load is watched: every copy that vLLM's loader makes is recorded as a route from a slice of a
+checkpoint tensor to a slice of an engine parameter or buffer. The routes then tell which elements were written, and let
+later syncs be compared bit for bit.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A strided region: `offset` in elements from the tensor's first one."""
+    """A strided region of a tensor: `offset` is in elements from the tensor's first one."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """The region of `tensor`."""
+        """Return the region of `tensor`."""
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
@@ -55,10 +55,11 @@ class WeightLoader:
 
     Attributes:
         parameters: of the engine, by vLLM's names; without those that it derives from others.
-        tensors: those, and the buffers that a checkpoint may fill.
-        routes: per checkpoint tensor, where its slices lie; filled by the first load, as are the following.
+        tensors: the parameters, and the buffers that a checkpoint may fill.
+        routes: per checkpoint tensor, where its slices lie; filled by the first load, as are the following attributes.
         computed_from: checkpoint tensors that the loader computed something from, rather than copy slices of them.
-        unexplained: engine tensors that it filled with something else than slices of checkpoint tensors, and zeros.
+        unexplained: engine tensors that the loader filled with something other than slices of checkpoint tensors, or
+            zeros.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -72,7 +73,7 @@ class WeightLoader:
         self.unexplained: set[str] = set()
 
     def load(self, weights: NamedTensors) -> LoadReport:
-        """Write the tensors; the first call also learns the routes. Consumes lazily, one call of the loader."""
+        """Write the tensors; the first call also learns the routes. Consumes lazily, in one call of vLLM's loader."""
         given: dict[str, int] = {}
         stream = counted(weights, given)
         if self.routes:
@@ -101,13 +102,13 @@ class WeightLoader:
             ) from error
 
     def write(self, weights: NamedTensors) -> None:
-        """Copy tensors to where the first load put them, past vLLM's loader."""
+        """Copy tensors to where the first load put them, without vLLM's loader."""
         for name, tensor in weights:
             for route in self.routes.get(name, ()):
                 route.destination.of(self.tensors[route.parameter].data).copy_(route.source.of(tensor))
 
     def differing(self, weights: NamedTensors) -> list[str]:
-        """Names of tensors whose bits, in the engine's dtype, are not those in its memory."""
+        """Return the names of tensors whose bits, in the engine's dtype, are not those in its memory."""
         names, flags = [], []
         for name, tensor in weights:
             for route in self.routes.get(name, ()):
@@ -119,7 +120,7 @@ class WeightLoader:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A checkpoint tensor the loader was given: where it lies, as long as somebody keeps it."""
+    """A checkpoint tensor that the loader was given, and its place in a storage, while somebody keeps that."""
 
     name: str
     storage: StorageWeakRef
@@ -134,7 +135,7 @@ class _Source:
         return cls(name, storage, start, end)
 
     def begins(self, view: Tensor) -> bool:
-        """Whether the first element of the view, which has the same storage address, is one of this tensor's."""
+        """Return whether the first element of a view with the same storage address is one of this tensor's."""
         return self.start <= view.storage_offset() < self.end and not self.storage.expired()  # type: ignore[no-untyped-call]
 
 
@@ -151,7 +152,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._sources: defaultdict[int, list[_Source]] = defaultdict(list)
 
     def following(self, weights: NamedTensors) -> Iterator[tuple[str, Tensor]]:
-        """Pass the tensors on, remembering in which memory each name lies; none is kept alive for it."""
+        """Pass the tensors on, recording in which memory each name lies; no tensor is kept alive for it."""
         for name, tensor in weights:
             self._sources[_address(tensor)].insert(0, _Source.of(name, tensor))  # newest first
             yield name, tensor
@@ -166,7 +167,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _explained(self, func: Any, name: str, parameter: Tensor, args: Any) -> bool:
-        """Whether what was written there are zeros or a slice of a checkpoint tensor."""
+        """Return whether this call wrote zeros or a slice of a checkpoint tensor, whose route it records."""
         if func in _WRITES:
             self.written[name] = self.written.get(name, 0) + args[0].numel()
         if (
@@ -195,7 +196,7 @@ _WRITES = {
 
 
 def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Those in the model's state dict, by name."""
+    """Yield the buffers in the model's state dict, with their names."""
     for prefix, module in model.named_modules():
         for key, buffer in module._buffers.items():
             if buffer is not None and key not in module._non_persistent_buffers_set:
@@ -203,7 +204,7 @@ def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _has_address(value: Any) -> bool:
-    """Whether it is a plain tensor; what a merge on the way here computes with may be sparse."""
+    """Return whether a value is a plain strided tensor; a merge on the way here may also compute with sparse ones."""
     return type(value) in (Tensor, torch.nn.Parameter) and value.layout is torch.strided
 
 
@@ -216,23 +217,23 @@ def _slice(view: Tensor, start: int) -> Slice:
 
 
 def differ(view: Tensor, tensor: Tensor) -> Tensor:
-    """Whether the bits differ after a cast to the view's dtype: a boolean tensor on the view's device."""
+    """Return whether the bits differ after a cast to the view's dtype: a boolean tensor on the view's device."""
     return (_bits(view) != _bits(tensor.to(view.device, view.dtype))).any()
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The tensor as integers: NaN equals NaN, and 0.0 differs from -0.0."""
+    """Return the tensor as integers: NaN equals NaN, and 0.0 differs from -0.0."""
     return tensor.view(BITS[tensor.element_size()])
 
 
 def flagged(names: Iterable[str], flags: Sequence[Tensor]) -> list[str]:
-    """The names whose flag, a boolean tensor, is set; all are read from the device at once."""
+    """Return the names whose flag, a boolean tensor, is set; all flags are read from the device at once."""
     values = torch.stack(list(flags)).tolist() if flags else []
     return [name for name, flag in zip(names, values, strict=True) if flag]
 
 
 def counted(weights: NamedTensors, given: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """Pass the tensors on, noting the bytes of each under its name."""
+    """Pass the tensors on, recording the bytes of each under its name."""
     for name, tensor in weights:
         given[name] = tensor.numel() * tensor.element_size()
         yield name, tensor
@@ -240,20 +241,24 @@ def counted(weights: NamedTensors, given: dict[str, int]) -> Iterator[tuple[str,
 
 @functools.cache
 def dummy_load_format() -> str:
-    """vLLM's `load_format` for an engine whose weights come later, through a sync; registers its loader.
+    """Return vLLM's `load_format` for an engine whose weights come later, through a sync; registers its loader.
 
-    vLLM's own ("dummy") fills persistent buffers with random numbers as well. But what vLLM computes into a buffer when
-    it builds a model, as Qwen2.5-VL's scale of the pixels, is in no checkpoint, so no sync would ever bring it back.
+    vLLM's own format ("dummy") fills persistent buffers with random numbers as well. But a buffer that vLLM computes
+    when it builds a model, such as Qwen2.5-VL's scale of the pixels, is in no checkpoint, so no sync would ever restore
+    it.
     """
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
 
     @register_model_loader("dummy_parameters")
     class DummyParametersLoader(DummyModelLoader):  # type: ignore[misc]
-        """Random parameters; buffers as the model's constructor left them, like before a real checkpoint is loaded."""
+        """A loader of random parameters that leaves buffers as the model's constructor made them.
+
+        A real checkpoint finds them so, too.
+        """
 
         def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
-            """As vLLM's, with the persistent buffers put back."""
+            """Load random weights as vLLM does, and restore the persistent buffers."""
             buffers = [b for _, b in persistent_buffers(model) if not b.is_meta]
             kept = [b.clone() for b in buffers]
             super().load_weights(model, model_config)

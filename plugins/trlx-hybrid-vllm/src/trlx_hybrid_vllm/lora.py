@@ -2,8 +2,8 @@
 
 vLLM allocates the slots of every wrapped layer once, when the engine is built, and its kernels and CUDA graphs read
 them at those addresses. An empty adapter is registered there under a fixed id; each write copies A and scaling * B of
-every PEFT layer into the slots. vLLM never sees the trainer's tensors: its own way of loading an adapter keeps them and
-multiplies them by the scaling in place.
+every PEFT layer into the slots. vLLM never sees the trainer's tensors: its own way of loading an adapter would keep
+them and multiply them by the scaling in place.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from . import internals
 from .loader import differ, flagged
 
 ADAPTER_ID = 1
-"""vLLM's warm-up adapters count from 1: a dummy run then finds this id taken, and uses it instead of evicting it."""
+"""The adapter's id. vLLM's warm-up adapters count from 1: a dummy run then finds this id taken, and uses it instead of
+evicting it."""
 OUTSIDE = 32
-"""Parts of vLLM's slots outside of the adapter that a sync looks at: there are some four for each slot."""
+"""The number of parts of vLLM's slots outside the adapter that one sync checks. Each slot has about four such parts."""
 UNSERVED = {
     "use_dora": "DoRA scales the merged weight, which no LoRA slot holds",
     "modules_to_save": "it trains whole modules beside the LoRA layers",
@@ -37,21 +38,24 @@ UNSERVED = {
     "alora_invocation_tokens": "an activated LoRA starts in the middle of a sequence",
     "arrow_config": "Arrow routes each token between adapters",
 }
-"""Fields of LoraConfig that change what an adapter computes; other variants are found on the layers themselves."""
+"""Fields of LoraConfig that change what an adapter computes, with the reason that vLLM's slots cannot serve them.
+
+Other variants are found on the layers themselves.
+"""
 
 
 # --- what vLLM can serve ----------------------------------------------------------------------------------------------
 
 
 def lora_arguments(policy: Policy, dtype: torch.dtype | None = None) -> dict[str, Any] | str:
-    """Engine arguments with which vLLM can hold this policy's adapter, or why it cannot.
+    """Return the engine arguments with which vLLM can hold this policy's adapter, or why it cannot.
 
     Only the targeted layers are wrapped, and a fused one if any of its parts is: a wrapped layer costs two more kernels
     per step and slots of its own, and vLLM refuses to wrap the head of vocabularies above 258,048.
 
     Args:
         policy: the live policy, before the engine is built.
-        dtype: what the engine will compute in, if known.
+        dtype: the dtype that the engine will compute in, if known.
     """
     reason = unserved(policy, dtype)
     if reason is not None:
@@ -68,7 +72,7 @@ def lora_arguments(policy: Policy, dtype: torch.dtype | None = None) -> dict[str
 
 
 def lora_layers(policy: Policy) -> dict[str, Any]:
-    """PEFT's LoRA layers by the in-memory name of the module each adapts, in model order."""
+    """Return PEFT's LoRA layers by the in-memory name of the module that each adapts, in model order."""
     if "peft" not in sys.modules:  # a PEFT model cannot exist without it, and importing it takes a second
         return {}
     from peft.tuners.lora.layer import LoraLayer
@@ -81,16 +85,16 @@ def lora_layers(policy: Policy) -> dict[str, Any]:
 
 
 def active_adapters(layers: dict[str, Any]) -> list[str]:
-    """Names of the adapters that are active in some layer that has them, sorted."""
+    """Return the names of the adapters that are active in some layer that has them, sorted."""
     return sorted({a for layer in layers.values() for a in layer.active_adapters if a in layer.r})
 
 
 def unserved(policy: Policy, dtype: torch.dtype | None) -> str | None:
-    """Why vLLM's LoRA slots cannot hold what this policy trains, or None.
+    """Return why vLLM's LoRA slots cannot hold what this policy trains, or None.
 
     Args:
         policy: the live policy.
-        dtype: what the engine will compute in; None where that is not known yet.
+        dtype: the dtype that the engine will compute in; None where it is not known yet.
     """
     from vllm.platforms import current_platform
 
@@ -159,13 +163,13 @@ def _unserved_layers(policy: Policy) -> str | None:
 
 
 def largest_rank(layers: dict[str, Any]) -> int:
-    """The largest rank that the active adapters have in any layer: `rank_pattern` may differ from `r`."""
+    """Return the largest rank that the active adapters have in any layer: `rank_pattern` may differ from `r`."""
     active = active_adapters(layers)
     return max(int(layer.r[a]) for layer in layers.values() for a in active if a in layer.r)
 
 
 def allowed_ranks() -> tuple[int, ...]:
-    """The sizes vLLM's slots can have, ascending."""
+    """Return the ranks that vLLM's slots can have, ascending."""
     from vllm.config.lora import MaxLoRARanks
 
     return tuple(sorted(get_args(MaxLoRARanks)))
@@ -179,7 +183,7 @@ class AdapterSlots:
 
     Args:
         llm: vLLM's LLM, in process, built with `lora_arguments`.
-        policy: the policy those arguments were made from.
+        policy: the policy that these arguments were made from.
 
     Raises:
         SyncError: vLLM has no slot for some adapted module, or memory beyond the adapter's rank is not zero.
@@ -198,8 +202,8 @@ class AdapterSlots:
     def reset(self) -> None:
         """Zero all slots and register the adapter again; a `write` must follow.
 
-        To be called after a sleep that lost the weights: the slots and the buffers that say which token takes which
-        adapter lie in the same memory, and vLLM refills the latter only when the batch's composition changes.
+        Must be called after a sleep that lost the weights. The slots lie in the same memory, and so do the buffers that
+        say which token takes which adapter, which vLLM refills only when the batch's composition changes.
 
         Raises:
             SyncError: as the constructor.
@@ -221,7 +225,7 @@ class AdapterSlots:
 
     @property
     def tensors(self) -> int:
-        """How many adapter tensors have a slot."""
+        """The number of adapter tensors that have a slot."""
         return 2 * len(self._slots)
 
     def write(self) -> int:
@@ -258,16 +262,16 @@ class AdapterSlots:
         return sum(t.numel() * t.element_size() for a, b, _ in factors for t in (a, b))
 
     def forget(self) -> None:
-        """Modules may have been replaced: the next write looks whether the layers are those of the slots."""
+        """Let the next write check that the layers are those of the slots, because modules may have been replaced."""
         self._same_layers = False
 
     def differing(self, full: bool = True) -> list[str]:
-        """Compare slots bit for bit with A and scaling * B, and look for values outside of the adapter.
+        """Compare slots bit for bit with A and scaling * B, and look for values outside the adapter.
 
         Collective where the policy is sharded.
 
         Args:
-            full: all slots; else a few, each in its turn.
+            full: compare all slots; else a few at each call, in turn.
 
         Returns:
             The names of the modules whose slots differ.
@@ -289,10 +293,10 @@ class AdapterSlots:
         return [*dict.fromkeys(flagged(names, flags)), *_stray(outside)]
 
     def request(self, version: int) -> Any:
-        """The `LoRARequest` with which a prompt is served by the adapter as written.
+        """Return the `LoRARequest` with which vLLM serves a prompt with the adapter as written.
 
         Args:
-            version: weight version in the slots. It is part of the name, which keys vLLM's prefix cache.
+            version: weight version in the slots. It is part of the name, which is a key of vLLM's prefix cache.
 
         Raises:
             SyncError: vLLM dropped the adapter since the last write.
@@ -334,8 +338,11 @@ class AdapterSlots:
             )
 
     def _parts(self, index: int) -> Iterator[tuple[str, Tensor, Tensor, Any, int]]:
-        """Every unfused module that vLLM can adapt: its name there, A (max rank, in) and B (out, max rank), vLLM's
-        layer and the module's number in it."""
+        """Yield the parts of every module that vLLM can adapt.
+
+        A part is one of the modules that a fused layer consists of: its name in vLLM, A (max rank, in) and B (out, max
+        rank), vLLM's layer, and the part's number in it.
+        """
         from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 
         bypassed = internals.bypassed(self._manager.model)
@@ -349,7 +356,7 @@ class AdapterSlots:
                     yield part, a[index, 0], b[index, 0], wrapper, number
 
     def _slot(self, name: str | None, a: Tensor, b: Tensor, wrapper: Any, number: int) -> Slot | None:
-        """None where the module is not adapted, or its factors do not fit."""
+        """Return the slot of a module, or None where the module is not adapted, or its factors do not fit."""
         if name is None:
             return None
         layer = self._layers[name]
@@ -360,7 +367,7 @@ class AdapterSlots:
         return slot if [t.shape for t in own] == [slot.a.shape, slot.b.shape] else None
 
     def _theirs(self, name: str) -> str:
-        """vLLM's name of a module, found as it finds those of an adapter on disk."""
+        """Return vLLM's name of a module, mapped as vLLM maps the names of an adapter on disk."""
         mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         if mapper is None:
             return name
@@ -370,10 +377,10 @@ class AdapterSlots:
     # --- the adapter's state ----------------------------------------------------------------------------------------
 
     def _refuse_other_layers(self) -> None:
-        """Layers that were replaced or unloaded: the slots are of those that were there.
+        """Check that the adapter's layers are still those that the slots were made for.
 
         Raises:
-            SyncError: names them.
+            SyncError: layers were replaced, unloaded or added; the message names them.
         """
         now = lora_layers(self._policy)
         gone = [name for name, layer in self._layers.items() if now.get(name) is not layer]
@@ -388,7 +395,7 @@ class AdapterSlots:
         self._same_layers = True
 
     def _split(self) -> tuple[list[Slot], list[Slot]]:
-        """The slots whose adapter is applied now, and those whose is disabled."""
+        """Return the slots whose adapter is applied now, and the slots whose adapter is disabled."""
         live: list[Slot] = []
         idle: list[Slot] = []
         for s in self._slots:
@@ -404,7 +411,7 @@ class AdapterSlots:
 
 
 def _stray(outside: Sequence[tuple[str, Tensor]]) -> list[str]:
-    """Return the names of what lies outside of the adapter and is not zero."""
+    """Return the names of the parts outside the adapter that are not zero."""
     names = [f"{part} (outside the adapter)" for part, _ in outside]
     return list(dict.fromkeys(flagged(names, [t.any() for _, t in outside])))
 
@@ -414,10 +421,10 @@ def _stray(outside: Sequence[tuple[str, Tensor]]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one PEFT layer's adapter goes: `a` (r, in) and `b` (out, r) are views of vLLM's memory.
+    """The place of one PEFT layer's adapter: `a` (r, in) and `b` (out, r) are views of vLLM's memory.
 
-    Under tensor parallelism an engine's rank has some columns of A or some rows of B, as it has those of the weight:
-    `wrapper`, vLLM's layer of which this is part `number`, cuts them. It is None where all is here.
+    Under tensor parallelism, an engine's rank has some columns of A or some rows of B, as it has those of the weight.
+    `wrapper`, vLLM's layer of which this is part `number`, cuts them. It is None where the rank has all of both.
     """
 
     name: str
@@ -428,7 +435,7 @@ class Slot:
     number: int
 
     def parts(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """What of the whole factors belongs here."""
+        """Return the parts of the whole factors that belong on this rank."""
         wrapper, number = self.wrapper, self.number
         if wrapper is None:
             return a, b
@@ -439,16 +446,16 @@ class Slot:
 
 
 def factors_of(slots: Sequence[Slot], adapter: str) -> list[tuple[Tensor, Tensor, float]]:
-    """Of each slot's layer A (r, in), B (out, r) and the scaling. Collective where the policy is sharded."""
+    """Return A (r, in), B (out, r) and the scaling of each slot's layer. Collective where the policy is sharded."""
     factors = whole([weight for s in slots for weight in weights_of(s.layer, adapter)])
     scalings = [float(s.layer.scaling[adapter]) for s in slots]
     return list(zip(factors[::2], factors[1::2], scalings, strict=True))
 
 
 def weights_of(layer: Any, adapter: str) -> tuple[Tensor, Tensor]:
-    """Both factors as they are, which may be sharded; fetched anew: training may rebind any of them.
+    """Return both factors as they are, maybe sharded. They are looked up at each call: training may rebind any of them.
 
-    Past `nn.Module.__getattr__`, which for some 200 layers takes longer than the copies.
+    The lookup avoids `nn.Module.__getattr__`, which takes longer than the copies for some 200 layers.
     """
     parts = layer._modules
     a = parts["lora_A"]._modules[adapter]._parameters["weight"].data

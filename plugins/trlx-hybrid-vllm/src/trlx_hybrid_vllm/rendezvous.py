@@ -1,4 +1,7 @@
-"""How the ranks of an engine find each other: what vLLM's "external_launcher" executor reads, and where they wait."""
+"""The environment by which the ranks of an engine find each other, and a warning where they wait too long.
+
+vLLM's "external_launcher" executor reads this environment.
+"""
 
 from __future__ import annotations
 
@@ -16,25 +19,25 @@ from trlx_hybrid.variables import restored
 logger = logging.getLogger(__name__)
 
 LATE_SECONDS = 300.0
-"""An engine of 7B with CUDA graphs takes two minutes."""
+"""Seconds after which an engine of several ranks is late. One of 7B with CUDA graphs takes two minutes."""
 
 
 @contextmanager
 def launcher_environment(rank: int, local_rank: int, world: int, address: str | None = None) -> Iterator[None]:
-    """What vLLM's "external_launcher" executor reads from the environment, set while the engine is built.
+    """Set the environment that vLLM's "external_launcher" executor reads, while the engine is built.
 
-    That executor joins the process group that accelerate made, or makes one of a single process, whose store takes a
-    free port by itself: one that was looked for before would be anybody's until the engine listens there.
+    The executor joins the process group that accelerate made, or makes one of a single process, whose store takes a
+    free port by itself: a port that was looked for before could be taken by anybody until the engine listens there.
 
     Args:
-        address: this host's, where the ranks of an engine over several hosts meet. vLLM's own choice is that of the
-            route to the internet: where that is another network than the job's, or there is none, they would wait for
-            each other without end.
+        address: this host's address, where the ranks of an engine over several hosts meet. vLLM would choose the
+            address of the route to the internet. Where that is another network than the job's, or there is none, the
+            ranks would wait for each other without end.
     """
     wanted: dict[str, int | str] = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world}
     if "MASTER_PORT" not in os.environ or world == 1:
         wanted |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
-        wanted |= {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # torchrun's, with which nobody would listen there
+        wanted |= {"TORCHELASTIC_USE_AGENT_STORE": "False"}  # torchrun's store: with it, nobody would listen there
     elif "VLLM_HOST_IP" not in os.environ and address is not None:
         wanted["VLLM_HOST_IP"] = address
     # vLLM sets the last by itself.
@@ -44,14 +47,15 @@ def launcher_environment(rank: int, local_rank: int, world: int, address: str | 
 
 
 def address_of_this_host(gather: Callable[[Any], list[Any]]) -> str | None:
-    """On the network by which the job's ranks reach the first one's host; None where they all lie on that, or nobody
-    knows its name. Collective.
+    """Return this host's address on the network by which the job's ranks reach the first rank's host. Collective.
 
-    A host may know its own name by a loopback address (`127.0.1.1` in `/etc/hosts`): it takes the one that the others
-    know.
+    None where all ranks lie on that host, or nobody knows its name.
+
+    A host may know its own name by a loopback address (`127.0.1.1` in `/etc/hosts`): it takes the address that the
+    others know.
 
     Args:
-        gather: an object of each rank.
+        gather: collects an object of each rank.
     """
     own, known = address_towards(os.environ.get("MASTER_ADDR", ""))
     others = [address for address in gather(known) if address is not None and not _loops(address)]
@@ -61,7 +65,10 @@ def address_of_this_host(gather: Callable[[Any], list[Any]]) -> str | None:
 
 
 def address_towards(host: str) -> tuple[str | None, str | None]:
-    """This machine's address on the network by which it reaches a host, and that host's. Nothing is sent."""
+    """Return this machine's address on the network by which it reaches a host, and the host's. Nothing is sent.
+
+    Both are None where the host cannot be found.
+    """
     try:
         family, kind, *_, at = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
@@ -77,8 +84,10 @@ def _loops(address: str) -> bool:
 
 @contextmanager
 def told_when_late(ranks: int, seconds: float = LATE_SECONDS) -> Iterator[None]:
-    """Say so where an engine of several ranks is not there after so many seconds: vLLM waits for the others without an
-    end, and without a word."""
+    """Log a warning where an engine of several ranks is not up after so many seconds.
+
+    vLLM itself waits for the other ranks without end, and without a message.
+    """
     late = threading.Timer(seconds, _say_late, (ranks, seconds))
     late.daemon = True
     if ranks > 1:

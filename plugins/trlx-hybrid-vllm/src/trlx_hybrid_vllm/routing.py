@@ -1,7 +1,7 @@
 """The experts that vLLM chose for each token of a request, where it does not return them itself: on CPUs.
 
 On GPUs vLLM does (`enable_return_routed_experts`), with its second model runner, which needs Triton. On CPUs the first
-one runs; its routers tell the same callback what they chose, and its batch says which requests the tokens are of.
+one runs: its routers report their choice to the same callback, and its batch says which requests the tokens belong to.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ class RoutingCapture:
         runner = llm.llm_engine.model_executor.driver_worker.model_runner
         config = llm.llm_engine.model_config
         self._shape = config.get_total_num_hidden_layers(), config.get_num_experts_per_tok()
-        self._step: dict[int, Tensor] = {}  # by layer, what its router chose in this step
+        self._step: dict[int, Tensor] = {}  # by layer: the experts that its router chose in this step
         self._steps: defaultdict[str, list[tuple[int, np.ndarray[Any, Any]]]] = defaultdict(list)
         bind_routed_experts_capturer(internals.model_of(llm), self)  # takes whatever has `capture`
         runner.execute_model = partial(self._execute, runner, runner.execute_model)
 
     def capture(self, layer: int, chosen: Tensor) -> None:
-        """What vLLM's routers call.
+        """Record the experts that a layer's router chose in this step; vLLM's routers call this.
 
         Args:
+            layer: the layer's number.
             chosen: (tokens, experts per token), int.
         """
         self._step[layer] = chosen
@@ -60,13 +61,16 @@ class RoutingCapture:
         return output
 
     def take(self, request_id: str, tokens: int) -> np.ndarray[Any, Any]:
-        """Of a request that is done, what was chosen for its first tokens: (tokens, layers, experts per token) int16,
-        MISSING where a layer has no experts."""
+        """Remove a finished request and return the experts of its first tokens.
+
+        Returns:
+            (tokens, layers, experts per token) int16, MISSING where a layer has no experts.
+        """
         rows = np.full((tokens, *self._shape), MISSING, np.int16)
         for start, part in self._steps.pop(request_id):  # one that was preempted comes twice: the last counts
             rows[start : start + len(part)] = part[: max(0, tokens - start)]
         return rows
 
     def clear(self) -> None:
-        """Forget what nobody took: requests that were aborted."""
+        """Drop the records that nobody took: requests that were aborted."""
         self._steps.clear()

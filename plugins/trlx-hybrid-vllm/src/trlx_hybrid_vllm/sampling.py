@@ -1,4 +1,4 @@
-"""Our sampling terms as vLLM's, and vLLM's outputs as ours."""
+"""Conversions of our sampling terms to vLLM's, and of vLLM's outputs to ours."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 
 def sampling_params(sampling: Sampling, masks: bool = False) -> dict[str, Any]:
-    """Arguments of `SamplingParams` that all requests of a run share.
+    """Return the arguments of `SamplingParams` that all requests of a run share.
 
     Text is built only where a stop string needs it: turning every token into text as it arrives costs as much as
     decoding it.
 
     Args:
         masks: whether vLLM returns the ids that tokens were sampled from. Then it takes no request without `top_k` and
-            a temperature: all ids stand for no `top_k`, and the likeliest one for a temperature of 0.
+            a temperature: a `top_k` of all ids stands for none, and a `top_k` of 1 for a temperature of 0.
     """
     params: dict[str, Any] = {
         "n": 1,
@@ -48,24 +48,26 @@ def sampling_params(sampling: Sampling, masks: bool = False) -> dict[str, Any]:
 
 
 def with_seed(params: Mapping[str, Any], request: Request) -> SamplingParams:
-    """The parameters of one request: those that all share, and its own."""
+    """Return the parameters of one request: the shared ones, and its own."""
     return SamplingParams(**{**params, **own_params(params, request)})
 
 
 EVERY_ID = 2**31 - 1
-"""A `top_k` that keeps every id: vLLM takes the size of its vocabulary for a larger one."""
+"""A `top_k` that keeps every id: vLLM reduces larger ones to the size of its vocabulary."""
 
 NEVER = -100.0
-"""The least that vLLM takes as a bias of a logit."""
+"""The lowest logit bias that vLLM accepts."""
 
 
 def without_placeholders(params: dict[str, Any], config: Any) -> dict[str, Any]:
-    """The parameters, with which a model that sees images hardly ever samples a token that stands for one, unless they
-    give it a bias themselves. A completion with such a token could not be scored: there would be more of them than the
-    images have features for. TRL suppresses them, too, where it samples itself.
+    """Return the parameters with a bias against tokens that stand for images, for a model that sees images.
+
+    The model then hardly ever samples such a token. A completion with one could not be scored: it would have more of
+    them than the images have features for. TRL suppresses them, too, where it samples itself. Biases that the
+    parameters give themselves are kept.
 
     Args:
-        config: vLLM's, of the whole engine. With speculative decoding vLLM takes no bias.
+        config: vLLM's config, of the whole engine. With speculative decoding vLLM takes no bias.
     """
     if not config.model_config.is_multimodal_model or config.speculative_config is not None:
         return params
@@ -76,12 +78,12 @@ def without_placeholders(params: dict[str, Any], config: Any) -> dict[str, Any]:
 
 
 def forbidden(params: Mapping[str, Any]) -> list[int]:
-    """Return the ids that a bias forbids. vLLM adds it to their logits, which stay finite."""
+    """Return the ids that a bias forbids. vLLM adds the bias to their logits, which stay finite."""
     return [int(token) for token, bias in (params.get("logit_bias") or {}).items() if bias <= NEVER]
 
 
 def own_params(params: Mapping[str, Any], request: Request) -> dict[str, Any]:
-    """What differs between the requests of a run: its own seed, and its own limit where that is lower."""
+    """Return the parameters that differ between the requests of a run: its own seed, and its own limit if lower."""
     most, least = params["max_tokens"], params.get("min_tokens") or 0
     if request.max_tokens is not None and request.max_tokens < most:
         most, least = request.max_tokens, min(least, request.max_tokens)
@@ -89,7 +91,7 @@ def own_params(params: Mapping[str, Any], request: Request) -> dict[str, Any]:
 
 
 def prompt_of(request: Request) -> dict[str, Any]:
-    """A request's prompt in vLLM's form, images as TRL passes them."""
+    """Return a request's prompt in vLLM's form, with images as TRL passes them."""
     prompt: dict[str, Any] = {"prompt_token_ids": request.prompt_ids}
     if request.images is not None:
         prompt["multi_modal_data"] = {"image": request.images if len(request.images) > 1 else request.images[0]}
@@ -97,13 +99,13 @@ def prompt_of(request: Request) -> dict[str, Any]:
 
 
 def refuse_another_prompt(request: Request, theirs: Sequence[int] | None) -> None:
-    """What vLLM made of a prompt with images must be what the trainer scores.
+    """Check that vLLM's tokens of a prompt with images are those that the trainer scores.
 
     Args:
         theirs: vLLM's tokens.
 
     Raises:
-        EngineError: they are others.
+        EngineError: the tokens differ.
     """
     if request.images is not None and request.prompt_ids != list(theirs or ()):
         raise EngineError(
@@ -114,11 +116,13 @@ def refuse_another_prompt(request: Request, theirs: Sequence[int] | None) -> Non
 
 
 def causal_pictures(config: Any) -> str | None:
-    """Why pictures cannot be sampled about here, or None. Where a model lets the tokens of a picture see each other, as
-    Gemma 3 does, vLLM's attention must, too; its platform for CPUs, for one, does not ask for it.
+    """Return why prompts with pictures cannot be sampled here, or None.
+
+    Where a model lets the tokens of a picture attend to each other, as Gemma 3 does, vLLM's attention must, too. On
+    some platforms it does not, for instance on CPUs.
 
     Args:
-        config: vLLM's, of the whole engine, in a process that has the model.
+        config: vLLM's config, of the whole engine, in a process that has the model.
     """
     if not config.model_config.is_mm_prefix_lm:
         return None
@@ -135,7 +139,7 @@ def causal_pictures(config: Any) -> str | None:
 
 
 def completion_of(output: Any) -> Completion:
-    """One finished output of vLLM."""
+    """Return one finished output of vLLM as a `Completion`."""
     token_ids = list(output.token_ids)
     if output.logprobs is None:
         return Completion(token_ids=token_ids, finish_reason=output.finish_reason)

@@ -1,9 +1,10 @@
-"""What follows the layers in a decode step, as one CUDA graph for each number of rows.
+"""CUDA graphs of what follows the layers in a decode step, one for each number of rows.
 
-vLLM 0.31 replays a model's layers as a graph, and launches some twelve kernels from Python behind it: the head, noise,
-the choice of a token, its log-prob, what the next step reads of it. Where a host is slow that takes 1.1 ms of a step of
-2.8 ms, for which the GPU needs 2.4 ms (Qwen2's shape of 1.5B, 64 rows, one H100), and the GPU waits. Here they are
-captured when the engine is built, for the numbers of rows for which the layers were; padded rows change nothing.
+vLLM 0.31 replays a model's layers as a graph, and then launches some twelve kernels from Python: the head, noise, the
+choice of a token, its log-prob, and what the next step reads of it. Where a host is slow, that takes 1.1 ms of a step
+of 2.8 ms, for which the GPU needs 2.4 ms (Qwen2's shape of 1.5B, 64 rows, one H100), and the GPU waits. Here these
+kernels are captured when the engine is built, for the numbers of rows for which the layers were; padded rows change
+nothing.
 
 A step is replayed where every row decodes one token behind a graph of the layers, at temperature 1 or 0, and nothing is
 asked for but sampled tokens, and at most their log-probs. Any other step is vLLM's own.
@@ -23,17 +24,18 @@ from .internals import may_replace
 from .token_logprobs import EXACT, equal_to_vllm, token_logprobs
 
 PADDED = -1
-"""In the place of a request's index: vLLM's kernels pass over such a row."""
+"""The index of a padded row, in place of a request's index: vLLM's kernels skip such a row."""
 
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
-"""Captures a function that launches kernels, and returns what replays it."""
+"""A function that captures a function that launches kernels, and returns what replays it."""
 
 
 def sampling_graphs(llm: Any) -> SamplingGraphs | None:
-    """The graphs of an engine that was just built, in their place.
+    """Capture and install the graphs of an engine that was just built, and return them.
 
     None on a CPU, without graphs of the layers, and where the engine does more between the layers and the next step
-    than is captured here. Where they cannot be captured, or compute other values than vLLM, that is logged.
+    than the graphs capture. None, too, where they cannot be captured, or compute other values than vLLM, which is
+    logged.
     """
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
     if runner.device.type != "cuda" or not serves(llm) or not equal_to_vllm(runner.device):
@@ -43,7 +45,7 @@ def sampling_graphs(llm: Any) -> SamplingGraphs | None:
 
 
 def compared(graphs: SamplingGraphs, capture: Capture) -> SamplingGraphs | None:
-    """Captured and installed, or None with all as it was."""
+    """Capture, compare and install the graphs; return None, with all as it was, where they differ from vLLM."""
 
     def difference() -> float:
         with torch.inference_mode():
@@ -58,7 +60,7 @@ def compared(graphs: SamplingGraphs, capture: Capture) -> SamplingGraphs | None:
 
 
 def serves(llm: Any) -> bool:
-    """Whether an engine has nothing between its layers and the next step that the graphs leave out."""
+    """Return whether the graphs capture everything that an engine does between its layers and the next step."""
     from vllm.lora.layers import LogitsProcessorWithLoRA
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
     from vllm.v1.worker.gpu.model_states.interface import ModelState
@@ -86,16 +88,16 @@ def serves(llm: Any) -> bool:
 
 
 class SamplingGraphs:
-    """Takes the place of a model runner's `sample` and `postprocess_sampled`, from `install` on.
+    """Replaces a model runner's `sample` and `postprocess_sampled`, from `install` on.
 
     Args:
         runner: vLLM's second model runner, its layers' graphs captured, of an engine that `serves`.
-        sizes: numbers of rows, ascending, none above the engine's most.
+        sizes: numbers of rows, ascending, none above the engine's largest.
 
     Attributes:
-        active: replay steps. Off where others than this package read what the engine returns: token ids stand where
-            vLLM has the ranks of sampled tokens.
-        replayed: how many steps were.
+        active: replay steps. Must be off where others than this package read what the engine returns: token ids stand
+            where vLLM has the ranks of sampled tokens.
+        replayed: how many steps were replayed.
     """
 
     def __init__(self, runner: Any, sizes: Sequence[int]) -> None:
@@ -115,9 +117,9 @@ class SamplingGraphs:
         self._ones = self._zeros + 1
         self._replaying = False  # the step that is under way
         self._staged = True  # requests were added since vLLM last copied their parameters
-        self._last_rows = b""  # those of the last step
-        self._served = False  # whether they ask for nothing else
-        self._scored = False  # and for log-probs
+        self._last_rows = b""  # the rows of the last step
+        self._served = False  # whether the rows ask only for what the graphs compute
+        self._scored = False  # whether the rows ask for log-probs
         self._stock = runner.sample, runner.postprocess_sampled
         self._stock_sampler = runner.sampler.add_request, runner.sampler.apply_staged_writes
 
@@ -126,7 +128,7 @@ class SamplingGraphs:
         self._replay = {size: capture(functools.partial(self._step, size)) for size in reversed(self._sizes)}
 
     def install(self) -> None:
-        """Take the methods' place."""
+        """Replace the runner's and the sampler's methods."""
         self._runner.sample, self._runner.postprocess_sampled = self._sample, self._postprocess_sampled
         self._sampler.add_request, self._sampler.apply_staged_writes = self._add_request, self._apply_staged_writes
 
@@ -142,7 +144,7 @@ class SamplingGraphs:
                 vars(owner).pop(name, None)
 
     def _step(self, size: int) -> None:
-        """What is captured: from the layers' output to the tokens, and to what the next step reads of them."""
+        """Run what is captured: from the layers' output to the tokens, and to what the next step reads of them."""
         from vllm.v1.worker.gpu.input_batch import post_update
         from vllm.v1.worker.gpu.sample.gumbel import gumbel_sample
 
@@ -175,8 +177,11 @@ class SamplingGraphs:
         )
 
     def largest_difference(self) -> float:
-        """From vLLM's own log-probs, and of the sampled tokens from the likeliest, in nats: of random hidden states in
-        padded rows, which are sampled at temperature 0. Only before any request was served."""
+        """Return the largest difference between the graphs and vLLM, in nats. Only before any request was served.
+
+        It is the difference of the log-probs, plus how far the sampled tokens are below the likeliest. The rows have
+        random hidden states and are padded, so they are sampled at temperature 0.
+        """
         from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
         generator, largest = torch.Generator(self._hidden.device).manual_seed(0), 0.0
@@ -196,7 +201,7 @@ class SamplingGraphs:
         return self._sampled(batch.num_reqs) if self._replaying else self._stock[0](hidden, batch, grammar)
 
     def _postprocess_sampled(self, *args: Any, **kwargs: Any) -> None:
-        if not self._replaying:  # else the graph has
+        if not self._replaying:  # otherwise the graph has done it
             self._stock[1](*args, **kwargs)
 
     def _add_request(self, *args: Any, **kwargs: Any) -> None:
@@ -209,7 +214,7 @@ class SamplingGraphs:
         self._staged = False
 
     def _decodes(self, hidden: Tensor, batch: Any) -> bool:
-        """Whether every row decodes one token, behind a graph of the layers."""
+        """Return whether every row decodes one token, behind a graph of the layers."""
         return (
             hidden.data_ptr() == self._hidden.data_ptr()
             and not batch.has_prefill
@@ -218,7 +223,10 @@ class SamplingGraphs:
         )
 
     def _serves_rows(self, batch: Any) -> bool:
-        """Whether the rows ask for nothing else. What they ask is brought where the graphs read it, if it changed."""
+        """Return whether the rows ask for nothing that the graphs leave out.
+
+        Copies what they ask for to where the graphs read it, if it changed.
+        """
         rows = batch.idx_mapping_np.tobytes()
         if self._last_rows != rows:
             asked = self._sampler.get_logprobs_dims(batch.idx_mapping_np)
@@ -252,8 +260,10 @@ class SamplingGraphs:
 
 
 def capturing(device: torch.device) -> Capture:
-    """CUDA graphs that share memory of their own, since one runs after the other. They are warmed up and captured on a
-    stream of their own, whose cuBLAS workspace they keep."""
+    """Return a function that captures CUDA graphs. The graphs share one memory pool, since one runs after the other.
+
+    They are warmed up and captured on a stream of their own, whose cuBLAS workspace they keep.
+    """
     stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()  # type: ignore[no-untyped-call]
 
     def capture(step: Callable[[], None]) -> Callable[[], None]:

@@ -1,9 +1,9 @@
-"""A scheduler with a short way through steps in which every running request decodes one token.
+"""A scheduler with a short path for steps in which every running request decodes one token.
 
-vLLM's scheduler decides anew, per request and step, about prefill chunks, drafts, encoder inputs, connectors, blocks.
+For each request and step, vLLM's scheduler decides about prefill chunks, drafts, encoder inputs, connectors and blocks.
 At 256 sequences that takes longer than the GPU needs for the step. In a rollout nearly every step is a plain decode:
 then a request needs a new block once per block, its stop conditions are a set and a length, and the rest is counting.
-Prompts that arrive meanwhile, as answers of tools do one by one, are vLLM's to schedule, beside the rows that decode.
+Prompts that arrive meanwhile, as answers of tools do one by one, are scheduled by vLLM, beside the rows that decode.
 Whatever is not plain goes to vLLM's own methods, and both leave the same state behind, so steps of all kinds mix.
 
 This file relies on vLLM 0.31's scheduler beyond its documented interface; tests/test_scheduler.py compares the two.
@@ -28,13 +28,13 @@ from vllm.v1.request import RequestStatus
 
 
 class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
-    """vLLM's asynchronous scheduler, quick where all decode.
+    """vLLM's asynchronous scheduler, with a faster path for steps in which all requests decode.
 
     Attributes:
-        holding: hand over the tokens of decode steps late: all of a request at once when it finishes, or when a step
-            is not plain; its first token comes with the step that reads its prompt. Such outputs carry the sampled
+        holding: return the tokens of decode steps late: all tokens of a request at once when it finishes, or when a
+            step is not plain; its first token comes with the step that reads its prompt. Such outputs carry the sampled
             tokens' log-probs and no ranks. Off where text is built, since a stop string needs every token at once.
-        decode_steps: how many steps took the short way.
+        decode_steps: how many steps took the short path.
     """
 
     running: list[Any]
@@ -58,7 +58,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         self._holds = False
 
     def _is_simple(self) -> bool:
-        """Whether this engine has nothing whose bookkeeping the short way leaves out."""
+        """Return whether this engine has no feature whose bookkeeping the short path leaves out."""
         managers = self.kv_cache_manager.coordinator.single_type_managers
         parts = (self.connector, self.ec_connector, self.aux_output_connector, self.finished_req_ids_dict)
         return (
@@ -79,7 +79,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
     # --- schedule ---------------------------------------------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """The next step, as in vLLM."""
+        """Return the next step, as vLLM does."""
         places = self.max_num_active_reqs - len(self.running)  # where none is left vLLM looks at no waiting request
         waiting = places > 0 and bool(self.waiting or self.kv_holding_waiting)
         if (
@@ -97,8 +97,13 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         return super().schedule(throttle_prefills)
 
     def _may_join(self, places: int) -> bool:
-        """Whether vLLM decides about those that wait next, so many, without looking at those that run: all are plain
-        and new, and are served by an adapter that is in use."""
+        """Return whether vLLM can schedule the next waiting requests without looking at the running ones.
+
+        It can where all of them are plain and new, and are served by the adapter that is in use.
+
+        Args:
+            places: how many waiting requests can start.
+        """
         first = list(itertools.islice(self.waiting, places))
         adapters = {r.lora_request and r.lora_request.lora_int_id for r in (self.running[0], *first)}
         return (
@@ -110,12 +115,12 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         )
 
     def _with_prompts(self, step: SchedulerOutput) -> SchedulerOutput:
-        """A decode step, and of what waits as much as fits beside it: vLLM schedules that as if nothing ran."""
+        """Add to a decode step as many waiting requests as fit beside it. vLLM schedules them as if nothing ran."""
         ids, running = self._in_flight[-1].ids, self.running
         limits = self.max_num_scheduled_tokens, self.max_num_active_reqs
         self.max_num_scheduled_tokens, self.max_num_active_reqs = self._budget - len(ids), limits[1] - len(running)
         self.running = []
-        self.current_step -= 1  # it is counted
+        self.current_step -= 1  # `super().schedule()` counts this step again
         try:
             prompts = super().schedule()
         finally:
@@ -138,7 +143,10 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         return both
 
     def _decode_step(self) -> SchedulerOutput | None:
-        """One more token for every running request, or None, nothing changed, where that is not the whole step."""
+        """Schedule one more token for every running request.
+
+        Returns None, with nothing changed, where that is not the whole step.
+        """
         if self.running != self._seen_running and not self._look_at_running():
             return None
         block, last, tables = self._kv.block_size, self.max_model_len - 1, self._kv.req_to_blocks
@@ -166,7 +174,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         if not rows or wanted > self.kv_cache_manager.block_pool.get_num_free_blocks():
             return None
         if not self.use_v2_model_runner and not self.prev_step_scheduled_req_ids.issuperset(ids):
-            return None  # the older runner wants all tokens of those that pause
+            return None  # the older runner needs all tokens of requests that paused
 
         new_blocks: list[tuple[list[int], ...] | None] = [None] * len(rows)
         for index in edges:
@@ -183,7 +191,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         return self._sent(rows, CachedRequestData(ids, set(), [], {}, new_blocks, computed_tokens, output_tokens))
 
     def _look_at_running(self) -> bool:
-        """Make the rows of what runs now; False where a request is not plain."""
+        """Make the rows of the running requests; return False where a request is not plain."""
         known, self._rows = self._rows, {}
         for request in self.running:
             row = known.pop(request.request_id, None)
@@ -195,7 +203,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         return plain
 
     def _sent(self, rows: list[Row], cached: CachedRequestData) -> SchedulerOutput:
-        """What the workers are told, and what a step changes besides its requests."""
+        """Return what the workers are told, and update the state that a step changes besides its requests."""
         self.current_step += 1
         self.decode_steps += 1
         ids: list[str] = cached.req_ids
@@ -227,7 +235,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
     # --- update -----------------------------------------------------------------------------------------------------
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> dict[int, Any]:
-        """Take in a step's tokens, as in vLLM."""
+        """Take in a step's tokens, as vLLM does."""
         step = next((step for step in self._in_flight if step.output is scheduler_output), None)
         while step is not None and self._in_flight.popleft() is not step:  # a step that failed never comes back
             pass
@@ -250,7 +258,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         return by_client
 
     def _decoded(self, rows: list[Row], tokens: list[int], logprobs: Any) -> list[EngineCoreOutput]:
-        """Append the tokens, finish who stops, and return what is to be handed over now."""
+        """Append the tokens, finish the requests that stop, and return the outputs that are due now."""
         outputs = [] if self.holding else self._released()
         holding = self._holds = self.holding
         values = logprobs.logprobs[:, 0].tolist() if holding and logprobs is not None else None
@@ -269,7 +277,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
             size = len(row.tokens)
             if (edge := size % block) == 0:
                 request.update_block_hashes()
-            elif edge == 1 and cached.get(request.request_id, 0) < size // block:  # else it was at the last schedule
+            elif edge == 1 and cached.get(request.request_id, 0) < size // block:  # else the last schedule cached it
                 self.kv_cache_manager.cache_blocks(request, size - 1)
             if holding:
                 row.held.append(token)
@@ -292,7 +300,7 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
         return outputs
 
     def _released(self) -> list[EngineCoreOutput]:
-        """What was held back, for requests that go on."""
+        """Return the outputs that were held back, for requests that go on."""
         if not self._holds:
             return []
         self._holds = False
@@ -301,14 +309,14 @@ class DecodeScheduler(AsyncScheduler):  # type: ignore[misc]
 
 @dataclass(slots=True, eq=False)
 class Row:
-    """A request, with what a decode step asks of it looked up once.
+    """A request, with the values that a decode step needs of it looked up once.
 
     Attributes:
-        plain: whether counting is all that a token of it needs.
-        stops: token ids that end it.
+        plain: whether counting is all that a token of the request needs.
+        stops: token ids that end the request.
         length: tokens, prompt included, at which `max_tokens` is reached.
-        tokens, outputs: the request's own lists, of all tokens and of those sampled.
-        held, held_logprobs: sampled, and not handed over yet.
+        tokens, outputs: the request's own lists, of all tokens and of the sampled ones.
+        held, held_logprobs: sampled, and not returned yet.
     """
 
     request: Any
@@ -339,12 +347,12 @@ class Row:
             self.logprobs_wanted = params.num_logprobs is not None
 
     def output(self, token: int, index: int, logprobs: LogprobsLists | None) -> EngineCoreOutput:
-        """One token, `index` its place in the step's log-probs."""
+        """Return the output for one token; `index` is its place in the step's log-probs."""
         new = logprobs.slice_request(index, 1) if self.logprobs_wanted and logprobs is not None else None
         return EngineCoreOutput(self.request.request_id, [token], new, trace_headers=self.request.trace_headers)
 
     def release(self) -> EngineCoreOutput:
-        """Everything held back, as one output; its log-probs are the sampled tokens', without ranks."""
+        """Return all tokens that were held back as one output, with the sampled tokens' log-probs, without ranks."""
         tokens, self.held = self.held, []
         values, self.held_logprobs = self.held_logprobs, []
         new = None
@@ -360,9 +368,10 @@ class DecodeStep:
 
     Attributes:
         output: what the workers were told.
-        ids, rows: who decodes.
-        prompts: vLLM's part of it, where prompts are read as well.
-        preemptions: how many the scheduler had seen; one more, and some of this step's tokens are stale.
+        ids, rows: the requests that decode.
+        prompts: vLLM's part of the step, where prompts are read as well.
+        preemptions: how many preemptions the scheduler had seen. If there is one more, some of this step's tokens are
+            stale.
     """
 
     output: SchedulerOutput
@@ -372,7 +381,7 @@ class DecodeStep:
     prompts: SchedulerOutput | None = None
 
     def sampled(self, output: Any) -> tuple[list[int], LogprobsLists | None] | None:
-        """A token per row, and their log-probs, in the rows' order; None where the model says more than that."""
+        """Return a token per row and the log-probs, in the rows' order; None where the output has more than that."""
         logprobs, others = output.logprobs, len(self.prompts.num_scheduled_tokens) if self.prompts else 0
         if (
             len(output.sampled_token_ids) != len(self.rows) + others

@@ -1,4 +1,4 @@
-"""Requests that come and go while the engine steps, and only what training needs of their tokens.
+"""Streams of requests that come and go while the engine steps, with only those outputs that training needs.
 
 `LLM.generate` turns every token of every step into text, log-prob and output objects, one request at a time; at 256
 sequences that takes longer than the GPU needs for the step. Here the engine core's step outputs are kept as they come
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Partial:
-    """What arrived for one request so far: ids, and per step an array (tokens,) of log-probs, natural logarithm."""
+    """The outputs of one unfinished request: token ids, and for each step an array (tokens,) of natural log-probs."""
 
     key: int
     token_ids: list[int] = field(default_factory=list)
@@ -70,16 +70,16 @@ class _Partial:
 class EngineStream:
     """A stream of one rank's own engine.
 
-    The first prompt of token ids goes through vLLM's input processing, which checks the parameters and completes them;
-    the others are made after its pattern, and only their prompts are checked. That is a third of the time that a turn
+    The first prompt of token ids goes through vLLM's input processing, which checks the parameters and completes them.
+    The other requests are copies of it, and only their prompts are checked. That is a third of the time that a turn
     of a conversation costs the host between two steps.
 
     Args:
         llm: vLLM's LLM with an in-process engine core, idle.
         params: arguments of `SamplingParams` that the requests share.
-        adapter: the LoRARequest that serves all of them, or None.
-        routing: what captures the experts of their tokens, where completions are to name them and vLLM does not.
-        support: what keeps the ids that their tokens are sampled from, where completions are to name them.
+        adapter: the LoRARequest that serves all requests, or None.
+        routing: captures the experts of the tokens, where completions are to name them and vLLM does not return them.
+        support: keeps the ids that the tokens are sampled from, where completions are to name them.
         graphs: of what follows the layers in a decode step, where the engine has them.
 
     Attributes:
@@ -111,11 +111,12 @@ class EngineStream:
         self.cached_tokens = self.prompt_tokens = 0
 
     def add(self, request: Request) -> int:
-        """Queue a request.
+        """Queue a request and return its key.
 
         Raises:
-            VLLMValidationError: where the prompt is too long or not of its vocabulary, or the parameters are invalid.
-            EngineError: vLLM makes another prompt of one with images, or computes them otherwise than the model.
+            VLLMValidationError: the prompt is too long or has ids outside the vocabulary, or the parameters are
+                invalid.
+            EngineError: vLLM makes another prompt of one with images, or computes images differently from the model.
         """
         request_id = self._queue(request)
         key, self._next = self._next, self._next + 1
@@ -126,7 +127,7 @@ class EngineStream:
         return key
 
     def _queue(self, request: Request) -> str:
-        """Returns the id that vLLM works with."""
+        """Queue a request in vLLM and return vLLM's internal id of it."""
         if request.images is not None:
             if (reason := causal_pictures(self._engine.vllm_config)) is not None:
                 raise EngineError(reason)
@@ -147,19 +148,19 @@ class EngineStream:
         return internals.add_like(self._llm, self._pattern, request.prompt_ids, params, time.time())
 
     def abort(self, key: int) -> None:
-        """Free what a request holds; nothing if it has finished."""
+        """Free what a request holds; does nothing if it has finished."""
         request_id = self._ids.pop(key, None)
         if request_id is not None:
             del self._arriving[request_id]
             self._engine.abort_request([request_id], internal=True)
 
     def step(self, more: bool) -> tuple[list[tuple[int, Completion]], bool]:
-        """One step of the engine core."""
+        """Run one step of the engine core, and return the finished completions by key, and `more`."""
         return self._step() if self._ids else [], more
 
     @property
     def busy(self) -> bool:
-        """Whether any request is unfinished."""
+        """True where a request is unfinished."""
         return bool(self._ids)
 
     def _step(self) -> list[tuple[int, Completion]]:
@@ -217,14 +218,14 @@ class EngineStream:
         return completions
 
     def _take_masks(self, support: KeptIds, outputs: Sequence[Any]) -> None:
-        """Take what vLLM has put aside for its own outputs, before it makes a list of each id."""
+        """Take the ids that vLLM has put aside for its own outputs, before it makes a list of each id."""
         for request_id, arriving in self._arriving.items():
             state = self._engine.output_processor.request_states.get(request_id)
             for mask in state.sampling_mask_chunks if state is not None else ():
                 support.returned(request_id, arriving.prompt_tokens, mask.token_ids)
             if state is not None:
                 state.sampling_mask_chunks.clear()
-        for output in outputs:  # of their last step
+        for output in outputs:  # the ids of their last step
             mask, key = output.outputs[0].sampling_mask, self._outside.get(output.request_id, "")
             if key in self._arriving and mask is not None:
                 for ids in mask.token_ids:
@@ -233,7 +234,8 @@ class EngineStream:
     def _with_more(
         self, request_id: str, completion: Completion, prompt_tokens: int, experts: np.ndarray[Any, Any] | None
     ) -> Completion:
-        """The completion of a request that is done, with what is known of its tokens.
+        """Return the completion of a finished request, with the experts and the support of its tokens where they are
+        known.
 
         Args:
             experts: as vLLM returned them, if it did.
@@ -245,7 +247,7 @@ class EngineStream:
     def _experts(
         self, request_id: str, tokens: int, returned: np.ndarray[Any, Any] | None
     ) -> np.ndarray[Any, Any] | None:
-        """`Completion.experts` of a request that is done; its last token never went through the model."""
+        """Return `Completion.experts` of a finished request; its last token never went through the model."""
         if self._routing is not None:
             return self._routing.take(request_id, tokens - 1)
         if returned is not None and len(returned) != tokens - 1:
@@ -257,7 +259,10 @@ class EngineStream:
 
     @contextmanager
     def open(self) -> Iterator[EngineStream]:
-        """While it is used; what is unfinished at the end is aborted, or the next run would finish it first."""
+        """Prepare the engine for the stream's requests, and clean up afterwards.
+
+        Unfinished requests are aborted at the end, or the next run would finish them first.
+        """
         scheduler = self._core.engine_core.scheduler
         holds = hasattr(scheduler, "holding") and not self._text
         try:
@@ -267,7 +272,7 @@ class EngineStream:
                 yield self
         finally:
             for key in list(self._ids):
-                EngineStream.abort(self, key)  # at once, where ranks would agree on it first
+                EngineStream.abort(self, key)  # at once: a ReplicaStream would agree on it with the other ranks first
             if self._routing is not None:
                 self._routing.clear()
             if self._support is not None:
@@ -275,7 +280,7 @@ class EngineStream:
 
     @contextmanager
     def _holding(self, scheduler: Any) -> Iterator[None]:
-        """Tokens come when a request finishes, with log-probs and nothing else."""
+        """Let tokens come only when a request finishes, with log-probs and nothing else."""
         scheduler.holding = True
         if self._graphs is not None:
             self._graphs.active = True
@@ -289,7 +294,7 @@ class EngineStream:
 
 
 def collect(stream: EngineStream, requests: Iterable[Request]) -> list[Completion]:
-    """One completion per request, in order."""
+    """Run the requests in a stream and return one completion per request, in order."""
     with stream.open():
         keys = [stream.add(request) for request in requests]
         completions: dict[int, Completion] = {}
@@ -302,11 +307,11 @@ _HAS_EVENTS, _HAS_MORE, _GAVE_UP = range(3)
 
 
 class ReplicaStream(EngineStream):
-    """Each rank's own requests in one engine that all ranks run.
+    """A stream for one engine that several ranks run, each rank with its own requests.
 
     Before a step the ranks exchange three flags each, and events only where a flag announces some. Events are applied
     in the order of the ranks, so every rank's scheduler sees the same requests; each request carries its own seed, so
-    what else a rank has drawn does not matter. A rank that has finished keeps stepping until none has more.
+    the other draws of a rank do not matter. A rank that has finished keeps stepping until no rank has more.
 
     Args:
         group: the replica's ranks.
@@ -332,17 +337,21 @@ class ReplicaStream(EngineStream):
         self._over = False
 
     def add(self, request: Request) -> int:
-        """Queue a request, with the next step."""
+        """Queue a request, which the next step adds on every rank, and return its key."""
         key, self._given = self._given, self._given + 1
         self._events.append((key, request))
         return key
 
     def abort(self, key: int) -> None:
-        """Free what a request holds, with the next step."""
+        """Let the next step free what a request holds, on every rank."""
         self._events.append((key, None))
 
     def step(self, more: bool) -> tuple[list[tuple[int, Completion]], bool]:
-        """One step of every rank's engine core."""
+        """Run one step of every rank's engine core.
+
+        Returns:
+            The finished completions of this rank's requests by key, and whether any rank has more.
+        """
         anyone = self._exchange(more)
         finished = self._step() if self._ids else []
         mine = [(self._mine.pop(key), completion) for key, completion in finished if key in self._mine]
@@ -350,11 +359,11 @@ class ReplicaStream(EngineStream):
 
     @property
     def busy(self) -> bool:
-        """Whether any rank's request is unfinished, or one of this rank waits to be added."""
+        """True where a request of any rank is unfinished, or one of this rank waits to be added or aborted."""
         return bool(self._ids or self._events)
 
     def _exchange(self, more: bool, gave_up: bool = False) -> bool:
-        """Agree on the events of all ranks; returns whether any rank has more."""
+        """Exchange the events of all ranks and apply them; return whether any rank has more."""
         flags = torch.tensor([bool(self._events), more or bool(self._events), gave_up], dtype=torch.uint8)
         everyone = [torch.empty_like(flags) for _ in range(self._group.world_size)]
         torch.distributed.all_gather(everyone, flags, group=self._group.cpu_group)
@@ -391,7 +400,10 @@ class ReplicaStream(EngineStream):
 
     @contextmanager
     def open(self) -> Iterator[EngineStream]:
-        """While it is used. A rank that leaves before all have finished tells the others, who would wait for it."""
+        """Prepare the engine for the stream's requests, and clean up afterwards.
+
+        A rank that leaves before all have finished tells the others, which would wait for it.
+        """
         try:
             with super().open():
                 yield self

@@ -1,7 +1,8 @@
-"""The ids that vLLM keeps for each token, as completions name them (`Completion.support`).
+"""The ids that vLLM keeps for each token, in the form in which completions name them (`Completion.support`).
 
-On GPUs vLLM returns them (`return_sampling_mask`), with its second model runner, which needs Triton. On CPUs the first
-one runs; the log-probs that its sampler has computed after all processing are minus infinity for what was left out.
+On GPUs vLLM returns the ids (`return_sampling_mask`), with its second model runner, which needs Triton. On CPUs the
+first one runs: the log-probs that its sampler has computed after all processing are minus infinity for ids that are
+left out.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ Words = np.ndarray[Any, Any]
 
 
 class KeptIds:
-    """Keeps which ids each token of unfinished requests was sampled from, as vLLM returns them.
+    """Keeps the ids that each token of unfinished requests was sampled from, as vLLM returns them.
 
     Args:
         vocabulary: number of ids that vLLM samples from.
-        name: of a request, from the id that vLLM works with; by default that id.
+        name: returns a request's name from vLLM's internal id; by default that id.
 
     Attributes:
         forbidden: ids that a bias forbids, which vLLM does not leave out by itself.
@@ -36,33 +37,33 @@ class KeptIds:
         self._words: defaultdict[str, dict[int, Words]] = defaultdict(dict)  # by request and place in its sequence
 
     def open(self, forbidden: Sequence[int]) -> None:
-        """Requests come, whose tokens are scored over what was kept."""
+        """Prepare for requests whose tokens are scored over the kept ids."""
         self.forbidden = forbidden
 
     def close(self) -> None:
-        """No more will; forget what nobody took: requests that were aborted."""
+        """Drop the ids that nobody took, those of aborted requests, after the last request."""
         self._words.clear()
 
     def returned(self, request_id: str, prompt_tokens: int, ids: Any) -> None:
-        """Note what vLLM returned for a request's next token: (n,) int32, ascending."""
+        """Record the ids that vLLM returned for a request's next token: (n,) int32, ascending."""
         known = self._words[self._name(request_id)]
         if self.forbidden:
             ids = np.setdiff1d(ids, self.forbidden, assume_unique=True)
         known[prompt_tokens + len(known)] = words_of_ids(np.asarray(ids), self._vocabulary)
 
     def forget_but(self, requests: Collection[str]) -> None:
-        """Forget what nobody will take: all but these requests'."""
+        """Drop the ids of all requests but these, because nobody will take them."""
         for request_id in self._words.keys() - requests:
             del self._words[request_id]
 
     def take(self, request_id: str, prompt_tokens: int, tokens: int) -> Support:
-        """Return the support of a request that is done.
+        """Return the support of a finished request.
 
         Args:
-            tokens: how many were sampled.
+            tokens: how many tokens were sampled.
 
         Raises:
-            EngineError: that of some is not known.
+            EngineError: the ids of some token are not known.
         """
         known = self._words.pop(request_id, {})
         missing = [i for i in range(tokens) if prompt_tokens + i not in known]
@@ -75,27 +76,27 @@ class KeptIds:
 
 
 class CapturedIds(KeptIds):
-    """The same where vLLM does not return them. Needs log-probs of the processed logits.
+    """Keeps the ids where vLLM does not return them, from the log-probs of the processed logits, which it needs.
 
     Args:
-        runner: vLLM's model runner, in whose process this is.
+        runner: vLLM's model runner, in this process.
         vocabulary, name: as of `KeptIds`.
     """
 
     def __init__(self, runner: Any, vocabulary: int, name: Callable[[str], str] = str) -> None:
         super().__init__(vocabulary, name)
         self._runner, self._active = runner, False
-        self._places: dict[str, int] = {}  # by request, where in its sequence the token of this step stands
+        self._places: dict[str, int] = {}  # by request: the place in its sequence of the token of this step
         runner.execute_model = partial(self._execute, runner.execute_model)
         runner.sampler.sample = partial(self._sample, runner.sampler.sample)
 
     def open(self, forbidden: Sequence[int]) -> None:
-        """Requests come, whose tokens are scored over what was kept."""
+        """Prepare for requests whose tokens are scored over the kept ids."""
         super().open(forbidden)
         self._active = True
 
     def close(self) -> None:
-        """No more will."""
+        """Stop keeping ids after the last request, and drop those that nobody took."""
         super().close()
         self._active = False
 
@@ -113,6 +114,6 @@ class CapturedIds(KeptIds):
             kept = (logprobs > -torch.inf).numpy()
             kept[:, list(self.forbidden)] = False
             for key, row in zip(self._runner.input_batch.req_ids, kept, strict=True):
-                # a token of a request that was preempted comes twice, alike
+                # a token of a preempted request comes twice, the same both times
                 self._words[self._name(key)][self._places[key]] = words_of(row)
         return sampled, logprobs

@@ -1,7 +1,7 @@
-"""Log-probs of the sampled tokens by many programs a row, and without ranks that nobody reads.
+"""Kernels for log-probs of the sampled tokens, with many programs per row, and without the ranks that nobody reads.
 
-vLLM 0.31 gives each row of logits to one program, which walks over the vocabulary three times: 118 µs for the log-prob
-and 21 µs for the token's rank in a decode step of 40 rows and 152,000 tokens that takes the GPU 2.3 ms otherwise (a
+vLLM 0.31 gives each row of logits to one program, which reads the vocabulary three times. In a decode step of 40 rows
+and 152,000 tokens, the log-prob takes 118 µs and the token's rank 21 µs; the rest of the step takes the GPU 2.3 ms (a
 CUDA profile on an H200). Here each program reads one block of a row once, and a second kernel sums up.
 """
 
@@ -20,10 +20,10 @@ from vllm.triton_utils import tl, triton
 from .internals import may_replace
 
 BLOCK = 4096
-"""Logits that one program reads."""
+"""The number of logits that one program reads."""
 
 EXACT = 1e-5
-"""Largest difference from vLLM's own that a first comparison may show, in nats: sums in another order."""
+"""The largest difference from vLLM's own log-probs that is allowed, in nats: the sums have another order."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -32,7 +32,7 @@ def _blocks(maxima, sums, logits, stride, vocabulary, blocks, BLOCK: tl.constexp
     places = block * BLOCK + tl.arange(0, BLOCK)
     values = tl.load(logits + row * stride + places, mask=places < vocabulary, other=float("-inf")).to(tl.float32)
     largest = tl.max(values, axis=0)
-    shift = tl.where(largest == float("-inf"), 0.0, largest)  # of a block that is masked whole
+    shift = tl.where(largest == float("-inf"), 0.0, largest)  # the block is masked completely
     tl.store(maxima + row * blocks + block, largest)
     tl.store(sums + row * blocks + block, tl.sum(tl.exp(values - shift), axis=0))
 
@@ -49,7 +49,7 @@ def _rows(out, maxima, sums, logits, stride, tokens, blocks, BLOCKS: tl.constexp
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Natural logarithms of the probabilities of one token per row.
+    """Compute the natural logarithm of the probability of one token per row.
 
     Args:
         logits: (rows, vocabulary) of any float dtype, computed in float32; rows may be strided.
@@ -70,7 +70,9 @@ def token_logprobs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 @contextmanager
 def without_ranks(scheduler: Any, device: torch.device) -> Iterator[None]:
-    """Inside, vLLM's sampler takes log-probs of sampled tokens alone from here, and their ids stand where ranks would.
+    """Let vLLM's sampler compute the log-probs of sampled tokens with these kernels, without ranks.
+
+    The tokens' ids stand where their ranks would. Requests for more than the sampled tokens' log-probs stay vLLM's.
     Nothing changes on a CPU, with vLLM's older runner, and where a first comparison shows other values.
 
     Args:
@@ -86,7 +88,7 @@ def without_ranks(scheduler: Any, device: torch.device) -> Iterator[None]:
 
 
 def scores_like(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """vLLM's `compute_topk_scores`, `stock` where more is asked for than sampled tokens."""
+    """Return a `compute_topk_scores` for vLLM that calls `stock` where more than sampled tokens are asked for."""
     from vllm.v1.outputs import LogprobsTensors
 
     @functools.wraps(stock)
@@ -102,7 +104,7 @@ def scores_like(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def equal_to_vllm(device: torch.device) -> bool:
-    """Whether the kernels compute here what vLLM's compute, on random logits. They are compiled by it, too."""
+    """Return whether the kernels compute the same as vLLM's on this device, for random logits; compiles them."""
     from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
 
     generator = torch.Generator(device).manual_seed(0)

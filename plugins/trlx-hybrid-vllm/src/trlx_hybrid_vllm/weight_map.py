@@ -1,12 +1,13 @@
-"""Where each parameter of the policy lies in vLLM's memory, for weight paths that share it or write into it.
+"""A map from each parameter of the policy to its place in vLLM's memory, for weight paths that share it or write into
+it.
 
 vLLM fuses, pads and slices what it loads. The routes that its own loader took (`loader.py`) say where every slice of a
 checkpoint tensor went. Here each route is read as a box of a parameter of the policy, with the strided memory that
-holds it, and boxes that continue each other are made one: a loader that goes expert by expert copies hundreds. No table
-of model names is involved.
+holds it, and adjacent boxes are joined: a loader that goes expert by expert copies hundreds. No table of model names is
+involved.
 
-Where the policy keeps other tensors in memory than in its checkpoint, as fused experts are, its own conversion is run
-over a tensor of indices: what it makes of them tells which elements vLLM's loader was given.
+Where the policy keeps other tensors in memory than in its checkpoint, as with fused experts, its own conversion is run
+over a tensor of indices: the result tells which elements vLLM's loader was given.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ Box = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True)
 class HeldBox:
-    """A box of a parameter of the policy, and where an engine parameter holds it.
+    """A box of a parameter of the policy, and the place where an engine parameter holds it.
 
     Attributes:
-        parameter: of the engine.
-        memory: shaped like the box.
+        parameter: name of the engine's parameter.
+        memory: the region of the engine's parameter, shaped like the box.
     """
 
     box: Box
@@ -47,11 +48,12 @@ class WeightMap:
     """The boxes of all parameters of a policy.
 
     Attributes:
-        pieces: by in-memory name of the parameter; none of one that vLLM's loader did not look into.
-        buffers: what engine parameters and buffers hold of the policy's persistent buffers.
-        irregular: parameters of which the loader copied something that is no box, and how.
-        computed: parameters from which it computed something.
-        unknown: checkpoint tensors that it copied from, and that come from no parameter or buffer of the policy.
+        pieces: boxes by in-memory name of the parameter; none for a parameter that vLLM's loader did not read.
+        buffers: routes of the policy's persistent buffers into engine parameters and buffers.
+        irregular: parameters of which the loader copied something that is no box, with how.
+        computed: parameters that the loader computed something from.
+        unknown: checkpoint tensors that the loader copied from, and that come from no parameter or buffer of the
+            policy.
     """
 
     def __init__(self, policy: Policy, loader: WeightLoader) -> None:
@@ -80,7 +82,7 @@ class WeightMap:
                 self.pieces[name] = joined(found)
 
     def memory_of(self, piece: HeldBox) -> Tensor:
-        """The engine's memory of a piece."""
+        """Return the engine's memory of a piece."""
         return piece.memory.of(self.loader.tensors[piece.parameter].data)
 
 
@@ -88,10 +90,11 @@ class WeightMap:
 
 
 def piece_of(route: Route, shape: Sequence[int]) -> HeldBox | None:
-    """The box of a contiguous tensor of that shape which a route reads, or None where it reads none. A pure function.
+    """Return the box of a contiguous tensor of this shape that a route reads, or None where it is no box. A pure
+    function.
 
-    The copy may have the tensor's dimensions in another order (transposed), several in the place of one (heads), and
-    one in the place of several (flat).
+    The copy may have the tensor's dimensions in another order (transposed), several dimensions in place of one (heads),
+    and one in place of several (flat).
     """
     source, memory = route.source, route.destination
     copied = zip(source.stride, source.shape, memory.stride, strict=True)
@@ -122,9 +125,10 @@ def piece_of(route: Route, shape: Sequence[int]) -> HeldBox | None:
 
 
 def _parts(policy: Policy, name: str, shape: tuple[int, ...], device: torch.device) -> Mapping[str, Tensor | None]:
-    """The checkpoint's tensors that one parameter becomes: flat indices into it, or None for the parameter itself.
+    """Return the checkpoint tensors that one parameter becomes, as flat indices into the parameter.
 
-    The indices of one fused tensor take as much memory as the tensor in float32, until the next one's are made.
+    None stands for the parameter itself. The indices of one fused tensor take as much memory as the tensor in float32,
+    until the next one's are made.
     """
     if not policy.converts:
         return {name: None}
@@ -139,7 +143,7 @@ def _parts(policy: Policy, name: str, shape: tuple[int, ...], device: torch.devi
 def _sources(
     parts: Mapping[str, Tensor | None], routes: Mapping[str, Sequence[Route]]
 ) -> Iterator[tuple[str, Route, Slice | None]]:
-    """Each route that starts in one of these tensors, and the slice of the parameter that it reads."""
+    """Yield each route that starts in one of these tensors, and the slice of the parameter that the route reads."""
     converted = []
     for part, index in parts.items():
         for route in routes.get(part, ()):
@@ -152,8 +156,10 @@ def _sources(
 
 
 def _slices(taken: Sequence[Tensor]) -> list[Slice | None]:
-    """The strided slices that tensors of flat indices are, None for what is none; read from the device twice, however
-    many."""
+    """Return the strided slice that each tensor of flat indices stands for, or None where it is no strided slice.
+
+    Reads from the device twice, however many tensors there are.
+    """
     if not taken:
         return []
     steps = [[tuple(int(d == k) for k in range(t.dim())) for d, n in enumerate(t.shape) if n > 1] for t in taken]
@@ -168,7 +174,7 @@ def _slices(taken: Sequence[Tensor]) -> list[Slice | None]:
 
 
 def _indices(part: Slice, like: Tensor) -> Tensor:
-    """The flat indices of a slice's elements."""
+    """Return the flat indices of a slice's elements."""
     found = torch.full((), part.offset, dtype=like.dtype, device=like.device)
     for size, stride in zip(part.shape, part.stride, strict=True):
         found = found[..., None] + stride * torch.arange(size, dtype=like.dtype, device=like.device)
@@ -176,7 +182,7 @@ def _indices(part: Slice, like: Tensor) -> Tensor:
 
 
 def joined(pieces: Iterable[HeldBox]) -> list[HeldBox]:
-    """The same memory in as few boxes as one pass over each dimension finds. A pure function."""
+    """Cover the same memory with as few boxes as one pass over each dimension finds. A pure function."""
     found = list(pieces)
     for d in range(len(found[0].box) if found else 0):
         alike: defaultdict[object, list[HeldBox]] = defaultdict(list)
@@ -189,7 +195,7 @@ def joined(pieces: Iterable[HeldBox]) -> list[HeldBox]:
 
 
 def _runs(pieces: Sequence[HeldBox], d: int) -> list[HeldBox]:
-    """Pieces that differ along one dimension only, those that continue each other made one."""
+    """Join the adjacent ones among pieces that differ along one dimension only."""
     runs: list[HeldBox] = []
     for piece in sorted(pieces, key=lambda p: (p.box[d], p.memory.offset)):
         longer = _continued(runs[-1], piece, d) if runs else None
@@ -201,7 +207,7 @@ def _runs(pieces: Sequence[HeldBox], d: int) -> list[HeldBox]:
 
 
 def _continued(run: HeldBox, piece: HeldBox, d: int) -> HeldBox | None:
-    """Both as one, or None where the second does not go on where the first ends."""
+    """Return both pieces as one, or None where the second does not begin where the first ends."""
     (start, end), (after, stop) = run.box[d], piece.box[d]
     stride, rest = divmod(piece.memory.offset - run.memory.offset, end - start)
     known = [p.memory.stride[d] for p in (run, piece) if p.memory.shape[d] > 1]
@@ -212,7 +218,7 @@ def _continued(run: HeldBox, piece: HeldBox, d: int) -> HeldBox | None:
 
 
 def _with(values: tuple[Any, ...], d: int, *instead: Any) -> tuple[Any, ...]:
-    """Another value, or none, at one place."""
+    """Return the values with another value, or none, at one place."""
     return (*values[:d], *instead, *values[d + 1 :])
 
 
@@ -220,9 +226,9 @@ def _with(values: tuple[Any, ...], d: int, *instead: Any) -> tuple[Any, ...]:
 
 
 class Places:
-    """Of each parameter, the one strided region of an engine parameter that holds it, right after a load.
+    """The regions that hold the parameters right after a load: one strided region of an engine parameter for each.
 
-    Nothing is believed: a region counts only if the bits in it are the parameter's.
+    A region counts only if the bits in it are the parameter's.
 
     Attributes:
         found: by in-memory name of the parameter.
@@ -254,7 +260,7 @@ class Places:
             self.refused[name] = f"engine parameter {self.found.pop(name).parameter} holds other bits there"
 
     def view(self, name: str) -> Tensor:
-        """The engine's memory of a parameter, shaped like it."""
+        """Return the engine's memory of a parameter, in the parameter's shape."""
         memory = self._map.memory_of(self.found[name])
         return memory.view(memory.shape) if memory.is_contiguous() else memory
 
@@ -263,7 +269,7 @@ class Places:
 
 
 def regions(model: torch.nn.Module, weights: WeightMap) -> Regions:
-    """What this rank's memory holds of each weight; nothing of the engine's weights is left out.
+    """Return what this rank's memory holds of each weight; nothing of the engine's weights is left out.
 
     Raises:
         EngineError: a weight is copied in a way that is no box, or something in the engine comes from no weight.
@@ -294,7 +300,7 @@ def regions(model: torch.nn.Module, weights: WeightMap) -> Regions:
 
 
 def _uncovered_rows(parameter: Tensor, covered: Sequence[Slice]) -> Iterator[Tensor]:
-    """The runs of rows of a matrix that no slice of whole rows has."""
+    """Yield the runs of rows of a matrix that no slice of whole rows covers."""
     starts = ((s.offset // parameter.stride(0), s.shape) for s in covered if s.shape[1:] == tuple(parameter.shape[1:]))
     free = 0
     for start, stop in [*sorted((at, at + shape[0]) for at, shape in starts), (parameter.shape[0],) * 2]:
@@ -321,18 +327,23 @@ KEEPS = {
     "Conv2dLayer",
     "Conv3dLayer",
 }
-"""Layers of vLLM 0.31 that compute with the very tensors their loader filled, when nothing quantises them. So do
-torch's own, which vision towers have."""
+"""Layers of vLLM 0.31 that compute with the very tensors their loader filled, when nothing quantises them.
+
+So do torch's own layers, which vision towers have.
+"""
 
 UNQUANTISED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 EXPERTS_KEPT = {"TRITON", "BATCHED_TRITON"}
-"""Of `UnquantizedMoeBackend`. The others swap, permute, transpose or repack the experts, most at an unchanged shape."""
+"""Names of the `UnquantizedMoeBackend` that keep the experts as loaded.
+
+The others swap, permute, transpose or repack the experts, most of them at an unchanged shape.
+"""
 
 PADDED = {"VocabParallelEmbedding", "ParallelLMHead"}
 
 
 def refuses_writes(model: torch.nn.Module) -> str | None:
-    """Why the weights of this vLLM model must not be written past its loader, or None."""
+    """Return why the weights of this vLLM model must not be written without its loader, or None."""
     if hasattr(model, "process_weights_after_loading"):
         return f"{type(model).__name__} derives something from its weights after loading them"
     for name, module in model.named_modules():
@@ -353,10 +364,10 @@ def refuses_writes(model: torch.nn.Module) -> str | None:
 
 
 def _derives(module: Any, kind: str) -> bool:
-    """Whether a layer that looks at its weights after loading them makes something of them then."""
+    """Return whether a layer with a hook for loaded weights derives something from them."""
     from vllm.v1.attention.backend import AttentionImpl
 
-    if kind == "MMEncoderAttention":  # scales, with 8 bits
+    if kind == "MMEncoderAttention":  # with 8 bits it derives scales
         return bool(module.fp8_enabled)
     impl = getattr(module, "impl", None)
     after = getattr(type(impl), "process_weights_after_loading", None)
@@ -376,5 +387,8 @@ def _experts(module: Any, method: Any) -> str | None:
 
 
 def _has_sinks(impl: Any) -> bool:
-    """FlashInfer's attention converts its sinks after loading, and nothing else; other backends are unknown."""
+    """Return whether an attention backend may derive something from its sinks after loading.
+
+    FlashInfer's attention converts its sinks, if it has any, and nothing else; other backends are unknown, so True.
+    """
     return type(impl).__name__ != "FlashInferImpl" or getattr(impl, "sinks", None) is not None

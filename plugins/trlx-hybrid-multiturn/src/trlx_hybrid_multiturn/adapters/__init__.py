@@ -1,1 +1,1 @@
-"""Environments of other libraries, as this plugin's. Each file imports its library only when it is used."""
+"""Adapters for environments of other libraries. Each file imports its library only when it is used."""

@@ -1,10 +1,10 @@
-"""The connection of one episode to a server that its environment lives in: JSON messages over a websocket.
+"""The connection of one episode to the server that hosts its environment: JSON messages over a websocket.
 
-    to it:   {"type": "reset", "data": {…}}, {"type": "step", "data": {…}}, {"type": "close"}
-    from it: {"type": "observation", "data": {…}}, {"type": "error", "data": {"message": …, "code": …}}
+    to the server:   {"type": "reset", "data": {…}}, {"type": "step", "data": {…}}, {"type": "close"}
+    from the server: {"type": "observation", "data": {…}}, {"type": "error", "data": {"message": …, "code": …}}
 
-Source: openenv-core 0.3.0, `openenv/core/env_server/types.py`. Its own client comes with the server's requirements,
-which clash with vLLM's; the messages are few, so they are spoken here.
+Source: openenv-core 0.3.0, `openenv/core/env_server/types.py`. OpenEnv's own client has the server's requirements,
+which clash with vLLM's; there are few messages, so this file sends and reads them itself.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ CLOSE_SECONDS = 5.0  # for the server to end an episode
 
 
 class ServerError(HybridError):
-    """The server of an environment is not there, went away, or refused what it was asked."""
+    """Raised where an environment's server is unreachable, went away, or refused a request."""
 
 
 def require_websockets(user: str) -> None:
-    """Refuse, before anything is trained, to work without the package.
+    """Raise ConfigError before training starts if the package `websockets` is not installed.
 
     Raises:
-        ConfigError: it is not installed.
+        ConfigError: `websockets` is not installed.
     """
     try:
         import websockets.asyncio.client  # noqa: F401
@@ -38,15 +38,15 @@ def require_websockets(user: str) -> None:
 
 
 def on_this_machine(url: str) -> bool:
-    """Whether a URL's host is the loopback interface, which no proxy may stand before."""
+    """Return whether a URL's host is the loopback interface, for which no proxy may be used."""
     return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
 
 
 class Connection:
-    """One open connection. Made, used and closed on one event loop; one request at a time.
+    """One open connection, opened, used and closed on one event loop, with one request at a time.
 
     Args:
-        server: what messages call the server, its address included.
+        server: the server's name in messages, its address included.
     """
 
     def __init__(self, socket: Any, server: str) -> None:
@@ -54,14 +54,15 @@ class Connection:
 
     @classmethod
     async def open(cls, url: str, server: str, seconds: float) -> Connection:
-        """Connect.
+        """Connect to a server.
 
         Args:
             url: `ws://…` or `wss://…`.
+            server: the server's name in messages, its address included.
             seconds: how long to wait for the server to accept.
 
         Raises:
-            ServerError: it did not.
+            ServerError: the server did not accept.
         """
         from websockets.asyncio.client import connect
         from websockets.exceptions import InvalidHandshake
@@ -87,7 +88,7 @@ class Connection:
             The answer's data.
 
         Raises:
-            ServerError: the server answered with an error, or is gone; or `data` is no JSON.
+            ServerError: the server answered with an error or is gone, or `data` cannot be written as JSON.
         """
         from websockets.exceptions import ConnectionClosed
 
@@ -96,11 +97,11 @@ class Connection:
         except (TypeError, ValueError) as error:
             raise ServerError(f"{self._server} cannot be sent {kind!r}: {error}.") from error
         try:
-            with contextlib.suppress(ConnectionClosed):  # it may have said why, before it was asked anything
+            with contextlib.suppress(ConnectionClosed):  # the server may have sent the reason before the request
                 await self._socket.send(request)
             answer = json.loads(await self._socket.recv())
         except asyncio.CancelledError:
-            self._socket.transport.abort()  # nobody will ask again: the server is to see that the episode is over
+            self._socket.transport.abort()  # no request will follow: tells the server that the episode is over
             raise
         except ConnectionClosed as error:
             raise ServerError(f"{self._server} closed the connection amid {kind!r}: {error}") from error
@@ -112,7 +113,7 @@ class Connection:
         return dict(content)
 
     async def close(self) -> None:
-        """End the episode, and wait a moment for the server to have ended it: its place is free for another then."""
+        """End the episode, and wait up to `CLOSE_SECONDS` for the server to end it, which frees its place."""
         from websockets.exceptions import ConnectionClosed
 
         with contextlib.suppress(ConnectionClosed, TimeoutError):
@@ -123,7 +124,7 @@ class Connection:
 
 
 def _explained(error: Mapping[str, Any]) -> str:
-    """What a server says of its error, and what to do where that is known."""
+    """Return a server's error message as text, with advice where the cause is known."""
     text, code = str(error.get("message", "it gave no reason")), error.get("code")
     details = [
         f"{'.'.join(map(str, each.get('loc', ())))}: {each.get('msg')}"

@@ -1,4 +1,4 @@
-"""OpenEnv environments, which live in a server: one connection per episode, text in and text out."""
+"""OpenEnv environments, which run in a server: one connection per episode, text in and text out."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from trlx_hybrid.rollout.conversation import Message
 from ..environment import Step
 from .connection import Connection, ServerError, on_this_machine, require_websockets
 
-MCP_FIELD = "tool_name"  # of actions and observations of a server whose environment is a set of MCP tools
-POLL_SECONDS = 0.2  # between two looks for a server that is still starting
-NO_TEXT = ("done", "reward", "metadata")  # of an observation: what every one has, and no model is shown
+MCP_FIELD = "tool_name"  # field of a server whose environment is a set of MCP tools
+POLL_SECONDS = 0.2  # between two attempts to reach a server that is still starting
+NO_TEXT = ("done", "reward", "metadata")  # fields that every observation has, and no model is shown
 
 Action = Callable[[str], Any]
 Shown = Callable[[Any], str | list[Message]]
@@ -34,23 +34,23 @@ def from_openenv(
     columns: Sequence[str] = (),
     connect_seconds: float = 10.0,
 ) -> Callable[[], OpenEnvEpisode]:
-    """An environment of a running OpenEnv server.
+    """Return a factory of environments that play on a running OpenEnv server.
 
         game = from_openenv("http://127.0.0.1:8000", action="guess", observation="hint", columns=["seed"])
         GRPOTrainer(..., rollout_func=episodes(game, max_turns=6), reward_funcs=episode_reward)
 
-    The server runs among packages of its own, which need not agree with vLLM's; here, `websockets` suffices. It plays
-    as many episodes at once as it was started for (`max_concurrent_envs`, 1 unless it says otherwise).
+    The server has Python packages of its own, which need not agree with vLLM's; the trainer needs only `websockets`.
+    The server plays as many episodes at once as it was started for (`max_concurrent_envs`, 1 by default).
 
     Args:
-        server: its address; or what makes a client of OpenEnv's own (`lambda: MyEnv(base_url=…)`), a fresh one for each
-            episode, where that package can be installed.
-        action: the field of the action that takes the completion; or a function that makes the action of it (a mapping,
-            or what the client takes). By default the only text that the server's actions require.
-        observation: the field of the observation that the model is shown; or a function that makes a text or messages
-            of it (a mapping, or the client's object). By default the only text that the server's observations hold.
-        columns: of the dataset's row, given to the environment's `reset`. Generations of one prompt should begin alike:
-            give it a seed.
+        server: the server's address; or, where OpenEnv's package can be installed here, a function that makes a client
+            of OpenEnv's own (`lambda: MyEnv(base_url=…)`), called once per episode.
+        action: the field of the action that takes the completion; or a function from a completion to the action (a
+            mapping, or what the client takes). By default the only text field that the server's actions require.
+        observation: the field of the observation that the model is shown; or a function from an observation (a mapping,
+            or the client's object) to text or messages. By default the only text field of the server's observations.
+        columns: columns of the dataset's row that are passed to the environment's `reset`. Generations of one prompt
+            should begin alike: pass a seed.
         connect_seconds: how long to wait for the server, here and at each episode.
 
     Raises:
@@ -75,7 +75,7 @@ def from_openenv(
 def _episodes(
     connect: Callable[[], Any], action: str | Action, observation: str | Shown, columns: Sequence[str]
 ) -> Callable[[], OpenEnvEpisode]:
-    """What makes environments of functions, or of the names of fields."""
+    """Return a factory of episodes, given the action and the observation as functions or as names of fields."""
 
     def acted(completion: str) -> Any:
         return action(completion) if callable(action) else {action: completion}
@@ -86,19 +86,19 @@ def _episodes(
         return seen.get(observation) if isinstance(seen, Mapping) else getattr(seen, observation)
 
     made: Any = functools.partial(OpenEnvEpisode, connect, acted, shown, columns)
-    made.__name__ = "OpenEnv"  # what messages call its environments
+    made.__name__ = "OpenEnv"  # name of its environments in messages
     return made  # type: ignore[no-any-return]
 
 
 class OpenEnvEpisode:
-    """One episode; it connects when it is reset."""
+    """An environment for one episode; it connects at `reset`."""
 
     def __init__(self, connect: Callable[[], Any], action: Action, shown: Shown, columns: Sequence[str]) -> None:
         self._connect, self._action, self._shown, self._columns = connect, action, shown, columns
         self._peer: Any = None
 
     async def reset(self, row: Mapping[str, Any]) -> str | list[Message] | None:
-        """Connect and begin."""
+        """Connect and begin the episode."""
         missing = [name for name in self._columns if name not in row]
         if missing:
             raise ServerError(f"The dataset has no column {missing[0]!r}, which from_openenv(columns=…) names.")
@@ -109,7 +109,7 @@ class OpenEnvEpisode:
         return self._shown(begun.observation) or None
 
     async def step(self, completion: str) -> Step:
-        """Act, and see what comes of it."""
+        """Send the completion as an action, and return the server's observation and reward."""
         result = await self._peer.step(self._action(completion))
         return Step(
             observation=None if result.done else self._shown(result.observation),
@@ -118,13 +118,13 @@ class OpenEnvEpisode:
         )
 
     async def close(self) -> None:
-        """Leave the server."""
+        """Close the connection to the server."""
         if self._peer is not None:
             await self._peer.close()
 
 
 class _Server:
-    """The server itself, spoken to directly, by the methods of OpenEnv's own client."""
+    """A client that talks to the server directly, with the methods of OpenEnv's own client."""
 
     def __init__(self, url: str, name: str, seconds: float) -> None:
         self._url, self._name, self._seconds = url, name, seconds
@@ -149,15 +149,16 @@ class _Server:
 
 
 def action_field(schema: Mapping[str, Any], given: str | None, server: str) -> str:
-    """The field of an action that takes the completion.
+    """Return the name of the action's field that takes the completion.
 
     Args:
         schema: JSON schema of the server's actions.
-        given: the field named by the user; None looks for the only text that is required.
+        given: the field named by the user; None selects the only required text field.
+        server: the server's address, for messages.
 
     Raises:
         ConfigError: there is no such field, or the action needs others as well; or actions are calls of MCP tools, and
-            no completion is the name of one.
+            a completion is not the name of a tool.
     """
     fields = [name for name in schema.get("properties") or {} if name != "metadata"]
     required = [name for name in schema.get("required") or [] if name != "metadata"]
@@ -186,10 +187,11 @@ def action_field(schema: Mapping[str, Any], given: str | None, server: str) -> s
 
 
 def observation_field(schema: Mapping[str, Any], given: str | None, server: str) -> str:
-    """The field of an observation that the model is shown; as `action_field`.
+    """Return the name of the observation's field that the model is shown; the arguments are as in `action_field`.
 
     Raises:
-        ConfigError: there is no such field, or none named, and not exactly one text beside an MCP tool's name.
+        ConfigError: there is no field `given`, or none is named and there is not exactly one text field beside the name
+            of an MCP tool.
     """
     fields = [name for name in schema.get("properties") or {} if name not in NO_TEXT]
     if given is None:
@@ -215,10 +217,10 @@ def _refuse_unknown(what: str, given: str, fields: Sequence[str], server: str) -
 
 
 def addresses(server: str) -> tuple[str, str]:
-    """The server's address for HTTP, and that of its websocket.
+    """Return the server's address for HTTP, and the address of its websocket.
 
     Raises:
-        ConfigError: it is no address.
+        ConfigError: `server` is not an address.
     """
     scheme, separator, rest = server.rstrip("/").partition("://")
     if not separator:
@@ -230,7 +232,7 @@ def addresses(server: str) -> tuple[str, str]:
 
 
 def fetched(http: str, seconds: float) -> dict[str, Any]:
-    """What the server says of its actions and observations; waits for one that is still starting.
+    """Return the schemas of the server's actions and observations; waits for a server that is still starting.
 
     Args:
         http: the server's address.
@@ -240,7 +242,7 @@ def fetched(http: str, seconds: float) -> dict[str, Any]:
         JSON schemas by "action", "observation" and "state".
 
     Raises:
-        ConfigError: no server answered, or something else did.
+        ConfigError: no server answered, or something else than an OpenEnv server did.
     """
     handlers = [urllib.request.ProxyHandler({})] if on_this_machine(http) else []
     opener, until = urllib.request.build_opener(*handlers), time.monotonic() + seconds

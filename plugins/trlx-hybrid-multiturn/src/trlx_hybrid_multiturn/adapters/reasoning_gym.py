@@ -1,4 +1,4 @@
-"""Tasks of reasoning-gym, with more than one attempt: a wrong answer is said to be wrong, and may be mended."""
+"""Tasks of reasoning-gym with several attempts: the model is told that an answer is wrong, and may try again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def from_reasoning_gym(
     answer: Callable[[str], str] | None = None,
     **config: Any,
 ) -> ReasoningGym:
-    """A dataset of reasoning-gym, and the environment that goes with it.
+    """Return the tasks of a reasoning-gym dataset, with the environment that goes with them.
 
         gym = from_reasoning_gym("chain_sum", attempts=2, min_digits=2)
         GRPOTrainer(..., train_dataset=gym.dataset(), rollout_func=episodes(gym), reward_funcs=episode_reward)
@@ -35,27 +35,28 @@ def from_reasoning_gym(
 
     Args:
         name: reasoning-gym's name of the tasks.
-        size: number of tasks. seed: which ones.
-        attempts: answers of one episode.
-        feedback: what a wrong answer is met with.
-        answer: takes the answer out of a completion. By default what stands in `<answer>` tags, or else what follows
-            `</think>`, or else all of it, without space around it.
+        size: number of tasks.
+        seed: seed that the tasks are drawn with.
+        attempts: answers per episode at most.
+        feedback: the text that the model is shown after a wrong answer.
+        answer: extracts the answer from a completion. By default it is the text in `<answer>` tags, else the text after
+            `</think>`, else the whole completion, stripped of surrounding whitespace.
         config: settings of these tasks.
 
     Raises:
-        ConfigError: reasoning-gym is not installed, or knows no such tasks or settings.
+        ConfigError: reasoning-gym is not installed, or does not know these tasks or settings.
     """
     if attempts < 1:
         raise ConfigError(f"from_reasoning_gym(attempts={attempts}): a task needs at least one attempt.")
     try:
-        from reasoning_gym import create_dataset  # here, for the plugin does not depend on it
+        from reasoning_gym import create_dataset  # here, because the plugin does not depend on it
     except ImportError as error:
         raise ConfigError("from_reasoning_gym needs its package: pip install reasoning-gym") from error
     try:
         tasks = create_dataset(name, size=size, seed=seed, **config)
     except (ValueError, TypeError, AssertionError) as error:
         raise ConfigError(f"reasoning-gym makes no tasks {name!r} with these settings: {error}") from error
-    with preserved_generators():  # some tasks are drawn from the global ones: alike in every process once seeded
+    with preserved_generators():  # some tasks use the global generators: seeded, every process draws alike
         random.seed(seed)
         np.random.seed(seed % 2**32)
         made = list(tasks)
@@ -63,10 +64,10 @@ def from_reasoning_gym(
 
 
 class ReasoningGym:
-    """Makes environments for tasks of one kind; pass it to `episodes`.
+    """A factory of environments for tasks of one kind; pass it to `episodes`.
 
     Attributes:
-        tasks: reasoning-gym's entries, made once: asked for again, some kinds of task come out as others.
+        tasks: reasoning-gym's entries, made once: some kinds of task come out differently when they are made again.
     """
 
     def __init__(
@@ -79,14 +80,14 @@ class ReasoningGym:
     ) -> None:
         self.tasks, self.score = tasks, score
         self.attempts, self.feedback, self.answer = attempts, feedback, answer
-        self.__name__ = "ReasoningGym"  # what messages call its environments
+        self.__name__ = "ReasoningGym"  # name of its environments in messages
 
     def __call__(self) -> Attempts:
-        """A fresh environment."""
+        """Return a fresh environment."""
         return Attempts(self)
 
     def dataset(self) -> Any:
-        """The tasks as a `datasets.Dataset` with the columns `prompt` (messages) and `task` (index)."""
+        """Return the tasks as a `datasets.Dataset` with the columns `prompt` (messages) and `task` (index)."""
         from datasets import Dataset
 
         return Dataset.from_list(
@@ -98,18 +99,21 @@ class ReasoningGym:
 
 
 class Attempts:
-    """One task, until it is solved or the attempts are used up. Scoring may compute, so it runs in threads."""
+    """An environment for one task, which ends when the task is solved or the attempts are used up.
+
+    Scoring may take CPU time, so `step` runs in threads.
+    """
 
     def __init__(self, gym: ReasoningGym) -> None:
         self._gym, self._left = gym, gym.attempts
         self._task: Any = None
 
     def reset(self, row: Mapping[str, Any]) -> None:
-        """Take the row's task; its question is the prompt already."""
+        """Take the row's task; the prompt already holds its question."""
         self._task = self._gym.tasks[row["task"]]
 
     def step(self, completion: str) -> Step:
-        """Score the answer."""
+        """Score the answer, and return the reward at the end, else the feedback."""
         self._left -= 1
         score = float(self._gym.score(self._gym.answer(completion), self._task))
         if score >= 1.0 or self._left == 0:
@@ -118,7 +122,7 @@ class Attempts:
 
 
 def last_answer(completion: str) -> str:
-    """What a completion answers, see `from_reasoning_gym`."""
+    """Return the answer in a completion, by the default rule of `from_reasoning_gym`."""
     said = completion.rpartition("</think>")[2]
     _, opened, tagged = said.rpartition("<answer>")
     return (tagged.partition("</answer>")[0] if opened else said).strip()

@@ -1,4 +1,4 @@
-"""Environments of verifiers, played by a server of this plugin among verifiers' own packages."""
+"""Environments of verifiers, played by a separate process that has verifiers' own packages."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def from_verifiers(
     env: Mapping[str, Any] | None = None,
     start_seconds: float = 120.0,
 ) -> Verifiers:
-    """The tasks of a verifiers taskset (verifiers 0.4), and the environment that goes with them.
+    """Return the tasks of a verifiers taskset (verifiers 0.4), with the environment that goes with them.
 
         words = from_verifiers("my-words", python=".venv-verifiers/bin/python", env={"agent": {"max_turns": 4}})
         GRPOTrainer(
@@ -42,19 +42,19 @@ def from_verifiers(
         )
 
     verifiers and vLLM ask for different versions of the same packages, so verifiers runs in a process of its own, with
-    the interpreter of an environment that it is installed in. The reward is the task's, scored when the episode ends:
-    an episode that runs out of `max_completion_length` or turns here has none. Set `max_turns` in `env` instead, which
-    ends it there.
+    the interpreter of a Python environment in which it is installed. The reward is the task's, scored when the episode
+    ends: an episode that reaches `max_completion_length` or the limit of turns here has none. Set `max_turns` in `env`
+    instead, which ends the episode in verifiers.
 
-    Only conversations are played: an environment whose agent is offered tools or shown images, that shortens the
-    conversation, or in which two agents speak with the trained model, ends the trajectory and says so.
+    Only conversations can be played. A trajectory ends with an error if the environment offers its agent tools, shows
+    it images, shortens the conversation, or lets two agents speak with the trained model.
 
     Args:
         taskset: verifiers' id of an installed taskset, or the name of a module in the current directory.
-        python: the interpreter of the environment with verifiers.
+        python: the interpreter of the Python environment with verifiers.
         env: settings of verifiers' environment, as in its `[env]` block: "taskset", "id", its agents. Agents run as
-            plain conversations on this machine unless it says otherwise.
-        start_seconds: how long its imports and the taskset's may take.
+            plain conversations on this machine unless `env` says otherwise.
+        start_seconds: how long the imports of verifiers and of the taskset may take.
 
     Raises:
         ConfigError: verifiers is not installed there, knows no such taskset, or did not start in time.
@@ -64,24 +64,27 @@ def from_verifiers(
 
 
 class Verifiers:
-    """Makes environments of one taskset; pass it to `episodes`. Its process ends with it, and with the trainer."""
+    """A factory of environments for one taskset; pass it to `episodes`.
+
+    Its process ends when this object is deleted or the trainer ends.
+    """
 
     def __init__(self, taskset: str, process: _Process) -> None:
         self._taskset, self._process = taskset, process
-        self.__name__ = "Verifiers"  # what messages call its environments
+        self.__name__ = "Verifiers"  # name of its environments in messages
 
     def __call__(self) -> VerifiersEpisode:
-        """A fresh environment; it connects when it is reset."""
+        """Return a fresh environment; it connects at `reset`."""
         return VerifiersEpisode(self._process.address)
 
     def rows(self, size: int | None = None) -> list[dict[str, Any]]:
-        """The tasks, or the first `size`: their `prompt` (messages) and the `task` itself (JSON).
+        """Return the tasks, or the first `size`, as rows with `prompt` (messages) and `task` (the task as JSON).
 
         Raises:
-            ConfigError: the taskset fails, or has no end and no size is given.
+            ConfigError: the taskset fails, or it is endless and no size is given.
         """
         query = "" if size is None else f"?size={size}"
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # it is on this machine
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # the server is on this machine
         try:
             with opener.open(f"http://{self._process.address}/tasks{query}") as reply:
                 answer = json.load(reply)
@@ -94,7 +97,7 @@ class Verifiers:
         return [{"prompt": row["prompt"] or empty, "task": json.dumps(row["task"])} for row in answer["tasks"]]
 
     def dataset(self, size: int | None = None) -> Any:
-        """The same as a `datasets.Dataset`."""
+        """Return the rows of `rows` as a `datasets.Dataset`."""
         from datasets import Dataset
 
         return Dataset.from_list(self.rows(size))
@@ -105,14 +108,14 @@ class Verifiers:
 
 
 class VerifiersEpisode:
-    """One episode, until the environment ends it."""
+    """An environment for one episode, which runs until verifiers ends it."""
 
     def __init__(self, address: str) -> None:
         self._address = address
         self._connection: Connection | None = None
 
     async def reset(self, row: Mapping[str, Any]) -> str | list[Message] | None:
-        """Begin the row's task; shows what the environment asks the model beyond the row's prompt."""
+        """Begin the row's task, and return what verifiers asks the model beyond the row's prompt."""
         name = "The verifiers process"
         self._connection = await Connection.open(f"ws://{self._address}/episode", name, CONNECT_SECONDS)
         begun = await self._connection.ask("reset", {"task": json.loads(row["task"])})
@@ -121,7 +124,7 @@ class VerifiersEpisode:
         return remainder(row["prompt"], begun["messages"])
 
     async def step(self, completion: str) -> Step:
-        """Reply."""
+        """Send the completion, and return verifiers' next messages, or the reward at the end."""
         assert self._connection is not None
         told = await self._connection.ask("step", {"completion": completion})
         if told["done"]:
@@ -129,16 +132,18 @@ class VerifiersEpisode:
         return Step(observation=told["messages"])
 
     async def close(self) -> None:
-        """Leave; an episode that is not over is given up."""
+        """Close the connection; the process gives up an episode that is not over."""
         if self._connection is not None:
             await self._connection.close()
 
 
 def remainder(prompt: list[Message], asked: list[Message]) -> str | list[Message] | None:
-    """What has to be added to a prompt to make it what the environment asks, in the terms of `Environment.reset`.
+    """Return what must be added to a prompt to make it the conversation that verifiers asks.
+
+    The result is in the terms of `Environment.reset`: text for the last message, messages that follow, or None.
 
     Raises:
-        ServerError: it does not begin with the prompt.
+        ServerError: the conversation does not begin with the prompt.
     """
     last = len(prompt) - 1
     if asked[:last] == prompt[:last] and len(asked) > last and asked[last]["role"] == prompt[last]["role"]:
@@ -154,7 +159,7 @@ def remainder(prompt: list[Message], asked: list[Message]) -> str | list[Message
 
 
 class _Process:
-    """verifiers in a process of its own, which ends with this one: its standard input does."""
+    """A process that runs verifiers. It ends with the trainer's process, because its standard input closes then."""
 
     def __init__(self, taskset: str, python: str, env: Mapping[str, Any], seconds: float) -> None:
         try:
@@ -185,14 +190,14 @@ class _Process:
         self.address = f"127.0.0.1:{answer['port']}/{secret}"
 
     def _started(self, settings: dict[str, Any], seconds: float) -> dict[str, Any] | None:
-        """Its first line; None where it ended or the time passed without one."""
+        """Return the first line that the process prints; None if it ended or the time passed without one."""
         process, output = self._process, self._process.stdout
         assert process.stdin is not None
         assert output is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended, and so does its output
+        with contextlib.suppress(BrokenPipeError):  # the process has ended, and its output ends, too
             process.stdin.write(json.dumps(settings, default=os.fspath).encode() + b"\n")
             process.stdin.flush()
-        readable, _, _ = select.select([output], [], [], seconds)  # its first line, which comes whole, or its end
+        readable, _, _ = select.select([output], [], [], seconds)  # the first line, which arrives whole, or the end
         if not readable:
             return None
         if not (line := output.readline()):

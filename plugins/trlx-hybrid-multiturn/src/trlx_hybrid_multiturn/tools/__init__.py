@@ -1,1 +1,1 @@
-"""Where tools run: threads, processes, the event loop, the trainer's thread."""
+"""Execution of tools: in threads, in processes, on an event loop, or in the trainer's thread."""

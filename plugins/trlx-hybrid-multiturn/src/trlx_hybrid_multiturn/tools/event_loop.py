@@ -14,7 +14,7 @@ from .threads import taking_this_device
 
 
 class DaemonLoop:
-    """An event loop in a daemon thread, where the trainer has none."""
+    """An event loop in a daemon thread, for trainers that have none."""
 
     def __init__(self) -> None:
         self.loop = asyncio.new_event_loop()
@@ -23,7 +23,7 @@ class DaemonLoop:
         self.loop.call_soon_threadsafe(taking_this_device())
 
     def close(self) -> None:
-        """Stop the loop; a coroutine that blocks it keeps the thread until the interpreter ends."""
+        """Stop the loop. A coroutine that blocks the loop keeps the thread until the interpreter ends."""
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(1.0)
         if not self._thread.is_alive():
@@ -38,15 +38,18 @@ def gathered(
     loop: asyncio.AbstractEventLoop,
     slots: asyncio.Semaphore,
 ) -> Callable[[str], None]:
-    """Run coroutines together on `loop`; `done` gets an outcome whose value is the list of theirs, in order.
+    """Run coroutines together on `loop`; `done` gets an outcome whose value is the list of their outcomes, in order.
 
     Args:
+        coroutines: names and coroutines.
         timeout: seconds that each may take, from its start.
-        shown: what becomes of a result, on the loop.
-        slots: the loop's; each coroutine holds one while it runs, and starts when there is one.
+        shown: converts a result into what the model is shown; called on the loop.
+        done: takes the outcome.
+        loop: the event loop, which runs in another thread.
+        slots: the loop's semaphore; each coroutine holds a slot while it runs, and starts when there is one.
 
     Returns:
-        How to give up on them.
+        A function that abandons the coroutines.
     """
 
     async def everyone() -> None:
@@ -82,7 +85,7 @@ async def _one(
         task = asyncio.ensure_future(_ended(coroutine))
         try:
             finished, _ = await asyncio.wait({task}, timeout=timeout)
-        except asyncio.CancelledError:  # its trajectory is over: nobody asks for the outcome
+        except asyncio.CancelledError:  # its trajectory is over: no one needs the outcome
             task.cancel()
             raise
         seconds = time.perf_counter() - started
@@ -94,7 +97,7 @@ async def _one(
             return Outcome(lost=f"tool {name!r} was cancelled, by itself or by something else.", seconds=seconds)
         value, error = task.result()
         if error is None and isinstance(value, Exception):
-            error = value  # TRL cannot tell it from one that was raised
+            error = value  # TRL cannot tell a returned exception from a raised one
         if error is not None:
             return Outcome(error=error, seconds=seconds)
         try:
@@ -104,12 +107,15 @@ async def _one(
 
 
 async def _ended(coroutine: Coroutine[Any, Any, Any]) -> tuple[Any, BaseException | None]:
-    """What it returned, and what it raised. Raised by a task, the last two would end the loop of everybody's tools."""
+    """Return a coroutine's result and what it raised, one of them None.
+
+    A task that raised SystemExit or KeyboardInterrupt would end the event loop, with all tools on it.
+    """
     try:
         return await coroutine, None
     except asyncio.CancelledError as error:
         if type(error) is asyncio.CancelledError:
             raise
-        return None, error  # of a kind that says why, as of an environment that is lost: raised, not cancelled
+        return None, error  # a subclass says why, such as a lost environment: raised, not cancelled
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         return None, error

@@ -1,4 +1,4 @@
-"""Tools in processes: they may use the CPU, crash and hang, and can be killed. What goes in and out is copied."""
+"""Tools in processes: they may use the CPU, crash and hang, and can be killed. Arguments and results are copied."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ ANSWER_PIXELS = 1 << 26  # of all images together: 256 MiB in RGBA, from a PNG t
 
 
 class ProcessWorkers(ToolWorkers):
-    """Runs tools in processes that start when first needed and are reused, each served by a thread of the pool.
+    """A pool that runs tools in processes. They start when first needed and are reused; a thread serves each of them.
 
     The outcome's value is what the model is shown. A call whose deadline passes is lost and its process killed, with
     all that it started; the deadline leaves out the start of a process and the imports of the tool's module. A crash
-    loses one call. A process knows nothing of the trainer's: it imports what the tool needs, by the trainer's
-    `sys.path`, and never the script itself, whose functions come by value as they were, with the globals they use, when
-    first called. Context variables stay behind. What comes back is plain data, see `trlx_hybrid.plain_data`, and of no
-    class but Python's own, exceptions too.
+    loses one call. A process shares no state with the trainer: it imports what the tool needs, by the trainer's
+    `sys.path`, but never the trainer's script. Functions of the script are sent by value, with the globals that they
+    use, as they are at the first call. Context variables are not sent. Results are plain data, see
+    `trlx_hybrid.plain_data`, and only of Python's own classes; so are exceptions.
 
     Args:
-        limit: processes.
-        characters: of a result, that the model is shown at most.
+        limit: number of processes at most.
+        characters: characters of a result that the model is shown at most.
     """
 
     interrupts = True
@@ -59,11 +59,11 @@ class ProcessWorkers(ToolWorkers):
         self._characters = characters
         self._free: list[WorkerProcess] = []
         self._serving: dict[ToolCall, WorkerProcess] = {}
-        self._pickled: dict[int, tuple[Callable[..., Any], bytes]] = {}  # by id; the function keeps it from another
+        self._pickled: dict[int, tuple[Callable[..., Any], bytes]] = {}  # by id; the function is held: ids are reused
         self._pickling = threading.Lock()
 
     def refuses(self, function: Callable[..., Any], name: str | None = None) -> str | None:
-        """As in `ToolWorkers`: where it cannot be sent to a process, or belongs elsewhere."""
+        """Return why a function cannot run in a process, as in `ToolWorkers`: it cannot be sent or is asynchronous."""
         inner = innermost(function)
         name = name or getattr(inner, "__name__", type(inner).__name__)
         owner = getattr(inner, "__self__", None)
@@ -76,7 +76,7 @@ class ProcessWorkers(ToolWorkers):
             return f"{name!r} is asynchronous: it belongs on the event loop, not in a process."
         try:
             self._pickle(function)
-        except Exception as error:  # pickling runs anybody's code
+        except Exception as error:  # pickling may run any code
             return (
                 f"{name!r} cannot be sent to a process ({type(error).__name__}: {error}). "
                 "Run it in threads, or let it make what it needs inside."
@@ -90,7 +90,7 @@ class ProcessWorkers(ToolWorkers):
             idle, self._free = self._free, []
         for process in idle:
             process.kill()
-        for process in idle:  # they end side by side
+        for process in idle:  # after `kill` they end in parallel
             process.close()
 
     def _perform(self, call: ToolCall) -> Outcome:
@@ -116,7 +116,7 @@ class ProcessWorkers(ToolWorkers):
         except RefusedError as refusal:
             reason = f"tool {call.name!r} {refusal}"
             return Outcome(lost=reason, by_tool=refusal.by_tool, seconds=call.seconds())
-        except BaseException:  # amid a message, perhaps: it cannot be used again
+        except BaseException:  # perhaps in the middle of a message: the process cannot be used again
             process.kill()
             raise
         finally:
@@ -136,7 +136,7 @@ class ProcessWorkers(ToolWorkers):
         return Outcome(error=raised, seconds=seconds)
 
     def _taken(self, call: ToolCall) -> WorkerProcess:
-        """An idle process that still lives, the one used last first, or a new one."""
+        """Return an idle process that still lives, the most recently used first, or a new one."""
         while True:
             with self._lock:
                 process = self._free.pop() if self._free else None
@@ -147,7 +147,7 @@ class ProcessWorkers(ToolWorkers):
                     if call.settled:  # given up before there was anything to interrupt
                         process.kill()
                     return process
-            process.close()  # died idle: no tool's fault
+            process.close()  # it died while idle: no tool caused that
 
     def _interrupt(self, call: ToolCall) -> None:
         if call in self._serving:
@@ -157,13 +157,13 @@ class ProcessWorkers(ToolWorkers):
         lost = []
         for call in late:
             process, call.expires = self._serving[call], math.inf
-            ended = process.how_it_ended()  # before its socket did: a tool killed the process that watches over it
+            ended = process.how_it_ended()  # with its socket open: a tool killed its supervisor
             lost.append((call, ended or call.late))
             process.kill()
         return lost
 
     def _pickle(self, function: Callable[..., Any]) -> bytes:
-        """As it was when it was first pickled."""
+        """Return the function's pickle, made at its first call."""
         with self._pickling:
             known = self._pickled.get(id(function))
             if known is None:
@@ -176,10 +176,10 @@ class ProcessWorkers(ToolWorkers):
 
 
 class RefusedError(Exception):
-    """There is no answer that can be shown. The text continues "tool 'name' ...".
+    """Raised where a process gave no answer that can be shown. The text continues "tool 'name' ...".
 
     Attributes:
-        by_tool: whether the tool wrote to the socket itself.
+        by_tool: whether the tool itself wrote to the socket.
     """
 
     def __init__(self, text: str, *, by_tool: bool = False) -> None:
@@ -188,18 +188,19 @@ class RefusedError(Exception):
 
 
 class CrashError(Exception):
-    """The process is gone; likewise."""
+    """Raised where a process is gone. The text continues "tool 'name' ..."."""
 
 
 class WorkerProcess:
-    """A process that calls tools, seen from the trainer. For one thread at a time, except `kill`.
+    """A process that calls tools, as the trainer sees it. One thread at a time may use it, except for `kill`.
 
-    All that its tools start, daemons too, ends with it, and with the trainer, however that ends: see
-    `trlx_hybrid.process_tree`. Until then it lives on, for the next call to use. The process has a session of its own,
-    so that the terminal's Ctrl-C goes to the trainer alone. Its prints go to the trainer's stderr.
+    Everything that its tools start, daemons included, ends with the process, and the process ends with the trainer,
+    however that ends: see `trlx_hybrid.process_tree`. Until then what tools started lives on, for the next call to use.
+    The process has a session of its own, so that the terminal's Ctrl-C reaches only the trainer. Its prints go to the
+    trainer's stderr.
 
     Args:
-        characters: of a result, that the model is shown at most.
+        characters: characters of a result that the model is shown at most.
 
     Raises:
         OSError: the system gives no more processes.
@@ -222,21 +223,24 @@ class WorkerProcess:
 
     @property
     def usable(self) -> bool:
-        """Whether it can take calls. One that says something unasked, as that it has ended, cannot."""
+        """Return whether the process can take calls.
+
+        A process that sent something without being asked cannot: it may have ended.
+        """
         return not self._killed and self._process.poll() is None and not self._can_be_read()
 
     def ask(self, message: bytes) -> dict[str, Any]:
-        """Send a message and wait for its answer, see `worker_process`. Without an end, unless somebody kills it.
+        """Send a message and wait for its answer, see `worker_process`. Waits until the process is killed, if need be.
 
         Raises:
-            CrashError: it ended.
-            RefusedError: its answer is none.
+            CrashError: the process ended.
+            RefusedError: the process refused, or its answer is invalid.
         """
         number = secrets.randbits(64)  # so that no tool knows the next one
         try:
             send(self._channel, number, message)
             answered, body = None, b""
-            while answered != number:  # something else wrote that, which an earlier call has left behind
+            while answered != number:  # an earlier call left something behind that wrote this
                 answered, body = receive(self._channel, ANSWER_BYTES)
         except TooLongError as error:
             self.kill()
@@ -260,7 +264,10 @@ class WorkerProcess:
         return answer
 
     def kill(self) -> None:
-        """End it and what it started, now; the thread that waits for it gets a CrashError. From any thread."""
+        """End the process and what it started, now; a thread that waits for it gets a CrashError.
+
+        Any thread may call this.
+        """
         killed, self._killed = self._killed, True
         if not killed:
             process_tree.end(self._process)
@@ -268,14 +275,14 @@ class WorkerProcess:
             self._channel.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Kill it and forget it."""
+        """Kill the process, and release its socket."""
         self.kill()
         self._channel.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # in the kernel's hands: dies when a device answers
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it waits in the kernel, and dies when a device answers
             self._process.wait(CRASH_SECONDS)
 
     def how_it_ended(self) -> str | None:
-        """In words that continue "tool 'name' ..."; None while it runs."""
+        """Return how the process ended, in words that continue "tool 'name' ..."; None while it runs."""
         code = self._process.poll()
         if code is None or code >= 0:
             return None if code is None else f"ended its process: exit code {code}."
@@ -293,11 +300,11 @@ class WorkerProcess:
 
 
 def _answer_in(body: bytes) -> dict[str, Any]:
-    """What a process answers.
+    """Return the answer that a process sent.
 
     Raises:
-        NotPlainError: a value that is no plain data.
-        Exception: it is no answer.
+        NotPlainError: a value is not plain data.
+        Exception: the bytes are not an answer.
     """
     parts = sum(map(body.count, (b"[", b"{", b",")))
     if parts > ANSWER_PARTS:
@@ -312,7 +319,7 @@ def _answer_in(body: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def by_value_if_needed(function: Callable[..., Any]) -> Iterator[None]:
-    """Pickle the contents of the function's module where a process could not import it, such as a test's.
+    """Pickle the function's module by value where a process could not import it, such as a test's.
 
     cloudpickle does so by itself for `__main__` only.
     """
@@ -333,10 +340,11 @@ def by_value_if_needed(function: Callable[..., Any]) -> Iterator[None]:
 
 
 def _importable(name: str) -> bool:
-    """Whether a fresh interpreter finds this module. `importlib.util.find_spec` only says what is loaded here.
+    """Return whether a fresh interpreter finds a module; `importlib.util.find_spec` only says what is loaded here.
 
-    A folder without `__init__.py` counts as a package to Python. One in the current directory is found or not by how
-    the trainer was started, and one by the module's own name is some other thing: both are no.
+    Python takes a folder without `__init__.py` for a package. Whether it finds such a folder in the current directory
+    depends on how the trainer was started, and such a folder with the module's own name is something else. Both give
+    False.
     """
     path: Sequence[str] | None = None
     parts = name.split(".")
@@ -354,13 +362,13 @@ def _importable(name: str) -> bool:
 
 
 def _here(folders: Iterable[str]) -> bool:
-    """Whether any of these lies in the current directory."""
+    """Return whether any of the folders lies in the current directory."""
     here = os.path.realpath(os.curdir)
     return any(os.path.dirname(os.path.realpath(folder)) == here for folder in folders)
 
 
 def innermost(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What partial applications were made of."""
+    """Return the function inside partial applications."""
     while isinstance(function, functools.partial):
         function = function.func
     return function

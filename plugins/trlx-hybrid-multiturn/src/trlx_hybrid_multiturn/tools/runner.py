@@ -1,4 +1,4 @@
-"""Where tools run: in threads, in processes, in the trainer's thread, or on its event loop."""
+"""The runner of tools: in threads, in processes, in the trainer's thread, or on its event loop."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from .threads import ThreadWorkers, ToolCall, performed
 
 logger = logging.getLogger(__name__)
 
-GRACE = 10.0  # seconds after its deadline in which an event loop should have said so
-BOUND_TO_A_THREAD = (  # what libraries raise in a thread that is not theirs
+GRACE = 10.0  # seconds after a deadline in which an event loop should have reported it
+BOUND_TO_A_THREAD = (  # errors that libraries raise in the wrong thread: module, text
     ("signal", "only works in main thread"),  # signal.signal, and so every timeout by signal.alarm
     ("asyncio", "only works in main thread"),  # loop.add_signal_handler
     ("asyncio", "no current event loop in thread"),  # asyncio.get_event_loop
@@ -41,7 +41,7 @@ BOUND_TO_A_THREAD = (  # what libraries raise in a thread that is not theirs
 
 @dataclass(slots=True)
 class ToolUsage:
-    """What the calls of one tool took, in seconds of wall time and of processor time; and how many never returned."""
+    """Counters of one tool's calls: wall time and processor time in seconds, and how many calls were cut off."""
 
     calls: int = 0
     seconds: float = 0.0
@@ -59,11 +59,11 @@ class ToolUsage:
 
 
 class ToolRunner:
-    """Runs the tools of one trainer; threads and processes stay for the next batch.
+    """A runner for the tools of one trainer; its threads and processes stay for the next batch.
 
     Attributes:
-        usage: per tool, since it was last cleared.
-        environment_methods: names in it that cannot be moved to a process; each with the name that modes know it by.
+        usage: counters per tool, since they were last cleared.
+        environment_methods: names in `usage` that cannot be moved to a process; each with its name in `tool_modes`.
     """
 
     def __init__(self, options: MultiTurnOptions) -> None:
@@ -73,19 +73,19 @@ class ToolRunner:
         self._own_loop: DaemonLoop | None = None
         self.usage: dict[str, ToolUsage] = defaultdict(ToolUsage)
         self.environment_methods: dict[str, str] = {}
-        self._awaited: dict[object, tuple[str, float]] = {}  # on an event loop now: names, and since when
-        self._under_way = 0  # coroutines among them
+        self._awaited: dict[object, tuple[str, float]] = {}  # calls on an event loop now: names, and since when
+        self._under_way = 0  # coroutines in `_awaited`
         self._slots: dict[asyncio.AbstractEventLoop, asyncio.Semaphore] = {}
-        self._stuck: list[tuple[ToolCall, object]] = []  # calls that hang in a thread, and whose method it is
-        self._told: set[str] = set()  # names of which a call was cut off
-        self._moved: set[str] = set()  # to the trainer's thread, for they cannot work in another
+        self._stuck: list[tuple[ToolCall, object]] = []  # calls that hang in a thread, and their environments
+        self._told: set[str] = set()  # names that were warned of, since a call was cut off
+        self._moved: set[str] = set()  # names moved to the trainer's thread, as they cannot work in another
 
     def mode(self, name: str) -> Mode:
-        """Where the synchronous tool of this name runs."""
+        """Return where the synchronous tool of this name runs."""
         return "main" if name in self._moved else self._options.tool_modes.get(name, self._options.tools)
 
     def beside_the_engine(self, name: str) -> bool:
-        """Whether calls that `usage` has under this name run in threads of this process."""
+        """Return whether calls that `usage` has under this name run in threads of this process."""
         mode = self.mode(self.environment_methods.get(name, name))
         return mode == "thread" or (mode == "process" and name in self.environment_methods)
 
@@ -95,15 +95,16 @@ class ToolRunner:
         others: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
         asynchronous: Collection[str] = (),
     ) -> None:
-        """Refuse, before anything is sampled, what cannot run where it is to run.
+        """Raise ConfigError for tools that cannot run where they are configured to run, before anything is sampled.
 
         Args:
-            tools: the synchronous ones of this batch, by name.
-            others: synchronous ones, some of which only rows of other batches have.
-            asynchronous: names of the asynchronous ones.
+            tools: the synchronous tools of this batch, by name.
+            others: synchronous tools, some of which only rows of other batches have.
+            asynchronous: names of the asynchronous tools.
 
         Raises:
-            ConfigError: a tool that cannot be sent to a process, or a mode for what is no synchronous tool.
+            ConfigError: a tool cannot be sent to a process, or `tool_modes` names something that is not a synchronous
+                tool.
         """
         names, modes = {**others, **tools}, self._options.tool_modes
         for name, tool in names.items():
@@ -121,20 +122,20 @@ class ToolRunner:
             )
 
     def shown(self, result: Any) -> Any:
-        """What the model is shown of a tool's result."""
+        """Return what the model is shown of a tool's result."""
         return self.cut(as_content(result))
 
     def cut(self, answer: Any) -> Any:
-        """A text or a list as it is, or the beginning of one that is too long, with a note."""
+        """Return a text or a list unchanged, or cut with a note if it is too long."""
         return excerpt(answer, self._options.max_answer)
 
     @property
     def busy(self) -> int:
-        """Calls that run in threads of this process now."""
+        """The number of calls that run in threads of this process now."""
         return self._threads.busy
 
     def running(self) -> list[tuple[str, float]]:
-        """Name and seconds of each call that runs now, or waits for its turn on an event loop; the longest first."""
+        """Return name and seconds of each call that runs now, or waits for its turn on an event loop; longest first."""
         now = time.monotonic()
         awaited = [(name, now - since) for name, since in list(self._awaited.values())]
         return sorted([*self._threads.running(), *self._processes.running(), *awaited], key=lambda call: -call[1])
@@ -147,11 +148,14 @@ class ToolRunner:
         early: Callable[[Any], None] | None = None,
         owner: object = None,
     ) -> Outcome:
-        """One synchronous call; the outcome's value is what the model is to be shown.
+        """Make one synchronous call; the outcome's value is what the model is to be shown.
 
         Args:
-            early: given the value in the tool's own thread, while the engine steps; not from a process.
-            owner: the environment whose method it is: no other of its methods is called while a call of one hangs.
+            name: name of the tool.
+            tool: the synchronous function.
+            arguments: its keyword arguments.
+            early: called with the value in the tool's own thread, while the engine steps; not for a process.
+            owner: the environment whose method the tool is. While a call of one of its methods hangs, none is called.
         """
         if owner is not None:
             self.environment_methods[name] = name
@@ -177,17 +181,19 @@ class ToolRunner:
         return outcome
 
     async def _in_a_thread(self, name: str, function: Callable[[], Any], kind: str, owner: object = None) -> Outcome:
-        """One call in a thread of the pool, or in the trainer's own where `kind` runs there.
+        """Make one call in a thread of the pool, or in the trainer's own thread if `kind` runs there.
 
-        What raises that it belongs to another thread is called again in the trainer's thread, where TRL runs every
-        tool, and all of its kind stay there.
+        A function that raises that it belongs to another thread is called again in the trainer's thread, where TRL runs
+        every tool, and all of its kind stay there.
 
         Args:
-            kind: what modes call it: its name, or that of environments like its own.
-            owner: the environment whose method it is, to be left alone while this call hangs.
+            name: name for messages.
+            function: takes no arguments.
+            kind: the name in `tool_modes`: the tool's name, or that of the environment's class or factory.
+            owner: the environment whose method it is; no other method of it is called while this call hangs.
 
         Raises:
-            ConfigError: it cannot work there either.
+            ConfigError: the function cannot work in the trainer's thread either.
         """
         calls: list[ToolCall] = []
 
@@ -196,7 +202,7 @@ class ToolRunner:
             return functools.partial(self._threads.abandon, calls[0])
 
         here = CallTool(name, functools.partial(call_here, function))
-        if self.mode(kind) == "main":  # where TRL runs it: what it raises there is its own
+        if self.mode(kind) == "main":  # where TRL runs it: errors there are the tool's own
             return await here
         outcome = await CallTool(name, start)
         if outcome.by_tool and owner is not None:
@@ -228,7 +234,10 @@ class ToolRunner:
         loop: asyncio.AbstractEventLoop | None,
         shown: Callable[[Any], Any] | None = None,
     ) -> list[Outcome]:
-        """Asynchronous calls at once; on `loop`, where the trainer has one. `shown` makes values of results."""
+        """Make asynchronous calls at once, on `loop` or, if None, on a loop of this runner.
+
+        `shown` converts each result into the outcome's value.
+        """
         shown = shown or self.shown
         if loop is None:
             self._own_loop = self._own_loop or DaemonLoop()
@@ -238,7 +247,7 @@ class ToolRunner:
         names, ticket = ", ".join(name for name, _ in coroutines), object()
         call = CallTool(names, lambda done: gathered(coroutines, timeout, shown, done, loop, slots))
         self._under_way += len(coroutines)
-        # Turns come in order, so those that are under way take at most so many of a call's time, with these the last.
+        # Coroutines start in order, so those in progress, these included, take at most so many timeouts.
         turns = math.ceil(self._under_way / limit)
         call.expires = time.monotonic() + turns * timeout + GRACE
         self._awaited[ticket] = names, time.monotonic()
@@ -260,19 +269,23 @@ class ToolRunner:
         arguments: tuple[Any, ...],
         loop: asyncio.AbstractEventLoop | None,
     ) -> Outcome:
-        """One call of an environment's method; the outcome's value is what it returned, as it is.
+        """Make one call of an environment's method; the outcome's value is the method's result, unchanged.
 
-        A coroutine function runs on the event loop. Any other runs in a thread, or in the trainer's where `kind` does:
-        an environment keeps its state in this process, so "process" is not for it.
+        A coroutine function runs on the event loop. Any other function runs in a thread, or in the trainer's thread if
+        `kind` does. "process" does not apply, because an environment keeps its state in this process.
 
         Args:
-            kind: what messages and modes call environments like this one.
+            kind: name of environments like this one, in messages and `tool_modes`.
+            name: name of the method.
+            method: the method.
+            arguments: its positional arguments.
+            loop: the trainer's event loop, None where it has none.
         """
         self.environment_methods[name] = kind
         if inspect.iscoroutinefunction(method):
             try:
                 coroutine = method(*arguments)
-            except Exception as error:  # it does not take these arguments
+            except Exception as error:  # the method does not take these arguments
                 return Outcome(error=error)
             return (await self.together([(name, coroutine)], loop, lambda value: value))[0]
         outcome = await self._in_a_thread(name, functools.partial(method, *arguments), kind)
@@ -286,7 +299,7 @@ class ToolRunner:
             logger.warning("%s Such calls are counted as hybrid/tools/cut_off from here on.", outcome.lost)
 
     def close(self) -> None:
-        """End threads and processes; what hangs in a thread stays, and ends with the interpreter."""
+        """End threads and processes. A thread that hangs in a tool stays, and ends with the interpreter."""
         self._threads.close()
         self._processes.close()
         if self._own_loop is not None:
@@ -294,27 +307,27 @@ class ToolRunner:
 
 
 def call_here(function: Callable[[], Any], done: Callable[[Outcome], None]) -> Callable[[str], None]:
-    """A call in the trainer's thread. SystemExit and KeyboardInterrupt are the user's: they go through."""
+    """Call a function in the trainer's thread. SystemExit and KeyboardInterrupt are raised, for they are the user's."""
     done(performed(function, Exception))
     return lambda reason: None
 
 
 def bound_to_a_thread(error: BaseException | None) -> str | None:
-    """What a library says that raised this, or what led to it, for being in the wrong thread.
+    """Return the message of an error, or of its cause, that a library raised for being in the wrong thread; else None.
 
-    It must have come through files only, or through where the tool was typed in: other code without a file is what the
-    tool executes, as code that the model wrote, and the error is that code's.
+    The error must have come through frames with a file, or through the place where the tool was typed in. Other code
+    without a file is code that the tool executes, such as code that the model wrote, and then the error is that code's.
     """
     seen: set[int] = set()
     own = next((file for module, file in _frames(error) if module != __package__.partition(".")[0]), "")
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         frames = _frames(error)
-        library = type(error).__module__  # of what is raised in C, without a frame
+        library = type(error).__module__  # for an error raised in C, without a frame
         if library == "builtins" and frames:
             library = frames[-1][0]
         executed = any(file.startswith("<") and not file.startswith("<frozen ") for _, file in frames if file != own)
-        with contextlib.suppress(Exception):  # its text is anybody's code
+        with contextlib.suppress(Exception):  # the error's __str__ may be any code
             text = str(error)
             if not executed and any(library == by and words in text for by, words in BOUND_TO_A_THREAD):
                 return f"{type(error).__name__}: {text.rstrip('.')}."
@@ -323,6 +336,6 @@ def bound_to_a_thread(error: BaseException | None) -> str | None:
 
 
 def _frames(error: BaseException | None) -> list[tuple[str, str]]:
-    """Package and file of each frame that it came through; the one that raised it is the last."""
+    """Return package and file of each frame that an error came through; the frame that raised it is the last."""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__ if error is not None else None)]
     return [(str(frame.f_globals.get("__name__")).partition(".")[0], frame.f_code.co_filename) for frame in frames]

@@ -18,28 +18,29 @@ from trlx_hybrid.errors import HybridError
 
 from ..loop import Outcome
 
-CLOSE_SECONDS = 5.0  # what `close` grants to threads that have nothing left to do
+CLOSE_SECONDS = 5.0  # that `close` waits for threads that have nothing left to do
 
 
 class ToolsUnavailableError(HybridError):
-    """Tools cannot be run: too many of them hang, the pool is closed, or a function cannot leave its process."""
+    """Raised where tools cannot run: too many hang, the pool is closed, or a function cannot leave its process."""
 
 
 @dataclass(slots=True, eq=False)
 class ToolCall:
-    """A function to call, and whom to tell. Made by `ToolWorkers.submit`.
+    """A call of a function, with the callback for its outcome. Made by `ToolWorkers.submit`.
 
     Attributes:
         function: a synchronous callable.
         arguments: its keyword arguments.
-        done: takes the outcome, once, in whatever thread knows it first.
+        done: called with the outcome, once, in whatever thread knows it first.
         deadline: seconds the call may take from its start; `math.inf` for no limit.
-        name: what messages call the tool.
+        name: name of the tool in messages.
         context: copy of the submitter's context variables, as `asyncio.to_thread` makes it.
         taken: `time.monotonic()` when its time began; None while it waits.
         expires: `time.monotonic()` when it is late.
-        late: what is then said of it, continuing "tool 'name' ..."; by_tool: whether that is the tool's own doing.
-        settled: whether its outcome is known and told.
+        late: the reason for a late call, which continues "tool 'name' ...".
+        by_tool: whether the tool itself caused that.
+        settled: whether the outcome is known and was reported.
     """
 
     function: Callable[..., Any]
@@ -56,11 +57,11 @@ class ToolCall:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def seconds(self) -> float:
-        """Wall time since it began; 0 while it waits."""
+        """Return the wall time since the call began, in seconds; 0 while it waits."""
         return 0.0 if self.taken is None else time.monotonic() - self.taken
 
     def settle(self, outcome: Outcome) -> None:
-        """Tell the outcome. The first one counts, later ones are dropped."""
+        """Report the outcome. Only the first one counts; later ones are dropped."""
         with self._lock:
             if self.settled:
                 return
@@ -68,22 +69,22 @@ class ToolCall:
         self.done(outcome)
 
     def lose(self, reason: str, *, by_tool: bool = False) -> None:
-        """Settle as lost. `reason` continues a sentence that begins with the tool."""
+        """Settle the call as lost. `reason` continues a sentence that begins with the tool's name."""
         self.settle(Outcome(lost=f"tool {self.name!r} {reason}", by_tool=by_tool, seconds=self.seconds()))
 
 
 class ToolWorkers:
-    """Runs calls, at most `limit` at a time, first in, first out, each by a daemon thread; loses those that are late.
+    """A pool of daemon threads that runs calls, at most `limit` at a time, first in, first out, and loses late ones.
 
     `concurrent.futures` joins its threads when the interpreter exits, so that one hung tool would keep the process
-    alive. How a call is performed, and what is done with one that is late, is left to subclasses.
+    alive. Subclasses decide how a call is performed, and what is done with a late one.
 
     Args:
         limit: threads of the pool. They start when there is work, and are reused.
     """
 
     interrupts = False
-    """Whether calls that run can be ended."""
+    """True where calls that run can be ended."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -91,8 +92,8 @@ class ToolWorkers:
         self._work = threading.Condition(self._lock)
         self._queue: deque[ToolCall] = deque()
         self._running: dict[ToolCall, threading.Thread] = {}
-        self._hung: set[ToolCall] = set()  # given up, and their threads with them
-        self._threads: set[threading.Thread] = set()  # those that count towards `limit`
+        self._hung: set[ToolCall] = set()  # lost calls whose threads still run them
+        self._threads: set[threading.Thread] = set()  # threads that count towards `limit`
         self._idle = 0
         self._closed = False
         self._watcher: threading.Thread | None = None
@@ -101,11 +102,11 @@ class ToolWorkers:
 
     @property
     def busy(self) -> int:
-        """Calls that run now."""
+        """The number of calls that run now."""
         return len(self._running)
 
     def running(self) -> list[tuple[str, float]]:
-        """Name and seconds of each call that runs now, the longest first."""
+        """Return name and seconds of each call that runs now, the longest first."""
         with self._lock:
             return sorted(((call.name, call.seconds()) for call in self._running), key=lambda call: -call[1])
 
@@ -121,13 +122,15 @@ class ToolWorkers:
         """Have `function(**arguments)` called by a worker. Returns at once.
 
         Args:
-            done: called with the outcome exactly once: by some other thread, or by the one that abandons the call or
+            function: a synchronous callable.
+            arguments: its keyword arguments.
+            done: called with the outcome exactly once: by another thread, or by the thread that abandons the call or
                 closes the pool. It must be quick and thread-safe.
-            deadline: seconds the call may take, counted from its start, not from here.
-            name: what messages call the tool; by default the function's own name.
+            deadline: seconds the call may take, counted from its start, not from its submission.
+            name: name of the tool in messages; by default the function's own name.
 
         Raises:
-            ToolsUnavailableError: the pool takes no more calls; says why and what to do.
+            ToolsUnavailableError: the pool takes no more calls; the message says why and what to do.
         """
         name = name or str(getattr(function, "__name__", type(function).__name__))
         reason = f"{name!r} was called after its workers were closed." if self._closed else self.refuses(function, name)
@@ -140,19 +143,19 @@ class ToolWorkers:
         return call
 
     def abandon(self, call: ToolCall, reason: str) -> None:
-        """Wait for a call no longer: it is lost at once for `reason`, which continues "tool 'name' ...".
+        """Stop waiting for a call: it is lost at once for `reason`, which continues "tool 'name' ...".
 
-        A call that waits is never started; one that runs keeps its worker until it ends or its deadline passes,
-        unless the worker can be interrupted. Does nothing to a call that is over.
+        A waiting call is never started. A running call keeps its worker until the call ends or its deadline passes,
+        unless the worker can be interrupted. Has no effect on a call that is over.
         """
         with self._lock, suppress(ValueError):
             self._queue.remove(call)
-        call.lose(reason)  # before the interruption becomes its cause
+        call.lose(reason)  # before the interruption is taken for its cause
         with self._lock:
             self._interrupt(call)
 
     def close(self) -> None:
-        """End all that is idle; what waits or runs is lost. Safe to call twice. Takes seconds at most."""
+        """End all idle threads; calls that wait or run are lost. Safe to call twice. Takes at most `CLOSE_SECONDS`."""
         with self._lock:
             self._closed = True
             waiting, running = list(self._queue), list(self._running)
@@ -171,22 +174,22 @@ class ToolWorkers:
                 thread.join(max(0.0, until - time.monotonic()))
 
     def _perform(self, call: ToolCall) -> Outcome:
-        """Do it, in the calling thread, without the lock."""
+        """Perform the call in the calling thread, which does not hold the lock."""
         raise NotImplementedError
 
     def refuses(self, function: Callable[..., Any], name: str) -> str | None:
-        """Why this function is not called, and what to do; None where it is. May take its time."""
+        """Return why this function must not be called, and what to do; None if it may be. May be slow."""
         raise NotImplementedError
 
     def _interrupt(self, call: ToolCall) -> None:
-        """Under the lock: make a running call end soon, where that is possible."""
+        """Make a running call end soon, where that is possible. The caller holds the lock."""
 
     def _give_up(self, late: list[ToolCall]) -> list[tuple[ToolCall, str]]:
-        """Under the lock: these calls are late. Returns which are lost, and why."""
+        """Return which calls are lost, with the reasons, given the calls that are late. The caller holds the lock."""
         raise NotImplementedError
 
     def _expect(self, call: ToolCall, seconds: float, late: str, *, by_tool: bool = False) -> None:
-        """Under the lock: its time begins; it is late after so many seconds."""
+        """Start the call's time: it is late after `seconds`, for the reason `late`. The caller holds the lock."""
         call.taken = time.monotonic()
         call.expires, call.late, call.by_tool = call.taken + seconds, late, by_tool
         if self._watcher is None:
@@ -196,7 +199,7 @@ class ToolWorkers:
             self._watch_again.notify()
 
     def _staff(self) -> None:
-        """Under the lock: as many threads as the queue needs and `limit` allows."""
+        """Start as many threads as the queue needs and `limit` allows. The caller holds the lock."""
         self._work.notify()
         for _ in range(min(len(self._queue) - self._idle, self._limit - len(self._threads))):
             thread = threading.Thread(target=self._serve, name=f"tool-{len(self._threads)}", daemon=True)
@@ -226,7 +229,7 @@ class ToolWorkers:
         return stays
 
     def _next(self) -> ToolCall | None:
-        """Wait for a call; None when the pool is closed."""
+        """Wait for a call and return it; None when the pool is closed."""
         with self._lock:
             while not self._queue and not self._closed:
                 self._idle += 1
@@ -243,7 +246,7 @@ class ToolWorkers:
             pass
 
     def _watch_once(self) -> bool:
-        """Sleep to the next deadline and lose whom it caught. Returns False when the pool is closed."""
+        """Sleep until the next deadline, and lose the calls that are late. Returns False when the pool is closed."""
         with self._lock:
             if self._closed:
                 return False
@@ -260,7 +263,7 @@ class ToolWorkers:
 
 
 def performed(function: Callable[[], Any], catching: type[BaseException]) -> Outcome:
-    """A call in this very thread, measured. What it raises beyond `catching` goes through."""
+    """Call a function in the current thread and measure it. Exceptions outside of `catching` are raised."""
     started, cpu_started = time.perf_counter(), time.thread_time()
     value, raised = None, None
     try:
@@ -272,7 +275,7 @@ def performed(function: Callable[[], Any], catching: type[BaseException]) -> Out
 
 
 def taking_this_device() -> Callable[[], None]:
-    """What another thread is to call first: CUDA's current device, 0 in each new thread, becomes this thread's."""
+    """Return a function that another thread calls first, to use this thread's CUDA device instead of 0, the default."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return lambda: None
@@ -280,10 +283,10 @@ def taking_this_device() -> Callable[[], None]:
 
 
 class ThreadWorkers(ToolWorkers):
-    """Runs tools in daemon threads.
+    """A pool that runs tools in daemon threads.
 
-    A call whose deadline passes is lost at once. Its thread hangs until the tool returns: it is counted, a fresh one
-    takes its place in the pool, and what it returns in the end is dropped. All compute on the GPU that was the current
+    A call whose deadline passes is lost at once. Its thread hangs until the tool returns: the thread is counted, a new
+    one takes its place in the pool, and the late result is dropped. All threads compute on the GPU that was the current
     one where the pool was made.
 
     Args:
@@ -301,11 +304,11 @@ class ThreadWorkers(ToolWorkers):
         super()._serve()
 
     def hangs(self, call: ToolCall) -> bool:
-        """Whether a call has not returned by its deadline, nor since."""
+        """Return whether a call passed its deadline and still has not returned."""
         return call in self._hung
 
     def refuses(self, function: Callable[..., Any], name: str) -> str | None:
-        """As in `ToolWorkers`: while too many threads hang."""
+        """Return why no function is called while too many threads hang, as in `ToolWorkers`; else None."""
         return f"{name!r} is not called: {self._too_many()}" if len(self._hung) > self._lost_limit else None
 
     def _perform(self, call: ToolCall) -> Outcome:
@@ -328,7 +331,7 @@ class ThreadWorkers(ToolWorkers):
             self._threads.discard(self._running.pop(call))
             self._hung.add(call)
         lost = [(call, call.late) for call in late]
-        if len(self._hung) > self._lost_limit:  # fresh threads for those that wait would most likely hang as well
+        if len(self._hung) > self._lost_limit:  # new threads for the waiting calls would most likely hang, too
             lost += [(call, f"was not started: {self._too_many()}") for call in self._queue]
             self._queue.clear()
         self._staff()

@@ -1,16 +1,16 @@
-"""What runs in a tool's process: takes functions and calls over a socket, sends back what became of them.
+"""The program that runs in a tool's process: it takes functions and calls over a socket, and returns the results.
 
-Run by its path, outside the package. Messages stand behind a number and their length. Those to it are pickles; what it
-sends is plain data (`trlx_hybrid.plain_data`, without classes), so that the trainer opens no pickle of a process that
-runs what a model wrote:
+It is run by its path, outside the package. A number and a length precede each message. Messages to the process are
+pickles. Messages from it are plain data (`trlx_hybrid.plain_data`, without classes), so that the trainer never loads a
+pickle from a process that runs code which a model wrote:
 
-    to it:   for each call the pickled function, and once that is loaded the pickled arguments
-    from it: {"kind": …, "content": …} by the number of the message that it answers; kinds are "loaded", "refused" (a
-             text), "value" (what the model is shown), "unshowable" (a text) and "error" (see
-             `trlx_hybrid.remote_errors`)
+    to the process:   for each call the pickled function, and once that is loaded the pickled arguments
+    from the process: {"kind": …, "content": …} with the number of the message that it answers; kinds are "loaded",
+                      "refused" (a text), "value" (what the model is shown), "unshowable" (a text) and "error" (see
+                      `trlx_hybrid.remote_errors`)
 
-A process that a tool forks answers nobody: where it returns from the tool, it ends. All that a tool starts ends with
-this process at the latest, see `trlx_hybrid.process_tree`.
+A process that a tool forks sends no answers: it ends where it returns from the tool. All processes that a tool starts
+end with this process at the latest, see `trlx_hybrid.process_tree`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-FUNCTIONS = 64  # kept in a process, and as pickles by the pool; with more, one is forgotten
+FUNCTIONS = 64  # kept in a process, and as pickles by the pool; beyond that, old ones are dropped
 PLAIN = "Return plain data, or run it in threads."
 ANSWER_BYTES = 64 << 20  # of one answer; images are most of it, as texts are cut
 HEADER = struct.Struct("!QQ")  # number and length
 
 
 class TooLongError(Exception):
-    """A message is longer than its reader takes."""
+    """Raised where a message is longer than its reader accepts."""
 
 
 def send(channel: socket.socket, number: int, message: bytes) -> None:
@@ -46,14 +46,14 @@ def send(channel: socket.socket, number: int, message: bytes) -> None:
 
 
 def receive(channel: socket.socket, limit: float = math.inf) -> tuple[int, bytes]:
-    """Read one message, and not a byte more.
+    """Read exactly one message.
 
     Returns:
-        Its number, and what it says.
+        The message's number, and its body.
 
     Raises:
         EOFError: the other side has gone.
-        TooLongError: it has more than `limit` bytes, of which none is read.
+        TooLongError: the message has more than `limit` bytes; none of its body is read.
     """
     number, length = HEADER.unpack(_exactly(channel, HEADER.size))
     if length > limit:
@@ -73,12 +73,12 @@ def _exactly(channel: socket.socket, length: int) -> bytes:
 
 
 def main(descriptor: int, parent: int, characters: int, path: list[str]) -> None:
-    """Serve until the other side goes, in a child of this process.
+    """Serve calls in a child process until the trainer closes the connection.
 
     Args:
-        descriptor: of this side's end of the socket.
+        descriptor: file descriptor of this side's end of the socket.
         parent: process id of the trainer.
-        characters: of a result, that the model is shown at most.
+        characters: characters of a result that the model is shown at most.
         path: the trainer's `sys.path`.
     """
     sys.path[:] = path
@@ -96,18 +96,18 @@ def main(descriptor: int, parent: int, characters: int, path: list[str]) -> None
 
 
 class Worker:
-    """Takes calls and answers them.
+    """A server that takes calls from a socket and answers them.
 
     Args:
-        channel: to the trainer.
-        characters: of a result, that the model is shown at most.
+        channel: the socket to the trainer.
+        characters: characters of a result that the model is shown at most.
     """
 
     def __init__(self, channel: socket.socket, characters: int) -> None:
         self._channel, self._characters, self._process = channel, characters, os.getpid()
 
     def serve(self) -> None:
-        """Until the trainer has gone."""
+        """Serve calls until the trainer closes the connection."""
         while True:
             number, message = receive(self._channel)
             try:
@@ -123,13 +123,13 @@ class Worker:
             self._answer(number, *self._called(function, message))
 
     def _called(self, function: Callable[..., Any], message: bytes) -> tuple[str, Any]:
-        """Kind and content of the answer to a call."""
+        """Return kind and content of the answer to a call."""
         try:
             arguments = pickle.loads(message)
         except Exception as error:
             self._leave_if_forked(error)
             return "refused", f"cannot be given its arguments in a process: {_described(error)}. Run it in threads."
-        from trlx_hybrid.answers import UnshowableError, as_content  # here, as plain_data below
+        from trlx_hybrid.answers import UnshowableError, as_content  # imported here, as plain_data below
 
         try:
             return "value", as_content(function(**arguments))
@@ -141,7 +141,7 @@ class Worker:
             self._leave_if_forked(error)
             return "error", describe(error, classes=False)
         finally:
-            with contextlib.suppress(Exception):  # the tool's to close
+            with contextlib.suppress(Exception):  # the tool may have closed it
                 sys.stdout.flush()
 
     def _answer(self, number: int, kind: str, content: Any = None) -> None:
@@ -160,28 +160,28 @@ class Worker:
         send(self._channel, number, body)
 
     def _leave_if_forked(self, error: BaseException | None = None) -> None:
-        """In a process that the tool forked: end as a program does, at its end or with what it raised."""
+        """Exit if this is a process that the tool forked, as a program does: with 0, or with the tool's error."""
         if os.getpid() != self._process:
             raise SystemExit if error is None else error
 
 
 @functools.lru_cache(FUNCTIONS)
 def loaded(pickled: bytes) -> Callable[..., Any]:
-    """The function, the same one for the same pickle."""
+    """Return the unpickled function, the same object for the same pickle."""
     return pickle.loads(pickled)  # type: ignore[no-any-return]
 
 
 def _packed(kind: str, content: Any) -> bytes:
     from trlx_hybrid import plain_data  # here: where it lies is known from the trainer's path
 
-    # The content by itself, so that an error names a part of it.
+    # The content is dumped by itself, so that an error names a part of it.
     return b'{"kind": "%b", "content": %b}' % (kind.encode(), plain_data.dumps(content, classes=False))
 
 
 def _described(error: BaseException) -> str:
     try:
         return f"{type(error).__name__}: {error}"
-    except Exception:  # its text is anybody's code
+    except Exception:  # the error's __str__ may be any code
         return type(error).__name__
 
 

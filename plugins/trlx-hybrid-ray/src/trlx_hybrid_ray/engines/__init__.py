@@ -1,1 +1,2 @@
-"""`engine="remote"`: rollout engines in Ray actors, which a trainer samples from as if there were one."""
+"""The remote engine (`engine="remote"`): rollout engines in Ray actors, which a trainer samples from as if there were
+one."""

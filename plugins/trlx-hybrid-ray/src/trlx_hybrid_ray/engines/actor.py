@@ -1,4 +1,5 @@
-"""The actor around one server. Requests and completions travel in batches: a call of Ray costs more than a token."""
+"""The actor that holds one server. Requests and completions travel in batches, because a call of Ray costs more than a
+token."""
 
 from __future__ import annotations
 
@@ -17,29 +18,30 @@ from trlx_hybrid.types import Completion, Request, Sampling
 from .. import reaper
 from ..actors import Pickled, reply_of, see_own_gpus, whereabouts
 
-GRACE = 1.0  # seconds that processes of an engine have to end by themselves
+GRACE = 1.0  # seconds in which an engine's processes may end by themselves
 CLOSE_SECONDS = 1.0
-"""What a server may take to close before its processes are killed. On a GPU the teardown of vLLM's core waits in NCCL
-for the trainer, which is at the other end of a weight sync's communicator."""
+"""Seconds that a server may take to close before its processes are killed. On a GPU the teardown of vLLM's core waits
+in NCCL for the trainer, the other end of a weight sync's communicator."""
 
 
 Output = tuple[int, Completion | EngineError]
-"""What became of a request, by its sender's number for it; a `ServerDiedError` where the engine died with it."""
+"""The outcome of a request, with the request's number in its stream. The error is a `ServerDiedError` where the engine
+died."""
 
 
 @dataclass(slots=True)
 class _Stream:
-    """What one stream of a trainer's has here."""
+    """The tasks and outputs of one stream of a trainer."""
 
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
     outputs: asyncio.Queue[Output] = field(default_factory=asyncio.Queue)
 
 
 class EngineActor:
-    """Holds a server. All methods are coroutines on one event loop, which is the server's.
+    """An actor that holds a server. All methods are coroutines on one event loop, the server's.
 
     Args:
-        plan: of what runs here.
+        plan: the plan of the server.
     """
 
     def __init__(self, plan: Pickled) -> None:
@@ -51,7 +53,7 @@ class EngineActor:
         self._streams: defaultdict[str, _Stream] = defaultdict(_Stream)
 
     async def ready(self) -> tuple[bytes, str]:
-        """Build the engine; see `ActorPool`."""
+        """Build the engine, then return the reply to the start and the actor's location; see `ActorPool`."""
         import ray
 
         plan: ServerPlan = self._plan.load()
@@ -61,13 +63,14 @@ class EngineActor:
         return reply_of(lambda: None), whereabouts()
 
     async def add(self, stream: str, requests: Sequence[tuple[int, Request]], sampling: Sampling) -> None:
-        """Start to sample. Outputs wait until they are collected."""
+        """Start to sample requests. Their outputs wait until `collect` returns them."""
         here = self._streams[stream]
         for key, request in requests:
             here.tasks[key] = asyncio.create_task(self._sample(here, key, request, sampling))
 
     async def collect(self, stream: str, seconds: float) -> list[Output]:
-        """What has finished; waits for the first one, so many seconds at most. An empty list shows life, too."""
+        """Return the outputs that are ready, after waiting at most `seconds` for the first one. Even an empty list
+        shows that the actor lives."""
         outputs = self._streams[stream].outputs
         try:
             found = [await asyncio.wait_for(outputs.get(), seconds)]
@@ -79,38 +82,38 @@ class EngineActor:
         return found
 
     async def abort(self, stream: str, keys: Sequence[int]) -> None:
-        """Forget requests; their outputs never come."""
+        """Cancel requests. Their outputs never come."""
         for key in keys:
             if key in self._streams[stream].tasks:
                 self._streams[stream].tasks.pop(key).cancel()
 
     async def end(self, stream: str) -> None:
-        """A stream is over: forget all that it asked for."""
+        """End a stream, and cancel all of its requests."""
         for task in self._streams.pop(stream, _Stream()).tasks.values():
             task.cancel()
 
     async def call(self, method: str, arguments: Sequence[Any] = ()) -> Any:
-        """For the weight sync, see `EngineServer.call`; "check" is known to every server."""
+        """Call a method of the server for the weight sync, see `EngineServer.call`. Every server knows "check"."""
         if method == "check":
             return await self._running.check()
         return await self._running.call(method, *arguments)
 
     async def close(self) -> None:
-        """End the engine, and whatever it started: when this returns, no process of it is left but the actor, which is
-        killed next."""
-        with contextlib.suppress(Exception):  # whatever keeps it from closing, nothing of it stays
+        """End the engine and every process that it started. After this only the actor itself is left, and the caller
+        kills it next."""
+        with contextlib.suppress(Exception):  # no error while closing may leave processes behind
             if self._server is not None:
                 await asyncio.wait_for(asyncio.to_thread(self._server.close), CLOSE_SECONDS)
-        # Not the reaper itself: it goes on until the actor is gone, which may map segments that have to be removed.
+        # Not `Reaper.finish`: the reaper must go on until the actor, which may map segments to remove, is gone.
         await asyncio.to_thread(reaper.end, self._reaper.owner, os.getpid(), GRACE)
 
     async def _sample(self, stream: _Stream, key: int, request: Request, sampling: Sampling) -> None:
         found: Completion | EngineError
         try:
             found = await self._running.generate(request, sampling)
-        except EngineError as error:  # as a class and in a form that the trainer can read
+        except EngineError as error:  # in a class and a form that the trainer can unpickle
             found = (ServerDiedError if isinstance(error, ServerDiedError) else EngineError)(str(error))
-        except Exception as error:  # a server of somebody else's: what it raises must reach the trainer
+        except Exception as error:  # a third party's server: its exceptions must reach the trainer
             found = EngineError(f"{type(error).__name__}: {error}")
         stream.tasks.pop(key, None)
         stream.outputs.put_nowait((key, found))

@@ -1,4 +1,4 @@
-"""`engine="remote"`: vLLM servers in Ray actors, sampled from as if they were one engine."""
+"""The remote engine (`engine="remote"`): vLLM servers in Ray actors, sampled from as if they were one engine."""
 
 from __future__ import annotations
 
@@ -30,17 +30,18 @@ if TYPE_CHECKING:
 
 
 def served_by(session: Session, options: RemoteOptions) -> tuple[Component, Any]:
-    """The server component that was chosen, and its options: the user's, and TRL's arguments where those say nothing.
+    """Return the chosen server component and its options: the user's, and TRL's arguments for options that the user did
+    not set.
 
     Raises:
-        ComponentError: no plugin offers it, or it cannot work here.
-        ConfigError: an option that it does not have.
+        ComponentError: no plugin offers the component, or it cannot work here.
+        ConfigError: the component does not have an option that the user set.
     """
     component = session.host.registry.choose("server", options.server)
     owner = component.options or NoOptions
     known = {f.name for f in dataclasses.fields(owner)} - {"enable_sleep_mode"}
     given = dict(trainer_arguments(session.args).engine_options)
-    if given.get("max_num_seqs") is not None:  # every engine may be the last one, with the rows of all ranks
+    if given.get("max_num_seqs") is not None:  # any engine may be the last one left, with the rows of all ranks
         given["max_num_seqs"] *= session.ranks.world
     given["tensor_parallel_size"] = options.tensor_parallel_size
     settled = {name: value for name, value in given.items() if name in known} | dict(options.server_options)
@@ -48,10 +49,11 @@ def served_by(session: Session, options: RemoteOptions) -> tuple[Component, Any]
 
 
 class RemoteEngine:
-    """See `trlx_hybrid.serving.ServedEngine`. Its memory is elsewhere, so it neither sleeps nor wakes.
+    """An engine made of servers in Ray actors; see `trlx_hybrid.serving.ServedEngine`. Its memory is in other
+    processes, so it neither sleeps nor wakes.
 
     Attributes:
-        pool: the engines that it is made of.
+        pool: the engines that it consists of.
     """
 
     sleeps = False
@@ -75,7 +77,7 @@ class RemoteEngine:
     # --- sampling ---------------------------------------------------------------------------------------------------
 
     def generate(self, requests: Sequence[Request], sampling: Sampling) -> list[Completion]:
-        """Sample on all engines; whichever does it, a request's tokens are the same."""
+        """Sample on all engines. A request's tokens do not depend on the engine that samples it."""
         with self.stream(sampling) as stream:
             keys = [stream.add(request) for request in requests]
             completions: dict[int, Completion] = {}
@@ -84,7 +86,7 @@ class RemoteEngine:
         return [completions[key] for key in keys]
 
     def stream(self, sampling: Sampling) -> AbstractContextManager[RemoteStream]:
-        """Requests one at a time. Several ranks need not step together."""
+        """Open a stream of single requests. Several ranks need not step together."""
         channel = f"{self._session.ranks.rank}-{secrets.token_hex(8)}"
         return RemoteStream(self.pool, self._holding(), sampling, channel, self._options.deadline, self._revived).open()
 
@@ -92,10 +94,11 @@ class RemoteEngine:
         return [number for number in self.pool.replicas if number in self._current]
 
     def _revived(self) -> list[int]:
-        """After the last engine died: others with the current weights, if this process can have them by itself.
+        """Replace the engines after the last one died, and give the new ones the current weights. Returns their
+        numbers.
 
         Raises:
-            EngineError: it cannot; names the engine that died and why.
+            EngineError: this process cannot do it alone, or the sync failed; names the engine that died and why.
         """
         session = self._session
         last = self.pool.causes[-1] if self.pool.causes else "none was started"
@@ -116,39 +119,40 @@ class RemoteEngine:
 
     @property
     def weights_lost(self) -> bool:
-        """Whether an engine has joined, or none was ever given weights, since the last sync."""
+        """True where an engine has joined since the last sync, or no engine was ever given weights."""
         return not self.pool.replicas.keys() <= self._current or not self._current
 
     def load_weights(self, weights: NamedTensors) -> LoadReport:
-        """Not this way."""
+        """Raise an EngineError: weights reach remote engines through `weights="transfer"`."""
         raise EngineError("Weights reach remote engines through weights='transfer'. Let weights='auto' choose it.")
 
     def differing(self, weights: NamedTensors) -> list[str]:
-        """Not this way: the weight sync compares."""
+        """Raise an EngineError: the weight sync `weights="transfer"` compares the weights of remote engines."""
         raise EngineError("What remote engines hold is compared by weights='transfer'. Let weights='auto' choose it.")
 
     def weights_written(self) -> None:
-        """Every engine holds the policy's weights."""
+        """Record that every engine holds the policy's weights."""
         self._current = frozenset(self.pool.replicas)
 
     @property
     def address(self) -> str:
-        """Of this process's node, as the cluster knows it."""
+        """The address of this process's node, as the cluster knows it."""
         import ray
 
         return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
     @property
     def servers(self) -> tuple[int, ...]:
-        """Numbers of the engines that live."""
+        """The numbers of the engines that are alive."""
         return tuple(sorted(self.pool.replicas))
 
     def restore(self) -> None:
-        """See `ServedEngine.restore`."""
+        """Replace dead engines; see `ServedEngine.restore`."""
         self.pool.restore()
 
     def call(self, method: str, arguments: Sequence[Sequence[Any]], deadline: float) -> list[Any]:
-        """See `ServedEngine.call`. A death is told at once: the others may wait for who died."""
+        """Call a method of each engine; see `ServedEngine.call`. An engine's death is raised at once, because the other
+        engines may wait for the dead one."""
         from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
         replicas = [self.pool.replicas[number] for number in self.servers]
@@ -170,15 +174,15 @@ class RemoteEngine:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def sleep(self, keep_weights: bool = False) -> None:
-        """Nothing to give back here."""
+        """Do nothing: the engines have memory of their own."""
 
     def wake(self, what: str) -> None:
-        """Before the weights are needed, see that the engines live. Collective."""
+        """Replace dead engines before the weights are needed. Collective."""
         if what == "weights":
             self.pool.restore()
 
     def resident(self, what: str) -> list[Any]:
-        """Nothing on this device."""
+        """Return an empty list: the engines hold nothing on this device."""
         return []
 
     def close(self) -> None:
@@ -187,7 +191,7 @@ class RemoteEngine:
 
 
 def _gpus_of_trainers(session: Session) -> Mapping[str, Sequence[str]]:
-    """By node, the GPUs that ranks train on without Ray knowing that they are in use. Collective."""
+    """Return, by node, the GPUs that ranks train on without Ray knowing that they are in use. Collective."""
     import ray
 
     context, device = ray.get_runtime_context(), session.policy.device

@@ -13,20 +13,21 @@ from ..placement import STRATEGIES, Strategy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteOptions:
-    """`HybridConfig.engine_options` for `engine="remote"`.
+    """Options of the remote engine: `HybridConfig.engine_options` for `engine="remote"`.
 
     Attributes:
-        replicas: how many engines.
-        tensor_parallel_size: GPUs of each, on one node. TRL's `vllm_tensor_parallel_size` fills it.
-        gpus: that each of those processes takes; by default 1, or 0 where the server computes on CPUs.
-        cpus: that each of them takes.
+        replicas: the number of engines.
+        tensor_parallel_size: the GPUs of each engine, on one node. TRL's `vllm_tensor_parallel_size` fills it.
+        gpus: the GPUs that each of an engine's processes takes; by default 1, or 0 where the server computes on CPUs.
+        cpus: the CPUs that each of an engine's processes takes.
         strategy: "pack" puts engines on as few nodes as it can, "spread" on as many.
-        server: what runs in the actors: a `server` component by name.
-        server_options: its options. For "vllm" those of `engine="vllm"`; TRL's `vllm_*` arguments fill the fields of
-            their names, all but sleep mode: these engines have memory of their own.
+        server: the name of the `server` component that runs in the actors.
+        server_options: the options of the server. For "vllm" they are the options of `engine="vllm"`. TRL's `vllm_*`
+            arguments fill the fields of the same names, except sleep mode: remote engines have memory of their own.
         start_deadline: seconds for engines to start, imports included.
         deadline: seconds that an engine may work without finishing a request; then it counts as dead.
-        restarts: how many engines may be replaced in one run; after that it goes on with those that are left.
+        restarts: how many engines may be replaced in one run; after that the run goes on with the engines that are
+            left.
     """
 
     replicas: int = 1

@@ -1,6 +1,6 @@
-"""The engines of one run: rank 0 of the training reserves GPUs, starts them, replaces those that die, and ends them.
+"""The engines of one run. Rank 0 of the training reserves GPUs, starts the engines, replaces dead ones and ends all.
 
-The other ranks hold handles of the same actors, sent to them as they are: nothing is looked up by name.
+The other ranks get handles of the same actors from rank 0. No actor is looked up by name.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
     from .options import RemoteOptions
 
 CHECK_SECONDS = 20.0
-"""What a living engine may take to say so. Its event loop does nothing that takes long."""
+"""Seconds that a living engine may take to answer a check. Its event loop runs nothing that takes long."""
 CLOSE_SECONDS = 10.0
 
 CALLS_OF_A_RANK, CALLS_OF_ALL = 4, 1000
-"""Calls that an actor serves at once. Each rank holds one open, for what is sampled next, and adds others; with
-Ray's limit of 1,000 the calls of more ranks, and the look for dead engines, would wait for the end of another one."""
+"""Calls that an actor serves at once. Each rank keeps one `collect` call open, and makes others beside it. With Ray's
+limit of 1,000, calls of many ranks, and the check for dead engines, would have to wait for other calls to end."""
 
 
 class EnginePool:
-    """Engines that live.
+    """The living engines of a run, and their replacements.
 
     Args:
         trainers: by node, the GPUs that ranks train on without Ray knowing.
 
     Attributes:
-        replicas: by number; one that replaces another has its index, and a number of its own. On ranks other than 0
-            those of the last `restore` that this rank has not seen die.
-        causes: of all deaths that this rank knows of, in order.
+        replicas: the living engines, by number. A replacement has the index of the engine that it replaces, and a new
+            number. On ranks other than 0, the engines of the last `restore` that this rank has not seen die.
+        causes: the causes of all deaths that this rank knows of, in order.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class EnginePool:
         self._seen_dying: dict[int, str] = {}  # since the last restore
         self._replaced = 0
         built = Pickled.of(plan, "What the engines are built from", "Leave out of engine_args what cannot be sent.")
-        self._actors = ActorPool(  # of rank 0; the others start none
+        self._actors = ActorPool(  # only rank 0 starts actors
             EngineActor,
             [built],
             options.replicas,
@@ -68,7 +68,7 @@ class EnginePool:
         )
 
     def lose(self, number: int, cause: str) -> None:
-        """An engine turned out to be dead, or has to be. Rank 0 starts to replace it at once, in the background."""
+        """Remove an engine that died or must be killed. Rank 0 starts to replace it at once, in the background."""
         replica = self.replicas.pop(number, None)
         if replica is None:
             return
@@ -83,11 +83,11 @@ class EnginePool:
             self._actors.launch([replica.index])
 
     def restore(self) -> None:
-        """Replace all that died, so that every rank holds the same living engines. Collective.
+        """Replace all dead engines, so that every rank holds the same living ones. Collective.
 
         Raises:
-            PlacementError, ConfigError: there is no place for them.
-            EngineError: none lives and none can be started, or more died than may be replaced.
+            PlacementError, ConfigError: there is no place for the new engines.
+            EngineError: no engine lives and none can be started, or more engines died than may be replaced.
         """
         seen = self._ranks.gather(dict(self._seen_dying))
         self.replicas = dict(self._ranks.by_first(lambda: self._restored(seen)))
@@ -105,7 +105,7 @@ class EnginePool:
     # --- rank 0 -----------------------------------------------------------------------------------------------------
 
     def _restored(self, seen: Sequence[Mapping[int, str]]) -> dict[int, Worker]:
-        """Return the living engines, by number, when those that ranks have seen die are replaced."""
+        """Replace the engines that ranks have seen die, and return the living engines, by number."""
         try:
             for number, cause in itertools.chain.from_iterable(theirs.items() for theirs in seen):
                 self.lose(number, cause)
@@ -126,7 +126,7 @@ class EnginePool:
         for replica, error in self._actors.started():
             if error is None:
                 self.replicas[replica.number] = replica
-            elif failure is None:  # it is not tried again
+            elif failure is None:  # no other start is tried
                 why = f"{error}. Raise start_deadline=." if isinstance(error, GetTimeoutError) else brief(error)
                 failure = EngineError(f"Remote engine {replica.index} did not start: {why}")
                 failure.__cause__ = error
@@ -139,7 +139,7 @@ class EnginePool:
         return dict(sorted(self.replicas.items()))
 
     def _check(self) -> None:
-        """Find those that died while nobody sampled from them."""
+        """Find the engines that died while no rank sampled from them."""
         from ray.exceptions import GetTimeoutError, RayError
 
         asked = {replica: replica.handle.call.remote("check") for replica in self.replicas.values()}
@@ -151,11 +151,12 @@ class EnginePool:
 
 
 def reserved(plan: ServerPlan, options: RemoteOptions, trainers: Mapping[str, Sequence[str]]) -> list[Placement]:
-    """A bundle for each engine; before them, the GPUs that trainers use without Ray knowing, which it would give away.
+    """Reserve a bundle for each engine. The GPUs that trainers use without Ray knowing are reserved first, so that Ray
+    does not give them to engines.
 
     Raises:
         ConfigError: the resources make no sense.
-        PlacementError: they cannot be had, or Ray gives an engine a GPU that a trainer uses.
+        PlacementError: they are not free, or Ray gives an engine a GPU that a trainer uses.
     """
     gpus = plan.gpus if options.gpus is None else options.gpus
     requests = [
@@ -190,7 +191,7 @@ def reserved(plan: ServerPlan, options: RemoteOptions, trainers: Mapping[str, Se
 
 
 def gpu_name(device: torch.device) -> str:
-    """A CUDA device of this process as its node numbers it, and as Ray does."""
+    """Return a CUDA device of this process as its node, and Ray, number it."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     index = device.index or 0
     return visible[index] if index < len(visible) else str(index)

@@ -1,4 +1,5 @@
-"""Requests on their way to engines and back: dealt out, collected as they finish, sent again where an engine dies."""
+"""A stream of requests to the engines: it assigns them, collects completions, and sends requests again where an engine
+dies."""
 
 from __future__ import annotations
 
@@ -16,22 +17,23 @@ from ..waiting import RunningClock
 from .actor import Output
 from .pool import CHECK_SECONDS, EnginePool
 
-TICK = 0.01  # seconds that a step waits for a completion: tools that have answered wait for it to end
-COLLECT_SECONDS = 1.0  # that a call waits in the actor for something to collect
-WAIT = 1.0  # seconds at a time, where nobody else has anything to do
+TICK = 0.01  # seconds that a step waits for a completion: answers of tools wait for the step to end
+COLLECT_SECONDS = 1.0  # seconds that a call waits in the actor for completions
+WAIT = 1.0  # seconds of one wait where there is no other work
 
 
 class RemoteStream:
-    """A stream over all engines that hold the current weights. Ranks share the engines, and know nothing of each other.
+    """A stream over all engines that hold the current weights. Ranks share the engines, without coordination.
 
-    A request carries its seed, so an engine that takes it over from one that died samples the same tokens. What it had
-    sampled is sampled again.
+    A request carries its seed, so an engine that takes over a request of a dead one samples the same tokens, from the
+    beginning.
 
     Args:
         servers: numbers of the engines to use.
         channel: a name that no other stream has.
         deadline: seconds that an engine may work without finishing a request.
-        revive: called when no engine is left; returns the numbers of others that hold the current weights, or raises.
+        revive: called when no engine is left. It returns the numbers of new engines that hold the current weights, or
+            raises.
     """
 
     shared = False
@@ -50,21 +52,21 @@ class RemoteStream:
         self._router = Router(servers)
         self._requests: dict[int, Request] = {}  # unfinished
         self._unsent: list[int] = []
-        self._collecting: dict[Any, int] = {}  # what a call will return -> engine
+        self._collecting: dict[Any, int] = {}  # reference of a `collect` call -> engine
         self._clock = RunningClock()  # an engine is not silent while this process is stopped
         self._progress: dict[int, float] = {}  # engine -> when it last finished something, or got something to do
         self._heard: dict[int, float] = {}  # engine -> when it last answered a call
         self._next = 0
 
     def add(self, request: Request) -> int:
-        """Queue a request; it leaves with the next step."""
+        """Queue a request and return its key; the next step sends it."""
         key, self._next = self._next, self._next + 1
         self._requests[key] = request
         self._unsent.append(key)
         return key
 
     def abort(self, key: int) -> None:
-        """Free what a request holds; nothing if it has finished."""
+        """Abort a request and free its resources. A request that has finished is ignored."""
         if self._requests.pop(key, None) is None:
             return
         server = self._router.done(key)
@@ -74,16 +76,16 @@ class RemoteStream:
             self._pool.replicas[server].handle.abort.remote(self._channel, [key])
 
     def step(self, more: bool) -> tuple[list[tuple[int, Completion]], bool]:
-        """Send what is queued, and take what has finished: at once if something has, or a moment later."""
+        """Send queued requests, and return finished ones, after waiting a moment where none has finished yet."""
         return self.advance(TICK), more
 
     @property
     def busy(self) -> bool:
-        """Whether any request is unfinished."""
+        """True while a request is unfinished."""
         return bool(self._requests)
 
     def advance(self, wait: float) -> list[tuple[int, Completion]]:
-        """As `step`, with at most so many seconds of waiting."""
+        """Send queued requests, and return finished ones, after waiting at most `wait` seconds for the first."""
         import ray
 
         self._send()
@@ -106,7 +108,7 @@ class RemoteStream:
 
     @contextmanager
     def open(self) -> Iterator[RemoteStream]:
-        """While it is used; what is unfinished at the end is aborted."""
+        """Keep the stream open for a `with` block. At the end, unfinished requests are aborted."""
         try:
             yield self
         finally:
@@ -119,7 +121,7 @@ class RemoteStream:
 
     def _send(self) -> None:
         for server in [s for s in self._router.servers if s not in self._pool.replicas]:
-            self._resend(server)  # found dead by somebody else, as by a weight sync
+            self._resend(server)  # found dead elsewhere, for example by a weight sync
         if not self._unsent:
             return
         if not self._router.servers:
@@ -132,7 +134,7 @@ class RemoteStream:
             batches.setdefault(self._router.assign(key, request.row), []).append((key, request))
         for server, batch in batches.items():
             self._pool.replicas[server].handle.add.remote(self._channel, batch, self._sampling)
-            if self._router.load(server) == len(batch):  # it had nothing to do
+            if self._router.load(server) == len(batch):  # it was idle before
                 self._progress[server] = self._heard[server] = self._clock.now()
 
     def _taken(self, server: int, reference: Any) -> list[tuple[int, Completion]]:
@@ -150,7 +152,7 @@ class RemoteStream:
                 self._lose(server, str(found))
                 break
             if self._requests.pop(key, None) is None:
-                continue  # aborted while it was on its way
+                continue  # aborted before it arrived
             self._router.done(key)
             self._progress[server] = self._heard[server]
             if isinstance(found, EngineError):
@@ -180,28 +182,29 @@ class RemoteStream:
 
 
 class Router:
-    """Which engine gets a request. Pure: it counts, and knows nothing of Ray.
+    """The choice of an engine for each request. Pure: it only counts requests, and does not use Ray.
 
-    A trajectory's later turns go where its first one went, whose prefix cache knows it; a new trajectory goes where
-    least is to do. Ties go to the engine with fewer trajectories, then to the lower number, so that the same requests
-    in the same order are dealt out alike.
+    Later turns of a trajectory go to the engine of its first turn, which has its prefix cached. A new trajectory goes
+    to the engine with the fewest requests. Ties go to the engine with fewer trajectories, then to the lower number, so
+    that the same requests in the same order are assigned alike.
 
     Args:
-        servers: numbers of those that live.
+        servers: the numbers of the living engines.
     """
 
     def __init__(self, servers: Iterable[int]) -> None:
         self._requests: dict[int, dict[int, None]] = {server: {} for server in servers}
         self._home: dict[int, int] = {}  # row -> server
-        self._rows: dict[int, int] = dict.fromkeys(self._requests, 0)  # server -> how many rows have their home there
+        self._rows: dict[int, int] = dict.fromkeys(self._requests, 0)  # server -> number of its rows
 
     @property
     def servers(self) -> tuple[int, ...]:
-        """Those that live."""
+        """The numbers of the living engines."""
         return tuple(self._requests)
 
     def assign(self, request: int, row: int) -> int:
-        """The engine for a request of a row. There must be one, and the request must not be assigned yet."""
+        """Return the engine for a request of a row. An engine must be left, and the request must not be assigned
+        yet."""
         server = self._home.get(row)
         if server is None:
             server = min(self._requests, key=lambda s: (len(self._requests[s]), self._rows[s], s))
@@ -211,24 +214,25 @@ class Router:
         return server
 
     def done(self, request: int) -> int | None:
-        """A request is over, finished or not wanted any more: the engine that had it, or None."""
+        """Remove a request that has finished or was aborted, and return the engine that had it, or None."""
         server = next((server for server, requests in self._requests.items() if request in requests), None)
         if server is not None:
             del self._requests[server][request]
         return server
 
     def load(self, server: int) -> int:
-        """How many requests it has."""
+        """Return the number of requests that an engine has."""
         return len(self._requests[server])
 
     def lose(self, server: int) -> list[int]:
-        """An engine died: its requests, in the order of their arrival. They, and its rows, are nobody's now."""
+        """Remove a dead engine and return its requests, in the order of their arrival. Its requests and its rows are no
+        longer assigned."""
         requests = list(self._requests.pop(server, ()))
         self._home = {row: home for row, home in self._home.items() if home != server}
         self._rows.pop(server, None)
         return requests
 
     def join(self, server: int) -> None:
-        """An engine came."""
+        """Add an engine."""
         self._requests.setdefault(server, {})
         self._rows.setdefault(server, 0)

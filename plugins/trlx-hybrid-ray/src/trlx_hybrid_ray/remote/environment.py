@@ -1,4 +1,4 @@
-"""Environments in Ray actors, several in each: `remote_environment`."""
+"""Environments in Ray actors, several in each: the function `remote_environment`."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 REMEDY = "Let its constructor make what cannot be sent: constructors run in the workers."
 OPTIONAL = ("get_reward", "close")
-"""Methods that a lost environment answers with None: it cannot be scored, and need not be closed."""
-SPARE = 4  # threads of a worker beside one for each environment: to make them and to let them go
-STUCK = 2  # of these, for calls that hang: so many environments more than it has places for
-ORDER_SECONDS = 10.0  # for a call that was made before this one to arrive
+"""Methods that return None for a lost environment, which cannot be scored and need not be closed."""
+SPARE = 4  # threads of a worker beside one per environment, for making and dropping environments
+STUCK = 2  # so many hanging calls per worker take none of its places
+ORDER_SECONDS = 10.0  # seconds to wait for an earlier call to arrive
 
 
 class EnvironmentLostError(asyncio.CancelledError):
-    """An environment will not answer any more: its worker died, or a call of it never came back. Says which, and why.
+    """The error of an environment that will not answer any more: its worker died, or a call of it never returned. Says
+    which, and why.
 
-    No `Exception`, so that no tool loop shows it to the model as if the tool had raised it, and lets the episode go on
+    It is no `Exception`. Otherwise a tool loop would show it to the model as the tool's error, and continue the episode
     with an environment that is gone. The rollout `multi_turn` ends the trajectory, masked and counted. TRL's own loop
-    cannot leave a trajectory out: there it ends the run. Of what is no `Exception`, a cancellation is what an event
-    loop survives.
+    cannot leave a trajectory out: there the error ends the run. It is a cancellation because an event loop survives a
+    cancellation, unlike other exceptions outside of `Exception`.
     """
 
 
@@ -73,26 +74,25 @@ def remote_environment(
     trainer = GRPOTrainer(..., environment_factory=remote_environment(Sandbox, workers=16, per_worker=4))
     ```
 
-    What the factory makes has the class's name and methods, with their signatures and docstrings: TRL finds the same
-    tools and the same `get_reward`, and multi-turn's `episodes(remote_environment(Game))` the same `reset` and `step`.
-    Synchronous methods stay synchronous and coroutine functions stay coroutine functions. Attributes can be read, as
-    reward functions do, each time with a call. What methods return comes back as plain data, see
-    `trlx_hybrid.plain_data`.
+    The factory's environments have the class's name and methods, with their signatures and docstrings: TRL finds the
+    same tools and the same `get_reward`, and multi-turn's `episodes(remote_environment(Game))` the same `reset` and
+    `step`. Synchronous methods stay synchronous and coroutine functions stay coroutine functions. Reward functions can
+    read attributes; each read is a call. Results of methods come back as plain data, see `trlx_hybrid.plain_data`.
 
     Args:
-        environment: a class, or `functools.partial` of one with its constructor's arguments.
-        workers: how many actors. They start at once.
-        per_worker: environments in each, side by side in threads: what these share must be thread-safe, and they die
-            together. 1 gives each environment a process of its own.
-        cpus, gpus: of each worker. A fraction of a GPU shares it.
+        environment: a class, or `functools.partial` of a class with its constructor's arguments.
+        workers: the number of actors. They start at once.
+        per_worker: the number of environments in each worker, each in a thread. Whatever they share must be
+            thread-safe, and they die together. 1 gives each environment a process of its own.
+        cpus, gpus: the resources of each worker. With a fraction of a GPU, workers share a GPU.
         deadline: seconds that a call may take; `math.inf` waits for ever.
         start_deadline: seconds for all workers to start, imports included.
-        name: in messages, and in tables of who holds what; by default that of the class.
+        name: the name in messages, and in lists of who holds which resources; by default the class's name.
 
     Raises:
-        ConfigError: it is no class, or cannot be pickled.
+        ConfigError: `environment` is no class, or cannot be pickled.
         ClusterError: no cluster answers at `RAY_ADDRESS`, or none can be started here.
-        PlacementError: the cluster has no such room.
+        PlacementError: the cluster does not have the resources.
         WorkerError: a worker did not start, or could not load the class.
     """
     kind: Any = environment
@@ -125,13 +125,14 @@ def remote_environment(
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentHandle:
-    """Where an environment is, and how it is asked. Can be sent to other processes, which may call it too.
+    """The address of an environment: its actor, and its number there. Other processes that get a handle may call the
+    environment, too.
 
     Attributes:
-        name: of its class.
-        actor: Ray's handle of the actor that it is in.
-        key: its number there.
-        where: for messages.
+        name: the name of the environment's class.
+        actor: Ray's handle of the environment's actor.
+        key: the environment's number in the actor.
+        where: the actor's description, for messages.
         deadline: seconds that a call may take.
     """
 
@@ -142,13 +143,14 @@ class EnvironmentHandle:
     deadline: float
 
     async def reply(self, method: str, reference: Any, *, blocking: bool) -> bytes:
-        """What its worker replies to a call.
+        """Return the worker's reply to a call.
 
         Args:
-            blocking: wait in this thread, not on an event loop.
+            blocking: whether to wait in this thread rather than on an event loop.
 
         Raises:
-            EnvironmentLostError: the worker died or did not answer in time; that is its `__cause__`.
+            EnvironmentLostError: the worker died or did not answer in time; `__cause__` is Ray's error or a
+                `TimeoutError`.
         """
         import ray
 
@@ -168,11 +170,11 @@ class EnvironmentHandle:
         return reply
 
     def result(self, method: str, reply: bytes) -> Any:
-        """What a reply says that the method returned.
+        """Return the method's result from a reply, or raise the method's exception.
 
         Raises:
-            EnvironmentLostError: it returned what cannot be sent.
-            what the method raised.
+            EnvironmentLostError: the method returned a value that cannot be sent.
+            whatever the method raised.
         """
         try:
             return result_of(reply, "the environment's process")
@@ -183,15 +185,15 @@ class EnvironmentHandle:
 
 
 class RemoteEnvironments:
-    """What `remote_environment` returns: makes environments when called. Workers are filled evenly, and replaced when
-    they die.
+    """The factory that `remote_environment` returns: a call makes an environment. Workers are filled evenly, and
+    replaced when they die.
 
-    Every training process that makes one has workers of its own. They end with the process, or when `close` is called
-    or a `with` block is left.
+    Every training process that makes a factory has workers of its own. They end with the process, or when `close` is
+    called or a `with` block is left.
 
     Args:
-        kind: what stands for the environments.
-        per_worker: places in each worker.
+        kind: the proxy class of the environments.
+        per_worker: the number of environments that each worker has places for.
         deadline: seconds that a call may take.
     """
 
@@ -200,18 +202,19 @@ class RemoteEnvironments:
         self._actors, self._kind, self._per_worker, self._deadline = actors, kind, per_worker, deadline
         self._lock = threading.RLock()
         self._numbers = itertools.count()
-        self._places: dict[int, Worker] = {}  # by number of an environment: whose place it has
-        self._stuck: dict[Any, int] = {}  # calls that were given up and may still run, in a thread: whose they are
+        self._places: dict[int, Worker] = {}  # worker of each environment, by the environment's number
+        self._stuck: dict[Any, int] = {}  # calls that timed out and may still run -> number of their environment
         self._freed: deque[int] = deque()
 
     def __call__(self) -> RemoteEnvironment:
-        """A new environment, in the emptiest worker. Workers that died are replaced first, or when this finds them so.
+        """Make an environment, in the worker with the fewest. Dead workers are replaced first; one that turns out to be
+        dead during the call is replaced, too.
 
         Raises:
             ConfigError: all places are taken, or the workers were ended.
-            EnvironmentLostError: the worker died in the constructor, and so did the next.
-            WorkerError: another worker in the place of a dead one did not start.
-            what the environment's constructor raises.
+            EnvironmentLostError: the worker died in the constructor, and so did the next worker.
+            WorkerError: the replacement of a dead worker did not start.
+            whatever the environment's constructor raises.
         """
         return self._kind(self)
 
@@ -229,20 +232,20 @@ class RemoteEnvironments:
     # --- for the environments ---------------------------------------------------------------------------------------
 
     def make(self) -> EnvironmentHandle:
-        """See `__call__`: what the environment is known by."""
+        """Make an environment and return its handle, as `__call__` describes."""
         try:
             return self._made()
         except EnvironmentLostError:
             return self._made()
 
     def lose(self, key: int, call: Any, *, died: bool) -> None:
-        """Note what a call found out: a dead worker is replaced when the next environment is made.
+        """Record a worker's death or a call that hangs. A dead worker is replaced when the next environment is made.
 
-        A call that hangs may still run, and a thread cannot be ended: only a worker with one environment can. Beside
-        others it is stuck, until it returns.
+        A call that hangs may still run, and its thread cannot be ended. A worker with a single environment is killed.
+        Among other environments the call is counted as stuck, until it returns.
 
         Args:
-            call: reference to its answer.
+            call: the reference to the call's answer.
         """
         worker = self._places.get(key)
         if worker is None:
@@ -256,7 +259,8 @@ class RemoteEnvironments:
             call.future().add_done_callback(lambda _: self.free(self._stuck.pop(call)))
 
     def free(self, key: int) -> None:
-        """Nobody uses this environment any more. May be called by the garbage collector, so it only takes a note."""
+        """Record that an environment is no longer used. The garbage collector may call this, so it only adds the key to
+        a queue."""
         self._freed.append(key)
 
     def _made(self) -> EnvironmentHandle:
@@ -266,7 +270,7 @@ class RemoteEnvironments:
             self._actors.restore()
             taken = self._taken()
             if min(taken.values()) >= self._per_worker:
-                gc.collect()  # an error's traceback can hold an environment that nobody uses
+                gc.collect()  # an error's traceback can hold an environment that is no longer used
                 taken = self._taken()
             worker = min(taken, key=lambda worker: (taken[worker], worker.index))
             if taken[worker] >= self._per_worker:
@@ -288,12 +292,12 @@ class RemoteEnvironments:
         return handle
 
     def _taken(self) -> dict[Worker, int]:
-        """Places that are taken, by worker, when those that were freed are let go."""
+        """Drop the environments that were freed, and return the number of occupied places, by worker."""
         stuck = set(self._stuck.values())
         gone: defaultdict[Worker, list[int]] = defaultdict(list)
         while self._freed:
             key = self._freed.popleft()
-            if key in self._places and key not in stuck:  # what is stuck is freed when it returns
+            if key in self._places and key not in stuck:  # a stuck environment is freed when its call returns
                 gone[self._places.pop(key)].append(key)
         for worker, keys in gone.items():
             if not worker.dead:
@@ -314,15 +318,15 @@ class RemoteEnvironments:
 
 
 class RemoteEnvironment:
-    """Base of what stands for environments: methods go to the worker; other attributes are read there, and cannot be
-    set here."""
+    """The base class of proxies for environments: methods are called in the worker. Other attributes are read there,
+    and cannot be set here."""
 
     __slots__ = ("__weakref__", "_factory", "_finalizer", "_handle", "_lost", "_turn")
 
-    _factory: RemoteEnvironments | None  # None in a process that did not make it
+    _factory: RemoteEnvironments | None  # None in a process that received the environment from another one
     _handle: EnvironmentHandle
-    _lost: str | None  # why, once it is
-    _turn: int | None  # of the next asynchronous call; only where it was made they are kept in order
+    _lost: str | None  # the reason, once the environment is lost
+    _turn: int | None  # number of the next asynchronous call; None in other processes, whose calls are not ordered
 
     def __init__(self, factory: RemoteEnvironments) -> None:
         self._factory = factory
@@ -334,7 +338,7 @@ class RemoteEnvironment:
         self._finalizer.atexit = False
 
     def _renew(self, factory: RemoteEnvironments) -> None:
-        """Another environment in the place of one that is lost."""
+        """Make another environment in place of a lost one."""
         self._finalizer()
         self._make(factory)
 
@@ -350,17 +354,18 @@ class RemoteEnvironment:
         return self._result(name, _now(self._reply("read", name, blocking=True)))
 
     async def _reply(self, verb: str, method: str, *details: Any, blocking: bool) -> bytes | None:
-        """What the worker replies; None where the environment is lost and nobody needs an answer.
+        """Return the worker's reply; None where the environment is lost and no answer is needed.
 
-        `reset` renews an environment that is lost, or dies by it: its episode has not begun, so nothing is lost with
-        the old one.
+        `reset` makes a new environment where the old one is lost, or dies in `reset`. The episode has not begun, so
+        nothing is lost with the old environment.
 
         Args:
             verb: "call" a method, or "read" an attribute.
-            blocking: wait in this thread, not on an event loop.
+            blocking: whether to wait in this thread rather than on an event loop.
 
         Raises:
-            EnvironmentLostError: after a death, and after a call that may still run, nothing more can be asked of it.
+            EnvironmentLostError: the environment's worker died, or an earlier call may still run: the environment
+                cannot be called any more.
         """
         optional = verb == "read" or method in OPTIONAL
         factory = self._factory if method == "reset" else None
@@ -392,7 +397,8 @@ class RemoteEnvironment:
                 again = False
 
     def _result(self, method: str, reply: bytes | None) -> Any:
-        """Not a part of the coroutine, which could not raise the StopIteration of a method."""
+        """Return a method's result from a reply. A separate function, because a coroutine cannot raise the
+        StopIteration of a method."""
         return None if reply is None else self._handle.result(method, reply)
 
     def __reduce__(self) -> Any:
@@ -403,14 +409,14 @@ class RemoteEnvironment:
 
 
 def _visiting(kind: type[RemoteEnvironment], handle: EnvironmentHandle, lost: str | None) -> RemoteEnvironment:
-    """The same environment, seen from another process: a reward function's worker."""
+    """Return a proxy of the same environment for another process, a reward function's worker."""
     found = object.__new__(kind)
     found._factory, found._handle, found._lost, found._turn = None, handle, lost, None
     return found
 
 
 def _now(coroutine: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that blocks where others wait."""
+    """Return the result of a coroutine that never waits for an event loop, because its waits block."""
     try:
         coroutine.send(None)
     except StopIteration as stop:
@@ -421,7 +427,7 @@ def _now(coroutine: Coroutine[Any, Any, T]) -> T:
 
 @functools.cache  # TRL tells environments apart by their class, so one class has one proxy
 def proxy_class(environment: type[Any]) -> type[RemoteEnvironment]:
-    """The class that stands for an environment class: with its name, methods, docstrings and signatures, for TRL."""
+    """Return the proxy class of an environment class, with its name, methods, docstrings and signatures, for TRL."""
     methods = {
         name: _method(environment, name, function)
         for name, function in inspect.getmembers(environment, predicate=inspect.isfunction)
@@ -445,7 +451,7 @@ def _method(environment: type, name: str, function: Callable[..., Any]) -> Calla
         def method(self: RemoteEnvironment, *args: Any, **kwargs: Any) -> Any:
             return self._call(name, args, kwargs)
 
-    if isinstance(inspect.getattr_static(environment, name), staticmethod):  # it has no `self` that could be left out
+    if isinstance(inspect.getattr_static(environment, name), staticmethod):  # it has no `self` to leave out
         signature = inspect.signature(function)
         own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
         method.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])
@@ -456,10 +462,10 @@ def _method(environment: type, name: str, function: Callable[..., Any]) -> Calla
 
 
 class EnvironmentActor(PoolActor):
-    """Makes environments and calls them, each in the thread that its call came in."""
+    """An actor that makes environments and calls them, each call in a thread of its own."""
 
     def load(self, loaded: Callable[[], Any]) -> None:
-        """Take what makes environments."""
+        """Take the function that makes environments."""
         self._make = loaded
         self._environments: dict[int, Any] = {}
         self._turns: dict[int, int] = {}
@@ -468,17 +474,18 @@ class EnvironmentActor(PoolActor):
         threading.Thread(target=self._loop.run_forever, name="environments", daemon=True).start()
 
     def make(self, key: int) -> bytes:
-        """A new environment, by this number."""
+        """Make a new environment with this number."""
         return reply_of(lambda: self._environments.update({key: self._make()}))
 
     def call(
         self, key: int, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], turn: int | None = None
     ) -> bytes:
-        """Call a method of an environment. Coroutines run on one event loop for all, where clients may be shared.
+        """Call a method of an environment. All coroutines run on one event loop, on which they may share clients.
 
         Args:
-            turn: which of the calls it is that have to start in their order: a trainer's own event loop starts the
-                coroutines of one turn in that order, and what an environment answers can depend on it.
+            turn: the call's number among the calls that must start in order; None for any other call. A trainer's own
+                event loop starts the coroutines of one turn in that order, and an environment's answers can depend on
+                it.
         """
 
         def called() -> Any:
@@ -492,11 +499,11 @@ class EnvironmentActor(PoolActor):
         return reply_of(called)
 
     def read(self, key: int, attribute: str) -> bytes:
-        """What an environment has in an attribute."""
+        """Return an attribute of an environment."""
         return reply_of(lambda: getattr(self._environments[key], attribute))
 
     def drop(self, keys: Iterable[int]) -> None:
-        """Forget environments."""
+        """Delete environments."""
         for key in keys:
             self._environments.pop(key, None)
             self._turns.pop(key, None)

@@ -1,4 +1,4 @@
-"""A reward function, or a reward model, that runs in Ray actors: `remote_reward`."""
+"""Reward functions and reward models in Ray actors: the function `remote_reward`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ REMEDY = (
     "function."
 )
 LOGGERS = ("log_extra", "log_metric")
-"""Arguments by which TRL lets a reward function log: methods of the trainer, which must not travel."""
+"""Arguments with which TRL lets a reward function log. They are methods of the trainer, which cannot be sent."""
 
 
 def remote_reward(
@@ -64,33 +64,33 @@ def remote_reward(
     trainer = GRPOTrainer(..., reward_funcs=remote_reward(runs_the_tests, workers=8))
     ```
 
-    Rows are dealt out to the workers and rewards come back in order, equal to what `reward` returns here, for a
-    function that scores each row by itself. One that compares rows needs `workers=1`. The workers start at once: what
-    cannot be sent, loaded or placed is refused here, before anything trains.
+    The rows of a batch are split over the workers, and rewards come back in order. They equal those that `reward` would
+    return in this process if it scores each row by itself. A function that compares rows needs `workers=1`. The workers
+    start at once, so a reward that cannot be sent, loaded or placed is refused before training begins.
 
     Args:
-        reward: what TRL takes: a function, synchronous or not, or an object that is called like one; or a reward model,
-            as a path, a name on the Hub or a `torch.nn.Module` on the CPU. Also a class, of which each worker makes an
-            instance and calls that: for clients, locks and models of one's own, which cannot be sent.
-        workers: how many actors.
-        cpus, gpus: of each. A fraction of a GPU shares it.
+        reward: a reward that TRL takes: a function, synchronous or not, or a callable object; or a reward model, as a
+            path, a name on the Hub or a `torch.nn.Module` on the CPU. It may also be a class, of which each worker
+            makes and calls an instance: for clients, locks and models of your own, which cannot be sent.
+        workers: the number of actors.
+        cpus, gpus: the resources of each worker. With a fraction of a GPU, workers share a GPU.
         deadline: seconds that a batch may take; `math.inf` waits for ever.
         start_deadline: seconds for all workers to start, imports and models included.
-        drop: arguments that the function is not to be given, because they cannot be sent or are large.
-        early: score each group as soon as it is sampled, while others are sampled still: in one worker, as much of it
-            as is on this rank. The function then sees a group at a time, and TRL's `trainer_state` as it was when the
-            rollout began. Needs a trainer of this package, no `rollout_func`, with tools or environments the rollout
-            `multi_turn`, and an engine that serves requests one at a time.
-        processing_class: a reward model's tokenizer; by default the one that belongs to it.
+        drop: arguments that are not passed to the function, because they cannot be sent or are large.
+        early: whether to score each group as soon as it is sampled, while other groups are still sampled. One worker
+            scores the part of the group that is on this rank. The function then sees a group at a time, and TRL's
+            `trainer_state` as it was when the rollout began. It needs a trainer of this package, no `rollout_func`, and
+            an engine that serves requests one at a time; with tools or environments also the rollout `multi_turn`.
+        processing_class: a reward model's tokenizer; by default the model's own.
         model_kwargs: for a reward model's `from_pretrained`, as `GRPOConfig.model_init_kwargs`.
         chat_template_kwargs: as in `GRPOConfig`, for a reward model.
-        name: in TRL's metrics; by default what TRL would call `reward`.
+        name: the name in TRL's metrics; by default the name that TRL would give to `reward`.
 
     Raises:
-        ConfigError: it is no reward, or cannot be pickled; names the part that is in the way.
+        ConfigError: `reward` is no reward, or cannot be pickled; names the part that prevents it.
         ClusterError: no cluster answers at `RAY_ADDRESS`, or none can be started here.
-        PlacementError: the cluster has no such room.
-        WorkerError: it cannot be loaded on a worker.
+        PlacementError: the cluster does not have the resources.
+        WorkerError: the reward cannot be loaded on a worker.
     """
     torch = sys.modules.get("torch")
     module = torch is not None and isinstance(reward, torch.nn.Module)
@@ -132,7 +132,7 @@ def remote_reward(
 
 
 def _trl_name(reward: Any) -> str:
-    """What TRL calls it: the last part of a model's name or path, the name of a function."""
+    """Return the name that TRL gives to a reward: the last part of a model's name or path, or a function's name."""
     while isinstance(reward, functools.partial):
         reward = reward.func
     if isinstance(reward, str):
@@ -145,10 +145,10 @@ def _trl_name(reward: Any) -> str:
 
 
 class RemoteReward:
-    """What `remote_reward` returns: TRL calls it, and its workers score.
+    """The reward function that `remote_reward` returns: TRL calls it, and its workers score.
 
-    Every training process that makes one has workers of its own, and holds their handles; nobody looks them up by name.
-    They end with the process, or when `close` is called or a `with` block is left.
+    Every training process that makes a remote reward has workers of its own, and holds their handles; no actor has a
+    name. The workers end with the process, or when `close` is called or a `with` block is left.
     """
 
     def __init__(self, name: str, pool: UserPool, drop: frozenset[str], deadline: float) -> None:
@@ -156,15 +156,15 @@ class RemoteReward:
         self._pool, self._drop, self._deadline = pool, drop, deadline
 
     def __call__(self, **arguments: Any) -> list[float | None]:
-        """Score a batch: what TRL passes to a reward function, by name.
+        """Score a batch. Takes the arguments that TRL passes to a reward function, by name.
 
-        Of a worker that dies, the rows are scored once more, with another in its place. Once: what dies again at the
-        same rows is the function's doing.
+        Where a worker dies, another one replaces it and its rows are scored once more. After a second death over the
+        same rows the function is taken for the cause.
 
         Raises:
             WorkerError: the function raised; names the worker, with its traceback. `__cause__` is the exception.
-            WorkerDiedError: workers died twice.
-            DeadlineError: no answer in time. The workers are ended; the next call starts others.
+            WorkerDiedError: workers died twice over the same rows.
+            DeadlineError: no answer came in time. The workers are ended, and the next call starts new ones.
             ConfigError: an argument cannot be sent; names it.
         """
         batch = Batch(arguments, self._drop)
@@ -187,11 +187,11 @@ class RemoteReward:
         return batch.rewards
 
     def _begun_of(self, batch: Batch) -> dict[Share, Any]:
-        """References to the answers of workers that have begun with rows of this batch."""
+        """Return references to the answers of workers that have begun to score rows of this batch; here none."""
         return {}
 
     def _dealt_out(self, batch: Batch) -> dict[Share, Any]:
-        """The missing rows to all workers, in blocks."""
+        """Send the missing rows to all workers, in blocks. Returns the references to their answers."""
         self._pool.restore()
         workers = list(self._pool.workers.values())
         blocks = row_ranges(len(batch.missing), len(workers))
@@ -199,7 +199,8 @@ class RemoteReward:
         return self._sent(batch, [Share(worker, part) for worker, part in zip(workers, rows) if part])
 
     def _scored(self, batch: Batch, sent: Mapping[Share, Any]) -> WorkerDiedError | None:
-        """Take in what workers answer; the first death among them. What that one had is missing still."""
+        """Add the workers' answers to the batch. Returns the first death among the workers; the rows of dead workers
+        stay missing."""
         from ray.exceptions import GetTimeoutError, RayActorError, RayError
 
         died: WorkerDiedError | None = None
@@ -233,7 +234,7 @@ class RemoteReward:
         return died
 
     def _sent(self, batch: Batch, shares: Sequence[Share]) -> dict[Share, Any]:
-        """References to the answers of workers that have these rows to score."""
+        """Send rows to workers for scoring, and return the references to their answers."""
         from ray import cloudpickle
 
         try:
@@ -242,7 +243,7 @@ class RemoteReward:
                 share: share.worker.handle.score.remote(len(share.rows), batch.columns_of(share.rows), shared)
                 for share in shares
             }
-        except TypeError:  # what Ray raises where it cannot pickle
+        except TypeError:  # Ray raises it where it cannot pickle
             for name, value in {**batch.columns, **batch.others}.items():
                 try:
                     cloudpickle.dumps(value)  # type: ignore[no-untyped-call]
@@ -255,7 +256,7 @@ class RemoteReward:
             raise
 
     def _shared(self, batch: Batch) -> Any:
-        """A reference to what all rows have in common."""
+        """Return a reference to the arguments that all rows share."""
         import ray
 
         return ray.put((batch.others, tuple(batch.loggers)))
@@ -265,7 +266,7 @@ class RemoteReward:
         return kind(text, rank=rank, method="score", node=node, traceback=traceback)
 
     def close(self) -> None:
-        """End the workers and give their resources back. Another call starts others."""
+        """End the workers and give their resources back. Another call starts new ones."""
         self._pool.close()
 
     def __enter__(self) -> RemoteReward:
@@ -276,10 +277,10 @@ class RemoteReward:
 
 
 class EarlyRemoteReward(RemoteReward):
-    """What `remote_reward(early=True)` returns: groups are scored while others are sampled.
+    """The reward function that `remote_reward(early=True)` returns: it scores groups while others are still sampled.
 
     Attributes:
-        begins_early: says so to the trainer, which calls `prepare` before a rollout and `begin` in it.
+        begins_early: True, which makes the trainer call `prepare` before a rollout and `begin` during it.
     """
 
     begins_early = True
@@ -287,10 +288,10 @@ class EarlyRemoteReward(RemoteReward):
     def __init__(self, name: str, pool: UserPool, drop: frozenset[str], deadline: float) -> None:
         super().__init__(name, pool, drop, deadline)
         self._begun: dict[Share, tuple[dict[str, Any], Any]] = {}
-        self._kept: tuple[dict[str, Any], Any] | None = None  # what the rows of a rollout share, and where it is
+        self._kept: tuple[dict[str, Any], Any] | None = None  # arguments shared by a rollout, and reference
 
     def prepare(self) -> None:
-        """Start what workers are missing: none is started while an engine waits.
+        """Start the missing workers, so that none has to start while an engine waits.
 
         Raises:
             others: see `UserPool.restore`.
@@ -299,11 +300,12 @@ class EarlyRemoteReward(RemoteReward):
         self._pool.restore()
 
     def begin(self, rows: Sequence[int], **arguments: Any) -> None:
-        """Score rows of a batch that TRL will call with, in the worker that has the fewest before it. Returns at once.
+        """Begin to score rows of the batch that TRL will pass later, in the worker with the fewest waiting rows.
+        Returns at once.
 
         Args:
-            rows: their numbers in the batch.
-            arguments: what TRL will pass, of these rows.
+            rows: the rows' numbers in the batch.
+            arguments: the arguments that TRL will pass, for these rows.
 
         Raises:
             ConfigError: an argument cannot be sent; names it.
@@ -317,11 +319,12 @@ class EarlyRemoteReward(RemoteReward):
             waiting[share.worker.number] += len(share.rows) * (reference not in ready)
         worker = min(self._pool.workers.values(), key=lambda worker: waiting[worker.number])
         (reference,) = self._sent(batch, [Share(worker, tuple(range(len(rows))))]).values()
-        # A copy: the caller's lists may have been written to by the time that they are compared.
+        # A copy, since the caller may change its lists before they are compared.
         self._begun[Share(worker, tuple(rows))] = copied(batch.columns), reference
 
     def _shared(self, batch: Batch) -> Any:
-        """Sent once for all groups of a rollout: TRL's state grows with the log, to megabytes."""
+        """Return a reference to the arguments that all rows share. They are sent once for all groups of a rollout:
+        TRL's state grows with the log, to megabytes."""
         kept = self._kept
         same = kept is not None and kept[0].keys() == batch.others.keys()
         if kept is None or not same or any(value is not kept[0][name] for name, value in batch.others.items()):
@@ -329,8 +332,9 @@ class EarlyRemoteReward(RemoteReward):
         return kept[1]
 
     def _begun_of(self, batch: Batch) -> dict[Share, Any]:
-        """Those whose columns are what TRL calls with now; of an interrupted rollout they are not. None of these is
-        cancelled: with Ray 2.60, an actor whose queue has lost a call holds back those after it, for 30 s."""
+        """Return the answers that were begun with the same columns as this batch's; those of an interrupted rollout
+        differ. Differing calls are not cancelled: with Ray 2.60, an actor whose queue has lost a call holds back the
+        calls after it, for 30 s."""
         begun, self._begun, self._kept = self._begun, {}, None
         found = {share: reference for share, (columns, reference) in begun.items() if batch.has(share.rows, columns)}
         if len(found) < len(begun):
@@ -339,31 +343,32 @@ class EarlyRemoteReward(RemoteReward):
         return found
 
     def close(self) -> None:
-        """As of any, and nothing is begun any more."""
+        """End the workers as `RemoteReward.close` does, and forget all calls that were begun."""
         self._begun, self._kept = {}, None
         super().close()
 
 
 class Share(NamedTuple):
-    """Rows of a batch that a worker scores, by their numbers."""
+    """A worker, and the rows of a batch that it scores, by their numbers."""
 
     worker: Worker
     rows: tuple[int, ...]
 
 
 Scores = tuple[list[float | None], dict[str, list[Any]], list[tuple[str, float]]]
-"""What a worker made of its rows: a reward each; what was given to `log_extra`, by column; what to `log_metric`."""
+"""A worker's answer: a reward for each of its rows, the values for `log_extra` by column, and the values for
+`log_metric`."""
 
 
 class Batch:
-    """What TRL passes to a reward function, and the scores of it as they come in from workers.
+    """The arguments that TRL passes to a reward function, with the scores that have come in from workers.
 
     Attributes:
         columns: arguments with an entry for each row.
-        others: arguments without.
-        loggers: those of `LOGGERS` that TRL passed.
-        rewards: by row; None where there is none, or the function said None.
-        missing: rows that nobody has scored, in order.
+        others: arguments without an entry for each row.
+        loggers: the arguments of `LOGGERS` that TRL passed.
+        rewards: the rewards, by row; None where no reward has come in or the function returned None.
+        missing: rows that no worker has scored, in order.
     """
 
     def __init__(self, arguments: Mapping[str, Any], drop: frozenset[str]) -> None:
@@ -378,14 +383,14 @@ class Batch:
         self._metrics: dict[str, list[tuple[int, float]]] = {}
 
     def columns_of(self, rows: Sequence[int]) -> dict[str, list[Any]]:
-        """The columns of some rows."""
+        """Return the columns of some rows."""
         return {name: [values[row] for row in rows] for name, values in self.columns.items()}
 
     def has(self, rows: Sequence[int], columns: Mapping[str, list[Any]]) -> bool:
-        """Whether these are the columns of the rows."""
+        """Return whether the rows of this batch have these columns."""
         try:
             return max(rows) < len(self.rewards) and bool(self.columns_of(rows) == dict(columns))
-        except Exception:  # what cannot be compared, arrays for one, is not known to be equal
+        except Exception:  # values that cannot be compared, such as arrays, count as different
             return False
 
     def add(
@@ -395,7 +400,7 @@ class Batch:
         extra: Mapping[str, Sequence[Any]],
         metrics: Sequence[tuple[str, float]],
     ) -> None:
-        """Take in what a worker made of these rows."""
+        """Add a worker's scores of these rows."""
         for row, reward in zip(rows, rewards, strict=True):
             self.rewards[row] = reward
         for column, values in extra.items():
@@ -408,7 +413,7 @@ class Batch:
         self.missing = [row for row in self.missing if row not in scored]
 
     def log(self) -> None:
-        """Log what the workers logged: columns in the order of rows, metrics as the mean over rows."""
+        """Log the workers' values: columns in the order of rows, metrics as the mean over rows."""
         for column, values in self._extra.items():
             self.loggers["log_extra"](column, values)
         for name, found in self._metrics.items():
@@ -419,14 +424,14 @@ class Batch:
 
 
 class RewardActor(PoolActor):
-    """Scores its share of a batch."""
+    """An actor that scores its share of a batch."""
 
     def load(self, loaded: Callable[..., Any], name: str, makes: bool) -> None:
-        """Take the function.
+        """Take the reward function.
 
         Args:
-            name: of the reward, for messages.
-            makes: whether `loaded` is to be called for the function.
+            name: the reward's name, for messages.
+            makes: whether a call of `loaded` returns the function.
         """
         self._name, self._function = name, loaded() if makes else loaded
         self._runner: asyncio.Runner | None = None
@@ -434,12 +439,12 @@ class RewardActor(PoolActor):
     def score(
         self, count: int, columns: dict[str, list[Any]], shared: tuple[Mapping[str, Any], Sequence[str]]
     ) -> bytes:
-        """Reply with the `Scores` of some rows.
+        """Return the `Scores` of some rows, as a reply.
 
         Args:
-            count: how many.
-            columns: by name, what has an entry for each row.
-            shared: arguments that have not; and which of `LOGGERS` the function expects.
+            count: the number of rows.
+            columns: the arguments with an entry for each row, by name.
+            shared: the other arguments, and the names of `LOGGERS` that the function expects.
         """
         return reply_of(lambda: self._scored(count, columns, *shared))
 
@@ -494,9 +499,9 @@ class RewardModel:
 
     Args:
         model: a path or a name on the Hub, or the model itself.
-        tokenizer: None loads the one that belongs to the model.
-        model_kwargs: for `from_pretrained`.
-        chat_template_kwargs: for `apply_chat_template`.
+        tokenizer: the tokenizer; None loads the model's own.
+        model_kwargs: arguments of `from_pretrained`.
+        chat_template_kwargs: arguments of `apply_chat_template`.
     """
 
     def __init__(
@@ -513,13 +518,13 @@ class RewardModel:
             tokenizer = AutoTokenizer.from_pretrained(getattr(model.config, "_name_or_path", ""), **chosen)
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
-        # The score is that of the last token that is no padding, which the model finds by this id.
+        # The score is the last non-padding token's, which the model finds by this id.
         model.config.get_text_config().pad_token_id = tokenizer.pad_token_id
         self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self._model, self._tokenizer, self._template = model.to(self._device), tokenizer, chat_template_kwargs
 
     def __call__(self, prompts: list[Any], completions: list[Any], **columns: Any) -> list[float]:
-        """One score per row."""
+        """Return one score per row."""
         import torch
 
         inputs = self._tokenizer(

@@ -1,8 +1,8 @@
-"""Batches: nested data whose leaves have rows, split into chunks and joined again. Pure functions.
+"""Functions that split batches, nested data whose leaves have rows, into chunks and join them again. All are pure.
 
 Rows are the items of a list and the first dimension of a tensor or an array. Tuples, mappings and dataclasses give
-structure: what is in them is split, they are not. `None`, numbers, strings, bytes and tensors without dimensions have
-no rows and go into every chunk as they are. `join` is the inverse of `split`.
+structure: their contents are split, and each chunk has the same structure. `None`, numbers, strings, bytes and tensors
+without dimensions have no rows and go into every chunk as they are. `join` is the inverse of `split`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ SINGLES = (str, bytes, bytearray, bool, int, float, complex, type(None))
 
 
 def row_ranges(rows: int, chunks: int) -> list[range]:
-    """The rows of each chunk: in order, their numbers differ by at most one, the larger ones first."""
+    """Return the rows of each chunk, in order. The numbers of rows differ by at most one, and the larger chunks come
+    first."""
     each, longer = divmod(rows, chunks)
     ends = accumulate((each + (chunk < longer) for chunk in range(chunks)), initial=0)
     return [range(start, end) for start, end in pairwise(ends)]
 
 
 def rows_of(batch: Any) -> int:
-    """The number of rows that every leaf with rows has.
+    """Return the number of rows that every leaf with rows has.
 
     Raises:
         DispatchError: no leaf has rows, two leaves differ, or a value is neither rows nor structure.
@@ -46,12 +47,13 @@ def rows_of(batch: Any) -> int:
 
 
 def split(batch: Any, ranges: Sequence[range]) -> list[Any]:
-    """One batch per range of rows. Tensors are copied (a view would be sent with all its storage), arrays are views."""
+    """Return one batch per range of rows. Tensors are copied (Ray would send a view with all its storage), arrays are
+    views."""
     return [_mapped(lambda leaf, path, rows=rows: _cut(leaf, rows), [batch], "the batch") for rows in ranges]
 
 
 def join(parts: Sequence[Any]) -> Any:
-    """The results of all chunks as one, in order. How many rows each has is up to it.
+    """Join the results of all chunks into one, in order. The chunks' results may have any number of rows.
 
     Raises:
         DispatchError: the parts are not alike in structure, or a value without rows differs.
@@ -63,7 +65,7 @@ def join(parts: Sequence[Any]) -> Any:
 
 
 def fields_of(value: Any) -> Mapping[Any, Any] | None:
-    """What a structure holds, by path suffix; None for a leaf."""
+    """Return the contents of a structure, by index, key or field name; None for a leaf."""
     if isinstance(value, tuple):
         return dict(zip(getattr(value, "_fields", range(len(value))), value, strict=True))
     if isinstance(value, Mapping):
@@ -74,7 +76,7 @@ def fields_of(value: Any) -> Mapping[Any, Any] | None:
 
 
 def _rebuilt(value: Any, fields: Mapping[Any, Any]) -> Any:
-    """A structure like `value`, without calling its constructor where that could compute."""
+    """Return a structure like `value` with other contents, without calling its constructor where that could compute."""
     if isinstance(value, tuple):
         return type(value)(*fields.values()) if hasattr(value, "_fields") else tuple(fields.values())
     if type(value) is dict:
@@ -93,7 +95,8 @@ def _rebuilt(value: Any, fields: Mapping[Any, Any]) -> Any:
 
 
 def _mapped(leaf: Callable[..., Any], values: Sequence[Any], path: str) -> Any:
-    """`leaf(value, ..., path)` for the corresponding leaves of values that are alike, in a structure like theirs."""
+    """Return a structure like each of `values`, whose leaves are `leaf(value, ..., path)` of the corresponding leaves.
+    All `values` must have the same structure."""
     first = values[0]
     fields = fields_of(first)
     if fields is None:
@@ -122,7 +125,7 @@ def _unlike(path: str, first: Any, value: Any, number: int) -> DispatchError:
 
 
 def _kind(leaf: Any) -> Literal["list", "tensor", "array"] | None:
-    """What kind of rows a leaf has; None where it has none. Imports neither torch nor NumPy."""
+    """Return the kind of rows that a leaf has; None for a leaf without rows. Imports neither torch nor NumPy."""
     if isinstance(leaf, list):
         return "list"
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
@@ -132,7 +135,7 @@ def _kind(leaf: Any) -> Literal["list", "tensor", "array"] | None:
 
 
 def _counts(value: Any, path: str) -> Iterator[tuple[str, int]]:
-    """Path and number of rows of every leaf that has rows."""
+    """Yield path and number of rows of every leaf that has rows."""
     fields = fields_of(value)
     if fields is not None:
         for key, field in fields.items():

@@ -1,4 +1,4 @@
-"""What goes wrong in a worker group."""
+"""Errors of a worker group."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from trlx_hybrid.errors import HybridError
 
 
 class DispatchError(HybridError, ValueError):
-    """Arguments cannot be split, or results cannot be joined. Names the place in the data."""
+    """An error of arguments that cannot be split, or of results that cannot be joined. Names the place in the data."""
 
 
 class WorkerError(HybridError):
-    """A worker raised. `__cause__` is its exception, where it could be pickled.
+    """An exception that a worker raised. `__cause__` is the worker's exception, where it could be pickled.
 
     Attributes:
         rank: the worker's rank.
-        method: what it was called for.
-        node: where it runs.
-        traceback: as text, of the worker's process.
+        method: the called method's name.
+        node: the node on which the worker runs.
+        traceback: the traceback in the worker's process, as text.
     """
 
     def __init__(self, message: str, *, rank: int, method: str, node: str, traceback: str = "") -> None:
@@ -32,8 +32,9 @@ class WorkerError(HybridError):
 
 
 class WorkerDiedError(WorkerError):
-    """A worker's process or node is gone. The group cannot be called any more."""
+    """The error of a worker whose process or node is gone. The group cannot be called any more."""
 
 
 class DeadlineError(WorkerError, TimeoutError):
-    """A worker did not answer in time. It may still be at work; a future can be asked again."""
+    """The error of a worker that did not answer in time. The worker may still be at work; `Future.result` can be called
+    again."""

@@ -1,4 +1,4 @@
-"""A group: the methods of its workers, called on all of them at once."""
+"""Worker groups: objects whose methods call the method of that name on all workers at once."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ START_SECONDS = 120.0
 
 
 class GroupMethod:
-    """A registered method of a group. Calling it calls the workers."""
+    """A registered method of a group. Calling it calls the method on the workers."""
 
     def __init__(self, method: Registered, workers: Workers, deadline: float) -> None:
         self._method, self._workers = method, workers
@@ -35,7 +35,7 @@ class GroupMethod:
         self._call = f"{workers.name}.{method.name}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See `register`.
+        """Call the method on the workers, as `register` describes.
 
         Raises:
             TypeError: the arguments do not fit the method.
@@ -80,23 +80,23 @@ class GroupMethod:
 
 
 class WorkerGroup(Generic[W]):
-    """Ray actors of one class, called as one object.
+    """A group of Ray actors of one class, called as one object.
 
     ```python
     with WorkerGroup(Scorer, 4) as scorers:
         scores = scorers.score(prompts)
     ```
 
-    `with` gives the group as type checkers see it best: as its worker class. The group holds its workers' handles;
-    nobody looks them up by name. When the block is left by an error the workers end at once, else when they are done
-    with what they were given.
+    For type checkers, `with` returns the group typed as its worker class. The group holds its workers' handles; the
+    actors have no names. When an error leaves the block, the workers end at once; otherwise they finish their calls
+    first.
 
     Args:
         worker: a class with methods marked with `@register`.
-        workers: a number of workers to be put wherever there is room, with one CPU each; or a `Placement`; or for each
-            rank what Ray's `.options()` takes: its resources, and where it is scheduled.
-        args, kwargs: what each worker's constructor gets. `this_worker()` tells a worker which one it is.
-        tensor_parallel: ranks of a replica: they get the same chunks of what is split.
+        workers: a number of workers, with one CPU each, placed wherever there is room; or a `Placement`; or for each
+            rank the arguments of Ray's `.options()`, its resources and its scheduling.
+        args, kwargs: the arguments of each worker's constructor. `this_worker()` tells a worker its rank.
+        tensor_parallel: ranks per replica. All ranks of a replica get the same chunk of a split batch.
         deadline: seconds that a call may take; `math.inf` waits for ever.
         start_deadline: seconds for all workers to be constructed.
 
@@ -144,21 +144,22 @@ class WorkerGroup(Generic[W]):
 
     @property
     def workers(self) -> type[W]:
-        """This group, with the types of the worker's registered methods: they read on a class as on a group."""
+        """The group itself, typed as its worker class, so that type checkers know the registered methods and their
+        results."""
         return cast("type[W]", self)
 
     @property
     def handles(self) -> Sequence[ActorHandle[Any]]:
-        """The actors, by rank; none once the group is closed."""
+        """The actors, by rank; empty once the group is closed."""
         return self._workers.handles
 
     @property
     def locations(self) -> Sequence[Location]:
-        """Where each rank runs."""
+        """The location of each rank: node, process and GPUs."""
         return self._workers.locations
 
     def close(self) -> None:
-        """End the workers: what they are at they finish, within seconds. Safe to call twice."""
+        """End the workers. They may finish their current calls, for a few seconds at most. Safe to call twice."""
         self._workers.close(at_once=False)
 
     def __len__(self) -> int:
@@ -183,11 +184,12 @@ class WorkerGroup(Generic[W]):
 
 
 class LocalWorkerGroup(WorkerGroup[W]):
-    """Workers in threads of this process, for a single GPU, tests and debuggers. Takes what `WorkerGroup` takes.
+    """A worker group whose workers are threads of this process, for a single GPU, tests and debuggers. Takes the
+    arguments of `WorkerGroup`.
 
-    What a worker is given and what it returns is copied as Ray would copy it: nothing that one side changes shows on
-    the other, and arrays arrive read-only. Resources in the workers' options are not claimed: there is nobody to claim
-    them from. The threads share this process's random generators, environment and devices.
+    Arguments and results are copied as Ray would copy them: a change on one side does not show on the other, and arrays
+    arrive read-only. Resources in the workers' options are ignored. The threads share this process's random generators,
+    environment and devices.
 
     Raises:
         ConfigError: as from `WorkerGroup`.

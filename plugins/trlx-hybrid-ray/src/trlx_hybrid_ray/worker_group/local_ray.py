@@ -1,4 +1,5 @@
-"""What a worker group uses of Ray, in this process: actors are threads, and what they get is copied as by Ray."""
+"""Ray's functions that a worker group uses, for this process: actors are threads, and values are copied as Ray copies
+them."""
 
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError, TaskCa
 
 END = "__ray_terminate__"
 Copy = tuple[bytes, list[bytes]]
-"""A value on its way: pickled, its large buffers beside it."""
+"""A pickled value, with its large buffers beside the pickle."""
 Reference = concurrent.futures.Future[Copy]
 
 
 class LocalActor:
-    """An object in a thread of its own, with a queue of what it has to do. Called as Ray's handle of an actor is:
+    """An object in a thread of its own, with a queue of calls. It is called like Ray's handle of an actor:
     `actor.method.remote(...)`."""
 
     def __init__(self, kind: type, args: Sequence[Any]) -> None:
@@ -40,13 +41,13 @@ class LocalActor:
 
 
 def remote(kind: type) -> Any:
-    """As `ray.remote` of a class. Options are taken and not looked at: there is nobody to claim resources from."""
+    """Do what `ray.remote` does for a class. Options are accepted and ignored: there are no resources to claim."""
     made = SimpleNamespace(remote=lambda *args: LocalActor(kind, args))
     return SimpleNamespace(options=lambda **_: made)
 
 
 def put(value: Any) -> Reference:
-    """As `ray.put`."""
+    """Do what `ray.put` does."""
     reference: Reference = concurrent.futures.Future()
     reference.set_result(_copy(value))
     return reference
@@ -55,13 +56,13 @@ def put(value: Any) -> Reference:
 def wait(
     references: Sequence[Reference], *, num_returns: int, timeout: float | None, fetch_local: bool = False
 ) -> tuple[list[Reference], list[Reference]]:
-    """As `ray.wait`, for all of them."""
+    """Do what `ray.wait` does, but wait for all references, whatever `num_returns` says."""
     done = concurrent.futures.wait(references, timeout).done
     return [r for r in references if r in done], [r for r in references if r not in done]
 
 
 def get(references: Any, *, timeout: float | None) -> Any:
-    """As `ray.get`."""
+    """Do what `ray.get` does."""
     if isinstance(references, concurrent.futures.Future):
         return get([references], timeout=timeout)[0]
     done, late = concurrent.futures.wait(references, timeout, concurrent.futures.FIRST_EXCEPTION)
@@ -75,12 +76,13 @@ def get(references: Any, *, timeout: float | None) -> Any:
 
 
 def cancel(reference: Reference) -> None:
-    """As `ray.cancel`: what has begun goes on."""
+    """Do what `ray.cancel` does: a call that has begun goes on."""
     reference.cancel()
 
 
 def kill(actor: LocalActor) -> None:
-    """As `ray.kill`, but for what the actor is at: its thread ends when that does, or with the process."""
+    """Do what `ray.kill` does, except that a running call goes on: the actor's thread ends after it, or with the
+    process."""
     with contextlib.suppress(queue.Empty):
         while True:
             actor.queue.get_nowait()[0].cancel()
@@ -88,12 +90,12 @@ def kill(actor: LocalActor) -> None:
 
 
 def is_initialized() -> bool:
-    """As `ray.is_initialized`."""
+    """Return True, as `ray.is_initialized` does in a connected process."""
     return True
 
 
 def _copy(value: Any) -> Copy:
-    """With Ray's pickle, so that what can be sent there can be sent here."""
+    """Pickle a value with Ray's pickle, so that whatever can be sent to a Ray actor can be sent to a local one."""
     buffers: list[pickle.PickleBuffer] = []
     body: bytes = cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)  # type: ignore[no-untyped-call]
     return body, [bytes(buffer.raw()) for buffer in buffers]
@@ -104,7 +106,7 @@ def _sent(value: Any) -> Copy | Reference:
 
 
 def _received(sent: Copy | Reference) -> Any:
-    """The value as its receiver has it; arrays are read-only, and share memory with those of other receivers."""
+    """Unpickle a value for its receiver. Arrays are read-only, and all receivers of a value share their memory."""
     body, buffers = sent.result() if isinstance(sent, concurrent.futures.Future) else sent
     return pickle.loads(body, buffers=buffers)
 
@@ -122,7 +124,7 @@ def _serve(worker: Any, calls: queue.SimpleQueue[Any]) -> None:
                 reference.set_exception(RayTaskError(method, trace, error, ip="this process"))  # type: ignore[no-untyped-call]
         if method == END:
             return
-        del reference, args, kwargs  # an idle worker must not keep what it was given alive
+        del reference, args, kwargs  # an idle worker must not keep the arguments of its last call alive
 
 
 def _result(worker: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Copy:

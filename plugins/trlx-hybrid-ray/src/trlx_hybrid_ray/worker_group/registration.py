@@ -1,9 +1,9 @@
-"""`@register`: how a worker's method is called when a whole group is.
+"""The decorator `@register`, which says how a group calls a method of its workers.
 
-At run time the method stays what it is, and bears what was registered. A type checker takes it for a descriptor: on an
-instance it is the method as it was written, which is how workers call each other's code; on the class it is what the
-group offers, with the results of all workers. A group is typed as its worker class, so that `group.score(prompts)` has
-the second type, without a plugin for the type checker.
+At run time the method stays the same function, with the registration as an attribute. A type checker takes it for a
+descriptor. On an instance it is the method as it was written: workers call each other's code that way. On the class it
+is the group's method, with the results of all workers. A group is typed as its worker class, so that
+`group.score(prompts)` has the second type, without a plugin for the type checker.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ MARK = "__trlx_registered__"
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """What was registered of a method.
+    """The registration of a method: the arguments of `register`, the method's name and its signature.
 
     Attributes:
-        signature: of the method, without `self`.
-        others as `register` takes them.
+        signature: the method's signature, without `self`.
+        others: as `register` takes them.
     """
 
     name: str
@@ -44,20 +44,21 @@ class Registered:
 
     @property
     def splits(self) -> bool:
-        """Whether the first argument is a batch that is split; else all arguments go to everyone as they are."""
+        """True where the first argument is a batch that is split; otherwise all workers get all arguments unchanged."""
         return self.dispatch == "scatter"
 
     @property
     def entry(self) -> str:
-        """The actor's method that the group calls; the registered one stays as it is, for the worker's own use."""
+        """The name of the actor's method that the group calls. The registered method itself stays unchanged, for the
+        worker's own use."""
         return f"{self.name}__answer" if self.dispatch in ("broadcast", "scatter") else self.name
 
 
 def registered(worker: type) -> dict[str, Registered]:
-    """By name, of a class and its bases.
+    """Return the registered methods of a class and its bases, by name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: no method is registered.
     """
     found = {name: getattr(value, MARK) for name, value in inspect.getmembers(worker) if hasattr(value, MARK)}
     if not found:
@@ -69,9 +70,11 @@ def registered(worker: type) -> dict[str, Registered]:
 
 
 def worker_class(worker: Any, *, local: bool) -> type:
-    """A subclass of `worker` with its name, and with the methods that a group calls: `Registered.entry` of each.
+    """Return a subclass of `worker` with its name, and with the methods that a group calls: `Registered.entry` of each
+    registered method.
 
-    It is constructed with the rank alone: the constructor of `worker` is called when it is known where all workers run.
+    The subclass is constructed with the rank alone. The constructor of `worker` is called later, when the locations of
+    all workers are known.
 
     Args:
         local: whether the workers are threads of one process.
@@ -96,7 +99,7 @@ def worker_class(worker: Any, *, local: bool) -> type:
 
 
 def _answering(method: Registered, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, returning None on workers whose result nobody collects: it would travel for nothing."""
+    """Wrap the function so that it returns None on workers whose result is not used, which saves sending it."""
     if method.entry == method.name:
         return function
 
@@ -121,13 +124,13 @@ X_co = TypeVar("X_co", covariant=True)
 if TYPE_CHECKING:
 
     class SplittingCall(Protocol[B_contra, P, X_co]):
-        """A group's method whose first argument is split; another group's future will do as well."""
+        """A group's method whose first argument, a batch or another group's future, is split."""
 
         def __call__(self, batch: B_contra | Future[B_contra], /, *args: P.args, **kwargs: P.kwargs) -> X_co:
             """Call the group."""
 
     class Whole(Generic[P, R, X]):
-        """A method whose arguments go out as they are."""
+        """A registered method whose arguments reach the workers unsplit."""
 
         @overload
         def __get__(self, worker: None, owner: Any) -> Callable[P, X]: ...
@@ -136,7 +139,7 @@ if TYPE_CHECKING:
         def __get__(self, worker: Any, owner: Any) -> Any: ...
 
     class Split(Generic[B, P, R, X]):
-        """A method that gets a chunk of the batch that the group is given."""
+        """A registered method that gets a chunk of the batch that the group is given."""
 
         @overload
         def __get__(self, worker: None, owner: Any) -> SplittingCall[B, P, X]: ...
@@ -180,16 +183,17 @@ def register(
     dispatch: _Scatter, execute: _Later, *, deadline: _Seconds = ...
 ) -> Callable[[_Batched[B, P, R]], Split[B, P, R, Future[R]]]: ...
 def register(dispatch: Dispatch, execute: Execute = "blocking", *, deadline: float | None = None) -> Any:
-    """Say how a method is called when a whole group is.
+    """Register a method: say which workers a group's call of it reaches, and what the caller gets.
 
     Args:
         dispatch: who gets which arguments, and what the caller gets:
 
-            - "broadcast": all workers, the same arguments; the result of rank 0. For what workers do together.
-            - "one_to_all": all workers, the same arguments; a list of their results.
+            - "broadcast": all workers get the same arguments; the caller gets the result of rank 0. For work that all
+              workers do together.
+            - "one_to_all": all workers get the same arguments; the caller gets a list of their results.
             - "scatter": the first argument is a batch, split by rows over the replicas; every rank of a replica gets
               its chunk, and the replicas' results are joined again.
-            - "rank_zero": rank 0 only; its result.
+            - "rank_zero": rank 0 alone gets the arguments; the caller gets its result.
 
         execute: "blocking" waits; "future" returns a `Future` at once.
         deadline: seconds that a call may take; by default the group's. `math.inf` waits for ever.

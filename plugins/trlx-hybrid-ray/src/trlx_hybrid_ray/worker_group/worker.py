@@ -1,4 +1,4 @@
-"""What a worker knows of its group, and how the workers of a group form a torch process group."""
+"""A worker's knowledge of its group, and the forming of a torch process group by the workers of a group."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ..errors import ClusterError
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where a worker runs.
+    """The location of a worker: node, process and GPUs.
 
     Attributes:
         node: Ray's id of the node; "this process" for a local worker.
-        address: its IP address.
-        pid: of the worker's process.
-        gpus: ids of the GPUs that Ray gave it, as the node numbers them.
-        port: on which rank 0 listens for the other workers of its group; 0 for these.
+        address: the node's IP address.
+        pid: the id of the worker's process.
+        gpus: ids of the GPUs that Ray gave to the worker, as the node numbers them.
+        port: the port on which rank 0 listens for the other workers of its group; 0 for the other workers.
     """
 
     node: str
@@ -37,12 +37,12 @@ class Location:
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """A worker, as it sees itself in its group.
+    """A worker's rank and its group, as `this_worker()` returns them in the worker.
 
     Attributes:
-        rank: its number, from 0.
-        tensor_parallel: ranks per replica, which are given the same data; numbers run fastest within a replica.
-        locations: where each rank of the group runs.
+        rank: the worker's rank, from 0.
+        tensor_parallel: ranks per replica, which get the same data. The ranks of a replica are consecutive.
+        locations: the location of each rank of the group.
     """
 
     rank: int
@@ -51,32 +51,32 @@ class WorkerInfo:
 
     @property
     def world(self) -> int:
-        """How many workers the group has."""
+        """The number of workers in the group."""
         return len(self.locations)
 
     @property
     def replica(self) -> int:
-        """Data-parallel rank."""
+        """The index of the worker's replica: its data-parallel rank."""
         return self.rank // self.tensor_parallel
 
     @property
     def tensor_rank(self) -> int:
-        """Rank within the replica."""
+        """The worker's rank within its replica."""
         return self.rank % self.tensor_parallel
 
     @property
     def gpus(self) -> tuple[str, ...]:
-        """Ids of the GPUs that Ray gave to this worker, as its node numbers them."""
+        """The ids of the GPUs that Ray gave to this worker, as its node numbers them."""
         return self.locations[self.rank].gpus
 
     def init_process_group(self, backend: str | None = None) -> None:
         """Form torch's default process group of all workers of this group; collective. Call it before CUDA starts.
 
-        The environment becomes what `torchrun` would have made it: `RANK`, `LOCAL_RANK`, `WORLD_SIZE`,
-        `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`, so that accelerate and vLLM find their way. A worker with a
-        GPU sees those of all workers on its node; its own is number `LOCAL_RANK`, and torch's current device.
+        It sets the variables that `torchrun` would set, so that accelerate and vLLM find the group: `RANK`,
+        `LOCAL_RANK`, `WORLD_SIZE`, `LOCAL_WORLD_SIZE`, `MASTER_ADDR`, `MASTER_PORT`. A worker with a GPU sees the GPUs
+        of all workers on its node; its own GPU has the number `LOCAL_RANK`, and is torch's current device.
 
-        The store of the rendezvous is torch's `TCPStore`, on rank 0's node: it authenticates nobody.
+        The store of the rendezvous is torch's `TCPStore`, on rank 0's node, which has no authentication.
 
         Args:
             backend: as `torch.distributed.init_process_group` takes it; by default torch's choice for each device.
@@ -125,7 +125,7 @@ class WorkerInfo:
             "LOCAL_WORLD_SIZE": str(len(node)),
             "MASTER_ADDR": first.address,
             "MASTER_PORT": str(first.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",  # whoever meets at this address finds the store there already
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # torch finds the store at this address instead of making one
         }
         if gpus and torch.cuda.is_available():
             torch.cuda.set_device(node.index(self.rank))
@@ -135,12 +135,12 @@ class WorkerInfo:
 _of_thread = threading.local()
 _of_process: list[WorkerInfo] = []
 _listener: list[socket.socket] = []
-"""Rank 0's, for its group's rendezvous. The port is held from the beginning: a number that was merely seen to be free
-is somebody else's sooner or later."""
+"""The socket on which rank 0 listens for its group's rendezvous. The port is held from the beginning: between a check
+that a port is free and its use, another process may take it."""
 
 
 def located(rank: int) -> Location:
-    """Where this actor runs. Rank 0 listens from here on."""
+    """Return the location of this actor. Rank 0 starts to listen for its group."""
     import ray
 
     context = ray.get_runtime_context()
@@ -154,24 +154,24 @@ def located(rank: int) -> Location:
 
 
 def _taken_listener() -> int:
-    """The listening socket's file descriptor, for a store that closes it."""
+    """Return the listening socket's file descriptor, for a store that will close it."""
     if not _listener:
         raise ConfigError("init_process_group() was called before in this worker: its process group exists.")
     return _listener.pop().detach()
 
 
 def set_this_worker(worker: WorkerInfo, *, whole_process: bool) -> None:
-    """From now on, this thread is that worker; with `whole_process`, so is every other."""
+    """Record the worker that this thread is; with `whole_process`, the worker that every thread of this process is."""
     _of_thread.worker = worker
     if whole_process:
         _of_process[:] = [worker]
 
 
 def this_worker() -> WorkerInfo:
-    """The worker that calls.
+    """Return rank and group of the worker that calls.
 
     Raises:
-        ConfigError: this code runs in no worker, or in a thread that a local worker started.
+        ConfigError: the caller is no worker, or a thread that a local worker started.
     """
     found = getattr(_of_thread, "worker", None) or next(iter(_of_process), None)
     if found is None:

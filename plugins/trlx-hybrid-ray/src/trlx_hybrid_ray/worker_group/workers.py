@@ -1,4 +1,4 @@
-"""The workers of a group, which are actors or threads: they are constructed, called, waited for and ended."""
+"""The workers of a group, actors or threads, and how they are constructed, called, waited for and ended."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from .worker import Location
 R_co = TypeVar("R_co", covariant=True)
 
 CLOSE_SECONDS = 5.0
-"""Seconds that workers are given at the group's end for what they are at."""
+"""Seconds that workers have to finish their current calls when the group closes."""
 GRACE = 2.0
-"""Seconds that the others are given once one has failed: a worker's death is often noticed after the errors it causes
-in those that talked to it, and it is the death that has to be named."""
+"""Seconds to wait for the other workers' errors once one worker has failed. A worker's death is often noticed after the
+errors that it causes in the workers that communicated with it, and the message has to name the death."""
 DIRECT = 32
-"""Workers that the driver calls itself; a call costs it about 0.1 ms for each. More are called through a relay on each
-node."""
+"""The largest number of workers that the driver calls itself; a call costs it about 0.1 ms for each. More workers are
+called through a relay on each node."""
 RELAY_SECONDS = 60.0
-"""That a relay may take to pass a call on; it waits for no worker."""
+"""Seconds that a relay may take to pass a call on; it does not wait for the workers."""
 LARGE = 96 << 10
-"""Bytes from which one copy in the object store is cheaper than one in each call. Ray itself puts arguments there from
-100 KiB, once for every call."""
+"""The size in bytes from which one copy in the object store is cheaper than one in each call. Ray itself puts arguments
+of 100 KiB or more there, once for every call."""
 WORD = 8
-"""Bytes a number counts for."""
+"""Bytes that an item of a structure counts for, a number for example, in an estimate of size."""
 
 
 class Future(Generic[R_co]):
-    """The result of a call that goes on. Give it to another group's method as its batch, or ask it.
+    """The result of a call that may still be running. Pass it to another group's method as its batch, or call `result`.
 
-    Where both groups split batches alike, the data then goes from worker to worker and never to this process.
+    Where both groups split batches alike, the data then goes from worker to worker and never through this process.
     """
 
     def __init__(
@@ -60,14 +60,14 @@ class Future(Generic[R_co]):
         self._value: list[R_co] = []
 
     def result(self, timeout: float | None = None) -> R_co:
-        """Wait for it.
+        """Wait for the result and return it.
 
         Args:
             timeout: seconds; by default the call's deadline. `math.inf` waits for ever.
 
         Raises:
             WorkerError: a worker raised, or died (`WorkerDiedError`): rank, method, node and its traceback.
-            DeadlineError: not everyone answered in time. The call goes on, and can be asked again.
+            DeadlineError: not all workers answered in time. The call goes on, and `result` can be called again.
             DispatchError: the results of a scattered batch cannot be joined.
         """
         if not self._value:
@@ -77,18 +77,18 @@ class Future(Generic[R_co]):
         return self._value[0]
 
     def done(self) -> bool:
-        """Whether `result` would not wait."""
+        """Return whether `result` would return without waiting."""
         return bool(self._value) or len(self._workers.wait(self.answers, 0.0)) == len(self.answers)
 
     def chunks_for(self, workers: Workers) -> list[Any] | None:
-        """One answer per replica, where it is a scattered batch that those workers split alike, so that they can be
-        given the answers in the place of their values."""
+        """Return one answer per replica, for `workers` to be given in place of its value; None unless this is a
+        scattered batch that `workers` would split alike."""
         own = self._workers
         alike = self._splits and workers.ray is own.ray and workers.replicas == own.replicas
         return self.answers[:: own.tensor_parallel] if alike else None
 
     def error(self) -> WorkerError | None:
-        """What `result` would raise at once, if anything."""
+        """Return the error that `result` would raise at once, or None."""
         try:
             self._workers.results(self._call, self.answers, 0.0, self._upstream)
         except WorkerError as error:
@@ -96,7 +96,7 @@ class Future(Generic[R_co]):
         return None
 
     def cancel(self) -> None:
-        """Take what has not begun out of the workers' queues."""
+        """Cancel the calls that workers have not begun."""
         from ray.exceptions import RayError
 
         for answer in self.answers:
@@ -108,23 +108,23 @@ class Future(Generic[R_co]):
 
 
 class Workers:
-    """The workers of one group. Each carries out one call at a time, in the order in which they came.
+    """The workers of one group. Each carries out one call at a time, in the order of the calls.
 
     Args:
-        worker: their class, see `worker_class`.
-        options: for each, what Ray's `.options()` takes.
-        tensor_parallel: how many are a replica.
-        args, kwargs: of their constructors.
-        local: whether they are threads of this process.
+        worker: the class of the workers, see `worker_class`.
+        options: for each worker, the arguments of Ray's `.options()`.
+        tensor_parallel: the number of workers per replica.
+        args, kwargs: the arguments of the workers' constructors.
+        local: whether the workers are threads of this process.
 
     Attributes:
-        ray: the module, or the one that stands for it in this process.
-        name: of their class.
-        world, replicas: how many there are.
-        handles: by rank; they keep the actors alive.
-        locations: where each rank runs; empty before it is known.
+        ray: the module `ray`, or `local_ray` in its place.
+        name: the name of the workers' class.
+        world, replicas: how many of each there are.
+        handles: the actors' handles, by rank, which keep the actors alive.
+        locations: the location of each rank; empty before it is known.
         lost: the error of the first worker that died.
-        closed: whether the group was.
+        closed: whether the group was closed.
     """
 
     def __init__(
@@ -161,7 +161,8 @@ class Workers:
         self.handles: list[Any] = [actors.options(**each).remote(rank) for rank, each in enumerate(options)]
 
     def start(self, seconds: float) -> None:
-        """Construct every worker. They say where they run before any constructor is called, so that all know of all.
+        """Construct every worker. Workers report their locations before any constructor is called, so that each
+        constructor knows the locations of all workers.
 
         Raises:
             WorkerError: a constructor raised; names the rank.
@@ -186,7 +187,8 @@ class Workers:
             self.relay(_left(until))
 
     def relay(self, seconds: float, *, pinned: bool = True) -> None:
-        """From now on, call workers through a relay for each node; `pinned` to it."""
+        """Call the workers through relays from now on, one for each node. With `pinned`, a relay runs on the node of
+        its workers."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         actors = self.ray.remote(Relay)
@@ -207,14 +209,14 @@ class Workers:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> list[Any]:
-        """Hand a call to the workers and return at once, with a reference to the answer of each. What several of them
-        get is put into the object store once, where it is large.
+        """Hand a call to the workers and return at once, with a reference to each worker's answer. A large value that
+        several workers get is put into the object store once.
 
         Args:
-            entry: the workers' method.
-            chunks: the first argument of each replica's workers, its value or a reference; None where all arguments go
-                to everyone.
-            args, kwargs: what everyone gets.
+            entry: the name of the workers' method.
+            chunks: the first argument for each replica, a value or a reference; None where all workers get the same
+                arguments.
+            args, kwargs: the arguments that all workers get.
         """
         if len(ranks) > 1:
             args, kwargs = self._shared(args, kwargs)
@@ -224,12 +226,12 @@ class Workers:
         if self._relays:
             return self._relayed(entry, ranks, chunks, args, kwargs)
         methods = self._methods.get(entry)
-        if methods is None:  # Ray makes them anew each time
+        if methods is None:  # cached, since Ray makes them anew each time
             methods = self._methods[entry] = [getattr(handle, entry).remote for handle in self.handles]
         return call_each(methods[: len(ranks)], chunks, args, kwargs)
 
     def _relayed(self, entry: str, ranks: Sequence[int], chunks: Sequence[Any] | None, *whole: Any) -> list[Any]:
-        """One call per relay, which answers at once with the references to its workers' answers."""
+        """Make one call per relay. A relay answers at once with references to its workers' answers."""
         asked, called = [], []
         for relay, own in self._relays:
             here = [rank for rank in own if rank in ranks]
@@ -250,16 +252,16 @@ class Workers:
         }
 
     def _once(self, value: Any, receivers: int) -> Any:
-        """The value, or a reference to the one copy of it that all receivers share."""
+        """Return the value, or a reference to one copy of it that all receivers share."""
         return self.ray.put(value) if receivers > 1 and _is_large(value) else value
 
     def wait(self, answers: Sequence[Any], seconds: float) -> set[Any]:
-        """Those that are there, as soon as all are, or after so many seconds."""
+        """Return the available answers, as soon as all answers are available, or after so many seconds."""
         timeout = None if seconds == math.inf else seconds
         return set(self.ray.wait(list(answers), num_returns=len(answers), timeout=timeout, fetch_local=False)[0])
 
     def close(self, at_once: bool) -> None:
-        """End the workers: those at work finish first, unless `at_once`, and not for long."""
+        """End the workers. Unless `at_once`, workers may finish their calls first, within `CLOSE_SECONDS`."""
         from ray.exceptions import RayError
 
         closed, self.closed = self.closed, True
@@ -274,7 +276,7 @@ class Workers:
         self.handles, self._methods, self._relays = [], {}, []
 
     def check(self) -> None:
-        """Raise what stands against calling anybody.
+        """Raise an error where the group cannot be called.
 
         Raises:
             WorkerDiedError: a worker died earlier.
@@ -293,12 +295,12 @@ class Workers:
         upstream: Future[Any] | None = None,
         ranks: Sequence[int] = (),
     ) -> list[Any]:
-        """The values of all answers.
+        """Return the values of all answers.
 
         Args:
-            call: class and method, for messages.
-            upstream: the future whose answers the workers were given.
-            ranks: whose answers they are; by default from 0 on.
+            call: class and method of the call, for messages.
+            upstream: the future whose answers were the workers' arguments.
+            ranks: the ranks of the answers; by default from 0 on.
 
         Raises:
             WorkerError, DeadlineError: see `Future.result`.
@@ -314,7 +316,7 @@ class Workers:
             raise reason from reason.__cause__
 
     def _explained(self, call: str, answers: Mapping[int, Any], error: BaseException, seconds: float) -> WorkerError:
-        """The error to raise where answers are missing: it names the worker that is to blame."""
+        """Return the error to raise where answers are missing. It names the worker that caused the failure."""
         failures = self._failures(answers, 0.0)
         if not failures and isinstance(error, TimeoutError):
             return self._overdue(call, answers, seconds)
@@ -330,12 +332,13 @@ class Workers:
         reason = self._failed(call, failures or [Failure(next(iter(answers)), "raised", error)])
         if isinstance(reason, WorkerDiedError):
             self.lost = reason
-            for future in list(self.futures):  # the others may wait for the dead one for ever
+            for future in list(self.futures):  # they may wait for the dead worker for ever
                 future.cancel()
         return reason
 
     def _failed(self, call: str, failures: Sequence[Failure]) -> WorkerError:
-        """The error of the true victim: a worker that died makes those that it talked to fail, so death comes first."""
+        """Return the error of the worker that caused the failure. A worker that died makes the workers that
+        communicated with it fail, so deaths come first."""
         first = min(failures, key=lambda f: (f.kind != "died", f.kind != "raised", f.rank))
         others = [f"{f.rank} ({brief(f.error).rstrip('.: ')})" for f in failures if f is not first]
         also = f"\nFailed as well: ranks {listed(others)}." if others else ""
@@ -379,7 +382,7 @@ class Workers:
         return [failure for failure in found if failure is not None]
 
     def _failure(self, rank: int, answer: Any) -> Failure | None:
-        """What went wrong with an answer that is there."""
+        """Return the failure that an available answer holds, or None."""
         from ray.exceptions import OwnerDiedError, RayActorError, RayError, RayTaskError, TaskCancelledError
 
         try:
@@ -389,7 +392,7 @@ class Workers:
             return Failure(rank, "raised", cause, _traceback_of(error))
         except RayActorError as error:
             return Failure(rank, "raised" if error.actor_init_failed else "died", error)
-        except OwnerDiedError as error:  # of the relay, and most likely its node
+        except OwnerDiedError as error:  # the relay died, and most likely its node
             return Failure(rank, "died", error)
         except RayError as error:
             return Failure(rank, "dropped" if isinstance(error, TaskCancelledError) else "raised", error)
@@ -397,8 +400,7 @@ class Workers:
 
 
 class Failure(NamedTuple):
-    """What one worker answered instead of a result: its method raised, it died, or the call was dropped before it
-    began."""
+    """A worker's failure to return a result: its method raised, it died, or the call was dropped before it began."""
 
     rank: int
     kind: Literal["raised", "died", "dropped"]
@@ -407,17 +409,17 @@ class Failure(NamedTuple):
 
 
 class Relay:
-    """An actor on each node, which calls the node's workers on the driver's behalf and waits for none of them.
+    """An actor on each node that passes the driver's calls on to the node's workers, without waiting for the workers.
 
     Args:
-        workers: handles, by rank.
+        workers: the handles of the node's workers, by rank.
     """
 
     def __init__(self, workers: Mapping[int, Any]) -> None:
         self._workers = workers
 
     def call(self, entry: str, ranks: Sequence[int], chunks: Sequence[Any] | None, *whole: Any) -> list[Any]:
-        """Call the workers of these ranks; the references to their answers."""
+        """Call the workers of these ranks and return references to their answers."""
         return call_each([getattr(self._workers[rank], entry).remote for rank in ranks], chunks, *whole)
 
 
@@ -431,7 +433,7 @@ def call_each(
 
 
 def _is_large(value: Any) -> bool:
-    """Whether a value takes `LARGE` bytes or more, roughly. Looks at no more of it than it must."""
+    """Return whether a value takes `LARGE` bytes or more, roughly. Looks at no more of the value than it must."""
     pending, found = [value], 0
     while pending and found < LARGE:
         item = pending.pop()
@@ -460,7 +462,7 @@ def _left(until: float) -> float:
 
 
 def _traceback_of(error: Any) -> str:
-    """The worker's traceback. Ray keeps it in the error's text only, behind colours and remains of its own frames."""
+    """Return the worker's traceback. Ray keeps it only in the error's text, with colour codes and frames of its own."""
     lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).splitlines()
     start = next((number for number, line in enumerate(lines) if line.startswith('  File "')), 0)
     return "\n".join(["Traceback (most recent call last):", *lines[start:]])

@@ -1,1 +1,2 @@
-"""`trlx-hybrid reshard-plan`: what a reshard costs, from a config alone. No run needs it but for its advice."""
+"""The command `trlx-hybrid reshard-plan`, which forecasts the cost of a reshard from a config alone. A run uses only
+its advice."""

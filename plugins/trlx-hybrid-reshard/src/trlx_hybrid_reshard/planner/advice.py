@@ -1,9 +1,9 @@
-"""The layouts one would rather have, and what they would save.
+"""Advice on better layouts, and what they would save.
 
-The training layout: FSDP shards that lie inside the rank's rollout slice. The means is
-`fully_shard(shard_placement_fn=...)`, which shards a weight along another dimension than the first, where it divides. A
-permuted device mesh would bring a rank's rows into its TP slice as well, and is not advised: torch sorts the ranks of
-process groups, so the run refuses such a mesh (`live.from_dtensor`).
+In the best training layout, FSDP shards lie inside the rank's rollout slice. `fully_shard(shard_placement_fn=...)`
+makes it: it shards a weight along another dimension than the first, where `fsdp` divides that dimension. A permuted
+device mesh would bring a rank's rows into its TP slice as well, and is not advised: torch sorts the ranks of process
+groups, so the run refuses such a mesh (`live.from_dtensor`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ..sharding import Sharding
 from .architectures import describe
 
 SAMPLE = 64
-"""Of many ranks, so many are planned."""
+"""The number of ranks that are planned where there are more."""
 HELPS = 0.8
-"""Of the bytes as they are: a running job is not told of what moves more than this of them."""
+"""The largest fraction of the present bytes at which a running job is told of a better layout."""
 ALWAYS = "More training per rollout makes it a smaller part; `trlx-hybrid reshard-plan` compares layouts."
 
 
@@ -33,9 +33,9 @@ class Better:
     """A training layout, and what the worst rank moves with it.
 
     Attributes:
-        name: what is done, for people.
+        name: the change of the layout, for output.
         shard_dims: as in `MeshLayout`.
-        receives_bytes, sends_bytes: of the rank that receives, or sends, the most.
+        receives_bytes, sends_bytes: the bytes of the rank that receives, or sends, the most.
     """
 
     name: str
@@ -47,12 +47,13 @@ class Better:
 def alternatives(
     model: Model, train: MeshLayout, rollout: MeshLayout, *, ranks_per_node: int = 0, back: bool = False
 ) -> list[Better]:
-    """The training layout as it is, and after it one that moves less and that a run takes, if there is one.
+    """Return the training layout as it is, followed by a layout that moves less and that a run accepts, if there is
+    one.
 
-    Only a layout with FSDP and without other parallelism of its own has anything to choose.
+    Only a training layout with FSDP and without tensor or pipeline parallelism has a choice.
 
     Args:
-        back: measure the way from the rollout to the training layout.
+        back: whether to measure the way from the rollout to the training layout.
     """
 
     def measured(name: str, dims: tuple[tuple[str, int], ...]) -> Better:
@@ -69,9 +70,10 @@ def alternatives(
 
 
 def shard_dims(model: Model, train: MeshLayout, rollout: MeshLayout) -> tuple[tuple[str, int], ...]:
-    """For each parameter class the dimension whose shards leave the least to receive and send on the worst rank.
+    """Return, for each parameter class, the dimension whose shards leave the least to receive and send on the worst
+    rank; dimension 0 is left out.
 
-    FSDP2 shards dimensions other than the first only where they divide.
+    FSDP2 shards dimensions other than the first only where `fsdp` divides them.
     """
 
     def worst(parameter: Parameter, dim: int) -> int:
@@ -87,11 +89,11 @@ def shard_dims(model: Model, train: MeshLayout, rollout: MeshLayout) -> tuple[tu
 
 
 def advice_for_run(config: Any, train: Sharding, rollout: Sharding, itemsize: int) -> str:
-    """Sentences for a user: what changes of the layouts would save, on the rank that receives the most.
+    """Return sentences for a user on what other layouts would save, on the rank that receives the most.
 
     Args:
-        config: of the transformers model.
-        train, rollout: where one large parameter lies.
+        config: the config of the transformers model.
+        train, rollout: the sharding of one large parameter.
         itemsize: bytes per element on the wire.
     """
     try:
@@ -101,7 +103,7 @@ def advice_for_run(config: Any, train: Sharding, rollout: Sharding, itemsize: in
         now, *others = alternatives(model, have, _engines(slices, train.world))
         found = [(better.receives_bytes, _sharding(better)) for better in others]
         found += [(moved, f"An engine of tp={tp}") for moved, tp in _wider(model, have, slices)]
-    except ConfigError:  # an architecture without a description, or a layout that none of ours is
+    except ConfigError:  # an unknown architecture, or a layout that no MeshLayout describes
         return ALWAYS
     said = [
         f"{what} would leave the rank that receives the most {moved / 1e9:.3g} GB, instead of "
@@ -118,15 +120,16 @@ def _sharding(better: Better) -> str:
 
 
 def _wider(model: Model, train: MeshLayout, tp: int) -> Iterator[tuple[int, int]]:
-    """Engines with more tensor parallelism: what the worst rank would receive, and the size."""
+    """Yield engines with more tensor parallelism: the bytes that the worst rank would receive, and the size."""
     for wider in range(2 * tp, train.world + 1, tp):
         if train.world % wider == 0:
-            with suppress(ConfigError):  # which does not divide the model
+            with suppress(ConfigError):  # a size that does not divide the model
                 yield _worst(model, train, _engines(wider, train.world))[0], wider
 
 
 def _worst(model: Model, source: MeshLayout, target: MeshLayout, ranks_per_node: int = 0) -> tuple[int, int]:
-    """Bytes of the rank that receives the most, and of the one that sends the most; of many ranks, of a sample."""
+    """Return the bytes of the rank that receives the most, and of the rank that sends the most; of a sample where there
+    are many ranks."""
     world = source.world
     ranks: Sequence[int] = range(world)
     if world > SAMPLE:
@@ -140,6 +143,6 @@ def _engines(tp: int, world: int) -> MeshLayout:
 
 
 def _pieces(sharding: Sharding) -> int:
-    """How many different ones there are."""
+    """Return the number of different pieces."""
     found = sharding.pieces()
     return len(np.unique(found[found >= 0]))

@@ -1,6 +1,6 @@
-"""The parameter classes of a model, from its transformers config alone: no weights, no GPU, no torch.
+"""Parameter classes of a model, from its transformers config alone: no weights, no GPU, no torch.
 
-And the shapes of some models by a short name, as the fields of their config.
+The file also has the shapes of some models by a short name, as the fields of their config.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ LAYER = "model.layers.{}."
 
 
 def describe(config: Any, *, name: str = "", itemsize: int = 2) -> Model:
-    """The model that transformers 5 builds from a config, as it lies in memory.
+    """Return the model that transformers 5 builds from a config, with its parameters as they lie in memory.
 
     Args:
         config: a transformers config, or the content of a config.json with all its fields.
         itemsize: bytes per element on the wire.
 
     Raises:
-        ConfigError: an architecture that is not described here; or a field is missing.
+        ConfigError: the architecture is not described here, or a field is missing.
     """
     fields = config
     if not isinstance(config, Mapping):
@@ -58,7 +58,8 @@ def _causal_lm(c: Mapping[str, Any], **traits: bool) -> tuple[Parameter, ...]:
 
 
 def _linear(weight: Parameter, bias: bool) -> list[Parameter]:
-    """A weight, and its bias, which tensor parallelism slices as it does the weight's rows, or not at all."""
+    """Return a weight, and its bias if it has one. Tensor parallelism slices the bias as it slices the weight's rows,
+    or not at all."""
     if not bias:
         return [weight]
     name, shape = weight.name.removesuffix("weight") + "bias", weight.shape[:1]
@@ -152,7 +153,7 @@ ARCHITECTURES: Mapping[str, Mapping[str, bool]] = {
     "gemma": {},
     "qwen3_moe": {"head_norms": True, "experts": True},
 }
-"""By transformers' `model_type`, what its layers have whatever the config says. Gemma is built as Llama, with a head
+"""Traits of layers that the config does not say, by transformers' `model_type`. Gemma is built like Llama, with a head
 size of its own and tied embeddings."""
 
 
@@ -184,5 +185,5 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "qwen3_moe", 7168, 18432, 61, 64, 8, 163840, head_dim=128, num_experts=384, moe_intermediate_size=2048
     ),
 }
-"""Qwen2.5 0.5B, 1.5B and 7B; Qwen3 0.6B and 30B-A3B; Llama 8B and 70B; Qwen3-MoE of a trillion parameters, in Kimi K2's
-sizes."""
+"""The built-in sizes: Qwen2.5 0.5B, 1.5B and 7B; Qwen3 0.6B and 30B-A3B; Llama 8B and 70B; Qwen3-MoE of a trillion
+parameters, in Kimi K2's sizes."""

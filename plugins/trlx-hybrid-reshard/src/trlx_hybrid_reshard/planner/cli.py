@@ -1,4 +1,5 @@
-"""`trlx-hybrid reshard-plan`: what a reshard costs, from a config alone, before any GPU is asked for."""
+"""The command `trlx-hybrid reshard-plan`, which forecasts the cost of a reshard from a config alone, before any GPU is
+requested."""
 
 from __future__ import annotations
 
@@ -26,15 +27,16 @@ ROLLOUT_KEYS = ("dp", "tp", "pp", "ep")
 EPILOG = "example: trlx-hybrid reshard-plan --model 7b --train fsdp=4 --rollout tp=2"
 SHADES = " .:-=+*#%@"
 WIDEST = 16
-"""Ranks listed one by one, and blocks of ranks in the picture."""
+"""The most ranks that are listed one by one, and the most blocks of ranks in the picture."""
 COLUMNS = ("receives", "minimum", "sends", "minimum sent", "already local", "zero padding", "from other nodes")
 FIELDS = ("receives", "floor", "sends", "send_floor", "local_copy", "zero", "inter_receives")
-"""What the columns show of a rank, in its `…_bytes`."""
+"""The fields of a rank that the columns show, without the suffix `_bytes`."""
 WIDTHS = [max(11, len(name)) for name in COLUMNS]
 
 
 def add_command(commands: Any) -> None:
-    """Add `reshard-plan` to the sub-parsers of a command line; its `run` takes the options, returns the exit status."""
+    """Add `reshard-plan` to the sub-parsers of a command line. Its `run` takes the options and returns the exit
+    status."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "reshard-plan",
         help="estimate the cost of a weight sync between layouts",
@@ -78,7 +80,7 @@ def run(options: Any) -> int:
     """Print the forecast.
 
     Raises:
-        ConfigError: the model, a layout or the nodes cannot be; names the culprit and the way out.
+        ConfigError: the model, a layout or the nodes are invalid; names the option and the way out.
     """
     model = load(options.model, SIZES[options.dtype])
     train = MeshLayout(**parsed(options.train, "--train", TRAIN_KEYS))
@@ -104,10 +106,10 @@ def run(options: Any) -> int:
 
 
 def load(given: str, itemsize: int = 2) -> Model:
-    """The model of a config.json, of a folder with one, or of a built-in size.
+    """Return the model of a config.json, of a folder with one, or of a built-in size.
 
     Raises:
-        ConfigError: there is no such file or size, or it describes no model known here.
+        ConfigError: there is no such file or size, or it describes no known model.
     """
     if given.lower() in SHAPES:
         return describe(SHAPES[given.lower()], name=given.lower(), itemsize=itemsize)
@@ -125,7 +127,7 @@ def load(given: str, itemsize: int = 2) -> Model:
         raise ConfigError(
             f"--model {given}: {file} is not a transformers config: {error!r}. Give a model's config.json."
         ) from error
-    # Published configs leave out what is the default of their class, so the class is asked: it costs an import.
+    # Published configs leave out the defaults of their class, so the class is asked, at the cost of an import.
     from transformers import AutoConfig
 
     try:
@@ -136,10 +138,10 @@ def load(given: str, itemsize: int = 2) -> Model:
 
 
 def parsed(text: str, flag: str, keys: tuple[str, ...]) -> dict[str, Any]:
-    """The sizes of a layout from `key=size,…`.
+    """Return the sizes of a layout from `key=size,…`.
 
     Raises:
-        ConfigError: names the flag and the part of it that is wrong.
+        ConfigError: a part is wrong; names it and the flag.
     """
     sizes: dict[str, Any] = {}
     for part in text.split(","):
@@ -186,7 +188,7 @@ def _as_dict(
 
 
 def gigabytes(count: int) -> str:
-    """In GB of 10⁹ bytes, small amounts in MB and kB."""
+    """Format bytes in GB of 10⁹ bytes, small amounts in MB and kB."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size / 10:
             return f"{count / size:.2f} {unit}"
@@ -196,7 +198,7 @@ def gigabytes(count: int) -> str:
 def report(
     model: Model, source: MeshLayout, target: MeshLayout, found: Forecast, better: Sequence[Better], network: float
 ) -> str:
-    """The whole text; `network` in GB/s per rank."""
+    """Return the whole report; `network` is in GB/s per rank."""
     head = (
         f"{model.name}: {gigabytes(model.bytes)} at {model.itemsize} bytes per element, {source} → {target}, "
         f"{_count(len(found.ranks), 'rank')} on {_count(found.nodes, 'node')}"
@@ -238,7 +240,7 @@ def _row(name: str, cells: Sequence[int]) -> str:
 
 
 def _picture(traffic: Ints) -> Iterator[str]:
-    """One character per pair; above `WIDEST` ranks, per pair of blocks of ranks."""
+    """Yield a picture with one character per pair of ranks; above `WIDEST` ranks, per pair of blocks of ranks."""
     block = -(-len(traffic) // WIDEST)
     edges = np.arange(0, len(traffic), block)
     blocks = np.add.reduceat(np.add.reduceat(traffic, edges, axis=0), edges, axis=1)

@@ -1,4 +1,4 @@
-"""What a reshard will cost on every rank: bytes, floors, links, extra memory and a time."""
+"""The forecast of a reshard on every rank: bytes, lower bounds, links, extra memory and a time."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ NETWORK = 50e9
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Forecast:
-    """A reshard between two layouts.
+    """The forecast of a reshard between two layouts.
 
     Attributes:
-        ranks: of each its number (`rank`), its bytes (`RankPlan.totals`), the part of them that crosses nodes
+        ranks: for each rank its number (`rank`), its bytes (`RankPlan.totals`), the part of them that crosses nodes
             (`inter_receives_bytes`, `inter_sends_bytes`), and the time of its busiest link (`seconds`).
-        busiest: number of the rank that receives the most.
-        kinds: what that rank's bytes are made of: the totals of each `kind` of parameter.
+        busiest: the number of the rank that receives the most.
+        kinds: the totals of the busiest rank for each `kind` of parameter.
         traffic: (world, world), bytes that the rank of the row receives from the rank of the column.
-        nodes: how many.
-        peak_bytes: extra memory of the worst rank, buckets double-buffered.
-        plan_seconds: what the slowest rank took to plan.
+        nodes: the number of nodes.
+        peak_bytes: the extra memory of the worst rank, with double-buffered buckets.
+        plan_seconds: the time that the slowest rank's plan took.
     """
 
     ranks: Sequence[Mapping[str, Any]]
@@ -45,27 +45,27 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        """Of the busiest link of all; latencies and packing left out."""
+        """The time of the busiest link of all ranks, without latencies and packing."""
         return float(max(rank["seconds"] for rank in self.ranks))
 
     @property
     def inter_node_bytes(self) -> int:
-        """Over all ranks."""
+        """The bytes between nodes, over all ranks."""
         return sum(rank["inter_receives_bytes"] for rank in self.ranks)
 
     @property
     def intra_node_bytes(self) -> int:
-        """Over all ranks."""
+        """The bytes within nodes, over all ranks."""
         return int(self.traffic.sum()) - self.inter_node_bytes
 
 
 def forecast(
     model: Model, source: ModelSharding, target: ModelSharding, *, ranks_per_node: int = 0, network: float = NETWORK
 ) -> Forecast:
-    """Plan every rank and add up.
+    """Plan every rank and add up the results.
 
     Args:
-        network: bytes per second that a rank receives, and sends, between nodes.
+        network: the bytes per second that a rank receives, and sends, between nodes.
 
     Raises:
         ConfigError: see `plan.plan`.

@@ -1,1 +1,1 @@
-"""vLLM in processes of its own: what a remote engine is made of, and how weights reach it."""
+"""vLLM in separate processes: the parts of a remote engine, and the way that weights reach it."""

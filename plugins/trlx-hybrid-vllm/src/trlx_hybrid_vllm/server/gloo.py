@@ -1,6 +1,7 @@
-"""Weights over gloo, through host memory: vLLM's own transfer engines all need GPUs, and an NCCL that it can use.
+"""A weight transfer over gloo, through host memory. vLLM's own transfer engines all need GPUs, and an NCCL that it can
+use.
 
-Registered with vLLM's two factories and driven as its `nccl` engine is: the trainer's rank 0 hosts a store, every
+It is registered with vLLM's two factories and driven as its `nccl` engine is: the trainer's rank 0 hosts a store, every
 worker of every engine joins it, and an update is a series of broadcasts. Every wait ends with the deadline.
 """
 
@@ -39,20 +40,22 @@ WATCH_EVERY = 2.0  # seconds
 
 @functools.cache
 def register() -> None:
-    """Make it known to vLLM's factories in this process.
+    """Register the transfer with vLLM's factories in this process.
 
     Raises:
-        ValueError: somebody else's has the name.
+        ValueError: something else is registered under its name.
     """
     WeightTransferEngineFactory.register_engine(NAME, GlooWeightTransferEngine)
     WeightTransferTrainerFactory.register_engine(NAME, GlooTrainerWeightTransferEngine)
 
 
 class GlooGroup:
-    """The trainer's rank 0 and all workers, apart from any process group that they have.
+    """A process group of the trainer's rank 0 and all workers, separate from their other process groups.
 
     Args:
-        listener: of rank 0, a listening socket; the others connect to it.
+        info: the address of the store, and the settings of the group.
+        rank: this process's rank in the group.
+        listener: of rank 0, a listening socket; the other ranks connect to it.
     """
 
     def __init__(self, info: GlooInitInfo, rank: int, listener: socket.socket | None = None) -> None:
@@ -61,7 +64,7 @@ class GlooGroup:
 
         host, port, world = info.master_address, info.master_port, info.world_size
         self._timeout = timedelta(seconds=info.deadline)
-        if listener is None:  # torch would try for the whole deadline, and not say what
+        if listener is None:  # torch would try until the deadline, and not say what it tries
             why = unreachable(host, port, min(REACH_SECONDS, info.deadline))
             if why is not None:
                 raise SyncError(
@@ -80,7 +83,7 @@ class GlooGroup:
         self._group: Any = ProcessGroupGloo(PrefixStore("weights", self._store), rank, world, self._timeout)
 
     def broadcast(self, message: Tensor) -> None:
-        """From rank 0, in place, byte by byte: gloo does not know all dtypes."""
+        """Broadcast a message from rank 0, in place, byte by byte: gloo does not know all dtypes."""
         if not message.numel():
             return
         from torch.distributed.distributed_c10d import BroadcastOptions
@@ -95,8 +98,10 @@ class GlooGroup:
 
 @dataclass(kw_only=True)
 class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """Where the trainer waits. `rank_offset` is the rank of this engine's first worker, `deadline` the seconds for
-    everything that waits for another process."""
+    """The address where the trainer waits, and the settings of the transfer.
+
+    `rank_offset` is the rank of this engine's first worker, `deadline` the seconds for every wait for another process.
+    """
 
     master_address: str
     master_port: int
@@ -107,13 +112,15 @@ class GlooInitInfo(WeightTransferInitInfo):  # type: ignore[misc]
 
 
 class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
-    """In a worker: writes what arrives through the model's own loader, in place. On a GPU layers may keep weights in
-    another form, which vLLM makes anew layer by layer, as for `nccl`."""
+    """A worker's end of the transfer: it writes what arrives through the model's own loader, in place.
+
+    On a GPU, layers may keep weights in another form, which vLLM makes anew layer by layer, as for `nccl`.
+    """
 
     init_info_cls = GlooInitInfo
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        """Join the trainer; leaves a group that was joined before."""
+        """Join the trainer's group; leaves a group that was joined before."""
         config = self.parallel_config
         rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
         self._bucket_bytes = init_info.bucket_bytes
@@ -121,18 +128,18 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
         self.model_update_group = GlooGroup(init_info, rank)
 
     def start_weight_update(self) -> None:
-        """An update begins."""
+        """Begin an update."""
         if self.device.type != "cpu":
             super().start_weight_update()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Receive and load all of it. The base class would wait for an accelerator that may not be there."""
+        """Receive and load all weights. The base class would wait for an accelerator that may not be there."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: NCCLWeightTransferUpdateInfo) -> None:
-        """One load per message, of which one is held at a time."""
+        """Receive the messages, with one load for each; only one message is held at a time."""
         if self.model_update_group is None:
             raise RuntimeError("init_weight_transfer_engine comes before update_weights")
         columns = zip(update_info.names, update_info.dtype_names, update_info.shapes, strict=True)
@@ -143,7 +150,7 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
             self.model.load_weights(unpacked(message, described))
 
     def finish_weight_update(self) -> None:
-        """Put back what no weight came for."""
+        """Finish an update: vLLM restores the weights that nothing came for."""
         if self.device.type != "cpu":
             super().finish_weight_update()
 
@@ -153,7 +160,10 @@ class GlooWeightTransferEngine(NCCLWeightTransferEngine):  # type: ignore[misc]
 
 @dataclass
 class GlooTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
-    """`master_address` is this machine's, as engines reach it; `world_size` counts rank 0 and all workers."""
+    """The settings of the trainer's end.
+
+    `master_address` is this machine's, as engines reach it; `world_size` counts rank 0 and all workers.
+    """
 
     backend: ClassVar[str] = NAME
 
@@ -164,7 +174,10 @@ class GlooTrainerInitInfo(TrainerInitInfo):  # type: ignore[misc]
 
 
 class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ignore[misc]
-    """In the trainer: rank 0 sends, the others read along, since reading sharded weights takes all of them."""
+    """The trainer's end of the transfer: rank 0 sends, the others only read.
+
+    Reading sharded weights takes all ranks.
+    """
 
     init_info_cls = GlooTrainerInitInfo
 
@@ -191,7 +204,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
         return engine
 
     def send_weights(self) -> None:
-        """Send all of the source. Engines load each message while the next one is read."""
+        """Send all weights of the source. Engines load each message while the next one is read."""
         described = metadata_of(self.source)
         if not self.is_sender:
             for _ in self.source:
@@ -221,7 +234,7 @@ class GlooTrainerWeightTransferEngine(TrainerWeightTransferEngine):  # type: ign
 
 
 def metadata_of(source: WeightSource) -> list[ParamMeta]:
-    """What it announces: until vLLM 0.32 by a method, then by an attribute."""
+    """Return the metadata of a source: until vLLM 0.32 it is a method, then an attribute."""
     found: Any = source.metadata
     return list(found() if callable(found) else found)
 
@@ -230,7 +243,7 @@ def metadata_of(source: WeightSource) -> list[ParamMeta]:
 
 
 def messages(tensors: Iterable[ParamMeta], limit: int) -> Iterator[list[ParamMeta]]:
-    """What travels together: neighbours of one dtype, none above `limit` bytes but a single larger tensor."""
+    """Group tensors into messages: neighbours of one dtype, of at most `limit` bytes or a single larger tensor."""
     held: list[ParamMeta] = []
     size = 0
     for tensor in tensors:
@@ -245,12 +258,12 @@ def messages(tensors: Iterable[ParamMeta], limit: int) -> Iterator[list[ParamMet
 
 
 def packed(tensors: Iterable[Tensor]) -> Tensor:
-    """One message, (elements,) on the CPU, of tensors of one dtype."""
+    """Return tensors of one dtype as one message, (elements,) on the CPU."""
     return torch.cat([tensor.reshape(-1).cpu() for tensor in tensors])
 
 
 def unpacked(message: Tensor, described: Sequence[ParamMeta]) -> list[tuple[str, Tensor]]:
-    """Names and tensors; views of the message."""
+    """Return the names and tensors of a message; the tensors are views of it."""
     parts = torch.split(message, [math.prod(t.shape) for t in described])
     return [(t.name, part.view(t.shape)) for t, part in zip(described, parts, strict=True)]
 
@@ -261,17 +274,18 @@ def unpacked(message: Tensor, described: Sequence[ParamMeta]) -> list[tuple[str,
 def in_threads(
     *works: Callable[[], Any], seconds: float = math.inf, watch: Callable[[], None] = lambda: None
 ) -> list[Any]:
-    """Do all at once, each in a thread on this thread's device, without gradients; returns their results in order.
+    """Run all works at once, each in a thread on this thread's device, without gradients; return their results in
+    order.
 
-    The first error is raised without waiting for the others, which may be waiting for what has just failed; their
-    threads end with their own deadlines, or with the process.
+    The first error is raised without waiting for the other threads, which may be waiting for what has just failed. They
+    end with their own deadlines, or with the process.
 
     Args:
-        seconds: that all of it may take.
-        watch: called while they work; what it raises ends the wait as an error of theirs would.
+        seconds: that all works together may take.
+        watch: called while the works run; an error that it raises ends the wait as one of theirs would.
 
     Raises:
-        TimeoutError: they took longer.
+        TimeoutError: the works took longer.
     """
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""The trainer's end of a weight transfer: which of vLLM's backends carries it, what is sent, and who is told."""
+"""The trainer's end of a weight transfer: the choice of vLLM's backend, what is sent, and the calls to the servers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from trlx_hybrid.session import Session
 
 METADATA_IS_READ = isinstance(WeightSource.metadata, property)
-"""As it is from vLLM 0.33 on; before, it was called."""
+"""True from vLLM 0.33 on, where `WeightSource.metadata` is a property; before, it was a method."""
 REMEDY = "Let VLLM_NCCL_SO_PATH name a libnccl.so.2 that fits vLLM"
 
 
 def backend_of(session: Session) -> str:
-    """The backend that was chosen, or the usual one of what the engines compute on.
+    """Return the backend that was chosen, or the usual one for the device that the engines compute on.
 
     Raises:
         ConfigError: `nccl` was chosen, and vLLM cannot use it here.
@@ -47,10 +47,10 @@ def backend_of(session: Session) -> str:
 
 @functools.cache
 def nccl_missing() -> str | None:
-    """Why vLLM cannot use NCCL in this process, or None.
+    """Return why vLLM cannot use NCCL in this process, or None.
 
-    It goes on without where its library is too old (vllm/distributed/device_communicators/pynccl.py, `disabled`): its
-    `nccl` transfer then sends nothing, and reports no error.
+    vLLM goes on without NCCL where the library is too old (vllm/distributed/device_communicators/pynccl.py,
+    `disabled`): its `nccl` transfer then sends nothing, and reports no error.
     """
     from vllm import envs
     from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
@@ -59,16 +59,16 @@ def nccl_missing() -> str | None:
         return "VLLM_DISABLE_PYNCCL is set."
     try:
         NCCLLibrary()
-    except Exception as error:  # of the loader, of ctypes, or vLLM's own
+    except Exception as error:  # an error of the loader, of ctypes, or of vLLM
         return f"vLLM cannot use the NCCL it finds ({error})."
     return None
 
 
 def init_info(backend: str, fields: Mapping[str, Any], options: Mapping[str, Any]) -> Any:
-    """A backend's trainer-side init info, from those of `fields` that it has and the user's `options`.
+    """Return a backend's trainer-side init info, from the `fields` that it has and the user's `options`.
 
     Raises:
-        ConfigError: vLLM knows no such backend, or it wants fields that nobody gave.
+        ConfigError: vLLM knows no such backend, or the backend needs fields that nobody gave.
     """
     known = WeightTransferTrainerFactory._registry
     if backend not in known:
@@ -87,8 +87,8 @@ def init_info(backend: str, fields: Mapping[str, Any], options: Mapping[str, Any
 class GroupClient:
     """A `VLLMWeightSyncClient`. Each call goes to all servers at once and returns when all have answered.
 
-    Every server is an engine of its own and numbers its workers from 0, so what names workers by their rank in the
-    whole group is split between them.
+    Every server is an engine of its own and numbers its workers from 0, so arguments that name workers by their rank in
+    the whole group are split between the servers.
     """
 
     def __init__(self, engine: ServedEngine, deadline: float) -> None:
@@ -102,11 +102,11 @@ class GroupClient:
         self._call("init_weight_transfer_engine", [(info,) for info in infos])
 
     def start_weight_update(self) -> None:
-        """An update begins."""
+        """Begin an update."""
         self._call("start_weight_update", [()] * len(self._engine.servers))
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
-        """Receive. A list has an entry for each worker of the whole group."""
+        """Let all workers receive weights. A list has an entry for each worker of the whole group."""
         servers, size = len(self._engine.servers), self._engine.plan.ranks
         infos: list[Any] = [update_info] * servers
         if isinstance(update_info, list):
@@ -114,7 +114,7 @@ class GroupClient:
         self._call("update_weights", [(info,) for info in infos])
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """All of it has been sent."""
+        """Finish an update, after all weights have been sent."""
         self._call("finish_weight_update", [(weight_version,)] * len(self._engine.servers))
 
     def _call(self, method: str, arguments: Sequence[Sequence[Any]]) -> None:
@@ -126,7 +126,7 @@ class PolicySource(WeightSource):  # type: ignore[misc]
 
     Attributes:
         described: name, dtype and shape of each tensor as the policy has it, in order; read by one pass.
-        wire: dtypes to cast tensors to before they are sent; those that are not named keep theirs.
+        wire: dtypes to cast tensors to before they are sent; tensors that are not named keep theirs.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -138,22 +138,22 @@ class PolicySource(WeightSource):  # type: ignore[misc]
 
     @property
     def bytes(self) -> int:
-        """Of one pass, as sent."""
+        """The bytes of one pass, as sent."""
         return sum(torch.Size(m.shape).numel() * m.dtype.itemsize for m in self.as_sent())
 
     def as_sent(self) -> list[ParamMeta]:
-        """What a pass yields."""
+        """Return the name, dtype and shape of each tensor that a pass yields."""
         return [ParamMeta(m.name, self.wire.get(m.name, m.dtype), m.shape) for m in self.described]
 
     metadata = functools.cached_property(as_sent) if METADATA_IS_READ else as_sent
 
     def send_as(self, wire: Mapping[str, torch.dtype]) -> None:
-        """Set `wire`."""
+        """Set `wire`, and drop the cached metadata."""
         self.wire = wire
         self.__dict__.pop("metadata", None)
 
     def begin(self) -> None:
-        """A pass is due on every rank: `finish` reads what of it nobody has read."""
+        """Start a pass on every rank. `finish` reads the tensors that nobody has read."""
         self._pass = self._policy.full_weights()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -164,11 +164,11 @@ class PolicySource(WeightSource):  # type: ignore[misc]
     iter_full = __iter__  # as vLLM calls it from 0.33 on
 
     def finish(self) -> None:
-        """The other ranks read on where this one failed, and wait for it at each tensor: read the rest with them."""
+        """Read the rest of the pass where this rank failed: the other ranks read on, and wait for it at each tensor."""
         while self._next() is not None:
             pass
 
     def _next(self) -> tuple[str, Tensor] | None:
-        """Of the pass; a sender that was given up may still be reading."""
+        """Return the next tensor of the pass, under a lock: a sender that was given up may still be reading."""
         with self._reading:
             return next(self._pass, None)

@@ -1,4 +1,4 @@
-"""vLLM's `AsyncLLM` in a process of its own: the plan that the trainer's process makes of it, and the server."""
+"""A server with vLLM's `AsyncLLM` in a process of its own, and the plan that the trainer's process makes of it."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
 
 SHARE = 0.9  # of each GPU: an engine of its own has it to itself
 FOLLOWING = ("VLLM_", "HF_", FLOAT32_PRODUCTS)
-"""Beginnings of variables that change what vLLM does, and so must be the same where it runs."""
+"""Prefixes of environment variables that change what vLLM does, and so must be the same where it runs."""
 STAYING = ("VLLM_DIST_IDENT", "VLLM_HOST_IP", "VLLM_PORT", "HF_HOME", "HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE")
-"""Of those, what belongs to a process, a machine or a user."""
+"""Variables with a prefix in `FOLLOWING` that belong to a process, a machine or a user, so they are not passed on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VLLMServerPlan:
-    """See `trlx_hybrid.serving.ServerPlan`.
+    """The plan of vLLM's servers, see `trlx_hybrid.serving.ServerPlan`.
 
     Attributes:
         architecture: of the model, for messages.
-        arguments: of vLLM's `AsyncEngineArgs`, the model's folder left out.
-        files: that folder, by relative path: config, generation config and tokenizer.
+        arguments: of vLLM's `AsyncEngineArgs`, without the model's folder.
+        files: the contents of the model's folder by relative path: config, generation config and tokenizer.
         environment: variables to set before vLLM is imported.
         backend: of the weight transfer, as vLLM's factories know it.
         ranks: tensor-parallel size.
@@ -68,12 +68,12 @@ class VLLMServerPlan:
     environment: Mapping[str, str] = field(repr=False)
 
     def server(self, gpus: Sequence[str]) -> VLLMServer:
-        """A server that has not started; `gpus` are what this process sees already."""
+        """Return a server that has not started; `gpus` are what this process sees already."""
         return VLLMServer(self)
 
 
 def server_plan(session: Session, options: VLLMOptions) -> VLLMServerPlan:
-    """Settle what every server is built with."""
+    """Make the plan that every server is built with."""
     from vllm.platforms import current_platform
 
     from .sender import backend_of
@@ -131,8 +131,11 @@ def _environment(cpu: bool, ranks: int, dtype: torch.dtype) -> dict[str, str]:
 
 
 class VLLMServer:
-    """See `trlx_hybrid.serving.EngineServer`. vLLM's engine core runs in a child of this process, and its workers in
-    children of that where there are several."""
+    """A server of vLLM, see `trlx_hybrid.serving.EngineServer`.
+
+    vLLM's engine core runs in a child of this process. Where there are several workers, they run in children of the
+    engine core.
+    """
 
     def __init__(self, plan: VLLMServerPlan) -> None:
         self._plan = plan
@@ -140,7 +143,7 @@ class VLLMServer:
         self._ids: ServedIds | None = None
         self._numbers = itertools.count()
         self._updating = False
-        self._pictures: list[str | None] | None = None  # what each worker has against them
+        self._pictures: list[str | None] | None = None  # for each worker, why it cannot sample prompts with pictures
         self._methods: dict[str, Callable[..., Awaitable[Any]]] = {
             "init_weight_transfer_engine": self._init_transfer,
             "start_weight_update": self._start_update,
@@ -151,7 +154,7 @@ class VLLMServer:
         }
 
     async def start(self) -> None:
-        """Start the engine core. Holds the event loop while it starts: there is nothing else to do yet.
+        """Start the engine core. This blocks the event loop: there is nothing else to do yet.
 
         Raises:
             EngineError: vLLM could not build the engine.
@@ -220,7 +223,7 @@ class VLLMServer:
                 ids.close(request_id)
 
     def _kept_ids(self) -> ServedIds | None:
-        """What names the ids that tokens were sampled from, where completions do."""
+        """Return the object that names the ids that tokens were sampled from, where completions name them."""
         from .support import ReturnedIds, WorkersIds
 
         if getattr(self._llm.model_config, MASKS, False):
@@ -228,23 +231,23 @@ class VLLMServer:
         return WorkersIds(self._llm) if self._plan.keeps else None
 
     async def _causal_pictures(self) -> str | None:
-        """What a worker has against pictures; asked once."""
+        """Return why a worker cannot sample prompts with pictures, or None; the workers are asked once."""
         if self._pictures is None:
             self._pictures = await self._llm.collective_rpc("served_causal_pictures")
         return next((reason for reason in self._pictures if reason is not None), None)
 
     async def check(self) -> None:
-        """Nothing, where the engine core lives."""
+        """Raise an error unless the engine core is alive and healthy."""
         try:
             await self._llm.check_health()
         except Exception as error:
             raise self._explained(error, "answer") from error
 
     async def call(self, method: str, *arguments: Any) -> Any:
-        """One of the weight sync's calls, by name.
+        """Call one of the weight sync's methods, by name.
 
-        - `init_weight_transfer_engine`, `start_weight_update`, `update_weights`, `finish_weight_update`: as vLLM's
-          `VLLMWeightSyncClient` has them; the last one drops the caches, too.
+        - `init_weight_transfer_engine`, `start_weight_update`, `update_weights`, `finish_weight_update`: as in vLLM's
+          `VLLMWeightSyncClient`; the last one drops the caches, too.
         - `learn(names, dtypes, shapes)` and `digests(names)`: see `ServedWorker`; lists, with an entry per worker.
         """
         if method not in self._methods:
@@ -276,8 +279,8 @@ class VLLMServer:
         await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
 
     async def _start_update(self) -> None:
-        if self._updating:  # the last one was given up half-way, because another server died
-            with contextlib.suppress(Exception):  # or had failed here, and is over
+        if self._updating:  # the last update was given up half-way, because another server died
+            with contextlib.suppress(Exception):  # or the update had failed here, and is over
                 await self._llm.finish_weight_update()
         self._updating = True
         await self._llm.start_weight_update()
@@ -291,4 +294,4 @@ class VLLMServer:
         await self._llm.finish_weight_update(weight_version)
         self._updating = False
         await self._llm.reset_prefix_cache()  # its keys and values belong to the old weights
-        await self._llm.reset_encoder_cache()  # and these embeddings of images
+        await self._llm.reset_encoder_cache()  # and so do its embeddings of images

@@ -25,7 +25,7 @@ class ReturnedIds:
         self._live: set[str] = set()
 
     async def open(self, request_id: str, forbidden: Sequence[int]) -> None:
-        """Expect a request.
+        """Prepare for a request.
 
         Args:
             request_id: as vLLM is given it.
@@ -35,24 +35,24 @@ class ReturnedIds:
         self._kept.open(forbidden)
 
     async def take(self, request_id: str, prompt_tokens: int, tokens: int) -> Support:
-        """Return the support of a request that is done.
+        """Return the support of a finished request.
 
         Args:
-            tokens: how many were sampled.
+            tokens: how many tokens were sampled.
 
         Raises:
-            EngineError: that of some is not known.
+            EngineError: the ids of some token are not known.
         """
         return self._kept.take(request_id, 0, tokens)
 
     def close(self, request_id: str) -> None:
-        """Forget a request, also one that was aborted."""
+        """Drop the ids of a request, also of one that was aborted."""
         self._live.discard(request_id)
         self._kept.forget_but(self._live)
 
 
 class WorkersIds:
-    """The same where vLLM does not return them: its workers keep them (`ServedWorker`) until they are asked.
+    """Names the ids where vLLM does not return them: its workers keep them (`ServedWorker`) until they are asked.
 
     Args:
         llm: vLLM's `AsyncLLM`.
@@ -64,22 +64,22 @@ class WorkersIds:
         self._told: list[int] | None = None
 
     async def open(self, request_id: str, forbidden: Sequence[int]) -> None:
-        """Expect a request; see `ReturnedIds`."""
+        """Prepare for a request; see `ReturnedIds`."""
         self._live.add(request_id)
         if self._told != list(forbidden):
             await self._llm.collective_rpc("served_keep", args=(list(forbidden),))
             self._told = list(forbidden)
 
     async def take(self, request_id: str, prompt_tokens: int, tokens: int) -> Support:
-        """Return the support of a request that is done; see `ReturnedIds`. Every worker of an engine knows it."""
+        """Return the support of a finished request; see `ReturnedIds`. Every worker of an engine knows it."""
         given = request_id, prompt_tokens, tokens, sorted(self._live)
         words, bounds = (await self._llm.collective_rpc("served_kept", args=given))[0]
         return Support(np.frombuffer(words, np.int32), np.frombuffer(bounds, np.int64).reshape(-1, 2), self._vocabulary)
 
     def close(self, request_id: str) -> None:
-        """Forget a request; the workers do with the next one that is done."""
+        """Forget a request; the workers drop its ids when the next request is finished."""
         self._live.discard(request_id)
 
 
 ServedIds = ReturnedIds | WorkersIds
-"""What names the ids, whichever vLLM runs."""
+"""The object that names the ids, whether vLLM returns them or its workers keep them."""

@@ -1,8 +1,8 @@
-"""What vLLM's own workers are given on top: they know where weights lie, and can tell what they hold.
+"""An extension of vLLM's own workers that knows where weights lie and computes digests of what they hold.
 
 vLLM mixes `ServedWorker` into its worker (`worker_extension_cls`), on CPUs and GPUs alike. Its methods are called by
-name, in every worker, and their arguments and results travel as plain data. The trainer's `Routes` compare them with
-the policy: digests of slices, taken at both ends along the loader's routes.
+name, in every worker, and their arguments and results travel as plain data. The trainer's `Routes` compare the workers
+with the policy: digests of slices, taken at both ends along the loader's routes.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ dummy_load_format()
 gloo.register()
 
 PlainRoute = list[Any]
-"""Of one copy of the loader: dtype of the engine's parameter; shape, stride and offset of the slice that is read."""
+"""A `Route` as plain data: the dtype of the engine's parameter; shape, stride and offset of the slice it reads."""
 
 
 class ServedWorker:
-    """Mixed into vLLM's worker."""
+    """Methods that vLLM mixes into its worker."""
 
     def served_learn(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Sequence[int]]
     ) -> list[list[Any]]:
         """Find out where each checkpoint tensor goes, from what the loader does with tensors of these shapes.
 
-        Overwrites the weights, so the next update must bring them. Costs no memory: what is loaded was never written
-        to, and the system maps pages of zeros for it.
+        Overwrites the weights, so the next update must bring them. Costs no memory: the tensors that are loaded were
+        never written to, and the system maps pages of zeros for them.
 
         Returns:
-            Two lists: by tensor its routes (`PlainRoute`), and engine parameters that nothing was written to.
+            Two lists: the routes of each tensor (`PlainRoute`), and engine parameters that nothing was written to.
         """
         loader = WeightLoader(self.model_runner.model)  # type: ignore[attr-defined]
         described = zip(names, dtypes, shapes, strict=True)
@@ -56,30 +56,30 @@ class ServedWorker:
         return [[[plain(r) for r in loader.routes.get(name, ())] for name in names], list(report.unwritten)]
 
     def served_causal_pictures(self) -> str | None:
-        """As `sampling.causal_pictures`, which looks at the model's layers."""
+        """Return what `sampling.causal_pictures` returns, which looks at the model's layers."""
         from ..sampling import causal_pictures
 
         return causal_pictures(self.vllm_config)  # type: ignore[attr-defined]
 
     def served_keep(self, forbidden: Sequence[int]) -> None:
-        """From now on, keep the ids that tokens are sampled from, without those that a bias forbids."""
+        """Start to keep the ids that tokens are sampled from, without those that a bias forbids."""
         if not hasattr(self, "_served_ids"):
             vocabulary = self.vllm_config.model_config.get_vocab_size()  # type: ignore[attr-defined]
             self._served_ids = CapturedIds(self.model_runner, vocabulary, outside)  # type: ignore[attr-defined]
         self._served_ids.open(forbidden)
 
     def served_kept(self, request_id: str, prompt_tokens: int, tokens: int, live: Sequence[str]) -> list[bytes]:
-        """Return what was kept of a request that is done: the words and bounds of a `Support`.
+        """Return the kept ids of a finished request: the words and bounds of a `Support`.
 
         Args:
-            live: requests whose ids will be asked for; those of others are forgotten.
+            live: requests whose ids will be asked for; the ids of others are dropped.
         """
         support = self._served_ids.take(request_id, prompt_tokens, tokens)
         self._served_ids.forget_but(live)
         return [support.words.tobytes(), support.bounds.tobytes()]
 
     def served_digests(self, names: Sequence[str]) -> list[list[int]]:
-        """By tensor, the digest of what lies at the end of each of its routes."""
+        """Return for each tensor the digests of the engine's memory at the end of each of its routes."""
         loader = self._served_loader
         found = [
             [digest(r.destination.of(loader.tensors[r.parameter].data)) for r in loader.routes.get(name, ())]
@@ -93,7 +93,7 @@ class ServedWorker:
 
 @dataclass(frozen=True, slots=True)
 class Routes:
-    """What the workers of one server keep of each tensor. All servers of a run keep the same.
+    """The slices that the workers of one server keep of each tensor. All servers of a run keep the same.
 
     Attributes:
         of: by checkpoint name, then by worker: each slice of the tensor that its loader reads, and the dtype that it is
@@ -104,7 +104,7 @@ class Routes:
 
     @classmethod
     def learned(cls, names: Sequence[str], servers: Sequence[Sequence[Any]]) -> Routes:
-        """From what each server's workers answered to `learn`.
+        """Build the routes from what each server's workers answered to `learn`.
 
         Raises:
             SyncError: an engine has parameters that no tensor is written to, or the servers differ.
@@ -128,7 +128,7 @@ class Routes:
         return cls(found)
 
     def wire(self, dtypes: dict[str, torch.dtype]) -> dict[str, torch.dtype]:
-        """What tensors can be cast to before they are sent, since every worker keeps them in that narrower dtype."""
+        """Return the narrower dtype of each tensor that all workers keep narrower: it can be cast before it is sent."""
         found = {}
         for name, workers in self.of.items():
             kept = {dtype for worker in workers for dtype, _ in worker}
@@ -137,7 +137,7 @@ class Routes:
         return found
 
     def digests(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, list[list[int]]]:
-        """Of the policy's tensors, as a server's workers would answer: by name, worker and route."""
+        """Return the digests of the policy's tensors, as a server's workers would answer: by name, worker and route."""
         found = {
             name: [[digest(part.of(tensor).to(dtype)) for dtype, part in worker] for worker in self.of[name]]
             for name, tensor in weights
@@ -146,9 +146,10 @@ class Routes:
 
 
 def differing(expected: dict[str, list[list[int]]], servers: Sequence[Sequence[Any]]) -> list[str]:
-    """Tensors that a server holds with other bits.
+    """Return the names of tensors that a server holds with other bits.
 
     Args:
+        expected: the digests of the policy's tensors, from `Routes.digests`.
         servers: their answers, each by worker and then in the order of `expected`.
     """
     return [
@@ -160,16 +161,16 @@ def differing(expected: dict[str, list[list[int]]], servers: Sequence[Sequence[A
 
 # --- digests ----------------------------------------------------------------------------------------------------------
 
-PIECE = 1 << 22  # elements at a time: each takes 24 bytes on the way
+PIECE = 1 << 22  # elements at a time: the computation takes 24 bytes for each
 MULTIPLIERS = (-7046029254386353131, -4658895280553007687)  # of splitmix64, as signed integers
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """Sum over the elements of bits times a scrambled odd function of their position, modulo 2^64; int64, on the
-    tensor's device.
+    """Return a digest of a tensor's bits: int64, on the tensor's device.
 
-    One changed element always changes it, since odd factors are invertible; several, or elements that changed places,
-    cancel out with a probability of about 2^-60. Shape and dtype do not count.
+    It is the sum over the elements of their bits times a scrambled odd function of their position, modulo 2^64. One
+    changed element always changes it, since odd factors are invertible. Several changes, or elements that changed
+    places, cancel out with a probability of about 2^-60. Shape and dtype do not count.
     """
     bits = tensor.contiguous().reshape(-1).view(BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)

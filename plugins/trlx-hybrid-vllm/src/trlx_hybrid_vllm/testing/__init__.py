@@ -1,1 +1,1 @@
-"""For tests: comparisons with stock TRL."""
+"""Helpers for tests: comparisons with stock TRL."""

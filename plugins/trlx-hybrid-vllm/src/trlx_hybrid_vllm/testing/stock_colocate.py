@@ -11,8 +11,9 @@ from typing import Any
 def plain_colocate() -> Iterator[dict[str, Any]]:
     """Make TRL's own colocate path exact on a CPU: its engine keeps plain weights. TRL's code itself is untouched.
 
-    vLLM's CPU build prepacks linear weights, after which TRL's in-place loading fails. Its draws from the trainer's
-    generators are undone, as those of trlx_hybrid are: they decide how TRL shuffles a batch into optimizer steps.
+    vLLM's CPU build prepacks linear weights, after which TRL's in-place loading fails. The engine's draws from the
+    trainer's generators are undone, as trlx_hybrid's are: the generators decide how TRL shuffles a batch into optimizer
+    steps.
 
     Yields:
         Further arguments of the engine, for a test to change.

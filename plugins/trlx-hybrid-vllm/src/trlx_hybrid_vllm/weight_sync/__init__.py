@@ -1,1 +1,1 @@
-"""The weight paths that reach into vLLM's memory."""
+"""Weight paths that write into vLLM's memory, share it, or send to vLLM in other processes."""

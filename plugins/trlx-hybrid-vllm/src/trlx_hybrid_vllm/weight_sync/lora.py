@@ -1,4 +1,7 @@
-"""`lora`: the base stays in the engine, shared where it can be; only the adapter moves, never merged."""
+"""The weight path `lora`: the base stays in the engine, shared where it can be, and only the adapter moves.
+
+The adapter is never merged.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,12 @@ if TYPE_CHECKING:
 
 
 class LoraSync(WeightSync):
-    """The adapter goes from the trainer's memory into vLLM's LoRA slots.
+    """Copies the adapter from the trainer's memory into vLLM's LoRA slots.
 
     The base is frozen: it is shared or copied once, or streamed once where the policy is sharded or held in 4 bits, the
-    engine holds slices, or the engine's bits are not the policy's. What moves at each sync is the adapter and nothing
-    else; but the engine's copy of a base in 4 bits, several times as large, leaves with sleep mode and is written anew.
+    engine holds slices, or the engine's bits are not the policy's. Each sync moves only the adapter, with one
+    exception: the engine's copy of a base in 4 bits, several times as large, is freed in sleep mode and is written
+    anew.
     """
 
     name = "lora"
@@ -38,7 +42,7 @@ class LoraSync(WeightSync):
         self._slots: AdapterSlots | None = None
 
     def refuses(self) -> str | None:
-        """Why this path cannot serve this model and engine, or None."""
+        """Return why this path cannot serve this model and engine, or None."""
         engine: Any = self._session.live_engine
         if not hasattr(engine, "adapters_refused"):
             return "it reaches into vLLM's memory, and another engine is in use"
@@ -60,7 +64,7 @@ class LoraSync(WeightSync):
         return None
 
     def open(self) -> None:
-        """Make the base one memory."""
+        """Open the path of the base, so that policy and engine share its memory where they can."""
         self._base.open()
 
     def sync(self) -> LoadReport:
@@ -73,17 +77,18 @@ class LoraSync(WeightSync):
         return LoadReport(tensors=base.tensors + self._slots.tensors, bytes=base.bytes + moved)
 
     def put_back(self) -> bool:
-        """As the base's."""
+        """Restore what the base's path borrowed for the rollout; return whether the engine lost weights by that."""
         return self._base.put_back()
 
     def forget(self) -> None:
-        """Frozen weights move again, too, and the adapter's layers are compared with the slots'."""
+        """Let the next sync move frozen weights again, and compare the adapter's layers with those of the slots."""
         self._base.forget()
         if self._slots is not None:
             self._slots.forget()
 
     def check(self, full: bool) -> int:
-        """Prove it: the base in its own way, the slots bit for bit, all when `full` and else a few, each in its turn.
+        """Compare the base in its path's own way, and the slots bit for bit: all when `full`, else a few each time, in
+        turn.
 
         Raises:
             SyncError: names what differs.
@@ -94,15 +99,15 @@ class LoraSync(WeightSync):
         return checked + (self._slots.tensors if full else min(self._slots.tensors, 2 * SAMPLED_TENSORS))
 
     def release(self) -> None:
-        """The engine is closed: the policy takes its base weights with it."""
+        """Give the policy its base weights back, after the engine was closed."""
         self._base.release()
 
 
 class StreamedBase(WeightSync):
-    """The base where ranks share nothing: streamed through vLLM's loader, once. Collective: each tensor is gathered in
-    full, one layer a time.
+    """Streams the base through vLLM's loader once, where policy and engine share no memory.
 
-    Nothing frozen moves again as long as the engine keeps its weights and nobody writes to it.
+    Collective: each tensor is gathered in full, one layer at a time. Nothing frozen moves again as long as the engine
+    keeps its weights and nobody writes to the base.
     """
 
     name = "streamed"
@@ -113,7 +118,7 @@ class StreamedBase(WeightSync):
         self._turns, self._moved = Rotation(), False
 
     def refuses(self) -> str | None:
-        """Why the base cannot be streamed once and for all, or None."""
+        """Return why the base cannot be streamed just once, or None."""
         if self._session.live_engine.quantized:
             return "a quantised engine keeps no copy of the weights"
         for name, p in self._policy.base_parameters().items():
@@ -122,11 +127,11 @@ class StreamedBase(WeightSync):
         return self._policy.refuses_gather(merge=False)
 
     def open(self) -> None:
-        """What the base computes stays what is streamed."""
+        """Keep the bits of quantised base weights, so that the base computes with what is streamed."""
         quantised.keep_bits(self._policy.modules)
 
     def sync(self) -> LoadReport:
-        """Bring the base into the engine where it is not there."""
+        """Load the base into the engine where it is not there."""
         engine = self._session.live_engine
         written = self._session.ranks.any(self._frozen.changed(self._held()))
         self._moved = not self._streamed or engine.weights_lost or written
@@ -138,10 +143,10 @@ class StreamedBase(WeightSync):
         return report
 
     def _held(self) -> dict[str, Tensor]:
-        """What this rank has of the base, by name: shards, bits and scales.
+        """Return this rank's tensors of the base, by name: shards, bits and scales.
 
         Raises:
-            SyncError: some of it is trained by now.
+            SyncError: some of the base is trained by now.
         """
         parameters = self._policy.base_parameters()
         trained = [name for name, p in parameters.items() if p.requires_grad]
@@ -154,11 +159,11 @@ class StreamedBase(WeightSync):
         return {f"{name} {n}": t for name, held in own.items() for n, t in enumerate(plain_tensors(held))}
 
     def forget(self) -> None:
-        """The base is streamed again."""
+        """Let the next sync stream the base again."""
         self._streamed = False
 
     def check(self, full: bool) -> int:
-        """Compare every bit when `full`, else a few tensors, each in its turn, where this sync streamed the base.
+        """Compare every bit when `full`; else, where this sync streamed the base, a few tensors each time, in turn.
 
         Raises:
             SyncError: names each tensor that differs.

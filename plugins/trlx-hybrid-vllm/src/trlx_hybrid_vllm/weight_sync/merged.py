@@ -1,7 +1,8 @@
-"""`merged`: base and adapter added up in weights of the engine's own, which then decodes as fast as without.
+"""The weight path `merged`: base and adapter are added in the engine's own weights, and it decodes at the base's speed.
 
-The trainer's base and adapter stay as they are, and apart. The price is a rounding: the engine's dtype keeps of an
-adapter what is not too small beside the weights, and early in training most of it is. So `auto` never takes this path.
+The trainer's base and adapter stay as they are, and separate. The price is a rounding: the engine's dtype loses those
+parts of an adapter that are too small beside the weights, and early in training most of it is. So `auto` never takes
+this path.
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SHARE = "hybrid/merged/surviving_share"
-LITTLE = 0.5  # of an adapter: below, the engine samples from the base rather than from the policy
-SAMPLED = 4  # weights of each sync that are merged once more for their share
-COUNTED = 1 << 24  # elements of a weight, its first rows, that the share is of: an embedding has a billion
+LITTLE = 0.5  # share of an adapter: below it, the engine samples from the base rather than from the policy
+SAMPLED = 4  # weights that each sync merges once more to compute their share
+COUNTED = 1 << 24  # elements of a weight (its first rows) that the share is computed from: an embedding has a billion
 
 
 class MergedSync(SharedSync):
-    """Writes W + s * B @ A to where the engine keeps W, for every adapted layer at each sync; the rest is `copy`'s.
+    """Writes W + s * B @ A to where the engine keeps W, for every adapted layer at each sync; the rest is as in `copy`.
 
-    Product and sum are float32, and rounded once. Of one adapter in float32 whose scaling s is a power of two these are
-    the bits that `gather` brings through PEFT's merge, which rounds the scaled product before the sum.
+    Product and sum are float32, and rounded once. For one adapter in float32 whose scaling s is a power of two, these
+    are the bits that `gather` brings through PEFT's merge, which rounds the scaled product before the sum.
 
-    How much of the adapter survives is logged: with D = s * B @ A, the engine's weights W', and W rounded as if there
-    were no adapter, <W' - W, D> / <D, D>, over a few weights, others at each sync. 1 is all of it and 0 nothing. It
-    counts what points in the adapter's direction: noise that averages out costs nothing. Left out while D is zero.
+    The share of the adapter that survives is logged: with D = s * B @ A, the engine's weights W', and W rounded as if
+    there were no adapter, it is <W' - W, D> / <D, D>, over a few weights, others at each sync. 1 is all of the adapter
+    and 0 nothing. It counts what points in the adapter's direction: noise that averages out costs nothing. It is left
+    out while D is zero.
     """
 
     def __init__(self, session: Session, options: MergedOptions) -> None:
@@ -68,7 +70,7 @@ class MergedSync(SharedSync):
         return None if self._layers else "the policy has no adapter that changes a weight"
 
     def _find(self) -> dict[str, AdaptedModule]:
-        """The adapted layers by the names of the weights that they change."""
+        """Return the adapted layers by the names of the weights that they change."""
         reason = beyond_lora(self._policy.base)
         if reason is not None:
             raise SyncError(reason)
@@ -77,7 +79,7 @@ class MergedSync(SharedSync):
         return {names[id(module.base.weight)]: module for _, module in modules if module.layers}
 
     def note(self) -> str:
-        """That a merge rounds, and how much is lost by it."""
+        """Return a note that merging rounds, and which metric tells how much is lost by it."""
         how = "stochastically" if self._stochastic else "to the nearest"
         return (
             f"merged: the sum of base and adapter is rounded to {self._dtype} ({how}) at each sync. {SHARE} says how "
@@ -91,7 +93,7 @@ class MergedSync(SharedSync):
     # --- syncing -----------------------------------------------------------------------------------------------------
 
     def sync(self) -> LoadReport:
-        """As `copy`, with the adapters that are there now: a layer may have got its first, or lost its last."""
+        """Sync as `copy` does, with the current adapters: a layer may have got its first, or lost its last."""
         self._layers = self._find()
         return super().sync()
 
@@ -114,13 +116,15 @@ class MergedSync(SharedSync):
         return merged
 
     def _factors(self, name: str) -> list[Factors]:
-        """Of the adapters that are in effect on a weight and not in it."""
+        """Return the factors of the adapters that are in effect on a weight and not merged into it."""
         module = self._layers.get(name)
         layers = module.pending if module is not None else []
         return [factors_of(name, layer, a) for layer in layers for a in layer.active_adapters if a in layer.r]
 
     def _generator(self, name: str) -> torch.Generator | None:
-        """What rounds a weight, the same on all ranks and in a check afterwards; None for the nearest."""
+        """Return the generator that rounds a weight, the same on all ranks and in a check afterwards; None to round to
+        nearest.
+        """
         if not self._stochastic or self._views[name].dtype is not torch.bfloat16:
             return None
         session = self._session
@@ -130,8 +134,9 @@ class MergedSync(SharedSync):
     # --- what became of it -------------------------------------------------------------------------------------------
 
     def check(self, full: bool) -> int:
-        """Merge again and compare, as `copy` does with what it copies. Notes the share of a few adapted weights, others
-        at each sync.
+        """Merge again and compare, as `copy` does with what it copies.
+
+        Records the surviving share of the adapter for a few adapted weights, others at each sync.
 
         Raises:
             SyncError: names each parameter that differs.
@@ -188,7 +193,7 @@ class Factors:
     transposed: bool
 
     def product(self, rows: slice = slice(None)) -> Tensor:
-        """Some rows of B @ A in float32, also under autocast, shaped like those of the weight."""
+        """Return some rows of B @ A in the weight's shape, in float32, also under autocast."""
         b, a = (self.b, self.a[:, rows]) if self.transposed else (self.b[rows], self.a)
         with torch.autocast(b.device.type, enabled=False):
             product = b.float() @ a.float()
@@ -196,7 +201,7 @@ class Factors:
 
 
 def factors_of(name: str, layer: Any, adapter: str) -> Factors:
-    """Those of a plain LoRA layer of PEFT, as they are now.
+    """Return the factors of a plain LoRA layer of PEFT, as they are now.
 
     Raises:
         SyncError: the adapter computes something else.
@@ -214,12 +219,12 @@ def factors_of(name: str, layer: Any, adapter: str) -> Factors:
 def merge(weight: Tensor, factors: Sequence[Factors], out: Tensor, generator: torch.Generator | None = None) -> None:
     """Write `weight` plus all scaled products to `out`, rounded once.
 
-    Two kernels and the memory of one weight in float32, or three of them at random. `torch.addmm` would do without, but
-    takes factors of the weight's dtype: rounded to bf16 before they are multiplied.
+    Takes two kernels and the memory of one weight in float32, or of three with random rounding. `torch.addmm` would
+    need no such memory, but takes factors of the weight's dtype: rounded to bf16 before they are multiplied.
 
     Args:
         weight: of any floating dtype, shaped like `out`.
-        generator: rounds to bfloat16 at random; None to the nearest.
+        generator: rounds to bfloat16 at random; None to round to nearest.
     """
     *others, last = factors
     for each in others:
@@ -232,10 +237,11 @@ def merge(weight: Tensor, factors: Sequence[Factors], out: Tensor, generator: to
 
 
 def rounded_at_random(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Each of these float32 values as one of both bfloat16 numbers next to it, as float32.
+    """Round each of these float32 values to one of the two bfloat16 numbers next to it, at random; return float32.
 
-    A bfloat16 number is the upper half of a float32 one. The lower half, out of 2^16, is the probability of the one
-    further from zero, so that the mean is the value. What is a bfloat16 number stays, as do infinities and NaN.
+    A bfloat16 number is the upper half of a float32 one. The lower half, out of 2^16, is the probability of the number
+    that is further from zero, so that the mean is the value. Values that are bfloat16 numbers stay, as do infinities
+    and NaN.
     """
     noise = torch.randint(1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     rounded = noise.add_(values.view(torch.int32)).bitwise_and_(-1 << 16).view(torch.float32)

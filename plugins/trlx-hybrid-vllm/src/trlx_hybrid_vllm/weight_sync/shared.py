@@ -1,4 +1,4 @@
-"""`alias` and `copy`: one set of weights, two owners, where policy and engine are one replica on one device."""
+"""The weight paths `alias` and `copy`, for a policy and an engine that are one replica on one device."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ SMALL_RATE = 1e-5  # below, an AdamW step is smaller than half the distance of m
 
 
 class SharedSync(WeightSync):
-    """Keeps the engine's memory equal to the policy's base parameters, by being the same memory where that can be.
+    """Keeps the engine's memory equal to the policy's base parameters, by sharing one memory where it can.
 
-    A parameter may be rebound or replaced at any time (`p.data = averaged`, `load_state_dict(assign=True)`), so it is
-    looked up in its module, and followed: what it holds is copied into the engine. If nobody else refers to its old or
-    its new memory, it then becomes a view again. If somebody keeps the old memory, to put it back after an evaluation,
-    those bits are saved before the copy and put back when the rollout is over.
+    A parameter may be rebound or replaced at any time (`p.data = averaged`, `load_state_dict(assign=True)`). So it is
+    looked up in its module at each sync, and its new content is copied into the engine. If nobody else refers to its
+    old or its new memory, it then becomes a view again. If somebody keeps the old memory, to put it back after an
+    evaluation, the old bits are saved before the copy and put back when the rollout is over.
 
     Args:
         alias: whether parameters may become views of the engine's memory; otherwise all are copied.
-        adapted: whether the policy's adapters are brought by somebody else, and this is for their base only.
+        adapted: whether another path brings the policy's adapters, and this one is for their base only.
 
     Attributes:
         keeps_weights: whether the engine's memory must outlive the rollout, because the policy is in it.
@@ -61,8 +61,10 @@ class SharedSync(WeightSync):
         return self._session.live_engine
 
     def refuses(self) -> str | None:
-        """Why the weights cannot be shared this way, or None. Loads them once through vLLM's loader, to learn where
-        they lie."""
+        """Return why the weights cannot be shared this way, or None.
+
+        Loads the weights once through vLLM's loader, to learn where they lie.
+        """
         reason = self._refuses_at_sight()
         if reason is None:
             self._places = self._engine.places(self._policy)
@@ -94,7 +96,7 @@ class SharedSync(WeightSync):
         return policy.refuses_gather()
 
     def _flattened(self) -> str | None:
-        """A trained parameter that is a part of a buffer which the optimizer steps in its place, or None.
+        """Return a trained parameter that is a part of a buffer that the optimizer steps in its place, or None.
 
         DeepSpeed's ZeRO-1 and 2 do that. Optimizers with one master copy per parameter write to the parameter itself.
         """
@@ -120,7 +122,7 @@ class SharedSync(WeightSync):
     # --- sharing -----------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
-        """Rebind what can be aliased, right after the load that `refuses` made: the bits are the same."""
+        """Rebind the parameters that can be aliased, right after the load in `refuses`: the bits are the same."""
         assert self._places is not None, "refuses() comes first"
         self._slots = self._policy.base_slots()
         for name, p in self._used():
@@ -131,7 +133,7 @@ class SharedSync(WeightSync):
             self._parameter(name).data = self._views[name]
 
     def note(self) -> str | None:
-        """A warning where an alias meets an optimizer whose steps are lost in the weights' rounding."""
+        """Return a warning where an alias meets an optimizer whose steps are lost in the weights' rounding."""
         rate = getattr(self._session.args, "learning_rate", None)
         if not self._alias or self._policy.dtype.itemsize > 2 or rate is None or rate >= SMALL_RATE:
             return None
@@ -171,45 +173,46 @@ class SharedSync(WeightSync):
         return LoadReport(tensors=len(sources), bytes=sum(s.nbytes for s in sources.values()))
 
     def _changes(self, name: str, p: nn.Parameter) -> bool:
-        """Whether every sync brings it."""
+        """Return whether a parameter must be written at every sync."""
         return p.requires_grad
 
     def _write(self, sources: dict[str, Tensor]) -> None:
-        """Into the engine: one multi-tensor launch, cast on the way."""
+        """Copy the sources into the engine: one multi-tensor launch, cast on the way."""
         if sources:
             torch._foreach_copy_([self._views[name] for name in sources], list(sources.values()))
 
     def _written(self, name: str) -> Tensor:
-        """What a sync writes there, as it is before a cast."""
+        """Return what a sync writes for a parameter, before a cast."""
         return self._parameter(name).detach()
 
     def put_back(self) -> bool:
-        """Memory that somebody else refers to holds its own bits again."""
+        """Restore the saved bits of memory that somebody else refers to; return whether there was any."""
         borrowed, self._borrowed = self._borrowed, {}
         for name, bits in borrowed.items():
             self._views[name].copy_(bits)
         return bool(borrowed)
 
     def forget(self) -> None:
-        """Look for all parameters anew, modules may have been replaced, and copy them at the next sync."""
+        """Look up all parameters again, because modules may have been replaced, and copy them at the next sync."""
         self._slots |= self._policy.base_slots()
         self._copied_once = False
 
     def _parameter(self, name: str) -> nn.Parameter:
-        """The one that is there now."""
+        """Return the parameter that its module holds now under this name."""
         held, key = self._slots[name]
         p = held[key]
         assert p is not None, name
         return p
 
     def _moved(self) -> dict[str, nn.Parameter]:
-        """Aliased parameters that are no longer the engine's memory, because somebody rebound or replaced them."""
+        """Return aliased parameters that are no longer the engine's memory: somebody rebound or replaced them."""
         now = ((name, self._parameter(name)) for name in self.aliased)
         return {name: p for name, p in now if p.data_ptr() != self._views[name].data_ptr()}
 
     def check(self, full: bool) -> int:
-        """Prove it: pointers, shapes and strides of the aliased, bits of the copied (of all when `full`, else of a few,
-        each in its turn).
+        """Check pointers, shapes and strides of aliased parameters, and the bits of copied ones.
+
+        All bits are compared when `full`, else those of a few parameters each time, in turn.
 
         Returns:
             How many parameters were checked.
@@ -236,8 +239,11 @@ class SharedSync(WeightSync):
         return len(self.aliased) + len(copied) + len(buffers)
 
     def release(self) -> None:
-        """Give each aliased parameter memory of its own again. After the engine is closed: what it held is freed one
-        fused tensor after the other as the last view of it goes."""
+        """Give each aliased parameter memory of its own again.
+
+        Must be called after the engine is closed: then the engine's memory is freed one fused tensor after the other,
+        as the last view of each goes.
+        """
         views, self._views, self._places = self._views, {}, None
         aliased, self.aliased, self.copied = self.aliased, [], []
         for name in aliased:
@@ -248,7 +254,7 @@ class SharedSync(WeightSync):
 
 
 def refuse_other_bits(what: str, differing: list[str]) -> None:
-    """Raise a SyncError that names these, if there are any."""
+    """Raise a SyncError that names the differing weights, if there are any."""
     if differing:
         raise SyncError(
             f"After the weight sync {what} in {listed(differing)}. Report it with `trlx-hybrid env`; weights='gather' "
@@ -257,7 +263,7 @@ def refuse_other_bits(what: str, differing: list[str]) -> None:
 
 
 def own_storage(view: Tensor) -> Tensor:
-    """The same memory as a tensor with a storage of its own, which begins and ends with it.
+    """Return the same memory as a tensor with a storage of its own, which begins and ends with the tensor.
 
     Query, key and value parameters would otherwise be three views of one storage, and whatever looks for shared
     storages (safetensors, `accelerator.save_model`) would drop two of them. Keeps the memory alive.
@@ -266,7 +272,10 @@ def own_storage(view: Tensor) -> Tensor:
 
 
 def _refers_alone(tensor: Tensor) -> bool:
-    """Whether no other tensor lies in its storage: the tensor and the handle that is asked are two references."""
+    """Return whether no other tensor uses this tensor's storage.
+
+    The use count is then 2: the tensor, and the storage handle that asks.
+    """
     storage = tensor.untyped_storage()
     return bool(torch._C._storage_Use_Count(storage._cdata) == 2)
 

@@ -1,4 +1,4 @@
-"""`transfer`: full tensors to engines in other processes, through vLLM's own weight-transfer engines."""
+"""The weight path `transfer`: full tensors to engines in other processes, by vLLM's weight-transfer engines."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from ..server.sender import PolicySource
     from ..server.worker import Routes
 
-ATTEMPTS = 3  # of one sync: engines may die in it, and are replaced
-SLACK = 30.0  # seconds that the whole has more than the calls inside, so that theirs is the error that is told
+ATTEMPTS = 3  # of one sync: engines that die in it are replaced
+SLACK = 30.0  # seconds that the whole has beyond the calls inside, so that the error of a call is reported
 
 
 class TransferSync(WeightSync):
-    """Every rank reads the policy's weights, rank 0 sends them to every worker of every engine.
+    """Sends the policy's weights from rank 0 to every worker of every engine; every rank reads them.
 
-    The group is opened once, and again when an engine was replaced. What goes wrong on rank 0 is told to the others
-    after each attempt, so that no rank waits for one that gave up.
+    The group is opened once, and again when an engine was replaced. After each attempt, the other ranks are told what
+    went wrong on rank 0, so that no rank waits for one that gave up.
     """
 
     name = "transfer"
@@ -41,7 +41,7 @@ class TransferSync(WeightSync):
         self._routes: Routes | None = None
 
     def refuses(self) -> str | None:
-        """Why this path cannot serve this model and engine, or None."""
+        """Return why this path cannot serve this model and engine, or None."""
         engine: Any = self._session.live_engine
         if not hasattr(engine, "servers"):
             return "the engine lives in the trainer's process"
@@ -50,7 +50,7 @@ class TransferSync(WeightSync):
         return self._session.policy.refuses_gather()
 
     def note(self) -> str | None:
-        """That the weights go the slow way, where `auto` could not take the fast one."""
+        """Return a note where the weights go through host memory because vLLM cannot use NCCL, else None."""
         from vllm.platforms import current_platform
 
         from ..server.sender import REMEDY, nccl_missing
@@ -65,7 +65,7 @@ class TransferSync(WeightSync):
         """Send all weights.
 
         Raises:
-            SyncError: it failed for another reason than an engine's death, or engines died at each attempt.
+            SyncError: the sync failed for another reason than an engine's death, or engines died at each attempt.
             EngineError: no engine is left.
         """
         from ..server.sender import PolicySource
@@ -85,9 +85,12 @@ class TransferSync(WeightSync):
         raise SyncError(f"Engines died at each of {ATTEMPTS} attempts to send them the weights, at last: {told}")
 
     def _attempt(self, work: Callable[[], Any]) -> tuple[bool, str, Any, Exception | None]:
-        """What came of it on rank 0: whether an engine died, what went wrong, the result, and on rank 0 the error.
+        """Do the work on every rank, and return what came of it on rank 0.
 
         An engine's death is reported as such, whatever it looked like from here.
+
+        Returns:
+            Whether an engine died, what went wrong, the result, and the error, which only rank 0 has.
         """
         result, error = None, None
         try:
@@ -117,7 +120,7 @@ class TransferSync(WeightSync):
         self._within("the weights to be sent", sender.send_weights)
 
     def _joined_sender(self) -> Any:
-        """The trainer's end of the group of all engines that live now."""
+        """Return the trainer's end of the group of all engines that live now."""
         from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
         from vllm.utils.network_utils import get_open_port
 
@@ -162,11 +165,11 @@ class TransferSync(WeightSync):
         return answers
 
     def _within(self, what: str, work: Callable[[], Any]) -> Any:
-        """Do it in a thread, which can be given up: what waits in NCCL for an engine that is gone waits for ever.
+        """Do the work in a thread, which can be given up: a wait in NCCL for an engine that is gone never ends.
 
         Raises:
             ServerDiedError: an engine died meanwhile.
-            SyncError: it takes longer than the deadline.
+            SyncError: the work takes longer than the deadline.
         """
         from ..server.gloo import in_threads
 
@@ -184,7 +187,8 @@ class TransferSync(WeightSync):
     # --- check ------------------------------------------------------------------------------------------------------
 
     def check(self, full: bool) -> int:
-        """Compare digests of all tensors, or of a few, on every worker of every engine. One that dies is replaced.
+        """Compare digests of all tensors, or of a few, on every worker of every engine. An engine that dies is
+        replaced.
 
         Raises:
             SyncError: names the tensors that differ.
@@ -197,7 +201,7 @@ class TransferSync(WeightSync):
             died, told, found, error = self._attempt(lambda: self._differing(chosen))
             if not died:
                 break
-            self.sync()  # whoever takes its place has no weights yet
+            self.sync()  # the engine that replaces it has no weights yet
         if told:
             raise SyncError(f"What the remote engines hold could not be checked: {told}") from error
         if found:
@@ -208,7 +212,10 @@ class TransferSync(WeightSync):
         return len(chosen)
 
     def _differing(self, names: Set[str]) -> list[str]:
-        """On rank 0, those of these tensors of which an engine holds other bits. Collective: they may be sharded."""
+        """Return, on rank 0, the names of these tensors that an engine holds with other bits. Collective.
+
+        Collective, because the tensors may be sharded. Other ranks return an empty list.
+        """
         from ..server.worker import differing
 
         weights = self._session.policy.full_weights(names)
@@ -221,7 +228,7 @@ class TransferSync(WeightSync):
         return differing(expected, self._call("digests", list(expected)))
 
     def release(self) -> None:
-        """The engine was closed."""
+        """Leave the group, after the engine was closed."""
         self._leave()
         self._source = self._routes = None
 
@@ -231,10 +238,10 @@ class TransferSync(WeightSync):
             return
         destroy = getattr(getattr(sender, "model_update_group", None), "destroy", None)
         sender.shutdown()
-        if destroy is not None:  # of vLLM's NCCL, whose kernels would hold the device while they wait for a dead engine
+        if destroy is not None:  # vLLM's NCCL kernels would occupy the device while they wait for a dead engine
             destroy()
 
     @property
     def _engine(self) -> Any:
-        """A `trlx_hybrid.serving.ServedEngine`, with a `VLLMServerPlan`."""
+        """The run's engine: a `trlx_hybrid.serving.ServedEngine` with a `VLLMServerPlan`."""
         return self._session.live_engine

@@ -1,9 +1,9 @@
-"""The process behind `from_verifiers`. Run by the path of its folder, with the interpreter of verifiers' environment.
+"""The process behind `from_verifiers`, run by the path of its folder with an interpreter that has verifiers.
 
-Nothing of this package is imported but what lies in this folder.
+It imports nothing of this package except the files in this folder.
 
-    to it, one line:    {"taskset": …, "env": {…}, "secret": …}; it ends when its standard input does
-    from it, one line:  {"port": …}, or {"error": …, "missing": …}
+    to the process, one line:    {"taskset": …, "env": {…}, "secret": …}; it ends when its standard input does
+    from the process, one line:  {"port": …}, or {"error": …, "missing": …}
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 
 def main() -> None:
-    """Serve until the trainer goes."""
+    """Serve until the trainer ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a taskset prints is no answer
+    os.dup2(2, 1)  # what a taskset prints goes to standard error
     sys.path.append(os.getcwd())  # a taskset may lie beside the script
     settings = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_input, daemon=True).start()
@@ -31,7 +31,7 @@ def main() -> None:
         from trlx_hybrid_verifiers.server import Server  # type: ignore[import-not-found]
 
         server = Server(**settings)
-    except Exception as error:  # whatever a taskset's code raises is for the trainer to show
+    except Exception as error:  # the trainer shows whatever a taskset's code raises
         answer({"error": f"{type(error).__name__}: {error}", "missing": getattr(error, "name", None)})
     else:
         asyncio.run(server.serve(lambda port: answer({"port": port})))

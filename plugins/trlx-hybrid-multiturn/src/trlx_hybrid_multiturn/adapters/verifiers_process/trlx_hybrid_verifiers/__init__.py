@@ -1,4 +1,4 @@
-"""Plays verifiers' episodes for a trainer; to verifiers, the package of a harness."""
+"""A server that plays verifiers' episodes for a trainer. verifiers loads this package as a harness, by its name."""
 
 from .chat import ChatHarness
 

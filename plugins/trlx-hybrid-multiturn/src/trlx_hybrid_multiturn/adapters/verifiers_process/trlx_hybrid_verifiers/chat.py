@@ -1,4 +1,4 @@
-"""A harness that only talks. verifiers' own are programs that are installed when they first run, in a runtime."""
+"""A harness that only holds a conversation. verifiers' own harnesses are programs that it installs in a runtime."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verifiers.v1.runtimes import ProgramResult  # type: ignore[import-not-found
 
 
 class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
-    """One reply per segment, asked for in this process; a longer exchange is verifiers' to resume."""
+    """A harness that asks the model for one reply per segment, in this process; verifiers resumes it for the next."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -35,7 +35,7 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
         body = {"model": ctx.model, "messages": as_messages(system, prompt)}
         headers = {"Authorization": f"Bearer {secret}"}
         async with (
-            ClientSession(timeout=ClientTimeout(total=None)) as client,  # the trainer's deadlines hold
+            ClientSession(timeout=ClientTimeout(total=None)) as client,  # the trainer has deadlines of its own
             client.post(f"{endpoint}/chat/completions", json=body, headers=headers) as reply,
         ):
             text = await reply.text()
@@ -43,7 +43,7 @@ class ChatHarness(Harness[HarnessConfig]):  # type: ignore[misc]
 
 
 def as_messages(system: str | None, prompt: Any) -> list[dict[str, Any]]:
-    """A task's system prompt and prompt (a text, messages or None) as chat messages."""
+    """Return a task's system prompt and prompt (a text, messages or None) as chat messages."""
     messages = [{"role": "system", "content": system}] if system else []
     if isinstance(prompt, str):
         return [*messages, {"role": "user", "content": prompt}]

@@ -1,4 +1,4 @@
-"""One episode, turned round: verifiers calls its model and waits; the trainer is shown things and replies."""
+"""One episode with the control reversed: verifiers' calls of its model wait here for the trainer's completions."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ Message = dict[str, Any]
 
 
 class NotPlayableError(Exception):
-    """What this episode does cannot be trained on, or has failed."""
+    """Raised where an episode failed, or does something that cannot be trained on."""
 
 
 class ServedEpisode:
-    """verifiers plays the episode in a task; each call of the model waits in it for the trainer's completion."""
+    """An episode that verifiers plays in an asyncio task, where each call of the model waits for a completion."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -31,13 +31,13 @@ class ServedEpisode:
     # --- the trainer's side -----------------------------------------------------------------------------------------
 
     async def go_on(self, kind: str, data: dict[str, Any]) -> dict[str, Any]:
-        """Begin (`reset`, with the task), or give the model's reply; then wait for what it is shown next.
+        """Begin the episode (`reset`, with the task) or pass on the model's reply, then wait for new messages.
 
         Returns:
-            The new messages; or that the episode is over, and its reward.
+            The new messages; or that the episode is over, with its reward.
 
         Raises:
-            NotPlayableError: why there is neither.
+            NotPlayableError: the episode failed or cannot be trained on; the text says why.
         """
         if kind == "reset":
             self._playing = asyncio.create_task(self._play(data["task"]))
@@ -56,7 +56,7 @@ class ServedEpisode:
         return self._ended(self._playing.result())
 
     async def end(self) -> None:
-        """The trainer has left: whatever still plays is given up."""
+        """Cancel what still runs of the episode, because the trainer has closed the connection."""
         if self._reply is not None:
             self._reply.cancel()
         if self._playing is not None:
@@ -89,10 +89,10 @@ class ServedEpisode:
     # --- verifiers' side --------------------------------------------------------------------------------------------
 
     async def reply(self, trace: str, body: dict[str, Any]) -> str:
-        """What the model says to a chat request of this trace.
+        """Return the model's reply to a chat request of one trace.
 
         Raises:
-            NotPlayableError: it is none that the trainer could answer; the episode ends by it.
+            NotPlayableError: the trainer cannot answer such a request; this ends the episode.
         """
         try:
             new = self._new(trace, body)
@@ -106,7 +106,7 @@ class ServedEpisode:
         return text
 
     def _new(self, trace: str, body: dict[str, Any]) -> list[Message]:
-        """What the conversation holds beyond what the model has seen and said."""
+        """Return the request's messages beyond the conversation that the model has already seen and said."""
         name = self._traces[trace].agent.name
         if self._policy not in (None, trace):
             first = self._traces[self._policy].agent.name

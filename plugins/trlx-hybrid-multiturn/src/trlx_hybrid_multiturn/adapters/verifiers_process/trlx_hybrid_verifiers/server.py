@@ -1,6 +1,6 @@
-"""Serves episodes to the trainer, and the model to verifiers, on a port of this machine.
+"""A local HTTP server that serves episodes to the trainer, and the trainer's model to verifiers.
 
-GET /SECRET/tasks                    the taskset's rows, to the trainer
+GET /SECRET/tasks                    the taskset's rows, for the trainer
 /SECRET/episode                      a websocket: the messages of `adapters/connection.py`, one episode each
 POST /SECRET/v1/chat/completions     verifiers asks the model; the trainer answers through the episode's websocket
 """
@@ -26,17 +26,18 @@ HARNESS = __package__  # as verifiers finds it
 
 
 class Server:
-    """Plays one environment of verifiers.
+    """A server for one environment of verifiers.
 
     Args:
-        taskset: its id. env: settings of verifiers' environment, as in its `[env]` block.
-        secret: first part of every path, for others on this machine have the port as well.
+        taskset: the taskset's id.
+        env: settings of verifiers' environment, as in its `[env]` block.
+        secret: first part of every path, because other users of this machine can reach the port as well.
     """
 
     def __init__(self, taskset: str, env: dict[str, Any], secret: str) -> None:
         settings = {**env, "taskset": {**env.get("taskset", {}), "id": taskset}}
         defaults = loaders.env_config_type(taskset, settings.get("id", ""))()
-        # What verifiers takes where nobody chose runs commands in a remote sandbox; here agents talk, on this machine.
+        # verifiers' default harness runs commands in a remote sandbox; here agents hold conversations, on this machine.
         talks = loaders.default_harness_id(taskset) == "bash"
         for name, agent in agent_config_fields(defaults).items():
             own = {"harness": {"id": HARNESS}} if talks and agent.harness is None else {}
@@ -46,7 +47,7 @@ class Server:
         self._secret = secret
 
     async def serve(self, ready: Callable[[int], None]) -> None:
-        """Until the process ends; `ready` takes the port."""
+        """Serve until the process ends; call `ready` with the port once the server listens."""
         app = web.Application(client_max_size=1 << 30)
         app.router.add_get(f"/{self._secret}/tasks", self._tasks)
         app.router.add_get(f"/{self._secret}/episode", self._episode)
@@ -55,7 +56,7 @@ class Server:
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         port = runner.addresses[0][1]
-        # No variable has that name: a key of the user's is not needed, so it is not read.
+        # No variable has that name: no key is needed, so the user's is not read.
         model = EvalClientConfig(base_url=f"http://127.0.0.1:{port}/{self._secret}/v1", api_key_var="TRLX_HYBRID_NONE")
         self.context = ModelContext(model="policy", client=model)
         async with self.env.serving():
@@ -68,7 +69,7 @@ class Server:
             return web.json_response({"error": "it has no end; say how many tasks to take."})
         try:
             tasks = list(itertools.islice(self.env.taskset, None if size is None else int(size)))
-        except Exception as error:  # the taskset's own
+        except Exception as error:  # an error of the taskset
             return web.json_response({"error": f"{type(error).__name__}: {error}"})
         rows = [
             {
@@ -85,7 +86,7 @@ class Server:
         episode = ServedEpisode(self)
         answering: asyncio.Task[None] | None = None
         try:
-            async for message in socket:  # read on while it plays: a trainer that goes away ends its episode
+            async for message in socket:  # reads on while the episode plays: if the trainer goes away, its episode ends
                 asked = json.loads(message.data)
                 if asked["type"] == "close":
                     break
@@ -122,6 +123,6 @@ async def _answer(socket: web.WebSocketResponse, episode: ServedEpisode, asked: 
         answer = {"type": "observation", "data": await episode.go_on(asked["type"], asked["data"])}
     except NotPlayableError as error:
         answer = {"type": "error", "data": {"message": str(error)}}
-    except Exception as error:  # a task's own: its trajectory ends by it
+    except Exception as error:  # an error of the task: it ends the trajectory
         answer = {"type": "error", "data": {"message": f"{type(error).__name__}: {error}"}}
     await socket.send_str(json.dumps(answer))

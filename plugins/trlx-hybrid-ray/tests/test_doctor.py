@@ -65,6 +65,7 @@ def test_a_fit_node_lacks_nothing():
     ("change", "message"),
     [
         ({"gpus": 4}, "has 4 GPUs and told Ray of 8. Start it with --num-gpus 4"),
+        ({"gpus": "exit code 9: no driver"}, "`nvidia-smi -L` fails with exit code 9: no driver. Mend the driver"),
         ({"shared_memory": 64 << 20}, "64 MiB of shared memory.*--shm-size"),
         ({"open_files": 1024}, "1024 open files: `ulimit -n 65536`"),
     ],
@@ -75,6 +76,14 @@ def test_what_a_node_lacks_is_said_with_the_way_out(change, message):
     import re
 
     assert re.search(message, finding.text)
+
+
+def test_a_tool_of_the_driver_that_fails_is_no_node_without_gpus(tmp_path, monkeypatch):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho NVIDIA-SMI has failed\nexit 9\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert doctor.own_facts().gpus == "exit code 9: NVIDIA-SMI has failed"
 
 
 def test_versions_that_differ_name_the_nodes():

@@ -91,13 +91,14 @@ class Facts:
 
     Attributes:
         versions: the versions of Python and of `PACKAGES`; packages that are not installed are left out.
-        gpus: the number of GPUs that the driver shows, or None where `nvidia-smi` is not installed.
+        gpus: the number of GPUs that the driver shows, None where `nvidia-smi` is not installed, or the error with
+            which it fails.
         shared_memory: size of /dev/shm in bytes.
         open_files: how many files and sockets a process may have open.
     """
 
     versions: dict[str, str]
-    gpus: int | None
+    gpus: int | str | None
     shared_memory: int
     open_files: int
 
@@ -114,14 +115,16 @@ def own_facts() -> Facts:
     )
 
 
-def _driver_gpus() -> int | None:
+def _driver_gpus() -> int | str | None:
     tool = shutil.which("nvidia-smi")
     if tool is None:
         return None
     try:
         done = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=SMI_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return 0
+    except subprocess.CalledProcessError as error:
+        return f"exit code {error.returncode}: {(error.stdout + error.stderr).strip()[:200]}"
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
     return sum(line.startswith("GPU ") for line in done.stdout.splitlines())
 
 
@@ -168,7 +171,7 @@ def addresses(cluster: Cluster, nodes: Sequence[Node]) -> Iterator[Finding]:
 
 def described(node: Node, facts: Facts) -> Finding:
     """Return a finding that describes one node in a line."""
-    driver = "" if facts.gpus is None else f" ({facts.gpus} by the driver)"
+    driver = f" ({facts.gpus} by the driver)" if isinstance(facts.gpus, int) else ""
     versions = ", ".join(f"{name} {facts.versions[name]}" for name in ("python", *PACKAGES) if name in facts.versions)
     shared = f"{facts.shared_memory / 2**30:.1f} GiB shared memory"
     return Finding("node", f"{node.name}  {node.cpus:g} CPUs, {node.gpus:g} GPUs{driver}, {shared}, {versions}")
@@ -176,7 +179,14 @@ def described(node: Node, facts: Facts) -> Finding:
 
 def shortages(node: Node, facts: Facts) -> Iterator[Finding]:
     """Yield findings on resources that a node lacks."""
-    if facts.gpus is not None and facts.gpus != node.gpus:
+    if isinstance(facts.gpus, str):
+        yield Finding(
+            "gpus",
+            f"{node.name}: the driver does not show its GPUs, `nvidia-smi -L` fails with {facts.gpus}. Mend the driver "
+            "there, or restart the node",
+            problem=True,
+        )
+    elif facts.gpus is not None and facts.gpus != node.gpus:
         yield Finding(
             "gpus",
             f"{node.name} has {facts.gpus} GPUs and told Ray of {node.gpus:g}. Start it with --num-gpus {facts.gpus}, "

@@ -8,6 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from trlx_hybrid.testing.models import tiny_model
+from trlx_hybrid_training import packing
 from trlx_hybrid_training.attention import _varlen, attention, has_kernel
 
 LAYER = SimpleNamespace(is_causal=True, num_key_value_groups=2)
@@ -122,3 +124,19 @@ def test_what_a_layer_asks_for_beside_is_refused(name):
         attention(LAYER, *tensors(ALONE), None, **packed(**ALONE), **{name: 1.0})
     with pytest.raises(NotImplementedError, match="not causal"):
         attention(SimpleNamespace(is_causal=False), *tensors(ALONE), None, **packed(**ALONE))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "config", "named"),
+    [
+        ("qwen3", {"head_dim": 32}, "torch's kernel for ragged rows"),
+        ("qwen3", {"head_dim": 36}, "sdpa, row by row"),
+        ("deepseek_v3", {}, "sdpa, row by row"),  # whose keys have more elements than values
+    ],
+)
+def test_the_report_names_the_kernel_that_takes_the_models_heads(monkeypatch, architecture, config, named):
+    monkeypatch.setattr(packing, "kernel_on", lambda device: True)
+    model = tiny_model(architecture, dtype=torch.bfloat16, **config)
+    policy = SimpleNamespace(base=model, dtype=torch.bfloat16, device="cuda")
+    session = SimpleNamespace(policy=policy, args=SimpleNamespace(bf16=True, fp16=False))
+    assert packing.attention_name(session) == named

@@ -136,8 +136,13 @@ def _attended(
 def has_kernel(query: Tensor, value: Tensor) -> bool:
     """Return whether torch's kernel for ragged rows takes these tensors: 16 bits, a head size that fits, on a GPU."""
     dtype = _computed_in(query)
-    sizes = query.shape[-1] == value.shape[-1] <= 256 and query.shape[-1] % 8 == 0
-    return dtype in (torch.float16, torch.bfloat16) and sizes and kernel_on(query.device)
+    fits = kernel_takes(query.shape[-1], value.shape[-1])
+    return dtype in (torch.float16, torch.bfloat16) and fits and kernel_on(query.device)
+
+
+def kernel_takes(query: int, value: int) -> bool:
+    """Return whether torch's kernel for ragged rows takes heads of these sizes."""
+    return query == value <= 256 and query % 8 == 0
 
 
 def kernel_on(device: torch.device) -> bool:

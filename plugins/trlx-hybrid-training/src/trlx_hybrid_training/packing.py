@@ -11,7 +11,7 @@ from transformers.utils.generic import is_flash_attention_requested
 from trlx_hybrid.weights.policy import layer_kinds
 from trlx_hybrid.weights.positions import takes_positions
 
-from .attention import kernel_on, loaded_with
+from .attention import kernel_on, kernel_takes, loaded_with
 from .micro_batches import PADDING, RowLengths
 
 if TYPE_CHECKING:
@@ -175,7 +175,15 @@ def attention_name(session: Run) -> str:
         return name
     policy, args = session.policy, session.args
     half = args.bf16 or args.fp16 or policy.dtype in (torch.bfloat16, torch.float16)
-    return "torch's kernel for ragged rows" if half and kernel_on(policy.device) else "sdpa, row by row"
+    fits = kernel_takes(*head_sizes(policy.base.config.get_text_config()))
+    return "torch's kernel for ragged rows" if half and fits and kernel_on(policy.device) else "sdpa, row by row"
+
+
+def head_sizes(config: Any) -> tuple[int, int]:
+    """Return the sizes of a query's and a value's head, of the config of a language model."""
+    known = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
+    size = known or config.hidden_size // config.num_attention_heads
+    return size, getattr(config, "v_head_dim", None) or size
 
 
 def takes_prefixes(session: Run) -> bool:

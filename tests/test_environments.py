@@ -311,6 +311,10 @@ ROWS = {"train_dataset": lambda: [{"prompt": [{"role": "user", "content": "begin
             "`step` returned a tuple without observation, done, reward. Return",
         ),
         (wrong(step=lambda self, c: Step(done=True, reward="1")), "`step` gave the reward '1'. Give a finite number"),
+        (
+            wrong(step=lambda self, c: Step(done=True, reward=torch.ones(2))),
+            r"`step` gave the reward tensor\(\[1., 1.\]\). Give a finite number",
+        ),
         (wrong(step=lambda self, c: Step(reward=1.0)), "`step` is not done, and has nothing to show. Give"),
         (wrong(step=None), "Wrong has no method `step`. Give it one."),
     ],

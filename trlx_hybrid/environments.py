@@ -47,9 +47,16 @@ def wrong_observation(observation: Any) -> str | None:
 
 def wrong_reward(reward: Any) -> str | None:
     """Return how a reward is invalid and how to fix it, or None where it is a finite number or None."""
-    if reward is None or (hasattr(reward, "__float__") and math.isfinite(float(reward))):
+    if reward is None or _finite(reward):
         return None
-    return f"gave the reward {reward!r}. Give a finite number, or None for no statement."
+    return f"gave the reward {reward!r:.200}. Give a finite number, or None for no statement."
+
+
+def _finite(reward: Any) -> bool:
+    try:
+        return hasattr(reward, "__float__") and math.isfinite(float(reward))
+    except (TypeError, ValueError, ArithmeticError, RuntimeError):  # an array or a tensor of several elements
+        return False
 
 
 def wrong_step(step: Any) -> str | None:

@@ -232,7 +232,7 @@ class Registry:
             if len(external) != 1:
                 found = " and ".join(f"{c.name!r} (plugin {c.plugin!r})" for c in external) or _none(slot)
                 raise ComponentError(
-                    f"{slot}='auto' needs exactly one plugin that offers an {slot}; found {found}. "
+                    f"{slot}='auto' needs exactly one plugin for this slot; found {found}. "
                     f"Choose with HybridConfig({slot}=...) or --{slot}."
                 )
             name = external[0].name

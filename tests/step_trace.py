@@ -141,7 +141,7 @@ def lines(found: Calls, depth: int = 0) -> Iterator[str]:
 
 def page(found: Calls) -> str:
     """Return docs/step.md."""
-    return "\n".join([HEAD, *lines(found), ""])
+    return "\n".join([HEAD, '<div class="calls" markdown>', "", *lines(found), "", "</div>", ""])
 
 
 def restored(found: Any) -> Calls:

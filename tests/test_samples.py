@@ -279,7 +279,7 @@ def test_algorithms(execute, run) -> None:
     shown = execute("docs/algorithms.md", settings={"train": True})
     readme = execute("plugins/trlx-hybrid-algorithms/README.md", settings={"train": True})
     for trainer in (*shown["trainers"], *readme["trainers"]):
-        assert trainer.session.algorithms.adviser == "leave_one_out"
+        assert trainer.session.algorithms.advantages_by == "leave_one_out"
         trainer.session.close()
     plugin = ModuleType("widest")
     plugin.trlx_register = shown["trlx_register"]

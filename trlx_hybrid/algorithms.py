@@ -82,12 +82,12 @@ class Algorithms:
         return any(self._having(method) for method in ("observe", "rewards", "advantages"))
 
     @property
-    def adviser(self) -> str | None:
+    def advantages_by(self) -> str | None:
         """The name of the algorithm whose advantages the trainer uses, or None."""
         return next((component.name for component, _ in self._having("advantages")), None)
 
     @property
-    def loses(self) -> str | None:
+    def loss_terms_by(self) -> str | None:
         """The name of the first algorithm that adds to the loss, or None."""
         return next((component.name for component, _ in self._having("loss")), None)
 

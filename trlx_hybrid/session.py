@@ -76,12 +76,12 @@ class Session:
         metrics: numbers of the last rollout, named `hybrid/…`, for the trainer's logs, which show the mean since their
             last line: of one number per batch, or of all numbers in a list.
         algorithms: the algorithms, which change what completions are trained on, and how much they count.
-        adviser: the plugin whose advantages the trainer uses, or None.
+        advantages_plugin: the plugin whose advantages the trainer uses, or None.
         notes: further lines of the header.
         header_lines: the run's header, once it was printed.
     """
 
-    adviser: PluginInfo | None = None
+    advantages_plugin: PluginInfo | None = None
     _holder: weakref.ref[Session] | None = None  # the session with this process's only colocated engine
     _open: ClassVar[weakref.WeakSet[Session]] = weakref.WeakSet()  # sessions that are not closed
 
@@ -362,8 +362,8 @@ class Session:
             slots = [str(selection.engine), f"weights={weights} ({self.weights_why})", str(selection.rollout)]
         others = (selection.scoring, *selection.algorithms, selection.environment)
         slots += [str(choice) for choice in others if choice is not None]
-        if self.adviser is not None:
-            slots.append(f"advantages=plugin {self.adviser.name} ({self.adviser.distribution})")
+        if self.advantages_plugin is not None:
+            slots.append(f"advantages=plugin {self.advantages_plugin.name} ({self.advantages_plugin.distribution})")
         lines = [" · ".join([f"trlx_hybrid {package_version()}", f"plugins: {plugins}", *slots])]
         lines += self.memory.table()
         if self.weights is not None:

@@ -121,7 +121,7 @@ class Scored:
         known = None if session is None or session.selection.stock else session.policy.modules
         with nullcontext() if known is None else in_training(model, known):
             loss = super().training_step(model, *args, **kwargs)  # type: ignore[misc]
-        adds = session.algorithms.loses if session is not None else None
+        adds = session.algorithms.loss_terms_by if session is not None else None
         if adds is not None and not self._terms_added:
             own = overriding(self, (SCORER, *LOSS)) or "the trainer"
             raise ComponentError(
@@ -469,7 +469,7 @@ class Scored:
         if self._micro_batch is not None and kept is not None and not self._scores_alone:
             self._log_truncation(masses)
         first = self._micro_batch is not None and self._loss_scores is None
-        adds = trainer.model.training and self.session.algorithms.loses is not None
+        adds = trainer.model.training and self.session.algorithms.loss_terms_by is not None
         if first and adds and not reference and torch.is_grad_enabled():
             self._loss_scores = scores
         return scores
@@ -636,14 +636,14 @@ def corrects(trainer: Any) -> bool:
     return bool(trainer.use_vllm and getattr(trainer, "vllm_importance_sampling_correction", False))
 
 
-def scores_apart(trainer: Any, adviser: PluginInfo | None) -> str | None:
+def scores_apart(trainer: Any, plugin: PluginInfo | None) -> str | None:
     """Return the reason why this run needs its old log-probs before the first loss forward, or None."""
     args = trainer.args
     own = overriding(trainer, READERS)
     if own is not None:
         return f"{own} may read them."
-    if adviser is not None:
-        return f"trlx_advantages of plugin {adviser.name!r} may read them."
+    if plugin is not None:
+        return f"trlx_advantages of plugin {plugin.name!r} may read them."
     if trainer._base_name == "RLOO" and trainer.beta != 0:
         return f"RLOO takes the KL divergence, with beta={trainer.beta:g}, out of the rewards."
     if args.steps_per_generation > args.gradient_accumulation_steps:
@@ -684,8 +684,10 @@ def bound_together(trainer: Any) -> str | None:
         return "top_entropy_quantile compares the tokens of a micro-batch."
     if getattr(trainer, "_entropy_bonus_enabled", False):
         return "the entropy bonus is a mean over the tokens of a micro-batch."
-    if trainer.session.algorithms.loses is not None:
-        return f"algorithm {trainer.session.algorithms.loses!r} may add a mean over the tokens of a micro-batch."
+    if trainer.session.algorithms.loss_terms_by is not None:
+        return (
+            f"algorithm {trainer.session.algorithms.loss_terms_by!r} may add a mean over the tokens of a micro-batch."
+        )
     if trainer.aux_loss_enabled:
         return "the load balance of experts is one of the tokens of a micro-batch."
     if args.gradient_accumulation_steps % args.steps_per_generation:

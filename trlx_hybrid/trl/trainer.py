@@ -267,12 +267,12 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         )
         self.session.notes += filter(None, [note])
         if hasattr(trainer, "reward_funcs") and self._replay is None:
-            self.session.adviser = host.only(HOOK)
+            self.session.advantages_plugin = host.only(HOOK)
             self._check_algorithms()
         if getattr(trainer, "_is_vlm", False) and not selection.stock:
             tool_calling.skip_absent_images(policy.base)
         if trainer._base_name in SCORING:
-            self.session.scores_apart = scores_apart(trainer, self.session.adviser)
+            self.session.scores_apart = scores_apart(trainer, self.session.advantages_plugin)
         if self._config.router_replay:
             self._replay_routers()
         sampled = self._replay is not None and bool((self._replay.facts or {})["sampler"])
@@ -297,17 +297,18 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         self._attach_recording()
 
     def _check_algorithms(self) -> None:
-        algorithms, adviser = self.session.algorithms, self.session.adviser
-        if algorithms.adviser is not None and adviser is not None:
+        algorithms, plugin = self.session.algorithms, self.session.advantages_plugin
+        named = algorithms.advantages_by
+        if named is not None and plugin is not None:
             raise ConfigError(
-                f"HybridConfig.algorithm={algorithms.adviser!r} and plugin {adviser.name!r} ({adviser.distribution}) "
+                f"HybridConfig.algorithm={named!r} and plugin {plugin.name!r} ({plugin.distribution}) "
                 "both have advantages of their own. Leave the one out, or disable the other: "
-                f"disable_plugins=[{adviser.name!r}]."
+                f"disable_plugins=[{plugin.name!r}]."
             )
-        own = overriding(self, ("_generate_and_score_completions",)) if algorithms.adviser is not None else None
+        own = overriding(self, ("_generate_and_score_completions",)) if named is not None else None
         if own is not None:
             raise ConfigError(
-                f"HybridConfig.algorithm={algorithms.adviser!r} has advantages of its own, and {own} may change which "
+                f"HybridConfig.algorithm={named!r} has advantages of its own, and {own} may change which "
                 "rows they are of. Leave it out."
             )
         reason = resampling.refuses(self) if algorithms.filters or algorithms.draws else None
@@ -512,7 +513,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
         if "advantages" in batch:
             batch["advantages"] = self._advised(batch["advantages"])
             batch["advantages"] = replaced(session, batch, self._rewards)
-            if self._groups is not None or session.adviser is not None:
+            if self._groups is not None or session.advantages_plugin is not None:
                 tabulate(trainer, batch["advantages"])
         session.host.call("trlx_rollout_end", session=session, trajectories=self._trajectories())
         metrics = trainer._metrics["train" if session.training else "eval"]

@@ -118,7 +118,7 @@ def adapted_modules(model: nn.Module) -> Iterator[tuple[str, AdaptedModule]]:
 def beyond_lora(model: Any) -> str | None:
     """Return why the adapters of a transformers model are not plain LoRA on one layer's weight at a time, or None."""
     found = list(adapted_modules(model))
-    if found and parted_head(model) is not None:
+    if found and untied_head(model) is not None:
         return "adapters part the output head from the embeddings that it is tied to (`gather` serves that)"
     whys = ((name, _beyond_lora(layer)) for name, module in found for layer in module.layers)
     return next((f"{name} {why}, which is merged as a whole (`gather`)" for name, why in whys if why), None)
@@ -134,7 +134,7 @@ def _beyond_lora(layer: Any) -> str | None:
     return f"computes a variant of LoRA ({type(variants[0]).__name__})" if variants else None
 
 
-def parted_head(model: Any) -> nn.Module | None:
+def untied_head(model: Any) -> nn.Module | None:
     """Return the output head of a transformers model whose config ties it to the input embeddings, where adapters
     change only one of the two: it then has weights of its own, in the engine too. Return None otherwise."""
     configs = model.config, model.config.get_text_config()  # a vision-language model's text config may not have it

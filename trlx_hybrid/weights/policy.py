@@ -19,7 +19,7 @@ from ..plugins.blame import called_back
 from . import quantised
 from .adapters import adapter_layers
 from .fingerprint import BITS, fingerprint, sample
-from .merging import AdaptedModule, adapted, parted_head
+from .merging import AdaptedModule, adapted, untied_head
 from .sharded import full, is_sharded
 
 if TYPE_CHECKING:
@@ -354,7 +354,7 @@ def _saved(model: nn.Module, merge: Merge | None = None) -> Iterator[tuple[str, 
     """Yield those of `_weights` that transformers writes into a checkpoint, including an output head that adapters have
     untied."""
     ignored: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
-    return ((name, read) for name, read in _weights(model, "", set(), merge, parted_head(model)) if name not in ignored)
+    return ((name, read) for name, read in _weights(model, "", set(), merge, untied_head(model)) if name not in ignored)
 
 
 def modules_of(root: nn.Module, closed: tuple[type[nn.Module], ...] = ()) -> Iterator[nn.Module]:

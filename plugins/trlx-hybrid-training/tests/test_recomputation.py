@@ -14,7 +14,7 @@ from trlx_hybrid.session import Session
 from trlx_hybrid.testing.models import tiny_model
 from trlx_hybrid_training import attention, recomputation
 from trlx_hybrid_training.packing import Pack
-from trlx_hybrid_training.recomputation import Kept, keepable
+from trlx_hybrid_training.recomputation import LayerBytes, keepable
 
 sys.path.insert(0, str(Path(__file__).parent))
 from scripted import difference, lora
@@ -128,7 +128,7 @@ def test_copies_of_a_shared_prompt_are_expected():
     attention.register()
     model = tiny_model().train()
     model.config._attn_implementation = attention.NAME
-    ids, kept, actual = torch.arange(3, 63).repeat(8, 1), Kept(), 0
+    ids, kept, actual = torch.arange(3, 63).repeat(8, 1), LayerBytes(), 0
     for rows in (ids[:1], ids):
         pack = Pack.of(rows, torch.ones_like(rows), 10, shared_below=1.0)
         own = {"segments": pack.segments, "prefixes": pack.prefixes}
@@ -162,7 +162,7 @@ def test_what_is_kept_fits(free, others, layer, layers):
 )
 def test_a_pass_is_never_expected_to_keep_less_than_it_does(seen, fixed, each, data):
     """Where a layer keeps `each` for a token and `fixed` for any number."""
-    kept = Kept()
+    kept = LayerBytes()
     assert kept.expected(10) is None
     for tokens in seen:
         kept.add(tokens, fixed + each * tokens)
@@ -175,7 +175,7 @@ def test_a_pass_is_never_expected_to_keep_less_than_it_does(seen, fixed, each, d
 
 def test_a_large_pass_is_not_what_is_expected_of_a_small_one():
     """Several micro-batches have shared it, and the next ones may not."""
-    kept = Kept()
+    kept = LayerBytes()
     for tokens in (6_000, 48_000):
         kept.add(tokens, 100 * tokens)
     assert kept.expected(7_000) == 700_000

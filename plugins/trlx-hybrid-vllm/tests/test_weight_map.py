@@ -14,7 +14,7 @@ from trlx_hybrid.errors import EngineError
 from trlx_hybrid.testing.models import ARCHITECTURES, tiny_model
 from trlx_hybrid_vllm.internals import model_of
 from trlx_hybrid_vllm.loader import Route, Slice
-from trlx_hybrid_vllm.weight_map import HeldBox, Places, WeightMap, joined, piece_of, regions
+from trlx_hybrid_vllm.weight_map import PlacedBox, Places, WeightMap, joined, piece_of, regions
 
 # --- a real engine ----------------------------------------------------------------------------------------------------
 
@@ -198,7 +198,7 @@ def cut_views(draw):
 @given(cut_views())
 def test_a_region_cut_into_a_grid_is_one_again(case):
     memory, view, boxes = case
-    pieces = [HeldBox(box, "p", slice_of(view[tuple(slice(a, b) for a, b in box)])) for box in boxes]
+    pieces = [PlacedBox(box, "p", slice_of(view[tuple(slice(a, b) for a, b in box)])) for box in boxes]
     (whole,) = joined(pieces)
     assert whole.box == tuple((0, n) for n in view.shape)
     assert torch.equal(whole.memory.of(memory), view)
@@ -208,7 +208,7 @@ def test_a_region_cut_into_a_grid_is_one_again(case):
 def test_with_boxes_missing_what_is_left_keeps_its_place(case, data):
     memory, view, boxes = case
     kept = data.draw(st.lists(st.sampled_from(boxes), unique=True))
-    pieces = [HeldBox(box, "p", slice_of(view[tuple(slice(a, b) for a, b in box)])) for box in kept]
+    pieces = [PlacedBox(box, "p", slice_of(view[tuple(slice(a, b) for a, b in box)])) for box in kept]
     found = joined(pieces)
     assert len(found) <= len(kept)
     assert sum(math.prod(p.memory.shape) for p in found) == sum(math.prod(b - a for a, b in box) for box in kept)
@@ -230,9 +230,9 @@ def test_experts_loaded_one_by_one_are_one_box_for_gate_and_one_for_up():
 
 
 def test_neighbours_in_other_parameters_or_out_of_step_stay_apart():
-    first = HeldBox(((0, 2),), "a", Slice((2,), (1,), 10))
+    first = PlacedBox(((0, 2),), "a", Slice((2,), (1,), 10))
     for parameter, stride, offset in (("b", 1, 12), ("a", 2, 12), ("a", 1, 13), ("a", 1, 8)):
-        second = HeldBox(((2, 4),), parameter, Slice((2,), (stride,), offset))
+        second = PlacedBox(((2, 4),), parameter, Slice((2,), (stride,), offset))
         assert sorted(joined([first, second]), key=lambda p: p.box) == [first, second]
     assert joined([]) == []
 

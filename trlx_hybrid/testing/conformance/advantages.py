@@ -27,9 +27,9 @@ def check_advantages(trainer: Any) -> None:
     Raises:
         ConformanceError: the advantages cannot be trained on, or are not those of this rank's rows.
     """
-    adviser = trainer.session.adviser
+    plugin = trainer.session.advantages_plugin
     require(
-        adviser is not None,
+        plugin is not None,
         "No plugin of this trainer has the hook trlx_advantages.",
         "Install it, or hand it over: GRPOTrainer(..., plugins=[...]).",
     )

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .buckets import Buckets
-from .plan import RankPlan, Turns
+from .plan import LayerAssignment, RankPlan
 from .sharding import Ints, Sharding, crossings, position_in, rechunked
 
 DIMENSIONS = 5
@@ -58,8 +58,8 @@ def lower(made: RankPlan, buckets: Buckets) -> Descriptors:
         lowering = _Lowering(number, one.source, one.target, made.rank, buckets)
         copies = lowering.slices(np.array([made.rank] if one.local else [], dtype=np.int64), None, receiving=True)
         theirs.append(_here(one.source, made.rank, copies["start"]))
-        received = lowering.slices(np.flatnonzero(one.receives), one.receive_turns, receiving=True)
-        sent = lowering.slices(np.flatnonzero(one.sends), one.send_turns, receiving=False)
+        received = lowering.slices(np.flatnonzero(one.receives), one.received_layers, receiving=True)
+        sent = lowering.slices(np.flatnonzero(one.sends), one.sent_layers, receiving=False)
         for found, slices in zip(lists, (received, sent, copies), strict=True):
             found.append(slices)
     received, sent, copied = (np.concatenate(found) for found in lists)
@@ -76,7 +76,7 @@ class _Lowering:
     rank: int
     buckets: Buckets
 
-    def slices(self, peers: Ints, turns: Turns | None, *, receiving: bool) -> Slices:
+    def slices(self, peers: Ints, assignment: LayerAssignment | None, *, receiving: bool) -> Slices:
         """Return the boxes shared with each peer, in the rounds and layers in which they move."""
         here, there = (self.target, self.source) if receiving else (self.source, self.target)
         own, others = here.piece(self.rank), there.pieces_of(peers)
@@ -88,7 +88,7 @@ class _Lowering:
             cut = int(receiving is self.buckets.by_source[self.number])
             sides[cut][1] = self._share(sides[cut][1], share)
             who, boxes = _boxes([crossings(a, b) for a, b in zip(sides[0][1:], sides[1][1:], strict=True)], len(peers))
-            who, boxes, layer = _in_layers(who, boxes, layers, turns, peers)
+            who, boxes, layer = _in_layers(who, boxes, layers, assignment, peers)
             slices = np.zeros(len(who), dtype=SLICE)
             slices["peer"], slices["parameter"], slices["layer"] = peers[who], self.number, layer
             within = layer - (stage if receiving else np.asarray(stage)[who])
@@ -118,14 +118,16 @@ def _boxes(crossed: list[Ints], count: int) -> tuple[Ints, Ints]:
     return who, boxes
 
 
-def _in_layers(who: Ints, boxes: Ints, layers: Ints, turns: Turns | None, peers: Ints) -> tuple[Ints, Ints, Ints]:
+def _in_layers(
+    who: Ints, boxes: Ints, layers: Ints, assignment: LayerAssignment | None, peers: Ints
+) -> tuple[Ints, Ints, Ints]:
     """Repeat each box for every layer that both ends hold and in which it is this pair's turn."""
     depth = np.maximum(layers[:, 1] - layers[:, 0], 0)[who]
     again = np.repeat(np.arange(len(who)), depth)
     layer = layers[who, 0][again] + np.arange(len(again)) - (np.cumsum(depth) - depth)[again]
-    if turns is not None:
+    if assignment is not None:
         peer = peers[who[again]]
-        now = (layer + turns.key[peer]) % turns.holders[peer] == turns.order[peer]
+        now = (layer + assignment.key[peer]) % assignment.holders[peer] == assignment.order[peer]
         again, layer = again[now], layer[now]
     return who[again], boxes[again], layer
 

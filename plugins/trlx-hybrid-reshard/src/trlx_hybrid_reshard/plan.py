@@ -51,8 +51,8 @@ class ClassPlan:
     Attributes:
         source, target: the class's sharding before and after, without padding.
         receives, sends: (world,), the bytes by the rank at the other end; 0 for the rank itself.
-        receive_turns, send_turns: the layers that are received and sent; None where no two ranks hold the same piece,
-            so that all layers are.
+        received_layers, sent_layers: the layers that are received and sent; None stands for all layers, where no two
+            ranks hold the same piece.
         floor: |T| − |S ∩ T|, the least that the rank must receive.
         send_floor: the sum over bytes that others lack, each divided by the number of its holders: what the rank must
             send where it is the only holder, and its fair share elsewhere.
@@ -65,8 +65,8 @@ class ClassPlan:
     target: Sharding
     receives: Ints
     sends: Ints
-    receive_turns: Turns | None
-    send_turns: Turns | None
+    received_layers: LayerAssignment | None
+    sent_layers: LayerAssignment | None
     floor: int
     send_floor: int
     local: int
@@ -157,8 +157,8 @@ def _class_plan(
     parameter: Parameter, source: Sharding, padded: Sharding, rank: int, node: Ints, itemsize: int
 ) -> ClassPlan:
     target = padded.within(parameter.extent)
-    received, local, receive_turns = _received(parameter, source, target, rank, node)
-    sent, share, send_turns = _sent(source, target, rank, node)
+    received, local, received_layers = _received(parameter, source, target, rank, node)
+    sent, share, sent_layers = _sent(source, target, rank, node)
     wanted = target.elements(rank)
     return ClassPlan(
         parameter,
@@ -166,8 +166,8 @@ def _class_plan(
         target,
         receives=received * itemsize,
         sends=sent * itemsize,
-        receive_turns=receive_turns,
-        send_turns=send_turns,
+        received_layers=received_layers,
+        sent_layers=sent_layers,
         floor=(wanted - local) * itemsize,
         send_floor=share * itemsize,
         local=local * itemsize,
@@ -177,30 +177,30 @@ def _class_plan(
 
 def _received(
     parameter: Parameter, source: Sharding, target: Sharding, rank: int, node: Ints
-) -> tuple[Ints, int, Turns | None]:
-    """Return the elements from each rank, the elements from this rank's own piece, and the turns."""
+) -> tuple[Ints, int, LayerAssignment | None]:
+    """Return the elements from each rank, the elements from this rank's own piece, and the layers of each rank."""
     if not target.holds(rank):
         return np.zeros(source.world, dtype=np.int64), 0, None
-    piece, turns = target.piece(rank), None
+    piece, assignment = target.piece(rank), None
     common = [overlap(own, parts) for own, parts in zip(piece, source.parts, strict=True)]
     received = source.per_rank(tuple(common))
     local, wanted = int(received[rank]), target.elements(rank)
     if local == wanted:
         return np.zeros_like(received), local, None
     if source.replicated:
-        turns = to_receive(source, target, rank, node)
-        received = _by_layer(source, common, piece[0], turns)
+        assignment = to_receive(source, target, rank, node)
+        received = _by_layer(source, common, piece[0], assignment)
     received[rank] = 0
     if int(received.sum()) != wanted - local:
         raise ConfigError(
             f"Rank {rank} lacks {wanted - local} elements of {parameter.name}, and {int(received.sum())} can be had "
             "from others: the layout it comes from does not hold every element."
         )
-    return received, local, turns
+    return received, local, assignment
 
 
-def _sent(source: Sharding, target: Sharding, rank: int, node: Ints) -> tuple[Ints, int, Turns | None]:
-    """Return the elements to each rank, this rank's share of what must be sent, and the turns."""
+def _sent(source: Sharding, target: Sharding, rank: int, node: Ints) -> tuple[Ints, int, LayerAssignment | None]:
+    """Return the elements to each rank, this rank's share of what must be sent, and the layers for each rank."""
     if not source.holds(rank):
         return np.zeros(source.world, dtype=np.int64), 0, None
     piece = source.piece(rank)
@@ -211,21 +211,21 @@ def _sent(source: Sharding, target: Sharding, rank: int, node: Ints) -> tuple[In
         return asked, int(asked.sum()), None
     pieces = source.pieces()
     same = pieces == pieces[rank]
-    turns = to_send(pieces, asked > 0, rank, node)
-    return _by_layer(target, common, piece[0], turns), int(asked[~same].sum()) // int(same.sum()), turns
+    assignment = to_send(pieces, asked > 0, rank, node)
+    return _by_layer(target, common, piece[0], assignment), int(asked[~same].sum()) // int(same.sum()), assignment
 
 
-def _by_layer(others: Sharding, common: list[Ints], layers: Ints, turns: Turns) -> Ints:
+def _by_layer(others: Sharding, common: list[Ints], layers: Ints, assignment: LayerAssignment) -> Ints:
     """Return the elements shared with each rank, (world,), of the layers in which it is this pair's turn."""
     ranges = others.parts[0][:, 0]
     start, stop = np.maximum(ranges[:, 0], layers[0, 0]), np.minimum(ranges[:, 1], layers[0, 1])
     at = others.coordinates[0]
     each = others.per_rank((np.ones(len(ranges), dtype=np.int64), *common[1:]))
-    return each * turns.layers(start[at], stop[at])
+    return each * assignment.layers(start[at], stop[at])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Turns:
+class LayerAssignment:
     """The layers that each pair of this rank and another transfers.
 
     The pair transfers layer l if `(l + key) % holders == order`.
@@ -252,8 +252,8 @@ class Turns:
         return np.where(self.eligible & (stop > start), before(stop) - before(start), 0)
 
 
-def to_receive(source: Sharding, target: Sharding, rank: int, node: Ints) -> Turns:
-    """Return the turns between this rank, which asks, and every rank that holds something of its target."""
+def to_receive(source: Sharding, target: Sharding, rank: int, node: Ints) -> LayerAssignment:
+    """Return the layers that this rank asks of every rank that holds something of its target."""
     pieces = source.pieces()
     held, near, count = pieces >= 0, node == node[rank], int(pieces.max()) + 1
     of = np.where(held, pieces, 0)
@@ -264,7 +264,7 @@ def to_receive(source: Sharding, target: Sharding, rank: int, node: Ints) -> Tur
     order = _order_within(of, taking, count)
     holders = np.maximum(np.where(local, beside[of], everywhere[of]), 1)
     if holders[eligible].max(initial=1) == 1:  # no holders take turns, so there is no queue
-        return Turns(eligible, np.zeros_like(order), order, holders)
+        return LayerAssignment(eligible, np.zeros_like(order), order, holders)
     wanted, asks = _wanted(source, target), target.pieces()
 
     def queue(region: NDArray[np.bool_]) -> Ints:
@@ -277,11 +277,11 @@ def to_receive(source: Sharding, target: Sharding, rank: int, node: Ints) -> Tur
         before: Ints = (asking - np.bincount(of[own], minlength=wanted.shape[1]))[of]
         return before
 
-    return Turns(eligible, np.where(local, queue(near), queue(np.ones_like(near))), order, holders)
+    return LayerAssignment(eligible, np.where(local, queue(near), queue(np.ones_like(near))), order, holders)
 
 
-def to_send(pieces: Ints, asked: NDArray[np.bool_], rank: int, node: Ints) -> Turns:
-    """Return the turns between this rank, which holds a piece, and every rank that may ask for it.
+def to_send(pieces: Ints, asked: NDArray[np.bool_], rank: int, node: Ints) -> LayerAssignment:
+    """Return the layers that this rank, which holds a piece, sends to every rank that may ask for it.
 
     Args:
         pieces: the source's pieces, see `Sharding.pieces`.
@@ -295,12 +295,12 @@ def to_send(pieces: Ints, asked: NDArray[np.bool_], rank: int, node: Ints) -> Tu
     order = np.where(local, on_node, int(same[:rank].sum()))
     holders = np.where(local, beside[node], int(same.sum()))
     if holders[eligible].max(initial=1) == 1:
-        return Turns(eligible, np.zeros_like(order), order, holders)
+        return LayerAssignment(eligible, np.zeros_like(order), order, holders)
     asks = asked & ~same
     before = np.cumsum(asks) - asks
     starts = np.searchsorted(node, node)  # a node's ranks are consecutive: the first rank of each rank's node
     key = np.where(local, before - before[starts], before)
-    return Turns(eligible, key, order, holders)
+    return LayerAssignment(eligible, key, order, holders)
 
 
 def _wanted(source: Sharding, target: Sharding) -> NDArray[np.bool_]:

@@ -67,7 +67,7 @@ def keepable(free: int, others: int, layer: int, layers: int) -> int:
     return max(0, min(layers, left // max(layer, 1)))
 
 
-class Kept:
+class LayerBytes:
     """The bytes that a layer was seen to keep for its backward pass, by the tokens of the pass."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ class Recomputation:
     """
 
     def __init__(self, session: Run) -> None:
-        self._session, self._kept = session, Kept()
+        self._session, self._kept = session, LayerBytes()
         self.recomputed: int | None = None
         self._sharded = any(is_sharded(p) for p in session.policy.module.parameters())
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from trlx_hybrid.errors import did_you_mean
-from trlx_hybrid.weights.merging import parted_head
+from trlx_hybrid.weights.merging import untied_head
 from trlx_hybrid.weights.policy import Policy, layer_kinds
 
 from .internals import attention_of, is_latent, only_attends, unimportable, unquantised
@@ -408,7 +408,7 @@ def write_without_weights(policy: Policy, folder: Path) -> None:
     if text.model_type.startswith("cohere2") and text.sliding_window is not None:
         text.sliding_window -= 1  # vLLM adds one: its layers see a token more than the trainer's
     config.architectures = [policy.architecture]
-    if parted_head(model) is not None:
+    if untied_head(model) is not None:
         config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
     config.save_pretrained(folder)
     if model.generation_config is not None:

@@ -31,7 +31,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class HeldBox:
+class PlacedBox:
     """A box of a parameter of the policy, and the place where an engine parameter holds it.
 
     Attributes:
@@ -58,7 +58,7 @@ class WeightMap:
 
     def __init__(self, policy: Policy, loader: WeightLoader) -> None:
         self.loader = loader
-        self.pieces: dict[str, list[HeldBox]] = {}
+        self.pieces: dict[str, list[PlacedBox]] = {}
         self.irregular: dict[str, str] = {}
         self.computed: set[str] = set()
         buffers = policy.buffers().keys() & loader.routes.keys()
@@ -81,7 +81,7 @@ class WeightMap:
             if name not in self.irregular:
                 self.pieces[name] = joined(found)
 
-    def memory_of(self, piece: HeldBox) -> Tensor:
+    def memory_of(self, piece: PlacedBox) -> Tensor:
         """Return the engine's memory of a piece."""
         return piece.memory.of(self.loader.tensors[piece.parameter].data)
 
@@ -89,7 +89,7 @@ class WeightMap:
 # --- routes as boxes --------------------------------------------------------------------------------------------------
 
 
-def piece_of(route: Route, shape: Sequence[int]) -> HeldBox | None:
+def piece_of(route: Route, shape: Sequence[int]) -> PlacedBox | None:
     """Return the box of a contiguous tensor of this shape that a route reads, or None where it is no box. A pure
     function.
 
@@ -121,7 +121,7 @@ def piece_of(route: Route, shape: Sequence[int]) -> HeldBox | None:
         strides.insert(0, step)
         unit *= length
     sizes = tuple(stop - start for start, stop in box)
-    return None if rest else HeldBox(tuple(box), route.parameter, Slice(sizes, tuple(strides), memory.offset))
+    return None if rest else PlacedBox(tuple(box), route.parameter, Slice(sizes, tuple(strides), memory.offset))
 
 
 def _parts(policy: Policy, name: str, shape: tuple[int, ...], device: torch.device) -> Mapping[str, Tensor | None]:
@@ -181,11 +181,11 @@ def _indices(part: Slice, like: Tensor) -> Tensor:
     return found
 
 
-def joined(pieces: Iterable[HeldBox]) -> list[HeldBox]:
+def joined(pieces: Iterable[PlacedBox]) -> list[PlacedBox]:
     """Cover the same memory with as few boxes as one pass over each dimension finds. A pure function."""
     found = list(pieces)
     for d in range(len(found[0].box) if found else 0):
-        alike: defaultdict[object, list[HeldBox]] = defaultdict(list)
+        alike: defaultdict[object, list[PlacedBox]] = defaultdict(list)
         for piece in found:
             sizes = enumerate(zip(piece.memory.shape, piece.memory.stride, strict=True))
             strides = tuple(s for i, (n, s) in sizes if i != d and n > 1)  # a single index has none
@@ -194,9 +194,9 @@ def joined(pieces: Iterable[HeldBox]) -> list[HeldBox]:
     return sorted(found, key=lambda piece: (piece.parameter, piece.memory.offset))
 
 
-def _runs(pieces: Sequence[HeldBox], d: int) -> list[HeldBox]:
+def _runs(pieces: Sequence[PlacedBox], d: int) -> list[PlacedBox]:
     """Join the adjacent ones among pieces that differ along one dimension only."""
-    runs: list[HeldBox] = []
+    runs: list[PlacedBox] = []
     for piece in sorted(pieces, key=lambda p: (p.box[d], p.memory.offset)):
         longer = _continued(runs[-1], piece, d) if runs else None
         if longer is None:
@@ -206,7 +206,7 @@ def _runs(pieces: Sequence[HeldBox], d: int) -> list[HeldBox]:
     return runs
 
 
-def _continued(run: HeldBox, piece: HeldBox, d: int) -> HeldBox | None:
+def _continued(run: PlacedBox, piece: PlacedBox, d: int) -> PlacedBox | None:
     """Return both pieces as one, or None where the second does not begin where the first ends."""
     (start, end), (after, stop) = run.box[d], piece.box[d]
     stride, rest = divmod(piece.memory.offset - run.memory.offset, end - start)
@@ -214,7 +214,7 @@ def _continued(run: HeldBox, piece: HeldBox, d: int) -> HeldBox | None:
     if end != after or rest or stride <= 0 or any(other != stride for other in known):
         return None
     shape, strides = _with(run.memory.shape, d, stop - start), _with(run.memory.stride, d, stride)
-    return HeldBox(_with(run.box, d, (start, stop)), run.parameter, Slice(shape, strides, run.memory.offset))
+    return PlacedBox(_with(run.box, d, (start, stop)), run.parameter, Slice(shape, strides, run.memory.offset))
 
 
 def _with(values: tuple[Any, ...], d: int, *instead: Any) -> tuple[Any, ...]:
@@ -237,7 +237,7 @@ class Places:
 
     def __init__(self, policy: Policy, weights: WeightMap) -> None:
         self._map = weights
-        self.found: dict[str, HeldBox] = {}
+        self.found: dict[str, PlacedBox] = {}
         self.refused: dict[str, str] = {}
         parameters = policy.base_parameters()
         for name, p in parameters.items():

@@ -175,7 +175,9 @@ class Session:
             yield
             return
         if self.phase is Phase.ROLLOUT:
-            raise StaleWeightsError("A rollout phase within a rollout phase: leave the first before the second.")
+            raise StaleWeightsError(
+                "rollout_phase() cannot be nested. Leave the first phase before you enter the next."
+            )
         self.open()
         engine, started = self.live_engine, time.perf_counter()
         with self.memory.reporting():

@@ -254,7 +254,7 @@ def test_training_inside_a_rollout_is_refused(loop):
 def test_a_rollout_inside_a_rollout_is_refused(loop):
     run = loop()
     with run.engine.rollout_context():
-        with pytest.raises(StaleWeightsError, match="within a rollout phase"), run.engine.rollout_context():
+        with pytest.raises(StaleWeightsError, match="cannot be nested"), run.engine.rollout_context():
             pass
         assert len(run.engine.generate(PROMPTS)) == 3
     run.step()

@@ -475,8 +475,8 @@ def _reason(request: PlacementRequest, nodes: Sequence[Node], *, empty: bool) ->
     one = " and ".join(f"{amount:g} {name}s" for name, amount in request.bundle.items())
     how = f"strategy {request.strategy}" + (f", labels {dict(request.labels)}" if request.labels else "")
     return (
-        f"{request.name}: {request.replicas} times {one}, each on one node ({how}): there is enough in all, but not "
-        "together. Make replicas smaller, relax the strategy, or end what shares the nodes."
+        f"{request.name}: {request.replicas} times {one}, each on one node ({how}): the cluster has enough in total, "
+        "but its nodes do not. Make replicas smaller, relax the strategy, or end what shares the nodes."
     )
 
 

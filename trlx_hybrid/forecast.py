@@ -24,7 +24,7 @@ from .plugins.selection import Selection, choose_algorithms, select
 from .trl.arguments import trainer_arguments
 
 if TYPE_CHECKING:
-    from .train import RecipeSettings
+    from .recipe import RecipeSettings
 
 RESERVED = 0.1
 """The share of a GPU that the KV cache does not use: CUDA's own memory, graphs, and what sampling allocates."""

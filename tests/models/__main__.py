@@ -11,7 +11,7 @@ from . import matrix, page, templates
 
 
 def main(names: list[str]) -> None:
-    from trlx_hybrid_vllm.plugin import installed_vllm
+    from trlx_hybrid_vllm.versions import installed_vllm
 
     rows = {row["model"]: row for row in page.seen()["rows"]} if names else {}
     conversations = [templates.measure(name) for name in templates.TEMPLATES]

@@ -6,19 +6,24 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ..errors import ComponentError, HybridError
-
-if TYPE_CHECKING:
-    from .registry import Component
 
 CALLED_BACK = "_trlx_hybrid_called_back"
 """Attribute that marks an error raised by a function that a component was given to call."""
 
 
+class Blamed(Protocol):
+    """The component that an error is attributed to; its text names the component and its plugin."""
+
+    @property
+    def way_out(self) -> str:
+        """A sentence that says what the user can do about a fault of this component."""
+
+
 @contextmanager
-def blaming(component: Component | None, method: str) -> Iterator[None]:
+def blaming(component: Blamed | None, method: str) -> Iterator[None]:
     """Attribute errors raised inside the context to a component's method.
 
     Args:
@@ -53,7 +58,7 @@ def called_back() -> Iterator[None]:
         raise
 
 
-def asked(component: Component | None, part: object, method: str, *given: Any, **named: Any) -> Any:
+def asked(component: Blamed | None, part: object, method: str, *given: Any, **named: Any) -> Any:
     """Call a method of an object that a component has built, and return its answer.
 
     Raises:
@@ -63,7 +68,7 @@ def asked(component: Component | None, part: object, method: str, *given: Any, *
         return getattr(part, method)(*given, **named)
 
 
-def asked_text(component: Component | None, part: object, method: str, *given: Any) -> str | None:
+def asked_text(component: Blamed | None, part: object, method: str, *given: Any) -> str | None:
     """Call a method that returns a text or None, and return its answer.
 
     Raises:
@@ -75,7 +80,7 @@ def asked_text(component: Component | None, part: object, method: str, *given: A
     return answer
 
 
-def fault(component: Component | None, method: str, found: str, wanted: str) -> ComponentError:
+def fault(component: Blamed | None, method: str, found: str, wanted: str) -> ComponentError:
     """Return an error that says what a method returned, and what was expected."""
     who, way_out = ("component", "") if component is None else (str(component), f" {component.way_out}")
     return ComponentError(f"The {who} returned {found} from `{method}`, where {wanted} was expected.{way_out}")

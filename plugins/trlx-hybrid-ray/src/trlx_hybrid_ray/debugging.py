@@ -9,13 +9,12 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from trlx_hybrid.errors import ConfigError
 
-from .internals import LOOPBACK_VARIABLE, stop_where_raised
+from .internals import LOOPBACK_VARIABLE
 from .token import MODE, PATH
 
 CHOICE, POST_MORTEM = "RAY_DEBUG", "RAY_DEBUG_POST_MORTEM"
@@ -72,24 +71,3 @@ def attaching(address: str, token: Path | None) -> str:
 def post_mortem() -> bool:
     """Return whether the debugger should stop where an uncaught exception was raised."""
     return os.environ.get(POST_MORTEM) == "1"
-
-
-def main(script: str, *arguments: str) -> None:
-    """Run a rank of `trlx-hybrid launch --debug`: the script as `__main__`, with Ray's `breakpoint()`, and a stop where
-    an uncaught exception was raised."""
-    import runpy
-
-    from .cluster import ADDRESS, NAMESPACE, connect
-
-    with connect(os.environ[ADDRESS], namespace=os.environ.get(NAMESPACE)):
-        os.environ["PYTHONBREAKPOINT"] = "ray.util.rpdb.set_trace"
-        sys.argv, sys.path[0] = [script, *arguments], os.path.dirname(os.path.realpath(script))
-        try:
-            runpy.run_path(script, run_name="__main__")
-        except Exception:
-            stop_where_raised()
-            raise
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

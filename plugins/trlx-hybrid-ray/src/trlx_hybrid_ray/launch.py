@@ -464,7 +464,7 @@ def _start_ranks(
         "folder": None if ray.get_runtime_context().runtime_env.get("working_dir") else job.folder,
         "alone": job.world == 1,
     }
-    script = ["--module", "trlx_hybrid_ray.debugging", job.script] if job.debug else [job.script]
+    script = ["--module", "trlx_hybrid_ray.debugged_rank", job.script] if job.debug else [job.script]
     calls = []
     for number, (actor, bundle) in enumerate(zip(actors, placement.bundles, strict=True)):
         own = ("--machine_rank", str(number), "--main_process_ip", address, "--main_process_port", str(port))

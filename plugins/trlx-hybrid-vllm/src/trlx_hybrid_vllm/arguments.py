@@ -14,7 +14,7 @@ from .internals import attention_of, is_latent, only_attends, unimportable, unqu
 from .loader import dummy_load_format
 from .lora import unserved
 from .options import VLLMOptions
-from .plugin import untested
+from .versions import untested
 
 if TYPE_CHECKING:
     from trlx_hybrid.session import Session

@@ -35,13 +35,13 @@ from .internals import trainer_classes_kept
 from .loader import WeightLoader, counted
 from .lora import lora_arguments
 from .options import VLLMOptions
-from .plugin import untested
 from .rendezvous import address_of_this_host, launcher_environment, told_when_late
 from .routing import RoutingCapture
 from .sampling import sampling_params
 from .sampling_graphs import SamplingGraphs, sampling_graphs
 from .streaming import EngineStream, ReplicaStream, collect
 from .support import CapturedIds, KeptIds
+from .versions import untested
 from .weight_map import Places, WeightMap, refuses_writes, regions
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"

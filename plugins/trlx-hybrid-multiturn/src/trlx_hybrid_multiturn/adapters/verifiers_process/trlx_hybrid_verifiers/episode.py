@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from .server import Server
+from typing import Any
 
 Message = dict[str, Any]
 
@@ -16,10 +13,16 @@ class NotPlayableError(Exception):
 
 
 class ServedEpisode:
-    """An episode that verifiers plays in an asyncio task, where each call of the model waits for a completion."""
+    """An episode that verifiers plays in an asyncio task, where each call of the model waits for a completion.
 
-    def __init__(self, server: Server) -> None:
-        self._server = server
+    Args:
+        env: verifiers' environment.
+        context: verifiers' serving context, which `env` plays in.
+        episodes: the running episodes by trace, among which this one enters itself.
+    """
+
+    def __init__(self, env: Any, context: Any, episodes: dict[str, ServedEpisode]) -> None:
+        self._env, self._context, self._episodes = env, context, episodes
         self._playing: asyncio.Task[Any] | None = None
         self._traces: dict[str, Any] = {}
         self._policy: str | None = None  # the trace that the model speaks in
@@ -63,17 +66,17 @@ class ServedEpisode:
             self._playing.cancel()
             await asyncio.gather(self._playing, return_exceptions=True)
         for trace in self._traces:
-            self._server.episodes.pop(trace, None)
+            self._episodes.pop(trace, None)
 
     async def _play(self, data: dict[str, Any]) -> Any:
-        env = self._server.env
+        env = self._env
         task = type(env.taskset).task_type()
         (slot,) = env.slots(task(task.data_type().model_validate(data), env.config.taskset.task))
-        return await env.run_slot(slot, self._server.context, on_trace=self._minted)
+        return await env.run_slot(slot, self._context, on_trace=self._minted)
 
     def _minted(self, trace: Any) -> None:
         self._traces[trace.id] = trace
-        self._server.episodes[trace.id] = self
+        self._episodes[trace.id] = self
 
     def _ended(self, episode: Any) -> dict[str, Any]:
         if self._refusal is not None:

@@ -83,7 +83,7 @@ class Server:
     async def _episode(self, request: web.Request) -> web.WebSocketResponse:
         socket = web.WebSocketResponse(max_msg_size=0)
         await socket.prepare(request)
-        episode = ServedEpisode(self)
+        episode = ServedEpisode(self.env, self.context, self.episodes)
         answering: asyncio.Task[None] | None = None
         try:
             async for message in socket:  # reads on while the episode plays: if the trainer goes away, its episode ends

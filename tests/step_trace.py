@@ -26,11 +26,32 @@ SCRIPT = Path(__file__).parent / "scripts" / "step_trace.py"
 CALLS, PAGE = Path(__file__).with_suffix(".json"), ROOT / "docs" / "step.md"
 HEAD = """# One optimizer step, call by call
 
-What happens between two optimizer steps, in the order in which it happens. The step is a real one, the second of a
-GRPO run in two processes on a CPU, with packed rows, joined micro-batches and a tool; rank 0 is shown. A name in bold
-stands for a method that overrides one of TRL's or transformers', or that they call; behind the arrow is who calls it.
-Indented below it are the functions that it calls in other files, without those that these call in turn, but for those
-of the session, which is the main loop.
+In short, between two optimizer steps of a run with an engine:
+
+1. `on_step_begin`: the step's clock starts; the first steps of a run record the weights that they start from.
+2. TRL asks for a micro-batch (`_prepare_inputs`), and where a rollout is due for a whole batch
+   (`_generate_and_score_completions`). A replay gives the recorded one, and steps 3 to 9 do not happen.
+3. `session.rollout_phase` begins: hook `trlx_leave_phase`, trainer state leaves the device as far as the engine needs
+   the room, and the engine's weights wake.
+4. The weight sync: hook `trlx_sync_start`, `WeightSync.sync`, its check, at first the probe of log-probs, hook
+   `trlx_sync_end`. Then the KV cache wakes: hook `trlx_enter_phase`.
+5. The rollout samples: `Rollout.run`, or `Rollout.converse` where the model has tools.
+6. `session.rollout_phase` ends: hook `trlx_leave_phase`, the engine sleeps, trainer state comes back, hook
+   `trlx_enter_phase`. An algorithm that filters groups repeats steps 3 to 7 until the batch is full.
+7. Reward functions score the completions; algorithms observe the rewards.
+8. TRL scores old and reference log-probs, unless the old ones come from the first loss.
+9. Advantages: TRL's, those of an algorithm, or of the hook `trlx_advantages`. Hook `trlx_rollout_end`; the numbers in
+   `session.metrics` go to TRL's log.
+10. For each micro-batch: `Scoring.score` in TRL's `_compute_loss`, terms of algorithms (`Algorithm.loss`), and the
+    backward pass. Where the old log-probs come from the first loss, engine and trainer are compared here.
+11. Gradients are clipped, and the optimizer steps. `on_optimizer_step`: the weight version grows. Where TRL logs, hook
+    `trlx_log`.
+
+Below is a real step, the second of a GRPO run in two processes on a CPU, with packed rows, joined micro-batches and a
+tool; rank 0 is shown. A name in bold stands for a method that overrides one of TRL's or transformers', or that they
+call; behind the arrow is who calls it. Indented below it are the functions that it calls in other files, without those
+that these call in turn, but for those of the session, which is the main loop. Hooks and the methods of components are
+shown wherever they are called. A context that was entered before and is left now says so.
 
 `python -m tests.step_trace` runs the step and writes this page.
 """
@@ -41,6 +62,7 @@ class Entry(NamedTuple):
 
     Attributes:
         hook: what `Host.call` calls.
+        goes_on: whether a context is left that was entered before.
         caller: the function of TRL's or transformers' that makes it; None where one of ours does.
         method: whether it overrides a method of TRL's or transformers', or is called by them.
         inside: the calls below it, each with how often it comes in a row.
@@ -49,6 +71,7 @@ class Entry(NamedTuple):
     name: str
     file: str
     hook: str | None
+    goes_on: bool
     caller: str | None
     method: bool
     inside: tuple[tuple[Entry, int], ...]
@@ -75,12 +98,16 @@ def entries(traced: dict[str, Any]) -> Calls:
         for at in inside[number]:
             call = calls[at]
             method = call["stock"] is not None or call["name"] in overrides
+            told = call["name"] == "Host.call" or (number is not None and calls[number]["file"] == BLAME)
             other_file = number is None or calls[number]["file"] not in (call["file"], BLAME)
             if call["file"] == BLAME:
                 yield from below(at, parts)
-            elif shown(call["file"], call["name"]) and (method or (parts and other_file)):
+            elif shown(call["file"], call["name"]) and (method or told or (parts and other_file)):
                 found = counted(below(at, parts=method or call["file"] == SESSION))
-                yield Entry(call["name"], call["file"], call.get("hook"), call["stock"], method, found), 1
+                yield (
+                    Entry(call["name"], call["file"], call.get("hook"), call["goes_on"], call["stock"], method, found),
+                    1,
+                )
             else:
                 yield from below(at, parts and not other_file)
 
@@ -131,8 +158,11 @@ def lines(found: Calls, depth: int = 0) -> Iterator[str]:
     for entry, times in found:
         function = functions(entry.file)[entry.name]
         said = (ast.get_docstring(function) or "").split("\n\n")[0].replace("\n", " ").partition(". ")[0].rstrip(".")
-        name = f"**`{entry.name}`**" if entry.method else f"`{entry.name}`"
-        name += f" of `{entry.hook}`" if entry.hook else ""
+        name = f"hook `{entry.hook}`" if entry.hook else f"`{entry.name}`"
+        name = f"**{name}**" if entry.method else name
+        if entry.hook or entry.goes_on:
+            said = ""
+        name += ", left" if entry.goes_on else ""
         caller = f" ← `{entry.caller}`" if entry.caller else ""
         often = f", {times} times" if times > 1 else ""
         yield f"{'    ' * depth}- {name}{caller}{often}{f': {said}' if said else ''} ({entry.file}:{function.lineno})"

@@ -34,7 +34,8 @@ class Tracer(TrainerCallback):
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(SOURCES) or "/tests/" in code.co_filename:
             return
-        if id(frame) in self.frames:  # a generator goes on
+        known = self.frames.get(id(frame))
+        if known is not None and self._within(known[0]):  # a generator goes on, and nothing came between
             return
         above, stock = frame.f_back, None
         while above is not None and id(above) not in self.frames:
@@ -45,9 +46,17 @@ class Tracer(TrainerCallback):
         inside = None if above is None else self.frames[id(above)][0]
         file = Path(code.co_filename).relative_to(ROOT).as_posix()
         called = {"name": code.co_qualname, "file": file, "inside": inside, "stock": stock}
+        called["goes_on"] = known is not None
         if code.co_qualname == "Host.call":
             called["hook"] = frame.f_locals["hook"]
         self.calls.append(called)
+
+    def _within(self, number):
+        """Return whether the last call stands in that one, or is it."""
+        last = len(self.calls) - 1
+        while last is not None and last > number:
+            last = self.calls[last]["inside"]
+        return last == number
 
     def on_step_begin(self, args, state, control, **kwargs):
         if state.global_step == 1:

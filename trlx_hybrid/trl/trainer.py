@@ -135,6 +135,7 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
     _in_rounds = False  # a batch is being sampled in rounds
     _sampled_before = False
     _known_rewards: Any = None  # rewards of a batch sampled in rounds, until TRL asks for them
+    _logged: Mapping[str, Any] = {}  # values of `session.metrics` that TRL has, by name
     _row_numbers: Any = None  # dataset rows of the batch's groups, if an algorithm chose them
     _groups: Any = None  # the batch's groups, with the rewards that are trained on
     _base_name: str  # `_name` of TRL's trainer; a user's class may have a `_name` of its own, for model cards
@@ -516,13 +517,22 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
             if self._groups is not None or session.advantages_plugin is not None:
                 tabulate(trainer, batch["advantages"])
         session.host.call("trlx_rollout_end", session=session, trajectories=self._trajectories())
-        metrics = trainer._metrics["train" if session.training else "eval"]
-        for name, value in session.metrics.items():
-            values = value if isinstance(value, list) else [value]
-            _refuse_other_than_numbers(name, values, session.host)
-            if values:  # TRL cannot take the mean of nothing
-                metrics[name] += values
+        self._logged = {}
+        self._log_metrics("train" if session.training else "eval")
         return batch
+
+    def _log_metrics(self, mode: str) -> None:
+        """Hand TRL the numbers that `session.metrics` has got since the last call.
+
+        Components may add some after the rollout: a scoring, or an algorithm's term of the loss.
+        """
+        for name, value in self.session.metrics.items():
+            if self._logged.get(name) is not value:
+                self._logged[name] = value
+                values = value if isinstance(value, list) else [value]
+                _refuse_other_than_numbers(name, values, self.session.host)
+                if values:  # TRL cannot take the mean of nothing
+                    self._metrics[mode][name] += values  # type: ignore[attr-defined]
 
     def _advised(self, stock: Any) -> Any:
         """Return the advantages, (B,), that the run's algorithms give this rank's rows; TRL's advantages where the
@@ -595,7 +605,9 @@ class HybridTrainer(Metered, Scored, Replayed, Checkpointing, Ordered, Truncatio
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run TRL's training step; an out-of-memory error names how much memory each owner held."""
         with self.session.memory.reporting():
-            return super().training_step(*args, **kwargs)  # type: ignore[misc]
+            loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
+        self._log_metrics("train")
+        return loss
 
     def training_chat_template(self) -> str | None:
         """Return TRL's prefix-preserving template; None where the tokenizer's own template preserves prefixes. Raise

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from trlx_hybrid import GRPOTrainer, hookimpl
 from trlx_hybrid.errors import ComponentError, ConfigError
-from trlx_hybrid.protocols import Groups
+from trlx_hybrid.protocols import Algorithm, Groups
 from trlx_hybrid.testing.conformance import check_algorithm
 from trlx_hybrid_algorithms.advantages import LeaveOneOut, OptimalBaseline, PassAtK
 from trlx_hybrid_algorithms.curriculum import Curriculum
@@ -230,6 +230,28 @@ def test_choices_that_cannot_be(run, hybrid, message):
 
     with pytest.raises(HybridError, match=message):
         run(GRPOTrainer, hybrid=hybrid, train=False)
+
+
+def test_what_a_term_adds_to_the_metrics_is_logged(run):
+    """It is computed after the rollout, whose metrics are in the log already, and before the next one."""
+
+    class Counts(Algorithm):
+        name = "counts"
+
+        def __init__(self, session):
+            self.session = session
+
+        def loss(self, scores, batch):
+            self.session.metrics["hybrid/counted"] = float(batch["completion_mask"].sum())
+
+    class Offers:
+        @hookimpl
+        def trlx_register(self, registry):
+            registry.offer("algorithm", "counts", lambda session, options: Counts(session))
+
+    finished = run(GRPOTrainer, hybrid={"algorithm": ["counts"]}, plugins=[Offers()], max_steps=2)
+    logs = [log for log in finished.trainer.state.log_history if "loss" in log]
+    assert [log["hybrid/counted"] for log in logs] == [8 * log["completions/mean_length"] for log in logs]
 
 
 def test_a_loss_of_ones_own_that_scores_nothing_is_named(run):
